@@ -1,0 +1,43 @@
+# `make demo` and `make test` need nothing before them: both set the environment up first.
+PYTHON ?= python3
+VENV   ?= .venv
+READY  := $(VENV)/.ready
+RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/
+
+.PHONY: help setup demo test test-slow bench lint types check clean
+
+help:  ## Show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY)  ## Make the virtual environment
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) (a few minutes the first time) ..."
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## Compare natural gradient with its rivals on two embedded tasks (about 4 minutes)
+	$(RUN)natgrad compare autoencoder digits --workers 2 --budget demo --out runs/demo
+
+test: $(READY)  ## Run the tests
+	$(RUN)python -m pytest -m "not slow"
+
+test-slow: $(READY)  ## Run the tests that take minutes
+	$(RUN)python -m pytest -m slow
+
+bench: $(READY)  ## Run every benchmark; results go to benchmarks/results
+	$(RUN)python -m benchmarks.step
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(READY)
+	$(VENV)/bin/mypy
+
+check: lint types test  ## What CI runs
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

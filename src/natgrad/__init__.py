@@ -1,0 +1,1 @@
+"""Distributed natural-gradient training for PyTorch."""
