@@ -1,0 +1,126 @@
+"""The preconditioner's arguments, checked before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from natgrad.curvature import Curvature
+from natgrad.errors import require
+from natgrad.guard import Guard
+from natgrad.placement import PLACEMENTS
+from natgrad.precision import Precision
+from natgrad.refresh import Refresh
+from natgrad.schedule import check_number, check_schedule
+
+
+def check_arguments(
+    model: object,
+    *,
+    curvature: object,
+    optimizer: object,
+    damping: object,
+    kl_clip: object,
+    clip_is_explicit: bool,
+    reduction: object,
+    refresh: object,
+    placement: object,
+    precision: object,
+    guard: object,
+    gradients: object,
+    accumulation: object,
+    scaler: object,
+    seed: object,
+) -> None:
+    """Check the arguments of `natgrad.Preconditioner`, which describes them.
+
+    Raises:
+        ValueError: naming the first that is not allowed, its value and what is.
+    """
+    require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module")
+    wrong = type(model).__name__
+    require(
+        not isinstance(model, DataParallel), "model", wrong, "plain or in DistributedDataParallel, not DataParallel"
+    )
+    require(not _is_sharded(model), "model", wrong, "plain or in DistributedDataParallel: its parameters are sharded")
+    if isinstance(curvature, Mapping):
+        for pattern, choice in curvature.items():
+            require(isinstance(pattern, str), "curvature", pattern, "a mapping whose keys are fnmatch patterns (str)")
+            fits = choice is None or isinstance(choice, Curvature)
+            require(fits, f"curvature[{pattern!r}]", choice, "a Curvature such as natgrad.KFAC(), or None")
+    else:
+        require(
+            isinstance(curvature, Curvature), "curvature", curvature, "a Curvature, or a mapping of patterns to them"
+        )
+    fits = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+    require(fits, "optimizer", type(optimizer).__name__, "a torch.optim.Optimizer, or None")
+    check_schedule("damping", damping, "a number > 0", minimum=0, strict=True)
+    if kl_clip is not None:
+        check_number("kl_clip", kl_clip, "a number > 0, or None", minimum=0, strict=True)
+        missing = clip_is_explicit and optimizer is None
+        require(not missing, "kl_clip", kl_clip, "left out or None without an optimizer, whose learning rate it needs")
+    _one_of("reduction", reduction, "mean", "tokens", "sum")
+    _one_of("placement", placement, *PLACEMENTS)
+    _one_of("gradients", gradients, "averaged", "reduce")
+    _one_of("accumulation", accumulation, "mean", "sum")
+    for name, value, kind in (
+        ("refresh", refresh, Refresh),
+        ("precision", precision, Precision),
+        ("guard", guard, Guard),
+    ):
+        require(isinstance(value, kind), name, value, f"a natgrad.{kind.__name__}")
+    fits = scaler is None or isinstance(scaler, torch.amp.GradScaler)
+    require(fits, "scaler", type(scaler).__name__, "a torch.amp.GradScaler, or None")
+    require(isinstance(seed, int) and not isinstance(seed, bool), "seed", seed, "a whole number")
+
+
+def resolve_group(model: nn.Module, process_group: Any, mesh: Any) -> dist.ProcessGroup | None:
+    """Return the ranks that share the model: the wrapper's, else `process_group` or `mesh`, else the world.
+
+    Returns:
+        The group, or None when ``torch.distributed`` is not in use.
+
+    Raises:
+        ValueError: if both are given, one contradicts the wrapper, or this process is in neither.
+    """
+    require(process_group is None or mesh is None, "mesh", mesh, "left out when process_group is given")
+    if mesh is not None:
+        fits = isinstance(mesh, dist.device_mesh.DeviceMesh) and mesh.ndim == 1
+        require(fits, "mesh", mesh, "a one-dimensional DeviceMesh")
+        process_group = mesh.get_group()
+    if process_group is not None:
+        require(
+            dist.is_initialized(), "process_group", process_group, "left out unless torch.distributed is initialised"
+        )
+        fits = isinstance(process_group, dist.ProcessGroup) and dist.get_rank(process_group) >= 0
+        require(fits, "process_group", process_group, "a group that this process belongs to")
+    if isinstance(model, DistributedDataParallel):
+        agrees = process_group is None or process_group is model.process_group
+        require(agrees, "process_group", process_group, "left out, or the group of DistributedDataParallel itself")
+        wrapped: dist.ProcessGroup = model.process_group
+        return wrapped
+    if isinstance(process_group, dist.ProcessGroup):
+        return process_group
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the user's own module inside ``DistributedDataParallel`` and ``torch.compile``."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _is_sharded(model: object) -> bool:
+    return isinstance(model, nn.Module) and any(hasattr(parameter, "placements") for parameter in model.parameters())
+
+
+def _one_of(name: str, value: object, *allowed: str) -> None:
+    require(isinstance(value, str) and value in allowed, name, value, " or ".join(map(repr, allowed)))

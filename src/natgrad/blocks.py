@@ -1,0 +1,200 @@
+"""Which parameter has which curvature, and the tensors of all blocks of equal size, stored as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.curvature import Curvature
+from natgrad.layers import Layer, is_known, layer_for, trained
+from natgrad.precision import Precision
+
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+
+
+@dataclass(frozen=True)
+class Left:
+    """A parameter that natgrad leaves to the optimizer, and why."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Member:
+    """A layer's place in its stack: blocks ``start`` to ``stop``."""
+
+    layer: Layer
+    start: int
+    stop: int
+
+    @property
+    def blocks(self) -> slice:
+        """The blocks as a slice."""
+        return slice(self.start, self.stop)
+
+
+class Stack:
+    """All blocks with one curvature and one size: N blocks ``[o, i]`` of one or more layers.
+
+    Attributes:
+        curvature: Their curvature.
+        outputs: o.
+        inputs: i.
+        members: The layers.
+        averages: Running averages of the statistics ``[N, *shape]``; empty before the first capture.
+        weight: The bias correction ``1 - dᵏ`` of each block's running average ``[N]``.
+        held: What the last renewal made ``[N, *shape]``; empty before the first.
+        good: For each part and block, whether `held` has a result of it.
+        ready: For each member, whether `held` is complete.
+    """
+
+    def __init__(self, curvature: Curvature, layers: list[Layer], precision: Precision) -> None:
+        """Lay out the blocks of `layers`; no tensor is made."""
+        self.curvature = curvature
+        self.outputs, self.inputs = layers[0].outputs, layers[0].inputs
+        self.statistics = curvature.statistics(self.outputs, self.inputs)
+        self.parts = curvature.parts(self.outputs, self.inputs)
+        self.members: list[Member] = []
+        self.size = 0
+        for layer in layers:
+            self.members.append(Member(layer, self.size, self.size + layer.blocks))
+            self.size += layer.blocks
+        weight = layers[0].module.weight
+        assert isinstance(weight, Tensor)
+        self.device = weight.device
+        self.dtype, self.solve_dtype = precision.factor_dtype(weight), precision.solve_dtype(weight)
+        self.averages: dict[str, Tensor] = {}
+        self.weight: Tensor | None = None
+        self.held: dict[str, Tensor] = {}
+        self.good = {part.name: [False] * self.size for part in self.parts}
+        self.ready = [False] * len(self.members)
+
+    def allocate_averages(self) -> Tensor:
+        """Make the running averages unless they exist, and return the weights."""
+        if self.weight is None:
+            self.weight = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+            self.averages = {
+                spec.name: torch.zeros(self.size, *spec.shape, dtype=self.dtype, device=self.device)
+                for spec in self.statistics
+            }
+        return self.weight
+
+    def allocate_held(self) -> dict[str, Tensor]:
+        """Make the tensors that renewals write unless they exist, and return them."""
+        if not self.held:
+            self.held = {
+                spec.name: torch.zeros(self.size, *spec.shape, dtype=self.solve_dtype, device=self.device)
+                for part in self.parts
+                for spec in part.writes
+            }
+        return self.held
+
+    def corrected(self, blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Return bias-corrected running averages of some blocks, in the dtype of the solve."""
+        assert self.weight is not None
+        weight = self.weight[blocks]
+        return {
+            spec.name: (self.averages[spec.name][blocks] / weight.view(-1, *[1] * len(spec.shape))).to(self.solve_dtype)
+            for spec in self.statistics
+            if spec.name in names
+        }
+
+    def renewed(self, part: str, start: int, success: list[bool], *, forget: bool = False) -> None:
+        """Note what `held` of a part is good from block `start` on; a failure leaves the last good one in place."""
+        good = self.good[part]
+        for block, fine in enumerate(success, start=start):
+            good[block] = fine or (good[block] and not forget)
+        self.ready = [all(all(good[member.blocks]) for good in self.good.values()) for member in self.members]
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module once with its qualified name, without the prefixes that wrappers add."""
+    for name, module in model.named_modules():
+        yield ".".join(piece for piece in name.split(".") if piece not in _WRAPPERS), module
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What is preconditioned and what is not.
+
+    Attributes:
+        layers: The covered layers, in the order of the model.
+        left: Every other parameter.
+        watched: The modules whose parameters, once frozen or thawed, would change the coverage.
+    """
+
+    layers: list[tuple[Layer, Curvature]]
+    left: list[Left]
+    watched: list[nn.Module]
+
+    def signature(self) -> list[tuple[bool, bool]]:
+        """Return which weights and biases are trained now."""
+        return [trained(module) for module in self.watched]
+
+
+def cover(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None]) -> Coverage:
+    """Give each layer of `model` its curvature.
+
+    Args:
+        model: The model, unwrapped.
+        curvature: One for all linear and convolutional layers, or one for each fnmatch pattern of module names: the
+            first match wins, None and no match leave the layer to the optimizer.
+
+    Returns:
+        The covered layers, and every other parameter with the reason why it is left out.
+    """
+    users: dict[int, int] = {}
+    for _, module in named_modules(model):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users[id(parameter)] = users.get(id(parameter), 0) + 1
+    covered: list[tuple[Layer, Curvature]] = []
+    left: list[Left] = []
+    watched: list[nn.Module] = []
+    seen: set[int] = set()
+    for name, module in named_modules(model):
+        own = {leaf: p for leaf, p in module._parameters.items() if p is not None and id(p) not in seen}
+        seen.update(map(id, own.values()))
+        if not own:
+            continue
+        choice, reason = _choose(name, curvature)
+        layer = layer_for(name, module) if choice else reason
+        if choice and is_known(module):
+            watched.append(module)
+        if isinstance(layer, Layer) and any(users[id(p)] > 1 for p, _ in layer.parameters()):
+            layer = "shared by several modules"
+        if isinstance(layer, Layer) and choice:
+            covered.append((layer, choice))
+        taken = {id(p) for p, _ in layer.parameters()} if isinstance(layer, Layer) else set()
+        for leaf, parameter in own.items():
+            if id(parameter) not in taken:
+                why = layer if isinstance(layer, str) else "frozen"
+                full = f"{name}.{leaf}" if name else leaf
+                left.append(Left(full, tuple(parameter.shape), why if parameter.requires_grad else "frozen"))
+    return Coverage(covered, left, watched)
+
+
+def _choose(name: str, curvature: Curvature | Mapping[str, Curvature | None]) -> tuple[Curvature | None, str]:
+    if isinstance(curvature, Curvature):
+        return curvature, ""
+    for pattern, choice in curvature.items():
+        if fnmatchcase(name, pattern):
+            return choice, f"excluded by the pattern {pattern!r}"
+    return None, "no pattern matches its module"
+
+
+def stack(layers: list[tuple[Layer, Curvature]], precision: Precision) -> list[Stack]:
+    """Put layers with the same curvature, sizes, dtype and device into one stack, in the order of the model."""
+    groups: dict[tuple[object, ...], tuple[Curvature, list[Layer]]] = {}
+    for layer, curvature in layers:
+        weight = layer.module.weight
+        assert isinstance(weight, Tensor)
+        key = (id(curvature), layer.outputs, layer.inputs, weight.dtype, weight.device)
+        groups.setdefault(key, (curvature, []))[1].append(layer)
+    return [Stack(curvature, equal, precision) for curvature, equal in groups.values()]

@@ -1,0 +1,73 @@
+"""The KL clip: no step moves the model's prediction further than a trust region allows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from natgrad.gradients import Gradients
+
+
+class Clip:
+    """ν = min(1, sqrt(κ / (lr² Σ_layers abs⟨V_i, ∇_i⟩)), which bounds lr² ν² VᵀFV by κ (Pauloski 2022, eq. 16).
+
+    Attributes:
+        optimizer: Where the learning rates are read at each step; a layer's is that of the group its parameter is in.
+        bound: κ; None: off.
+        last: ν of the last step, a lazy tensor; 1.0 while off.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, bound: float | None) -> None:
+        """Read nothing yet."""
+        self.optimizer = optimizer
+        self.bound = bound if optimizer is not None else None
+        self.last: float | Tensor = 1.0
+
+    def describe(self) -> str:
+        """Say in words whether the clip is on."""
+        if self.bound is not None:
+            return f"KL clip {self.bound:g}"
+        return "KL clip off" + (": no optimizer to read the learning rate from" if self.optimizer is None else "")
+
+    def apply(self, gradients: Gradients, scale: float | Tensor) -> list[Tensor]:
+        """Scale the preconditioned gradients by ν; what is not finite becomes zero.
+
+        Args:
+            gradients: Raw and preconditioned gradients of all stacks.
+            scale: What makes the raw gradients those of the mean loss.
+
+        Returns:
+            For each entry, which blocks were finite ``[N]`` (bool).
+        """
+        rates = self._rates() if self.bound is not None else {}
+        total: Tensor | None = None
+        finite = []
+        for entry in gradients.entries:
+            inner = entry.inner_product()
+            finite.append(inner.isfinite())
+            if self.bound is not None:
+                rate = _rate(rates, [member.layer.module.weight for member in entry.members], entry.blocks, inner)
+                share = torch.where(finite[-1], inner.abs(), 0).mul_(rate * rate).sum()
+                total = share if total is None else total + share.to(total)
+        nu: float | Tensor = 1.0
+        if total is not None and self.bound is not None:
+            nu = (self.bound / (total * scale * scale)).sqrt_().clamp_(max=1.0)
+            self.last = nu
+        for entry, fine in zip(gradients.entries, finite, strict=True):
+            entry.scale_(nu, fine)
+        return finite
+
+    def _rates(self) -> dict[int, float | Tensor]:
+        assert self.optimizer is not None
+        return {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
+
+
+def _rate(rates: dict[int, float | Tensor], weights: list[object], blocks: list[int], like: Tensor) -> float | Tensor:
+    """Return the learning rate of each block: one number where all agree."""
+    values = [rates.get(id(weight), 0.0) for weight in weights]
+    if all(value is values[0] for value in values) or (
+        not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1
+    ):
+        return values[0]
+    columns = [torch.as_tensor(value, dtype=like.dtype, device=like.device) for value in values]
+    return torch.stack(columns).repeat_interleave(torch.tensor(blocks, device=like.device), output_size=len(like))

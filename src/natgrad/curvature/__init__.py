@@ -1,0 +1,6 @@
+"""What approximates a layer's Fisher block? One file a method; no process group in sight."""
+
+from natgrad.curvature.base import Curvature, Part, Spec
+from natgrad.curvature.kfac import KFAC
+
+__all__ = ["KFAC", "Curvature", "Part", "Spec"]

@@ -1,0 +1,116 @@
+"""The face of a curvature: which tensors it declares, and the mathematics on stacks of equal blocks.
+
+A curvature knows one layer's block and nothing of process groups. It *declares* the tensors that are summed over
+samples (`Spec`) and the pieces of work that turn them into what a solve needs (`Part`); placement routes both. All
+tensors carry a leading dimension N: blocks of equal size are stored stacked, so that one call serves them all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from natgrad.layers import Rows
+from natgrad.likelihood import Likelihood
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """A tensor of one block.
+
+    Attributes:
+        name: Its key in the state.
+        shape: Its shape, without the leading N.
+        symmetric: Whether it is a symmetric matrix, of which captures write the lower triangle only.
+        mean: What a statistic's raw sum is divided by: the number of samples, or of rows (samples x positions).
+        degree: How often the gradients g enter a statistic as factors.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    symmetric: bool = False
+    mean: Literal["samples", "rows"] = "samples"
+    degree: int = 0
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of one block."""
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A piece of work that one rank can do for one block, independently of all other parts.
+
+    Attributes:
+        name: Its name among the parts of the block.
+        reads: The statistics that it needs.
+        writes: What it makes, held until the next renewal.
+        cost: Its work in multiply-adds, up to a factor common to all parts.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[Spec, ...]
+    cost: float
+
+
+class Curvature(ABC):
+    """An approximation of the Fisher block of a layer.
+
+    Attributes:
+        likelihood: The distribution that labels are drawn from, or None when the true labels serve (empirical Fisher).
+        pools: Whether rows are summed over positions before they are seen (SPEC: *reduce*).
+    """
+
+    likelihood: Likelihood | None = None
+    pools: bool = False
+
+    @property
+    @abstractmethod
+    def factor_decay(self) -> float:
+        """The weight of the old in running averages."""
+
+    @abstractmethod
+    def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
+        """Return what is summed over samples for a block ``[outputs, inputs]``."""
+
+    @abstractmethod
+    def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
+        """Return the work of a renewal for a block ``[outputs, inputs]``."""
+
+    @abstractmethod
+    def observe(self, sums: Mapping[str, Tensor], inputs: Rows, gradients: Rows, *, scale: float, first: bool) -> None:
+        """Add what one use of a layer shows to the raw sums, in a gradient hook.
+
+        Args:
+            sums: A tensor ``[n, *shape]`` for each of `statistics`; uninitialised memory when `first`.
+            inputs: The rows a.
+            gradients: The rows g, times ``1 / scale``.
+            scale: What makes `gradients` those of per-sample losses.
+            first: Whether nothing was added to `sums` yet.
+        """
+
+    @abstractmethod
+    def renew(self, part: str, averages: Mapping[str, Tensor], damping: float) -> tuple[Sequence[Tensor], Tensor]:
+        """Do a part for some blocks.
+
+        Args:
+            part: The name of the part.
+            averages: The running averages that the part reads ``[N, *shape]``, bias-corrected.
+            damping: γ at this renewal.
+
+        Returns:
+            The tensors that the part writes ``[N, *shape]``, and whether each block succeeded ``[N]`` (bool).
+        """
+
+    @abstractmethod
+    def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
+        """Return the preconditioned gradient ``[N, o, i]`` of `W` ``[N, o, i]``, given all that the parts wrote."""

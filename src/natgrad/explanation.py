@@ -1,0 +1,114 @@
+"""What is preconditioned, by whom, at what cost; and what is not, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from rich.console import Console
+from rich.table import Table
+
+from natgrad.blocks import Left, Stack
+from natgrad.placement import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One parameter.
+
+    Attributes:
+        parameter: Its qualified name.
+        shape: Its shape.
+        curvature: What approximates its Fisher block; empty when it is left to the optimizer.
+        owners: The rank that does each part of its renewal.
+        share: Its layer's share of the work of a renewal, given on the layer's first parameter.
+        bytes: What its layer keeps on this rank: factors and what is made of them; likewise.
+        reason: Why it is left to the optimizer; empty when it is preconditioned.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    curvature: str = ""
+    owners: dict[str, int] | None = None
+    share: float = 0.0
+    bytes: int = 0
+    reason: str = ""
+
+
+class Explanation:
+    """A table that Rich renders, ``str()`` prints, and ``rows`` holds as data.
+
+    Attributes:
+        rows: One for each parameter.
+        covered: The share of all parameter elements that is preconditioned.
+        note: The state of the KL clip.
+    """
+
+    def __init__(self, rows: list[Row], note: str) -> None:
+        """Wrap `rows`."""
+        self.rows, self.note = rows, note
+        total = sum(prod(row.shape) for row in rows)
+        self.covered = sum(prod(row.shape) for row in rows if not row.reason) / max(1, total)
+
+    def __rich__(self) -> Table:
+        """Return the table."""
+        caption = f"{self.covered:.1%} of the parameters preconditioned; {self.note}"
+        table = Table(title="natgrad", caption=caption)
+        table.add_column("parameter", overflow="fold")
+        table.add_column("shape")
+        table.add_column("curvature", overflow="fold")
+        table.add_column("owners")
+        table.add_column("work", justify="right")
+        table.add_column("memory", justify="right")
+        for row in self.rows:
+            owners = " ".join(f"{part}:{rank}" for part, rank in (row.owners or {}).items())
+            table.add_row(
+                row.parameter,
+                "x".join(map(str, row.shape)),
+                row.curvature or f"[dim]optimizer: {row.reason}[/dim]",
+                owners,
+                f"{row.share:.1%}" if row.owners else "",
+                f"{row.bytes / 2**20:.2f} MiB" if row.owners else "",
+            )
+        return table
+
+    def __str__(self) -> str:
+        """Return the table as text."""
+        console = Console(width=120)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
+
+
+def explain(stacks: list[Stack], left: list[Left], plan: Plan[tuple[str, str]], note: str) -> Explanation:
+    """Describe all parameters of a model.
+
+    Args:
+        stacks: What is preconditioned.
+        left: What is not.
+        plan: The owners.
+        note: The state of the KL clip, in words.
+    """
+    rows = []
+    total = sum(part.cost * stack.size for stack in stacks for part in stack.parts) or 1.0
+    for stack in stacks:
+        kept = sum(spec.numel for spec in stack.statistics) * stack.dtype.itemsize
+        held = sum(spec.numel for part in stack.parts for spec in part.writes) * stack.solve_dtype.itemsize
+        work = sum(part.cost for part in stack.parts)
+        for member in stack.members:
+            layer = member.layer
+            for index, (parameter, _) in enumerate(layer.parameters()):
+                leaf = "weight" if parameter is layer.module.weight else "bias"
+                first = index == 0
+                rows.append(
+                    Row(
+                        parameter=f"{layer.name}.{leaf}" if layer.name else leaf,
+                        shape=tuple(parameter.shape),
+                        curvature=repr(stack.curvature),
+                        owners={p.name: plan.owners[layer.key, p.name] for p in stack.parts} if first else None,
+                        share=work * layer.blocks / total if first else 0.0,
+                        bytes=(kept + held) * layer.blocks if first else 0,
+                    )
+                )
+    rows += [Row(parameter=one.parameter, shape=one.shape, reason=one.reason) for one in left]
+    return Explanation(rows, note)

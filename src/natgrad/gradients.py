@@ -1,0 +1,122 @@
+"""Gradients between the parameters' ``.grad`` and the stacks: gathered, preconditioned, given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.blocks import Member, Stack
+
+
+@dataclass
+class Entry:
+    """The gradients of those layers of a stack that have one and whose curvature is ready.
+
+    Attributes:
+        stack: The stack.
+        members: The layers.
+        W: Raw gradients ``[N, o, i]``.
+        V: Preconditioned gradients ``[N, o, i]``, once solved.
+    """
+
+    stack: Stack
+    members: list[Member]
+    W: Tensor
+    V: Tensor
+
+    @property
+    def blocks(self) -> list[int]:
+        """The number of blocks of each layer."""
+        return [member.stop - member.start for member in self.members]
+
+    def places(self) -> list[int] | None:
+        """Return where in the stack these blocks are; None: they are all of it."""
+        if len(self.members) == len(self.stack.members):
+            return None
+        return [block for member in self.members for block in range(member.start, member.stop)]
+
+    def held(self) -> dict[str, Tensor]:
+        """Return what the solve needs, of these blocks only."""
+        places = self.places()
+        if places is None:
+            return self.stack.held
+        index = torch.tensor(places, device=self.stack.device)
+        return {name: tensor.index_select(0, index) for name, tensor in self.stack.held.items()}
+
+    def inner_product(self) -> Tensor:
+        """Return ⟨V, W⟩ of each block ``[N]``; not finite where the gradient is not."""
+        return torch.bmm(self.V.flatten(1)[:, None, :], self.W.flatten(1)[:, :, None])[:, 0, 0]
+
+    def scale_(self, scale: float | Tensor, fine: Tensor) -> None:
+        """Multiply V by `scale`, and by zero where not `fine` ``[N]``."""
+        if fine.device.type != "cpu" or not bool(fine.all()):
+            # A product would keep the NaN.
+            self.V = torch.where(fine[:, None, None], self.V, 0)
+        if isinstance(scale, Tensor) or scale != 1.0:
+            self.V.mul_(scale)
+
+
+class Gradients:
+    """The gradients of one step.
+
+    Attributes:
+        entries: One for each stack with something to precondition.
+    """
+
+    def __init__(self, entries: list[Entry]) -> None:
+        """Wrap `entries`."""
+        self.entries = entries
+
+    @classmethod
+    def take(cls, stacks: list[Stack]) -> Gradients:
+        """Gather ``.grad`` of every layer that is ready; a missing one of two (weight, bias) counts as zero."""
+        entries, targets, sources = [], [], []
+        for stack in stacks:
+            members = [m for m, ready in zip(stack.members, stack.ready, strict=True) if ready and _has_gradient(m)]
+            if not members:
+                continue
+            size = sum(member.stop - member.start for member in members)
+            W = torch.empty(size, stack.outputs, stack.inputs, dtype=stack.solve_dtype, device=stack.device)
+            for parameter, view in _views(members, W):
+                if parameter.grad is None:
+                    view.zero_()
+                else:
+                    targets.append(view)
+                    sources.append(parameter.grad)
+            entries.append(Entry(stack, members, W, W))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return cls(entries)
+
+    def solve(self, damping: float) -> None:
+        """Precondition every stack, one batched solve each."""
+        for entry in self.entries:
+            entry.V = entry.stack.curvature.solve(entry.held(), entry.W, damping)
+
+    def give(self) -> None:
+        """Write the preconditioned gradients into ``.grad``, in place."""
+        targets, sources = [], []
+        for entry in self.entries:
+            for parameter, view in _views(entry.members, entry.V):
+                if parameter.grad is not None:
+                    targets.append(parameter.grad)
+                    sources.append(view)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+
+def _has_gradient(member: Member) -> bool:
+    return any(parameter.grad is not None for parameter, _ in member.layer.parameters())
+
+
+def _views(members: list[Member], stacked: Tensor) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    """Yield each parameter with its place in `stacked`, shaped like it."""
+    start = 0
+    for member in members:
+        stop = start + member.stop - member.start
+        for parameter, columns in member.layer.parameters():
+            yield parameter, stacked[start:stop, :, columns].view(parameter.shape)
+        start = stop

@@ -1,0 +1,124 @@
+"""What happens when numbers go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.blocks import Stack
+from natgrad.errors import CurvatureError, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """How far trouble is tolerated before it becomes an error.
+
+    Non-finite statistics of a layer leave its factors as they were, a non-finite gradient makes the layer's
+    update zero, and a decomposition that fails even in float64 leaves the last good one in place. Each is counted in
+    ``Preconditioner.metrics()``; `limit` times in a row for one layer raise a `natgrad.CurvatureError`.
+
+    Attributes:
+        limit: How often in a row a layer may be in trouble; None: for ever.
+
+    Raises:
+        ValueError: if `limit` is below 1.
+    """
+
+    limit: int | None = 20
+
+    def __post_init__(self) -> None:
+        """Check the limit."""
+        fine = self.limit is None or (
+            isinstance(self.limit, int) and not isinstance(self.limit, bool) and self.limit >= 1
+        )
+        require(fine, "limit", self.limit, "a whole number >= 1, or None")
+
+
+_KINDS = ("skipped_factors", "skipped_gradients", "failed_decompositions")
+
+
+class Watch:
+    """Counts trouble, on the device where it happens: nothing waits for an accelerator before somebody reads.
+
+    On the CPU streaks are looked at after every step, on an accelerator after every `_PATIENCE` steps.
+    """
+
+    _PATIENCE = 32
+
+    def __init__(self, guard: Guard) -> None:
+        """Start at zero."""
+        self._limit = guard.limit
+        self._totals: dict[str, float | Tensor] = dict.fromkeys(_KINDS, 0)
+        self._streaks: dict[tuple[str, int], tuple[Stack, Tensor]] = {}
+        self._checks = 0
+
+    def saw_factors(self, stack: Stack, bad: Tensor) -> None:
+        """Count the blocks ``[N]`` whose statistics were not finite."""
+        self._count("skipped_factors", "factors", stack, bad)
+
+    def saw_gradients(self, stack: Stack, blocks: list[int] | None, bad: Tensor) -> None:
+        """Count the blocks whose gradients were not finite; `blocks` are their places in the stack, None: all."""
+        if blocks is not None:
+            whole = torch.zeros(stack.size, dtype=torch.bool, device=bad.device)
+            whole[torch.tensor(blocks, device=bad.device)] = bad
+            bad = whole
+        self._count("skipped_gradients", "gradients", stack, bad)
+
+    def saw_decompositions(self, stack: Stack, part: str, start: int, success: list[bool]) -> None:
+        """Count the blocks from `start` on whose decomposition failed."""
+        bad = torch.zeros(stack.size, dtype=torch.bool)
+        bad[start : start + len(success)] = ~torch.tensor(success)
+        self._count("failed_decompositions", f"decomposition of {part}", stack, bad, within=(start, len(success)))
+
+    def check(self) -> None:
+        """Raise if a layer has been in trouble more often in a row than the guard allows.
+
+        Raises:
+            CurvatureError: naming the layers.
+        """
+        self._checks += 1
+        if self._limit is None:
+            return
+        for (kind, _), (stack, streak) in self._streaks.items():
+            if streak.device.type != "cpu" and self._checks % self._PATIENCE:
+                continue
+            worst = streak.tolist()
+            names = [m.layer.key for m in stack.members if max(worst[m.blocks]) >= self._limit]
+            if names:
+                raise CurvatureError(
+                    f"{kind} not finite {self._limit} times in a row in {', '.join(names)}: "
+                    "lower the learning rate, raise the damping, or look for the first NaN"
+                )
+
+    def metrics(self) -> dict[str, float | Tensor]:
+        """Return the totals, one for each kind of trouble."""
+        return dict(self._totals)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the totals as plain numbers."""
+        return {kind: int(total) for kind, total in self._totals.items()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore the totals; streaks begin anew."""
+        self._totals = {kind: int(state[kind]) for kind in _KINDS}
+        self._streaks.clear()
+
+    def forget(self) -> None:
+        """Forget streaks: the stacks have changed."""
+        self._streaks.clear()
+
+    def _count(self, total: str, kind: str, stack: Stack, bad: Tensor, within: tuple[int, int] | None = None) -> None:
+        key = (kind, id(stack))
+        fine = bad.device.type == "cpu" and not bool(bad.any())
+        if fine and key not in self._streaks:
+            return
+        known = self._streaks.get(key)
+        streak = known[1] if known else torch.zeros(stack.size, dtype=torch.int32, device=bad.device)
+        start, length = within or (0, stack.size)
+        here = slice(start, start + length)
+        streak[here] = torch.where(bad[here], streak[here] + 1, 0)
+        self._streaks[key] = (stack, streak)
+        self._totals[total] = self._totals[total] + bad.sum()

@@ -1,0 +1,117 @@
+"""The algebra of Kronecker-factored curvature, as pure functions of stacked matrices.
+
+Shapes: ``N`` blocks of equal size, ``o`` outputs, ``i`` inputs (one more with a bias), ``d`` either of them. A
+gradient block is ``W [N, o, i]``; a Fisher block is ``G [N, o, o]`` ⊗ ``A [N, i, i]`` in row-major order, so that
+``(G ⊗ A) vec(W) = vec(G W A)``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def eigh(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Decompose symmetric positive semi-definite matrices, in float64 where their own dtype fails.
+
+    Args:
+        matrices: ``[N, d, d]``; only the lower triangles are read.
+
+    Returns:
+        Eigenvalues ``[N, d]``, ascending and clamped at 0, eigenvectors ``[N, d, d]`` in columns, and whether each
+        decomposition succeeded ``[N]`` (bool). What failed holds zeros. Cost: about 9 N d³ operations.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(matrices)
+        fine = values.isfinite().all(-1) & vectors.isfinite().all(-1).all(-1)
+        if bool(fine.all()):
+            return values.clamp_(min=0), vectors, fine
+    except RuntimeError:  # torch.linalg.LinAlgError is one
+        values, vectors = matrices.new_zeros(matrices.shape[:-1]), torch.zeros_like(matrices)
+        fine = torch.zeros(matrices.shape[0], dtype=torch.bool, device=matrices.device)
+    for index in (~fine).nonzero().flatten().tolist():
+        values[index], vectors[index] = 0, 0
+        try:
+            retried = torch.linalg.eigh(matrices[index].double())
+        except RuntimeError:  # torch.linalg.LinAlgError is one
+            continue
+        if bool(retried[0].isfinite().all() & retried[1].isfinite().all()):
+            values[index], vectors[index], fine[index] = retried[0], retried[1], True
+    return values.clamp_(min=0), vectors, fine
+
+
+def damped_inverse(matrices: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """Invert ``matrices + damping I`` by Cholesky, in float64 where their own dtype fails.
+
+    Args:
+        matrices: ``[N, d, d]`` symmetric positive semi-definite.
+        damping: ``[N]``.
+
+    Returns:
+        The inverses ``[N, d, d]`` and whether each succeeded ``[N]`` (bool). What failed holds zeros. Cost: N d³
+        multiply-adds.
+    """
+    damped = matrices.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
+    inverses, fine = _spd_inverse(damped)
+    if bool(fine.all()):
+        return inverses, fine
+    for index in (~fine).nonzero().flatten().tolist():
+        retried, success = _spd_inverse(damped[index : index + 1].double())
+        fine[index] = success[0]
+        inverses[index] = torch.where(success[0], retried[0], torch.zeros_like(retried[0]))
+    return inverses, fine
+
+
+def _spd_inverse(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    factor, info = torch.linalg.cholesky_ex(matrices)
+    inverses = torch.cholesky_inverse(factor)
+    return inverses, (info == 0) & inverses.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
+
+
+def trace_balance(A: Tensor, G: Tensor) -> Tensor:
+    """Return π = sqrt((tr A / d_A) / (tr G / d_G)), 1 where either trace is 0 (Martens & Grosse 2015, section 6.3).
+
+    Args:
+        A: ``[N, i, i]``.
+        G: ``[N, o, o]``.
+
+    Returns:
+        ``[N]``.
+    """
+    mean_a, mean_g = (factor.diagonal(dim1=-2, dim2=-1).mean(-1) for factor in (A, G))
+    balanced = (mean_a > 0) & (mean_g > 0)
+    return torch.where(balanced, mean_a / torch.where(balanced, mean_g, 1), 1).sqrt()
+
+
+def solve_eigen(W: Tensor, QA: Tensor, vA: Tensor, QG: Tensor, vG: Tensor, damping: float) -> Tensor:
+    """Return ``(G ⊗ A + γI)⁻¹ W`` = Q_G [(Q_Gᵀ W Q_A) / (v_G v_Aᵀ + γ)] Q_Aᵀ, exactly (Pauloski 2022, eq. 13-15).
+
+    Args:
+        W: ``[N, o, i]``.
+        QA: Eigenvectors of A in columns ``[N, i, i]``.
+        vA: Eigenvalues of A ``[N, i]``.
+        QG: Eigenvectors of G in columns ``[N, o, o]``.
+        vG: Eigenvalues of G ``[N, o]``.
+        damping: γ.
+
+    Returns:
+        ``[N, o, i]``. Cost: 2 N (o² i + o i²) multiply-adds.
+    """
+    rotated = QG.mT @ W @ QA
+    rotated /= torch.add(vG[:, :, None] * vA[:, None, :], damping)
+    return QG @ rotated @ QA.mT
+
+
+def solve_inverse(W: Tensor, inverse_A: Tensor, inverse_G: Tensor) -> Tensor:
+    """Return ``G⁻¹ W A⁻¹`` (Pauloski 2022, eq. 9), the inverses being damped already.
+
+    Args:
+        W: ``[N, o, i]``.
+        inverse_A: ``[N, i, i]``.
+        inverse_G: ``[N, o, o]``.
+
+    Returns:
+        ``[N, o, i]``. Cost: N (o² i + o i²) multiply-adds.
+    """
+    return inverse_G @ W @ inverse_A

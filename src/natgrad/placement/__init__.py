@@ -1,0 +1,6 @@
+"""Where is curvature computed, and what travels? A pure planner and a thin runtime."""
+
+from natgrad.placement.plan import PLACEMENTS, Plan, make_plan
+from natgrad.placement.runtime import Runtime, flatten, unflatten
+
+__all__ = ["PLACEMENTS", "Plan", "Runtime", "flatten", "make_plan", "unflatten"]

@@ -1,0 +1,361 @@
+"""The preconditioner: the life of a step, from captured sums to the natural gradient."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from natgrad import state as states
+from natgrad.arguments import check_arguments, resolve_group, unwrap
+from natgrad.blocks import cover, stack
+from natgrad.capture import Capture
+from natgrad.clip import Clip
+from natgrad.curvature import KFAC, Curvature
+from natgrad.errors import NatgradError, require
+from natgrad.explanation import Explanation, explain
+from natgrad.gradients import Gradients
+from natgrad.guard import Guard, Watch
+from natgrad.placement import Runtime, make_plan
+from natgrad.precision import Precision
+from natgrad.reduction import reduce_gradients, take_over_reduction
+from natgrad.refresh import Refresh
+from natgrad.renewal import fold, renew
+from natgrad.schedule import Schedule, value_at
+
+# Told apart from a value that the user gives by its identity: only the latter insists on an optimizer.
+_DEFAULT_KL_CLIP = float("1e-3")
+
+
+class Preconditioner:
+    """Turns ``.grad`` into the natural gradient, in place, between ``loss.backward()`` and ``optimizer.step()``.
+
+    Example:
+        >>> preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(), optimizer=optimizer, damping=3e-3)
+        >>> for inputs, targets in loader:
+        ...     optimizer.zero_grad()
+        ...     criterion(model(inputs), targets).backward()
+        ...     preconditioner.step()
+        ...     optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        curvature: Curvature | Mapping[str, Curvature | None] | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        damping: Schedule = 1e-3,
+        kl_clip: float | None = _DEFAULT_KL_CLIP,
+        reduction: Literal["mean", "tokens", "sum"] = "mean",
+        refresh: Refresh | None = None,
+        placement: str = "auto",
+        precision: Precision | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        mesh: Any = None,
+        guard: Guard | None = None,
+        gradients: Literal["averaged", "reduce"] = "averaged",
+        accumulation: Literal["mean", "sum"] = "mean",
+        scaler: torch.amp.GradScaler | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Cover the layers of `model`; neither tensors are made nor messages sent before the first step.
+
+        Args:
+            model: The model, plain or in ``DistributedDataParallel``.
+            curvature: What approximates the Fisher: one `Curvature` for all linear and convolutional layers (default
+                ``KFAC()``), or a mapping from fnmatch patterns of module names to curvatures, of which the first match
+                wins; None as a value leaves a layer to the optimizer.
+            optimizer: Where the KL clip reads the learning rates, live.
+            damping: γ: a number above 0, or a callable of the step.
+            kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16); None: off. Without an optimizer the default is
+                off too, and a value given is an error.
+            reduction: How the loss combines its terms: "mean" over samples, "tokens" over all positions, "sum".
+            refresh: When statistics are captured and decomposed.
+            placement: Where curvature is computed: "auto" or "comm-opt".
+            precision: The dtypes of factors and solves.
+            process_group: The ranks, if the model's wrapper does not say; default: the world.
+            mesh: A one-dimensional ``DeviceMesh`` in place of `process_group`.
+            guard: How far numerical trouble is tolerated.
+            gradients: "averaged": ``.grad`` is averaged over the ranks already (``DistributedDataParallel`` does).
+                "reduce": natgrad averages it, weighted by samples; under ``DistributedDataParallel`` its communication
+                hook is replaced.
+            accumulation: With K backward passes a step, whether the user divides the loss by K ("mean") or not ("sum").
+            scaler: The ``GradScaler`` whose scale the loss carries.
+            seed: Of the labels drawn for the sampled Fisher; every rank draws its own.
+
+        Raises:
+            ValueError: if an argument is not allowed; before anything was touched or communicated.
+        """
+        curvature = KFAC() if curvature is None else curvature
+        refresh, precision, guard = refresh or Refresh(), precision or Precision(), guard or Guard()
+        check_arguments(
+            model,
+            curvature=curvature,
+            optimizer=optimizer,
+            damping=damping,
+            kl_clip=kl_clip,
+            clip_is_explicit=kl_clip is not _DEFAULT_KL_CLIP,
+            reduction=reduction,
+            refresh=refresh,
+            placement=placement,
+            precision=precision,
+            guard=guard,
+            gradients=gradients,
+            accumulation=accumulation,
+            scaler=scaler,
+            seed=seed,
+        )
+        group = resolve_group(model, process_group, mesh)
+        self._root = unwrap(model)
+        self._curvature, self._precision, self._placement = curvature, precision, placement
+        self._damping, self._refresh, self._seed = damping, refresh, seed
+        self._reduction, self._accumulation, self._reduces = reduction, accumulation, gradients == "reduce"
+        self._scaler = scaler
+        self._runtime = Runtime(group)
+        self._watch = Watch(guard)
+        self._clip = Clip(optimizer, kl_clip)
+        counting = reduction == "sum" or accumulation == "sum" or self._reduces
+        self._capture = Capture(self._root, reduction=reduction, counting=counting)
+        self._draws = 0
+        self._step = 0
+        self._last_factors: int | None = None
+        self._last_inverses: int | None = None
+        self._updates = {"factor_updates": 0, "inverse_updates": 0}
+        self._seconds = dict.fromkeys(("capture", "reduce", "renew", "solve"), 0.0)
+        self._build()
+        if self._reduces:
+            take_over_reduction(model)
+
+    # --- The life of a step -------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, outputs: Tensor, mask: Tensor | None = None) -> None:
+        """Run ``loss.backward()``, after the pass of sampled labels where the Fisher is sampled and due.
+
+        Args:
+            loss: The loss of the true labels, scaled as the user likes; its gradients are what ``.grad`` becomes.
+            outputs: What the likelihood describes: the model's output, from which `loss` was computed.
+            mask: Which positions count, of the leading dimensions of `outputs` (bool); None: all.
+
+        Raises:
+            ValueError: if `outputs` does not fit the likelihood, or `mask` does not fit `outputs`.
+        """
+        likelihoods = {
+            id(part.curvature): part.curvature.likelihood for part in self._stacks if part.curvature.likelihood
+        }
+        if likelihoods and self._capture.wanted:
+            require(
+                isinstance(outputs, Tensor) and outputs.requires_grad, "outputs", type(outputs), "a tensor with a graph"
+            )
+            first_feature = outputs.ndim - 1 if self._reduction == "tokens" else 1
+            score = next(iter(likelihoods.values())).score(
+                outputs.detach(),
+                self._generator(outputs.device),
+                summed=self._reduction == "sum",
+                first_feature=first_feature,
+            )
+            if mask is not None:
+                fits = mask.dtype == torch.bool and mask.shape == outputs.shape[: mask.ndim]
+                require(fits, "mask", (mask.dtype, tuple(mask.shape)), "bool, of the leading dimensions of outputs")
+                score = score * mask.view(*mask.shape, *[1] * (outputs.ndim - mask.ndim))
+            self._capture.sampled_pass(outputs, score)
+        loss.backward()
+
+    @torch.no_grad()
+    def step(self, count: int | None = None) -> None:
+        """Make ``.grad`` the natural gradient.
+
+        Call it after ``backward`` (and ``scaler.unscale_``), before the user's own clipping and ``optimizer.step()``.
+
+        Args:
+            count: For token losses with masks: how many positions of this rank counted since the last step.
+
+        Raises:
+            ValueError: if `count` is no whole number >= 1, or given with another reduction than "tokens".
+            NatgradError: if sampled labels are due and ``backward`` of this object was not used.
+            CurvatureError: if a layer has been in trouble for longer than the guard allows.
+        """
+        if count is not None:
+            whole = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+            require(
+                whole and self._reduction == "tokens", "count", count, "a whole number >= 1, with reduction='tokens'"
+            )
+        if self._capture.missing_samples:
+            raise NatgradError(
+                "fisher='sampled' needs preconditioner.backward(loss, outputs) in place of loss.backward()"
+            )
+        self._rebuild_if_changed()
+        damping = self._damping_now()
+        if self._runtime.ranks == 1 and not self._capture.backwards and self._last_factors is None:
+            return  # a checkpoint loader's step, before any forward
+        scale = self._gradient_scale(count)
+        if self._capture.wanted:
+            self._update_factors(count)
+        if self._last_factors is not None and self._refresh.inverses_due(self._step, self._last_inverses):
+            self._update_inverses(damping)
+        self._precondition(damping, scale)
+        self._step += 1
+        self._draws = 0
+        self._capture.reset(wanted=self._refresh.factors_due(self._step, self._last_factors))
+        self._watch.check()
+
+    def _gradient_scale(self, count: int | None) -> float | Tensor:
+        """Reduce gradients if that is ours to do, and return what makes them those of the mean loss."""
+        backwards = max(1, len(self._capture.backwards))
+        samples = count or self._capture.samples
+        scale: float | Tensor = 1.0
+        if self._reduces:
+            started = perf_counter()
+            scale = reduce_gradients(self._root, self._runtime, samples, summed=self._reduction == "sum")
+            self._seconds["reduce"] += perf_counter() - started
+        elif self._reduction == "sum":
+            device = self._stacks[0].device if self._stacks else torch.device("cpu")
+            total = torch.tensor([float(samples)], device=device)
+            self._runtime.sum_(total, {"counters": 1})
+            scale = self._runtime.ranks / total[0].clamp(min=1)
+        if self._accumulation == "sum" and self._reduction != "sum":
+            scale = scale / backwards
+        return scale
+
+    def _update_factors(self, count: int | None) -> None:
+        self._capture.finish()
+        if self._runtime.ranks == 1 and self._capture.sums.empty:
+            return
+        started = perf_counter()
+        positions = {name: tally.samples for name, tally in self._capture.sums.tallies.items()}
+        shares = {} if count is None else {name: count / n for name, n in positions.items() if n}
+        for message, kinds in self._capture.sums.close(shares, self._gain()):
+            self._runtime.sum_(message, kinds)
+        reduced = perf_counter()
+        seen = fold(self._capture.sums, self._watch)
+        # Only before the first arrival is the answer waited for: a checkpoint loader may step before any forward.
+        if seen is not None and (self._last_factors is not None or bool(seen)):
+            self._last_factors = self._step
+            self._updates["factor_updates"] += 1
+        self._seconds["reduce"] += reduced - started
+        self._seconds["renew"] += perf_counter() - reduced
+
+    def _gain(self) -> float | Tensor:
+        """Return what makes captured gradients those of per-sample losses, beside the batch size."""
+        gain: float | Tensor = 1.0
+        if self._accumulation == "mean" and self._reduction != "sum":
+            gain = float(max(1, len(self._capture.backwards)))
+        scale = getattr(self._scaler, "_scale", None)
+        return gain if scale is None else gain / scale
+
+    def _update_inverses(self, damping: float) -> None:
+        started = perf_counter()
+        if renew(self._stacks, self._plan, self._runtime, damping, self._watch):
+            self._last_inverses = self._step
+            self._updates["inverse_updates"] += 1
+        self._seconds["renew"] += perf_counter() - started
+
+    def _precondition(self, damping: float, scale: float | Tensor) -> None:
+        started = perf_counter()
+        gradients = Gradients.take(self._stacks)
+        gradients.solve(damping)
+        finite = self._clip.apply(gradients, scale)
+        for entry, fine in zip(gradients.entries, finite, strict=True):
+            self._watch.saw_gradients(entry.stack, entry.places(), ~fine)
+        gradients.give()
+        self._seconds["solve"] += perf_counter() - started
+
+    # --- What the user may ask ----------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float | Tensor]:
+        """Return a flat dict of plain numbers and lazy tensors; nothing waits for the device until one is read."""
+        seconds = {**self._seconds, "capture": self._capture.seconds}
+        return {
+            "step": self._step,
+            "damping": self._damping_now(),
+            "kl_scale": self._clip.last,
+            **self._updates,
+            **self._watch.metrics(),
+            **{f"seconds/{phase}": spent for phase, spent in seconds.items()},
+        }
+
+    def traffic(self) -> dict[str, int]:
+        """Return the bytes that this rank has sent so far, by kind of message."""
+        return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self._runtime.traffic()}
+
+    def explain(self) -> Explanation:
+        """Tell each parameter's curvature, owners and cost, or why it is left to the optimizer."""
+        return explain(self._stacks, self._coverage.left, self._plan, self._clip.describe())
+
+    # --- State --------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
+        """Return the state, keyed by the qualified names of parameters; tensors are not copied.
+
+        Args:
+            gather: Collect the blocks of all ranks first (collective). Under "comm-opt" every rank holds all of them.
+
+        Returns:
+            Nested dicts of tensors and plain numbers, as ``torch.save`` and ``torch.distributed.checkpoint`` take them.
+        """
+        return {
+            "format": states.FORMAT,
+            "step": self._step,
+            "last_factors": -1 if self._last_factors is None else self._last_factors,
+            "last_inverses": -1 if self._last_inverses is None else self._last_inverses,
+            "updates": dict(self._updates),
+            "blocks": states.blocks(self._stacks),
+            "watch": self._watch.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, also from another number of ranks.
+
+        Raises:
+            ValueError: if blocks are missing, unknown or of another shape; then nothing was changed.
+        """
+        self._rebuild_if_changed()
+        states.check(state, self._stacks)
+        states.restore(state["blocks"], self._stacks)
+        self._step = int(state["step"])
+        self._last_factors = None if state["last_factors"] < 0 else int(state["last_factors"])
+        self._last_inverses = None if state["last_inverses"] < 0 else int(state["last_inverses"])
+        self._updates = {name: int(number) for name, number in state["updates"].items()}
+        self._watch.load_state_dict(state["watch"])
+        self._capture.reset(wanted=self._refresh.factors_due(self._step, self._last_factors))
+
+    # --- Structure ----------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        self._coverage = cover(self._root, self._curvature)
+        self._signature = self._coverage.signature()
+        self._stacks = stack(self._coverage.layers, self._precision)
+        costs = {
+            (member.layer.key, part.name): part.cost * member.layer.blocks
+            for one in self._stacks
+            for member in one.members
+            for part in one.parts
+        }
+        self._plan = make_plan(self._placement, costs, self._runtime.ranks)
+        self._capture.attach(self._stacks)
+        self._watch.forget()
+
+    def _rebuild_if_changed(self) -> None:
+        """Follow parameters that were frozen or thawed; blocks of unchanged shape keep their state."""
+        if self._coverage.signature() == self._signature:
+            return
+        before = states.blocks(self._stacks)
+        self._build()
+        states.restore(states.fitting(before, self._stacks), self._stacks)
+
+    def _damping_now(self) -> float:
+        damping = value_at(self._damping, self._step)
+        require(damping > 0, "damping", damping, f"a number > 0 (at step {self._step})")
+        return float(damping)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """Return the source of this backward pass's labels: a function of seed, rank and step, so it needs no state."""
+        place = (self._seed, self._runtime.rank, self._step, self._draws)
+        self._draws += 1
+        digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)

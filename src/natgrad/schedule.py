@@ -1,0 +1,36 @@
+"""Hyper-parameters that may change with the step: a number, or a callable of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+from typing import TypeAlias
+
+from natgrad.errors import require
+
+Schedule: TypeAlias = float | Callable[[int], float]
+
+
+def check_number(name: str, value: object, allowed: str, *, minimum: float, strict: bool = False) -> None:
+    """Check that `value` is a finite number of at least (`strict`: above) `minimum`.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    require(number and (value > minimum if strict else value >= minimum), name, value, allowed)  # type: ignore[operator]
+
+
+def check_schedule(name: str, schedule: object, allowed: str, *, minimum: float, strict: bool = False) -> None:
+    """Check a schedule as far as one can before a step: a number is checked now, a callable when it is read.
+
+    Raises:
+        ValueError: if it is neither callable nor a permitted number.
+    """
+    if not callable(schedule):
+        check_number(name, schedule, f"{allowed}, or a callable of the step", minimum=minimum, strict=strict)
+
+
+def value_at(schedule: Schedule, step: int) -> float:
+    """Return the value of `schedule` at `step` (the number of completed steps)."""
+    return schedule(step) if callable(schedule) else schedule

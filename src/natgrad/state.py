@@ -1,0 +1,95 @@
+"""The state of curvature, keyed by the qualified name of the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.blocks import Member, Stack
+from natgrad.errors import require
+
+FORMAT = 1
+
+Blocks = dict[str, dict[str, Tensor]]
+
+_FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "blocks", "watch")
+
+
+def blocks(stacks: list[Stack]) -> Blocks:
+    """Return views of every block's tensors, all of them even before the first step: a template to load into."""
+    result: Blocks = {}
+    for stack in stacks:
+        weight, held = stack.allocate_averages(), stack.allocate_held()
+        for member in stack.members:
+            own = {name: tensor[member.blocks] for name, tensor in {**stack.averages, **held}.items()}
+            own["weight"] = weight[member.blocks]
+            own["renewed"] = torch.tensor([[stack.good[part.name][b] for part in stack.parts] for b in _range(member)])
+            result[member.layer.key] = own
+    return result
+
+
+def check(state: Mapping[str, Any], stacks: list[Stack]) -> None:
+    """Check that `state` is complete and fits the model.
+
+    Raises:
+        ValueError: naming what is missing, unknown or of another shape.
+    """
+    require(isinstance(state, Mapping), "state", type(state).__name__, "what Preconditioner.state_dict() returned")
+    missing = [name for name in _FIELDS if name not in state]
+    require(not missing, "state", sorted(state), f"complete: {', '.join(missing)} missing")
+    require(state["format"] == FORMAT, "state['format']", state["format"], f"{FORMAT}, the format of this version")
+    given, wanted = state["blocks"], _shapes(stacks)
+    for verb, names in (
+        ("is missing", set(wanted) - set(given)),
+        ("is unknown to the model", set(given) - set(wanted)),
+    ):
+        require(not names, "state['blocks']", sorted(names)[:5], f"those of the model: each of these {verb}")
+    for key, shapes in wanted.items():
+        for name, shape in shapes.items():
+            tensor = given[key].get(name)
+            found = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
+            require(found == shape, f"state['blocks'][{key!r}][{name!r}]", found, f"a tensor of shape {shape}")
+
+
+def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> None:
+    """Copy checked blocks into the stacks; blocks that are not given stay as they are."""
+    for stack in stacks:
+        present = [member for member in stack.members if member.layer.key in given]
+        if not present:
+            continue
+        tensors = {**stack.allocate_held(), "weight": stack.allocate_averages(), **stack.averages}
+        for member in present:
+            own = given[member.layer.key]
+            for name, tensor in tensors.items():
+                tensor[member.blocks] = own[name].to(tensor)
+            flags = own["renewed"].tolist()
+            for column, part in enumerate(stack.parts):
+                stack.renewed(part.name, member.start, [bool(row[column]) for row in flags], forget=True)
+
+
+def fitting(given: Blocks, stacks: list[Stack]) -> Blocks:
+    """Return those blocks of `given` whose shapes are still right."""
+    wanted = _shapes(stacks)
+    return {
+        key: own
+        for key, own in given.items()
+        if key in wanted and {name: tuple(tensor.shape) for name, tensor in own.items()} == wanted[key]
+    }
+
+
+def _shapes(stacks: list[Stack]) -> dict[str, dict[str, tuple[int, ...]]]:
+    wanted = {}
+    for stack in stacks:
+        specs = [*stack.statistics, *(spec for part in stack.parts for spec in part.writes)]
+        for member in stack.members:
+            n = member.stop - member.start
+            shapes = {spec.name: (n, *spec.shape) for spec in specs}
+            wanted[member.layer.key] = {**shapes, "weight": (n,), "renewed": (n, len(stack.parts))}
+    return wanted
+
+
+def _range(member: Member) -> range:
+    return range(member.start, member.stop)
