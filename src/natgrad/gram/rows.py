@@ -1,0 +1,98 @@
+"""Gram products of rows: every other product here ends in this one."""
+
+import math
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+_CPU_PANEL, _GPU_PANEL = 64, 1024
+"""Most columns of a panel of the lower triangle: a GPU wants few large products rather than few operations."""
+
+
+def add_row_gram_(
+    out: Tensor, rows: Tensor, *, scale: float = 1.0, bias: bool = False, overwrite: bool = False
+) -> None:
+    """Add ``scale`` XᵀX to ``out``, X being ``rows`` with a trailing 1 appended to each when ``bias``.
+
+    The ones are never appended: their products are the sum of the rows and its count.
+
+    Args:
+        out: ``[d, d]`` or stacked ``[N, d, d]``, with one more row and column when ``bias``. Its lower triangle is
+            written; what is above is undefined until `symmetrize_`.
+        rows: ``[m, d]`` or stacked ``[N, m, d]``, of any strides and floating dtype; cast to that of ``out``.
+        scale: Factor of the product.
+        bias: Whether the rows end in a 1.
+        overwrite: Whether ``out`` is uninitialised memory, to be written rather than added to.
+    """
+    rows = rows.to(out.dtype)
+    square = out[..., :-1, :-1] if bias else out
+    add_lower_product_(square, rows.transpose(-2, -1), rows, scale=scale, overwrite=overwrite)
+    if bias:
+        add_bias_row_(out, rows, rows.shape[-2], scale=scale, overwrite=overwrite)
+
+
+def add_lower_product_(
+    out: Tensor, left: Tensor, right: Tensor, *, scale: float = 1.0, overwrite: bool = False
+) -> None:
+    """Add ``scale`` times a product known to be symmetric to the lower triangle of ``out``, panel by panel.
+
+    Cost: m d (d + 64) operations, against 2 m d² of a full product; on one core 0.71, 0.68, 0.66 and 0.63 of its time
+    at d = 144, 256, 576 and 1024.
+
+    Args:
+        out: ``[d, d]`` or ``[N, d, d]``.
+        left: ``[..., d, m]``.
+        right: ``[..., m, d]``.
+        scale: Factor of the product.
+        overwrite: Whether to write rather than to add.
+    """
+    if out.ndim == 3 and len(out) == 1:
+        out, left, right = out[0], left[0], right[0]
+    product = Tensor.addmm_ if out.ndim == 2 else Tensor.baddbmm_
+    for start, stop in _panels(out.shape[-1], _CPU_PANEL if out.device.type == "cpu" else _GPU_PANEL):
+        panel = out[..., start:stop, :stop]
+        product(panel, left[..., start:stop, :], right[..., :stop], beta=float(not overwrite), alpha=scale)
+
+
+def add_column_grams_(out: Tensor, pieces: Iterable[Tensor], *, scale: float = 1.0, overwrite: bool = False) -> None:
+    """Add ``scale`` X Xᵀ for every X ``[N, d, m]`` of ``pieces``, as `add_row_gram_` does for its transpose."""
+    for columns in pieces:
+        add_row_gram_(out, columns.transpose(1, 2), scale=scale, overwrite=overwrite)
+        overwrite = False
+
+
+def add_bias_row_(out: Tensor, rows: Tensor, count: int, *, scale: float = 1.0, overwrite: bool = False) -> None:
+    """Add to the last row of ``out`` what the homogeneous coordinate contributes: ``scale`` times Σ rows and a count.
+
+    Args:
+        out: ``[d + 1, d + 1]`` or ``[N, d + 1, d + 1]``.
+        rows: ``[m, d]`` or ``[N, m, d]``, of the dtype of ``out``.
+        count: What to add to the last element.
+        scale: Factor of both.
+        overwrite: Whether to write rather than to add.
+    """
+    ones = rows.new_ones(*rows.shape[:-2], 1, rows.shape[-2])  # a product, as it is twice as fast as a sum
+    product = Tensor.addmm_ if out.ndim == 2 else Tensor.baddbmm_
+    product(out[..., -1:, :-1], ones, rows, beta=float(not overwrite), alpha=scale)
+    corner = out[..., -1, -1]
+    if overwrite:
+        corner.zero_()
+    corner.add_(scale * count)
+
+
+def symmetrize_(out: Tensor) -> None:
+    """Copy the lower triangle of ``out`` ``[..., d, d]`` onto the upper."""
+    size = out.shape[-1]
+    for start, stop in _panels(size, 128 if size > 256 else 256):  # in blocks, whose transposes stay in the cache
+        out[..., :start, start:stop] = out[..., start:stop, :start].transpose(-2, -1)
+        corner = out[..., start:stop, start:stop]
+        corner.copy_(corner.tril() + corner.tril(-1).transpose(-2, -1))
+
+
+def _panels(size: int, most: int) -> Iterator[tuple[int, int]]:
+    """Split ``range(size)`` into intervals of nearly equal length, multiples of 16 and at most ``most``."""
+    if not size:
+        return
+    step = 16 * math.ceil(size / (16 * math.ceil(size / most)))
+    for start in range(0, size, step):
+        yield start, min(start + step, size)

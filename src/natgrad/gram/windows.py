@@ -1,0 +1,59 @@
+"""The sliding window of a convolution: which input element meets which kernel offset at which output position."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A convolution's geometry, one entry a spatial dimension."""
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]  # zeros before and after
+    dilation: tuple[int, ...]
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """Distance between the first and the last element that the kernel meets."""
+        return tuple(spread * (size - 1) for spread, size in zip(self.dilation, self.kernel_size, strict=True))
+
+    def positions(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the number of output positions along each dimension of maps of these ``sizes``."""
+        return tuple(
+            (size + sum(sides) - reach - 1) // step + 1
+            for size, sides, reach, step in zip(sizes, self.padding, self.reach, self.stride, strict=True)
+        )
+
+    def columns(self, maps: Tensor, groups: int, piece: int) -> Iterator[Tensor]:
+        """Yield the patches of ``maps`` as columns, piece by piece.
+
+        Args:
+            maps: ``[B, C, *spatial]``.
+            groups: Number of channel groups n, each with patches of its own.
+            piece: Elements to copy at a time, at least one line of output positions.
+
+        Yields:
+            ``[n, i, m]``: m patches of i = C/n · Π kernel_size elements, ordered as ``weight.flatten(1)``.
+        """
+        ndim, batch = len(self.kernel_size), len(maps)
+        positions = self.positions(tuple(maps.shape[2:]))
+        sample = maps.shape[1] * math.prod(self.kernel_size) * math.prod(positions)
+        order = [1, 2, *range(3 + ndim, 3 + 2 * ndim), 0, *range(3, 3 + ndim)]
+        for part in maps.tensor_split(pieces(batch, batch * sample, piece)):
+            patches = F.pad(part, [side for sides in reversed(self.padding) for side in sides])
+            for dim in range(ndim):
+                patches = patches.unfold(2 + dim, self.reach[dim] + 1, self.stride[dim])[..., :: self.dilation[dim]]
+            grouped = patches.view(len(part), groups, maps.shape[1] // groups, *patches.shape[2:])
+            lines = grouped.permute(order)  # [n, c, *kernel, B, *positions]
+            for some in lines.tensor_split(pieces(positions[0], sample, piece), dim=3 + ndim):
+                yield some.flatten(1, 1 + ndim).flatten(2)
+
+
+def pieces(length: int, elements: int, piece: int) -> int:
+    """Return into how many parts to cut something of this ``length`` and of these ``elements``, ``piece`` in each."""
+    return max(1, min(length, math.ceil(elements / piece)))

@@ -1,0 +1,55 @@
+"""The tasks' metrics, each torchmetrics' own or built on one."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.classification import MulticlassAccuracy
+
+from natgrad.tasks.base import Evaluator
+
+
+def accuracy(classes: int) -> Evaluator:
+    """Return a metric of the share of samples whose largest logit, of outputs [B, classes], is the target's."""
+    metric: Evaluator = MulticlassAccuracy(num_classes=classes, average="micro")
+    return metric
+
+
+class MeanLoss(MeanMetric):  # type: ignore[misc]
+    """A mean loss over everything seen, every element of the targets weighing the same.
+
+    Args:
+        loss: Maps (outputs, targets) to their mean loss, a scalar.
+    """
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Start with nothing seen."""
+        super().__init__()
+        self.loss = loss
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add a batch."""
+        super().update(self.loss(outputs, targets), targets.numel())
+
+
+class RelativeError(Metric):  # type: ignore[misc]
+    """The relative L2 error ‖outputs - targets‖ / ‖targets‖ over everything seen."""
+
+    squared_error: Tensor
+    squared_norm: Tensor
+
+    def __init__(self) -> None:
+        """Start with nothing seen."""
+        super().__init__()
+        self.add_state("squared_error", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("squared_norm", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add a batch."""
+        self.squared_error += (outputs - targets).square().sum()
+        self.squared_norm += targets.square().sum()
+
+    def compute(self) -> Tensor:
+        """Return the error, a scalar."""
+        return (self.squared_error / self.squared_norm).sqrt()

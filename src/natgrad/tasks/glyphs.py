@@ -1,0 +1,193 @@
+"""Characters of bundled fonts over photographs, recognised by a residual network.
+
+The fonts are matplotlib's, the photographs scikit-learn's. Test images show other fonts over other parts of the photos.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from string import ascii_uppercase, digits
+from typing import ClassVar, Literal
+
+import matplotlib
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from sklearn.datasets import load_sample_images
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from natgrad.errors import NatgradError, require
+from natgrad.tasks.base import Evaluator, Metric, Task, at_least
+from natgrad.tasks.evaluators import accuracy
+from natgrad.tasks.resnet import ResNet
+
+CHARACTERS = digits + ascii_uppercase
+# One style of each family is held back for testing. Symbol fonts, and cmmi10 with its old-style figures, are left out.
+TRAIN_FONTS = (
+    *("DejaVuSans", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique"),
+    *("DejaVuSansMono", "DejaVuSansMono-Bold", "DejaVuSansMono-BoldOblique"),
+    *("DejaVuSerif", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic"),
+    *("STIXGeneral", "STIXGeneralItalic", "STIXGeneralBol"),
+    *("cmr10", "cmb10", "cmti10", "cmtt10"),
+)
+TEST_FONTS = ("DejaVuSans-Bold", "DejaVuSansMono-Oblique", "DejaVuSerif-Bold", "STIXGeneralBolIta", "cmss10")
+TRAIN_COLUMNS = 480  # of the photographs' 640; the others are the test set's backgrounds
+TEST_SHARE = 4  # one test image for so many training images
+
+IMAGE, STENCIL, FONT = 32, 64, 48  # pixels: an image's side, a stencil's side, an em of the letter in the stencil
+SCALE = (0.8, 1.3)  # of a stencil, whose side is an image's at scale 1
+SHIFT = 0.25  # of half an image's side, either way
+TILT = math.radians(20)  # either way
+CONTRAST = 0.35  # least distance between the luma of the ink and the mean luma behind it
+LUMA = torch.tensor((0.299, 0.587, 0.114))  # of red, green and blue (ITU-R BT.601)
+CHUNK = 1000  # images rendered at once
+
+
+@cache
+def stencils(fonts: tuple[str, ...]) -> Tensor:
+    """Return every character of every font, centred, as ink coverage [fonts, 36, 64, 64] in [0, 1].
+
+    Raises:
+        NatgradError: The installed matplotlib lacks one of the fonts.
+    """
+    loaded = [_font(font) for font in fonts]
+    return torch.stack([torch.stack([_stencil(font, character) for character in CHARACTERS]) for font in loaded])
+
+
+def _font(name: str) -> ImageFont.FreeTypeFont:
+    path = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{name}.ttf")
+    if not path.exists():
+        raise NatgradError(f"the glyphs task needs the font {name}, which this matplotlib does not bundle")
+    return ImageFont.truetype(path, FONT)
+
+
+def _stencil(font: ImageFont.FreeTypeFont, character: str) -> Tensor:
+    left, top, right, bottom = font.getbbox(character)
+    canvas = Image.new("L", (STENCIL, STENCIL))
+    corner = ((STENCIL - left - right) / 2, (STENCIL - top - bottom) / 2)
+    ImageDraw.Draw(canvas).text(corner, character, fill=255, font=font)
+    return torch.frombuffer(bytearray(canvas.tobytes()), dtype=torch.uint8).view(STENCIL, STENCIL) / 255
+
+
+def photographs() -> tuple[Tensor, Tensor]:
+    """Return scikit-learn's two photographs [2, 3, 427, W] in [0, 1], cut into (train, test)."""
+    photos = torch.stack([torch.from_numpy(image.copy()) for image in load_sample_images().images])
+    train, test = (photos.permute(0, 3, 1, 2) / 255).tensor_split([TRAIN_COLUMNS], dim=-1)
+    return train, test
+
+
+def render(fonts: tuple[str, ...], photos: Tensor, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Render characters, each drawn with its font, place, size, tilt, ink and background.
+
+    Args:
+        fonts: Names of the fonts to draw from.
+        photos: What the backgrounds are cut from [photos, 3, H, W], in [0, 1].
+        count: How many images.
+        generator: Where all randomness comes from.
+
+    Returns:
+        Images [count, 3, 32, 32] in [0, 1], and labels [count]: places in `CHARACTERS`.
+    """
+    shapes = stencils(fonts)
+    labels = torch.randint(len(CHARACTERS), (count,), generator=generator)
+    styles = torch.randint(len(fonts), (count,), generator=generator)
+    images = []
+    for style, label in zip(torch.split(styles, CHUNK), torch.split(labels, CHUNK), strict=True):
+        backgrounds = _crops(photos, len(label), generator)
+        coverage = _place(shapes[style, label], generator)[:, None]
+        ink = _ink(backgrounds, generator)[:, :, None, None]
+        images.append(torch.lerp(backgrounds, ink, coverage))
+    return torch.cat(images), labels
+
+
+def _crops(photos: Tensor, count: int, generator: Generator) -> Tensor:
+    """Cut squares [count, 3, 32, 32] out of the photographs."""
+    squares = photos.unfold(2, IMAGE, 1).unfold(3, IMAGE, 1)
+    photo, row, column = (torch.randint(squares.shape[axis], (count,), generator=generator) for axis in (0, 2, 3))
+    return squares[photo, :, row, column]
+
+
+def _place(shapes: Tensor, generator: Generator) -> Tensor:
+    """Tilt, scale and shift stencils [n, 64, 64] into images [n, 32, 32]."""
+    scale, tilt, right, down = torch.rand(4, len(shapes), generator=generator)
+    scale = SCALE[0] + (SCALE[1] - SCALE[0]) * scale
+    tilt = TILT * (2 * tilt - 1)
+    shift = SHIFT * (2 * torch.stack((right, down), 1) - 1)
+    cosine, sine = tilt.cos() / scale, tilt.sin() / scale
+    # affine_grid asks where in the stencil each pixel of the image comes from: the inverse of the placement.
+    inverse = torch.stack((torch.stack((cosine, sine), 1), torch.stack((-sine, cosine), 1)), 1)
+    offset = -inverse @ shift[:, :, None]
+    # Four points a pixel, averaged, keep thin strokes whole.
+    grid = functional.affine_grid(
+        torch.cat((inverse, offset), dim=2), [len(shapes), 1, 2 * IMAGE, 2 * IMAGE], align_corners=False
+    )
+    sampled = functional.grid_sample(shapes[:, None], grid, align_corners=False)
+    return functional.avg_pool2d(sampled, 2)[:, 0]
+
+
+def _ink(backgrounds: Tensor, generator: Generator) -> Tensor:
+    """Draw colours [n, 3] that stand out from backgrounds [n, 3, 32, 32]: bright on dark, dark on bright."""
+    behind = backgrounds.mean(dim=(2, 3)) @ LUMA
+    bright = behind < 0.5
+    room = torch.where(bright, 1 - behind, behind)
+    distance = CONTRAST + (room - CONTRAST) * torch.rand(len(behind), generator=generator)
+    wanted = torch.where(bright, behind + distance, behind - distance)[:, None]
+    colour = torch.rand(len(behind), 3, generator=generator)
+    luma = (colour @ LUMA)[:, None]
+    # Luma is linear in the colour: mixing it with black or white in the right proportion gives the wanted luma exactly.
+    return torch.where(wanted < luma, colour * wanted / luma, 1 - (1 - colour) * (1 - wanted) / (1 - luma))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glyphs(Task):
+    """Digits and capitals in colour, 36 classes; the test fonts are unseen.
+
+    Attributes:
+        images: Training images; a quarter as many for testing.
+        depth: Layers of the residual network, 20 or 32.
+        seed: Of the rendering.
+    """
+
+    name: ClassVar[str] = "glyphs"
+    summary: ClassVar[str] = "characters over photographs 32x32, ResNet-20 or 32"
+    likelihood: ClassVar[Literal["categorical"]] = "categorical"
+    metric: ClassVar[Metric] = Metric(name="accuracy", better="higher")
+    batch_size: ClassVar[int] = 128
+    epochs: ClassVar[int] = 8
+
+    images: int = 4096
+    depth: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        at_least(TEST_SHARE, images=self.images)
+        require(self.depth in (20, 32), "depth", self.depth, "20 or 32")
+        at_least(0, seed=self.seed)
+
+    def load(self) -> tuple[TensorDataset, TensorDataset]:
+        """Return images [3, 32, 32], standardised by the training images' channels, with their character."""
+        train_photos, test_photos = photographs()
+        # Odd and even: no seed's test set repeats another's draws for training.
+        train_generator, test_generator = (Generator().manual_seed(2 * self.seed + part) for part in range(2))
+        train, train_labels = render(TRAIN_FONTS, train_photos, self.images, train_generator)
+        test, test_labels = render(TEST_FONTS, test_photos, self.images // TEST_SHARE, test_generator)
+        deviation, mean = torch.std_mean(train, dim=(0, 2, 3), keepdim=True)
+        return (
+            TensorDataset((train - mean) / deviation, train_labels),
+            TensorDataset((test - mean) / deviation, test_labels),
+        )
+
+    def model(self) -> nn.Module:
+        """Build a network from [B, 3, 32, 32] to logits [B, 36]."""
+        return ResNet(self.depth, len(CHARACTERS))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy in nats."""
+        return functional.cross_entropy(outputs, targets)
+
+    def evaluator(self) -> Evaluator:
+        """Accumulate the share of characters recognised."""
+        return accuracy(len(CHARACTERS))

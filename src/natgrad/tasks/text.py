@@ -1,0 +1,186 @@
+"""Python's own standard library, read byte by byte by a small causal transformer."""
+
+import math
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from natgrad.errors import NatgradError, require
+from natgrad.tasks.base import Evaluator, Metric, Task, at_least
+from natgrad.tasks.evaluators import MeanLoss
+
+BYTES = 256
+# Every eighth file is read only for testing.
+TEST_EVERY = 8
+
+
+def sources() -> tuple[list[Path], list[Path]]:
+    """Return the running interpreter's top-level library modules, sorted by name and split by file into (train, test).
+
+    Raises:
+        NatgradError: This Python was installed without its sources.
+    """
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(library.glob("*.py"))
+    if len(files) < TEST_EVERY:
+        raise NatgradError(
+            f"the text task reads the standard library's sources, and {library} has {len(files)} of them"
+        )
+    train = [file for index, file in enumerate(files) if index % TEST_EVERY]
+    return train, files[::TEST_EVERY]
+
+
+def windows(files: list[Path], count: int, context: int) -> TensorDataset:
+    """Cut `count` windows, evenly spaced over the files' bytes.
+
+    Args:
+        files: What to read, in this order.
+        count: How many windows; they overlap if the text is short of `count * context` bytes.
+        context: Length of a window in bytes.
+
+    Returns:
+        Pairs of bytes [context] and the bytes that follow each of them [context], int64.
+
+    Raises:
+        ValueError: The files are no longer than one window.
+    """
+    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+    require(context < len(text), "context", context, f"less than the text's {len(text)} bytes")
+    starts = torch.linspace(0, len(text) - context - 1, count, dtype=torch.float64).long()
+    cut = text[starts[:, None] + torch.arange(context + 1)].long()
+    return TensorDataset(cut[:, :-1], cut[:, 1:])
+
+
+class Attention(nn.Module):
+    """Causal self-attention whose four projections are linear layers of their own.
+
+    Args:
+        width: Features a position.
+        heads: How many parts of them attend separately.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        """Draw the projections."""
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map [B, T, width] to the same shape."""
+        query, key, value = (
+            projection(inputs).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        projected: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block: attention, then a perceptron four times as wide.
+
+    Args:
+        width: Features a position.
+        heads: Attention heads.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        """Draw the layers."""
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.perceptron_norm = nn.LayerNorm(width)
+        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map [B, T, width] to the same shape."""
+        attended = inputs + self.attention(self.attention_norm(inputs))
+        result: Tensor = attended + self.perceptron(self.perceptron_norm(attended))
+        return result
+
+
+class Transformer(nn.Module):
+    """A byte-level causal language model.
+
+    Args:
+        width: Features a position.
+        heads: Attention heads a block.
+        layers: Blocks.
+        context: Longest sequence.
+    """
+
+    def __init__(self, width: int, heads: int, layers: int, context: int) -> None:
+        """Draw embeddings, blocks and the head."""
+        super().__init__()
+        self.bytes = nn.Embedding(BYTES, width)
+        self.positions = nn.Embedding(context, width)
+        for embedding in (self.bytes, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, BYTES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map bytes [B, T] to the logits of each next byte [B, T, 256]."""
+        places = torch.arange(inputs.shape[1], device=inputs.device)
+        logits: Tensor = self.head(self.norm(self.blocks(self.bytes(inputs) + self.positions(places))))
+        return logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(Task):
+    """The next byte of the standard library's sources, split by file. Other Python versions have other sources.
+
+    Attributes:
+        sequences: Training windows, evenly spaced over the training files; an eighth as many for testing.
+        context: Bytes a window.
+        layers: Transformer blocks.
+        width: Features a position.
+        heads: Attention heads; they divide `width`.
+    """
+
+    name: ClassVar[str] = "text"
+    summary: ClassVar[str] = "Python's standard library byte by byte, causal transformer"
+    likelihood: ClassVar[Literal["categorical"]] = "categorical"
+    reduction: ClassVar[Literal["tokens"]] = "tokens"
+    metric: ClassVar[Metric] = Metric(name="bits per byte", better="lower")
+    batch_size: ClassVar[int] = 32
+    epochs: ClassVar[int] = 6
+
+    sequences: int = 4096
+    context: int = 128
+    layers: int = 2
+    width: int = 128
+    heads: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        at_least(TEST_EVERY, sequences=self.sequences)
+        at_least(1, context=self.context, layers=self.layers, width=self.width, heads=self.heads)
+        require(self.width % self.heads == 0, "heads", self.heads, f"a divisor of width={self.width}")
+
+    def load(self) -> tuple[TensorDataset, TensorDataset]:
+        """Return bytes [context] with the bytes that follow them [context]."""
+        train, test = sources()
+        return windows(train, self.sequences, self.context), windows(test, self.sequences // TEST_EVERY, self.context)
+
+    def model(self) -> nn.Module:
+        """Build a network from [B, T] bytes to logits [B, T, 256]."""
+        return Transformer(self.width, self.heads, self.layers, self.context)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross-entropy in nats, the mean over all positions."""
+        return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    def evaluator(self) -> Evaluator:
+        """Accumulate the cross-entropy in bits a byte."""
+        return MeanLoss(lambda outputs, targets: self.loss(outputs, targets) / math.log(2))

@@ -1,0 +1,141 @@
+"""The glyphs show what their labels say, visibly, in fonts and places that training and testing do not share."""
+
+import pathlib
+
+import matplotlib
+import pytest
+import torch
+from matplotlib.font_manager import FontProperties
+from matplotlib.path import Path
+from matplotlib.textpath import TextPath
+from torch import Generator, Tensor
+from torch.nn import functional
+
+from natgrad import tasks
+from natgrad.errors import NatgradError
+from natgrad.tasks import glyphs
+
+FONTS = (*glyphs.TRAIN_FONTS, *glyphs.TEST_FONTS)
+
+
+def outline(font: str, character: str) -> Tensor:
+    """Fill a character's outline by matplotlib, a renderer of its own, centred as a stencil is: coverage [64, 64]."""
+    properties = FontProperties(fname=pathlib.Path(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf"))
+    path = TextPath((0, 0), character, size=glyphs.FONT, prop=properties)
+    box = path.get_extents()
+    ticks = (torch.arange(2 * glyphs.STENCIL) + 0.5) / 2 - glyphs.STENCIL / 2
+    y, x = torch.meshgrid(-ticks, ticks, indexing="ij")
+    points = torch.stack((x.flatten() + (box.x0 + box.x1) / 2, y.flatten() + (box.y0 + box.y1) / 2), 1)
+    inside = torch.zeros(len(points), dtype=torch.bool)
+    for contour in path.to_polygons():
+        inside ^= torch.from_numpy(Path(contour).contains_points(points.numpy()))
+    return functional.avg_pool2d(inside.view(1, len(ticks), len(ticks)).float(), 2)[0]
+
+
+def test_training_and_testing_share_no_font_and_no_part_of_a_photograph() -> None:
+    assert not set(glyphs.TRAIN_FONTS) & set(glyphs.TEST_FONTS)
+    train, test = glyphs.photographs()
+    assert train.shape[-1] + test.shape[-1] == 640
+    assert 0 <= min(train.min(), test.min()) < max(train.max(), test.max()) <= 1
+
+
+@pytest.mark.parametrize("font", ["DejaVuSans-Bold", "STIXGeneralBol", "cmr10"])
+def test_stencil_of_each_character_is_the_one_nearest_to_its_outline(font: str) -> None:
+    stencils = glyphs.stencils((font,))[0]
+    for index, character in enumerate(glyphs.CHARACTERS):
+        drawn = outline(font, character)
+        # Hinting moves strokes by up to a pixel.
+        nudged = torch.stack([drawn.roll((down, right), (0, 1)) for down in (-1, 0, 1) for right in (-1, 0, 1)])
+        likeness = functional.cosine_similarity(stencils[:, None].flatten(2), nudged.flatten(1), dim=2).amax(dim=1)
+        assert likeness.argmax() == index, character
+        assert likeness.max() > 0.85
+
+
+def test_every_character_of_every_font_differs_from_the_others_and_fits_its_stencil() -> None:
+    shapes = glyphs.stencils(FONTS)
+    assert shapes.shape == (len(FONTS), 36, glyphs.STENCIL, glyphs.STENCIL)
+    assert shapes.min() == 0
+    assert shapes.max() == 1
+    frame = torch.ones(glyphs.STENCIL, glyphs.STENCIL, dtype=torch.bool)
+    frame[1:-1, 1:-1] = False
+    assert not shapes[:, :, frame].any()
+    distances = torch.cdist(shapes.flatten(2), shapes.flatten(2), p=1) + 1e9 * torch.eye(36)
+    assert distances.min() > 20  # pixels of ink
+
+
+@pytest.fixture
+def upright(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Place every stencil untouched in the middle."""
+    monkeypatch.setattr(glyphs, "SCALE", (1.0, 1.0))
+    monkeypatch.setattr(glyphs, "TILT", 0.0)
+    monkeypatch.setattr(glyphs, "SHIFT", 0.0)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("upright")
+def test_labels_say_which_character_is_drawn() -> None:
+    black = torch.zeros(1, 3, 64, 64)
+    images, labels = glyphs.render(("DejaVuSans-Bold",), black, 200, Generator().manual_seed(0))
+    expected = functional.avg_pool2d(glyphs.stencils(("DejaVuSans-Bold",))[0], 2)[labels]
+    coverage = images.amax(dim=1) / images.amax(dim=(1, 2, 3))[:, None, None] * expected.amax(dim=(1, 2))[:, None, None]
+    torch.testing.assert_close(coverage, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("constant", "value", "area"), [("SCALE", (0.8, 0.8), 0.64), ("TILT", 0.5, 1), ("SHIFT", 0.2, 1)]
+)
+def test_placement_scales_tilts_and_shifts(
+    upright: pytest.MonkeyPatch, constant: str, value: object, area: float
+) -> None:
+    shapes = glyphs.stencils(("DejaVuSans",))[0]
+    before = glyphs._place(shapes, Generator().manual_seed(0))
+    upright.setattr(glyphs, constant, value)
+    after = glyphs._place(shapes, Generator().manual_seed(0))
+    torch.testing.assert_close(after.sum(dim=(1, 2)), area * before.sum(dim=(1, 2)), rtol=0.02, atol=0)
+
+    def centre(images: Tensor) -> Tensor:
+        ticks = torch.arange(glyphs.IMAGE) + 0.5
+        ink = images.sum(dim=(1, 2))
+        return torch.stack((images.sum(dim=1) @ ticks / ink, images.sum(dim=2) @ ticks / ink), 1)
+
+    moved = (centre(after) - centre(before)).abs().max()
+    limit = 0.2 * glyphs.IMAGE / 2
+    assert moved <= limit + 0.1 if constant == "SHIFT" else moved < 2
+    assert (constant == "SHIFT") == (moved > 0.8 * limit)
+
+
+def test_ink_stands_out_from_the_mean_behind_it_and_stays_a_colour() -> None:
+    backgrounds = glyphs._crops(glyphs.photographs()[0], 2000, Generator().manual_seed(0))
+    ink = glyphs._ink(backgrounds, Generator().manual_seed(1))
+    assert ink.min() >= -1e-6
+    assert ink.max() <= 1 + 1e-6
+    behind = backgrounds.mean(dim=(2, 3)) @ glyphs.LUMA
+    assert (ink @ glyphs.LUMA - behind).abs().min() >= glyphs.CONTRAST - 1e-4
+
+
+def test_seed_decides_the_images_and_depth_does_not() -> None:
+    first, depth, seed = (
+        tasks.get("glyphs", images=64, **options).datasets()[0] for options in ({}, {"depth": 32}, {"seed": 1})
+    )
+    assert torch.equal(first.tensors[0], depth.tensors[0])
+    assert not torch.equal(first.tensors[1], seed.tensors[1])
+
+
+def test_images_are_standardised_by_the_training_set() -> None:
+    train, test = tasks.get("glyphs", images=400).datasets()
+    deviation, mean = torch.std_mean(train.tensors[0], dim=(0, 2, 3))
+    torch.testing.assert_close(mean, torch.zeros(3), atol=1e-4, rtol=0)
+    torch.testing.assert_close(deviation, torch.ones(3), atol=1e-4, rtol=0)
+    assert len(test) == 100
+
+
+def test_more_images_than_a_chunk_are_all_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(glyphs, "CHUNK", 10)
+    images, labels = glyphs.render(glyphs.TEST_FONTS, glyphs.photographs()[1], 25, Generator().manual_seed(0))
+    assert images.shape == (25, 3, 32, 32)
+    assert labels.shape == (25,)
+
+
+def test_a_font_that_matplotlib_lacks_is_named() -> None:
+    with pytest.raises(NatgradError, match="NoSuchFont"):
+        glyphs.stencils(("NoSuchFont",))

@@ -1,0 +1,267 @@
+"""The Gram products against what they mean: explicit rows and explicit patches, in float64."""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from natgrad import gram
+from natgrad.gram.lags import add_lag_gram_
+from natgrad.gram.patches import _lags_are_cheaper
+from natgrad.gram.windows import Window
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution to draw: groups of channels over maps of some sizes."""
+
+    batch: int
+    groups: int
+    per_group: int
+    sizes: tuple[int, ...]
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+
+    @property
+    def geometry(self) -> dict[str, tuple]:
+        names = ("kernel_size", "stride", "padding", "dilation")
+        return {name: getattr(self, name) for name in names}
+
+    def maps(self, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.batch, self.groups * self.per_group, *self.sizes)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@st.composite
+def convolutions(draw: st.DrawFn, strides: tuple[int, ...] = (1, 2, 3)) -> Convolution:
+    ndim = draw(st.integers(1, 3))
+    most = {1: 9, 2: 7, 3: 5}[ndim]
+    dims = []
+    while len(dims) < ndim:
+        size, kernel, step = draw(st.integers(1, most)), draw(st.integers(1, 4)), draw(st.sampled_from(strides))
+        sides, spread = (draw(st.integers(0, 3)), draw(st.integers(0, 3))), draw(st.integers(1, 3))
+        short = spread * (kernel - 1) + 1 - size - sum(sides)
+        if short > 0:  # the window must fit in somewhere
+            sides = (sides[0], sides[1] + short)
+        dims.append((size, kernel, step, sides, spread))
+    sizes, kernel_size, stride, padding, dilation = zip(*dims, strict=True)
+    groups, per_group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    batch = draw(st.integers(0, 3))
+    return Convolution(batch, groups, per_group, sizes, kernel_size, stride, padding, dilation)
+
+
+def explicit_patches(maps: Tensor, case: Convolution) -> Tensor:
+    """Every patch, element by element: [n, B T, i]. (torch's unfold knows two dimensions and equal padding only.)"""
+    padded = F.pad(maps, [side for sides in reversed(case.padding) for side in sides])
+    starts = [
+        range(0, size - spread * (kernel - 1), step)
+        for size, kernel, step, spread in zip(
+            padded.shape[2:], case.kernel_size, case.stride, case.dilation, strict=True
+        )
+    ]
+    offsets = list(itertools.product(*(range(kernel) for kernel in case.kernel_size)))
+    patches = [
+        torch.stack(
+            [
+                padded[(..., *(at + spread * by for at, spread, by in zip(start, case.dilation, offset, strict=True)))]
+                for offset in offsets
+            ],
+            2,
+        )
+        for start in itertools.product(*starts)
+    ]  # T times [B, C, Πk]
+    return (
+        torch.stack(patches, 1)  # [B, T, C, Πk]
+        .unflatten(2, (case.groups, case.per_group))
+        .movedim(2, 0)
+        .reshape(case.groups, len(maps) * len(patches), case.per_group * len(offsets))
+    )
+
+
+def with_ones(rows: Tensor, bias: bool) -> Tensor:
+    return torch.cat((rows, torch.ones_like(rows[..., :1])), -1) if bias else rows
+
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
+
+def symmetric(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    return values + values.mT
+
+
+def memory(start: Tensor, overwrite: bool) -> Tensor:
+    """What is there before: `start`, or NaN that an overwriting product must not keep."""
+    return torch.full_like(start, math.nan) if overwrite else start.clone()
+
+
+def assert_gram(out: Tensor, start: Tensor, rows: Tensor, scale: float, overwrite: bool) -> None:
+    gram.symmetrize_(out)
+    expected = scale * rows.mT @ rows + (0 if overwrite else start)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+
+
+@given(
+    stack=st.sampled_from([(), (1,), (3,)]),
+    count=st.integers(0, 5),
+    width=st.sampled_from([1, 2, 7, 64, 65, 130]),
+    bias=st.booleans(),
+    overwrite=st.booleans(),
+    layout=st.sampled_from(["rows", "columns", "strided"]),
+    scale=st.sampled_from([1.0, 0.25, -2.0]),
+)
+def test_row_gram_is_the_product_of_the_rows(stack, count, width, bias, overwrite, layout, scale):
+    values = torch.randn((*stack, count, 2 * width), dtype=torch.float64)
+    rows = values[..., ::2] if layout == "strided" else values[..., :width]
+    if layout == "columns":
+        rows = rows.mT.contiguous().mT
+    start = symmetric(*stack, width + bias, width + bias)
+    out = memory(start, overwrite)
+    gram.add_row_gram_(out, rows, scale=scale, bias=bias, overwrite=overwrite)
+    assert_gram(out, start, with_ones(rows, bias), scale, overwrite)
+
+
+@given(
+    batch=st.integers(0, 3),
+    groups=st.integers(1, 3),
+    channels=st.sampled_from([1, 3, 66]),
+    sizes=st.lists(st.integers(1, 4), max_size=3),
+    overwrite=st.booleans(),
+    channels_last=st.booleans(),
+)
+def test_channel_gram_sums_over_samples_and_positions(batch, groups, channels, sizes, overwrite, channels_last):
+    maps = torch.randn(batch, groups * channels, *sizes, dtype=torch.float64)
+    if channels_last:
+        maps = maps.movedim(1, -1).contiguous().movedim(-1, 1)
+    rows = maps.reshape(batch, groups, channels, math.prod(sizes)).permute(1, 0, 3, 2).flatten(1, 2)
+    start = symmetric(groups, channels, channels)
+    out = memory(start, overwrite)
+    gram.add_channel_gram_(out, maps, scale=0.5, overwrite=overwrite)
+    assert_gram(out, start, rows, 0.5, overwrite)
+
+
+LAYOUTS = st.sampled_from(["contiguous", "channels_last", "strided"])
+
+
+def laid_out(maps: Tensor, layout: str) -> Tensor:
+    if layout == "channels_last":
+        return maps.movedim(1, -1).contiguous().movedim(-1, 1)
+    return maps.repeat_interleave(2, -1)[..., ::2] if layout == "strided" else maps
+
+
+@given(case=convolutions(), bias=st.booleans(), overwrite=st.booleans(), layout=LAYOUTS, seed=st.integers(0, 9))
+def test_patch_gram_is_the_product_of_the_patches(case, bias, overwrite, layout, seed):
+    maps = case.maps(seed)
+    patches = with_ones(explicit_patches(maps, case), bias)
+    start = symmetric(case.groups, patches.shape[-1], patches.shape[-1])
+    out = memory(start, overwrite)
+    options = {"groups": case.groups, "bias": bias, "scale": 0.25, "overwrite": overwrite}
+    gram.add_patch_gram_(out, laid_out(maps, layout), **case.geometry, **options)
+    assert_gram(out, start, patches, 0.25, overwrite)
+
+
+@given(
+    case=convolutions(strides=(1,)),
+    overwrite=st.booleans(),
+    layout=LAYOUTS,
+    piece=st.sampled_from([1, 50, 1 << 18]),
+    seed=st.integers(0, 9),
+)
+def test_lags_give_the_product_of_the_patches(case, overwrite, layout, piece, seed):
+    assume(case.batch > 0)
+    maps = case.maps(seed)
+    patches = explicit_patches(maps, case)
+    start = symmetric(case.groups, patches.shape[-1], patches.shape[-1])
+    out = memory(start, overwrite)
+    options = {"scale": -0.5, "overwrite": overwrite, "piece": piece}
+    add_lag_gram_(out, laid_out(maps, layout), Window(**case.geometry), case.groups, **options)
+    assert_gram(out, start, patches, -0.5, overwrite)
+
+
+@given(case=convolutions(), piece=st.sampled_from([1, 50, 1 << 18]), seed=st.integers(0, 9))
+def test_columns_are_the_patches_and_come_in_pieces(case, piece, seed):
+    maps, window = case.maps(seed), Window(**case.geometry)
+    expected = explicit_patches(maps, case)
+    columns = list(window.columns(maps, case.groups, piece))
+    positions = window.positions(case.sizes)
+    line = expected[0, :1].numel() * case.groups * math.prod(positions[1:])
+    assert max(piece_of.numel() for piece_of in columns) <= max(2 * piece, line)
+    # The pieces may cut a sample in lines: as a set, and so as a sum of products, they are the patches.
+    found = torch.cat(columns, 2).mT
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(sorted_rows(got), sorted_rows(wanted), rtol=0, atol=0)
+
+
+def sorted_rows(rows: Tensor) -> Tensor:
+    return torch.tensor(sorted(rows.tolist())).view(rows.shape)
+
+
+REAL = {  # batch, channels, size, kernel, stride, groups: of networks in use
+    "ResNet-32 stem": (64, 3, 32, 3, 1, 1),
+    "ResNet-32 stage 1": (64, 16, 32, 3, 1, 1),
+    "ResNet-32 stage 2, first": (64, 16, 32, 3, 2, 1),
+    "ResNet-32 stage 3": (64, 64, 8, 3, 1, 1),
+    "ResNet-32 shortcut": (64, 32, 16, 1, 2, 1),
+    "ResNet-50 stem": (2, 3, 224, 7, 2, 1),
+    "ResNeXt": (4, 64, 14, 3, 1, 4),
+    "MobileNet": (4, 32, 28, 3, 1, 32),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_single_precision_on_real_shapes_whatever_the_maps(name, dtype):
+    batch, channels, size, kernel, stride, groups = REAL[name]
+    maps = torch.randn(batch, channels, size, size, generator=torch.Generator().manual_seed(0)).relu().to(dtype)
+    patches = F.unfold(maps.double(), kernel, padding=kernel // 2, stride=stride)
+    patches = patches.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
+    expected = patches.mT @ patches / batch
+    out = torch.full(expected.shape, math.nan)
+    with torch.autocast("cpu", torch.bfloat16):  # as where a hook runs inside a user's autocast
+        gram.add_patch_gram_(
+            out,
+            maps,
+            kernel_size=(kernel, kernel),
+            stride=(stride, stride),
+            padding=[(kernel // 2, kernel // 2)] * 2,
+            dilation=(1, 1),
+            groups=groups,
+            scale=1 / batch,
+            overwrite=True,
+        )
+    gram.symmetrize_(out)
+    assert (out - expected).norm() <= (1e-6 if dtype == torch.float32 else 3e-6) * expected.norm()
+
+
+def test_lags_are_chosen_where_they_pay():
+    """Of the shapes above only the stride-1 convolutions of several channels a group are worth it."""
+    chosen = set()
+    for name, (batch, channels, size, kernel, stride, groups) in REAL.items():
+        window = Window(
+            kernel_size=(kernel, kernel),
+            stride=(stride, stride),
+            padding=((kernel // 2, kernel // 2),) * 2,
+            dilation=(1, 1),
+        )
+        if _lags_are_cheaper((batch, channels, size, size), window, groups):
+            chosen.add(name)
+    assert chosen == {"ResNet-32 stem", "ResNet-32 stage 1", "ResNet-32 stage 3", "ResNeXt"}
+
+
+@given(size=st.sampled_from([1, 2, 17, 256, 300]), stack=st.sampled_from([(), (2,)]))
+def test_symmetrize_copies_the_lower_triangle(size, stack):
+    values = torch.randn(*stack, size, size, dtype=torch.float64)
+    lower = values.tril()
+    out = values + torch.full_like(values, math.nan).triu(1)
+    gram.symmetrize_(out)
+    assert torch.equal(out, lower + lower.tril(-1).mT)
