@@ -258,6 +258,22 @@ def test_lags_are_chosen_where_they_pay():
     assert chosen == {"ResNet-32 stem", "ResNet-32 stage 1", "ResNet-32 stage 3", "ResNeXt"}
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_products_compile_into_one_graph(stride):
+    """Hooks that call them may be traced with the model."""
+
+    def product(out: Tensor, maps: Tensor) -> Tensor:
+        geometry = {"kernel_size": (3, 3), "stride": (stride,) * 2, "padding": ((1, 1), (1, 1)), "dilation": (1, 1)}
+        gram.add_patch_gram_(out, maps, **geometry, groups=1, bias=True)
+        gram.symmetrize_(out)
+        return out
+
+    maps = torch.randn(64, 8, 24, 24)
+    eager = product(torch.zeros(1, 73, 73), maps)
+    traced = torch.compile(product, fullgraph=True, backend="eager")(torch.zeros(1, 73, 73), maps)
+    torch.testing.assert_close(traced, eager)
+
+
 @given(size=st.sampled_from([1, 2, 17, 256, 300]), stack=st.sampled_from([(), (2,)]))
 def test_symmetrize_copies_the_lower_triangle(size, stack):
     values = torch.randn(*stack, size, size, dtype=torch.float64)

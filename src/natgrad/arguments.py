@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from natgrad.curvature import Curvature
 from natgrad.errors import require
 from natgrad.guard import Guard
+from natgrad.likelihood import Likelihood
 from natgrad.placement import PLACEMENTS
 from natgrad.precision import Precision
 from natgrad.refresh import Refresh
@@ -49,10 +50,15 @@ def check_arguments(
     )
     require(not _is_sharded(model), "model", wrong, "plain or in DistributedDataParallel: its parameters are sharded")
     if isinstance(curvature, Mapping):
+        drawn: set[Likelihood] = set()
         for pattern, choice in curvature.items():
             require(isinstance(pattern, str), "curvature", pattern, "a mapping whose keys are fnmatch patterns (str)")
             fits = choice is None or isinstance(choice, Curvature)
             require(fits, f"curvature[{pattern!r}]", choice, "a Curvature such as natgrad.KFAC(), or None")
+            drawn |= {choice.likelihood} if choice is not None and choice.likelihood is not None else set()
+            require(
+                len(drawn) <= 1, f"curvature[{pattern!r}]", choice, "sampled from one and the same likelihood as others"
+            )
     else:
         require(
             isinstance(curvature, Curvature), "curvature", curvature, "a Curvature, or a mapping of patterns to them"

@@ -19,9 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.blocks import Stack
 from natgrad.curvature import Curvature
+from natgrad.errors import NatgradError
 from natgrad.layers import Layer, Rows
 from natgrad.layers.rows import DenseRows
 from natgrad.sums import Sums
+from natgrad.upstream import sources
 
 
 @dataclass
@@ -33,6 +35,7 @@ class _Use:
     inputs: Tensor | None
     batch: int | None
     outer_task: int
+    sampled: bool = False
 
 
 @dataclass
@@ -65,7 +68,7 @@ class Capture:
         self._batch: int | None = None
         self._layers: dict[str, tuple[Layer, Curvature]] = {}
         self._pooled: dict[str, _Pooled] = {}
-        self._edges: list[GradientEdge] = []
+        self._unsampled: list[tuple[GradientEdge, _Use]] = []
         self.wanted = True
         self.sampling = False
         self.sums = Sums([])
@@ -110,16 +113,16 @@ class Capture:
             outputs: What the model returned.
             score: The derivative of that loss by `outputs`.
         """
-        edges, self._edges = self._edges, []
-        if not edges:
+        if not self._unsampled:
             return
+        ends = sources([edge for edge, _ in self._unsampled])
         self.sampling = True
         try:
-            reached = torch.autograd.grad(outputs, edges, score.to(outputs.dtype), retain_graph=True, allow_unused=True)
+            torch.autograd.grad(outputs, ends, score.to(outputs.dtype), retain_graph=True, allow_unused=True)
         finally:
             self.sampling = False
         # What these outputs do not depend on belongs to another forward pass, whose backward is still to come.
-        self._edges = [edge for edge, gradient in zip(edges, reached, strict=True) if gradient is None]
+        self._unsampled = [(edge, use) for edge, use in self._unsampled if not use.sampled]
 
     def finish(self) -> None:
         """Complete the sums of the step."""
@@ -130,7 +133,7 @@ class Capture:
         """Begin the next step."""
         self.wanted = wanted
         self._pooled.clear()
-        self._edges.clear()
+        self._unsampled.clear()
         self.backwards.clear()
         self.sums.reset(keep_memory=wanted)
 
@@ -148,12 +151,14 @@ class Capture:
         use = _Use(layer, curvature, inputs.detach(), self._batch, torch._C._current_graph_task_id())
         output.register_hook(lambda gradient: self._gradient(use, gradient))
         if self.wanted and curvature.likelihood is not None:
-            self._edges.append(get_gradient_edge(output))
+            self._unsampled.append((get_gradient_edge(output), use))
 
     def _gradient(self, use: _Use, gradient: Tensor) -> None:
         # Gradients with a graph of their own are derivatives inside the model (as in physics), not the loss's.
         if torch.is_grad_enabled() or use.inputs is None:
             return
+        if use.outer_task != -1 and use.curvature.likelihood is not None:
+            raise NatgradError("fisher='sampled' needs checkpoint(..., use_reentrant=False)")
         started = perf_counter()
         inputs = use.inputs
         task = use.outer_task if use.outer_task != -1 else torch._C._current_graph_task_id()
@@ -161,6 +166,7 @@ class Capture:
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 use.inputs = None
             self._count_backward(use, task, inputs, gradient)
+        use.sampled = use.sampled or self.sampling
         if self.wanted and self.sampling == (use.curvature.likelihood is not None):
             self._observe(use, task, inputs, gradient)
         self.seconds += perf_counter() - started
@@ -170,12 +176,11 @@ class Capture:
         self.backwards[task] = max(samples, self.backwards.get(task, 0))
 
     def _samples(self, use: _Use, inputs: Tensor, gradient: Tensor) -> int:
-        rows = use.layer.positions(gradient)
         if self._reduction == "tokens":
-            return rows
-        if use.batch and rows % use.batch == 0:
-            return use.batch
-        return use.layer.samples(inputs)
+            return use.layer.positions(gradient)
+        # A layer that sees windows or frames of a sample as a longer batch still sees the model's samples.
+        own = use.layer.samples(inputs)
+        return use.batch if use.batch and own % use.batch == 0 else own
 
     def _observe(self, use: _Use, task: int, inputs: Tensor, gradient: Tensor) -> None:
         layer, curvature, name = use.layer, use.curvature, use.layer.name
@@ -185,8 +190,11 @@ class Capture:
         gradients = layer.gradient_rows(gradient, samples)
         rows: Rows = layer.input_rows(inputs, gradient, samples)
         if self._reduction == "tokens":
-            rows = rows.masked(gradients.nonzero())
-        scale = 1.0 if self.sampling or self._reduction == "sum" else float(samples)
+            counted = gradients.nonzero()
+            if counted.device.type != "cpu" or not bool(counted.all()):
+                rows = rows.masked(counted)
+        # The mean that the loss took is over all samples, of which this layer may have seen a part.
+        scale = 1.0 if self.sampling or self._reduction == "sum" else float(self.backwards[task])
         if curvature.pools:
             self._pool(use, task, rows, gradients, samples, scale)
             return

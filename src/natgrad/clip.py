@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ class Clip:
     """ν = min(1, sqrt(κ / (lr² Σ_layers abs⟨V_i, ∇_i⟩)), which bounds lr² ν² VᵀFV by κ (Pauloski 2022, eq. 16).
 
     Attributes:
-        optimizer: Where the learning rates are read at each step; a layer's is that of the group its parameter is in.
+        optimizer: Where the learning rates are read at each step; a layer's is that of its first trained parameter.
         bound: κ; None: off.
         last: ν of the last step, a lazy tensor; 1.0 while off.
     """
@@ -45,8 +47,9 @@ class Clip:
         for entry in gradients.entries:
             inner = entry.inner_product()
             finite.append(inner.isfinite())
-            if self.bound is not None:
-                rate = _rate(rates, [member.layer.module.weight for member in entry.members], entry.blocks, inner)
+            if self.bound is not None and entry.ready:
+                firsts = [next(iter(member.layer.parameters()))[0] for member in entry.members]
+                rate = _rate(rates, firsts, entry.blocks, inner)
                 share = torch.where(finite[-1], inner.abs(), 0).mul_(rate * rate).sum()
                 total = share if total is None else total + share.to(total)
         nu: float | Tensor = 1.0
@@ -54,7 +57,7 @@ class Clip:
             nu = (self.bound / (total * scale * scale)).sqrt_().clamp_(max=1.0)
             self.last = nu
         for entry, fine in zip(gradients.entries, finite, strict=True):
-            entry.scale_(nu, fine)
+            entry.scale_(nu if entry.ready else 1.0, fine)
         return finite
 
     def _rates(self) -> dict[int, float | Tensor]:
@@ -62,9 +65,11 @@ class Clip:
         return {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
 
 
-def _rate(rates: dict[int, float | Tensor], weights: list[object], blocks: list[int], like: Tensor) -> float | Tensor:
+def _rate(
+    rates: dict[int, float | Tensor], parameters: Sequence[object], blocks: list[int], like: Tensor
+) -> float | Tensor:
     """Return the learning rate of each block: one number where all agree."""
-    values = [rates.get(id(weight), 0.0) for weight in weights]
+    values = [rates.get(id(parameter), 0.0) for parameter in parameters]
     if all(value is values[0] for value in values) or (
         not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -13,19 +14,21 @@ from natgrad.blocks import Member, Stack
 
 @dataclass
 class Entry:
-    """The gradients of those layers of a stack that have one and whose curvature is ready.
+    """The gradients of those layers of a stack that have one, and whose curvature is ready or else is not.
 
     Attributes:
         stack: The stack.
         members: The layers.
         W: Raw gradients ``[N, o, i]``.
-        V: Preconditioned gradients ``[N, o, i]``, once solved.
+        V: Preconditioned gradients ``[N, o, i]``, once solved; W itself until then, and where there is no curvature.
+        ready: Whether there is curvature.
     """
 
     stack: Stack
     members: list[Member]
     W: Tensor
     V: Tensor
+    ready: bool
 
     @property
     def blocks(self) -> list[int]:
@@ -72,10 +75,11 @@ class Gradients:
 
     @classmethod
     def take(cls, stacks: list[Stack]) -> Gradients:
-        """Gather ``.grad`` of every layer that is ready; a missing one of two (weight, bias) counts as zero."""
+        """Gather ``.grad`` of every layer; a missing one of two (weight, bias) counts as zero."""
         entries, targets, sources = [], [], []
-        for stack in stacks:
-            members = [m for m, ready in zip(stack.members, stack.ready, strict=True) if ready and _has_gradient(m)]
+        for stack, usable in product(stacks, (True, False)):
+            pairs = zip(stack.members, stack.ready, strict=True)
+            members = [member for member, ready in pairs if ready == usable and _has_gradient(member)]
             if not members:
                 continue
             size = sum(member.stop - member.start for member in members)
@@ -86,15 +90,16 @@ class Gradients:
                 else:
                     targets.append(view)
                     sources.append(parameter.grad)
-            entries.append(Entry(stack, members, W, W))
+            entries.append(Entry(stack, members, W, W, usable))
         if targets:
             torch._foreach_copy_(targets, sources)
         return cls(entries)
 
     def solve(self, damping: float) -> None:
-        """Precondition every stack, one batched solve each."""
+        """Precondition every stack, one batched solve each; what has no curvature yet stays a plain gradient."""
         for entry in self.entries:
-            entry.V = entry.stack.curvature.solve(entry.held(), entry.W, damping)
+            if entry.ready:
+                entry.V = entry.stack.curvature.solve(entry.held(), entry.W, damping)
 
     def give(self) -> None:
         """Write the preconditioned gradients into ``.grad``, in place."""

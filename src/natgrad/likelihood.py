@@ -60,7 +60,8 @@ class Categorical(Likelihood):
         require(fits, "outputs", tuple(outputs.shape), f"logits with classes in dimension {self.dim}")
         logits = outputs.movedim(self.dim, -1)
         probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-        labels = torch.multinomial(probabilities.flatten(0, -2), 1, generator=generator).view(*logits.shape[:-1], 1)
+        drawable = probabilities.flatten(0, -2).nan_to_num(1.0)  # a NaN stays in the score, for the guard to see
+        labels = torch.multinomial(drawable, 1, generator=generator).view(*logits.shape[:-1], 1)
         score = probabilities.scatter_add(-1, labels, probabilities.new_full((), -1).expand(labels.shape))
         return score.movedim(-1, self.dim)
 
@@ -94,7 +95,7 @@ class Bernoulli(_Elementwise):
     def score(self, outputs: Tensor, generator: torch.Generator, *, summed: bool, first_feature: int) -> Tensor:
         """Return ``sqrt(c) (sigmoid(outputs) - label)``, the label drawn with that probability."""
         probabilities = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).sigmoid()
-        labels = torch.bernoulli(probabilities, generator=generator)
+        labels = torch.bernoulli(probabilities.nan_to_num(), generator=generator)  # the score keeps the NaN
         return (probabilities - labels).mul_(sqrt(self._coefficient(outputs, summed, first_feature)))
 
 

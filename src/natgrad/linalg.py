@@ -65,6 +65,8 @@ def damped_inverse(matrices: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
 
 def _spd_inverse(matrices: Tensor) -> tuple[Tensor, Tensor]:
     factor, info = torch.linalg.cholesky_ex(matrices)
+    # cholesky_inverse raises where a diagonal entry is 0, as a failed factorisation may leave it.
+    factor.diagonal(dim1=-2, dim2=-1).masked_fill_((info != 0)[:, None], 1)
     inverses = torch.cholesky_inverse(factor)
     return inverses, (info == 0) & inverses.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
 

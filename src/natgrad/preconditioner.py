@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, Literal
@@ -75,7 +76,8 @@ class Preconditioner:
             damping: γ: a number above 0, or a callable of the step.
             kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16); None: off. Without an optimizer the default is
                 off too, and a value given is an error.
-            reduction: How the loss combines its terms: "mean" over samples, "tokens" over all positions, "sum".
+            reduction: How the loss combines its terms: "mean" over samples, "tokens" over all positions, "sum". Samples
+                are the first dimension of the first tensor that the model is called with.
             refresh: When statistics are captured and decomposed.
             placement: Where curvature is computed: "auto" or "comm-opt".
             precision: The dtypes of factors and solves.
@@ -126,11 +128,12 @@ class Preconditioner:
         self._step = 0
         self._last_factors: int | None = None
         self._last_inverses: int | None = None
+        self._last_damping = math.nan
         self._updates = {"factor_updates": 0, "inverse_updates": 0}
         self._seconds = dict.fromkeys(("capture", "reduce", "renew", "solve"), 0.0)
-        self._build()
         if self._reduces:
             take_over_reduction(model)
+        self._build()
 
     # --- The life of a step -------------------------------------------------------------------------------------
 
@@ -143,25 +146,27 @@ class Preconditioner:
             mask: Which positions count, of the leading dimensions of `outputs` (bool); None: all.
 
         Raises:
-            ValueError: if `outputs` does not fit the likelihood, or `mask` does not fit `outputs`.
+            ValueError: if `loss` is no scalar with a graph, or `outputs` does not fit the likelihood, or `mask` not
+                `outputs`; then no gradient was touched.
         """
-        likelihoods = {
-            id(part.curvature): part.curvature.likelihood for part in self._stacks if part.curvature.likelihood
-        }
-        if likelihoods and self._capture.wanted:
-            require(
-                isinstance(outputs, Tensor) and outputs.requires_grad, "outputs", type(outputs), "a tensor with a graph"
-            )
+        fits = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
+        require(fits, "loss", _describe(loss), "a scalar tensor with a graph")
+        likelihood = next((part.curvature.likelihood for part in self._stacks if part.curvature.likelihood), None)
+        if likelihood is not None and self._capture.wanted:
+            fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.requires_grad
+            require(fits, "outputs", _describe(outputs), "a tensor with samples first and a graph")
+            if mask is not None:
+                fits = isinstance(mask, Tensor) and mask.dtype == torch.bool
+                fits = fits and mask.shape == outputs.shape[: mask.ndim]
+                require(fits, "mask", _describe(mask), "bool, of the leading dimensions of outputs")
             first_feature = outputs.ndim - 1 if self._reduction == "tokens" else 1
-            score = next(iter(likelihoods.values())).score(
+            score = likelihood.score(
                 outputs.detach(),
                 self._generator(outputs.device),
                 summed=self._reduction == "sum",
                 first_feature=first_feature,
             )
             if mask is not None:
-                fits = mask.dtype == torch.bool and mask.shape == outputs.shape[: mask.ndim]
-                require(fits, "mask", (mask.dtype, tuple(mask.shape)), "bool, of the leading dimensions of outputs")
                 score = score * mask.view(*mask.shape, *[1] * (outputs.ndim - mask.ndim))
             self._capture.sampled_pass(outputs, score)
         loss.backward()
@@ -176,21 +181,23 @@ class Preconditioner:
             count: For token losses with masks: how many positions of this rank counted since the last step.
 
         Raises:
-            ValueError: if `count` is no whole number >= 1, or given with another reduction than "tokens".
+            ValueError: if `count` is no number of positions, or given with another reduction than "tokens".
             NatgradError: if sampled labels are due and ``backward`` of this object was not used.
             CurvatureError: if a layer has been in trouble for longer than the guard allows.
         """
         if count is not None:
-            whole = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+            whole = isinstance(count, int) and not isinstance(count, bool) and count >= 0
             require(
-                whole and self._reduction == "tokens", "count", count, "a whole number >= 1, with reduction='tokens'"
+                whole and self._reduction == "tokens", "count", count, "a whole number >= 0, with reduction='tokens'"
             )
+            seen = self._capture.samples
+            require(not seen or count <= seen, "count", count, f"at most {seen}, the positions of the step")
         if self._capture.missing_samples:
             raise NatgradError(
                 "fisher='sampled' needs preconditioner.backward(loss, outputs) in place of loss.backward()"
             )
         self._rebuild_if_changed()
-        damping = self._damping_now()
+        damping = self._last_damping = self._damping_now()
         if self._runtime.ranks == 1 and not self._capture.backwards and self._last_factors is None:
             return  # a checkpoint loader's step, before any forward
         scale = self._gradient_scale(count)
@@ -207,7 +214,7 @@ class Preconditioner:
     def _gradient_scale(self, count: int | None) -> float | Tensor:
         """Reduce gradients if that is ours to do, and return what makes them those of the mean loss."""
         backwards = max(1, len(self._capture.backwards))
-        samples = count or self._capture.samples
+        samples = self._capture.samples if count is None else count
         scale: float | Tensor = 1.0
         if self._reduces:
             started = perf_counter()
@@ -220,6 +227,8 @@ class Preconditioner:
             scale = self._runtime.ranks / total[0].clamp(min=1)
         if self._accumulation == "sum" and self._reduction != "sum":
             scale = scale / backwards
+        if self._accumulation == "mean" and self._reduction == "sum":
+            scale = scale * backwards
         return scale
 
     def _update_factors(self, count: int | None) -> None:
@@ -232,19 +241,18 @@ class Preconditioner:
         for message, kinds in self._capture.sums.close(shares, self._gain()):
             self._runtime.sum_(message, kinds)
         reduced = perf_counter()
-        seen = fold(self._capture.sums, self._watch)
-        # Only before the first arrival is the answer waited for: a checkpoint loader may step before any forward.
-        if seen is not None and (self._last_factors is not None or bool(seen)):
+        renewed = fold(self._capture.sums, self._watch)
+        # The answer is waited for only before the first renewal: a checkpoint loader may step before any forward, and
+        # a first batch may be poisoned.
+        if renewed is not None and (self._last_factors is not None or bool(renewed)):
             self._last_factors = self._step
             self._updates["factor_updates"] += 1
         self._seconds["reduce"] += reduced - started
         self._seconds["renew"] += perf_counter() - reduced
 
     def _gain(self) -> float | Tensor:
-        """Return what makes captured gradients those of per-sample losses, beside the batch size."""
-        gain: float | Tensor = 1.0
-        if self._accumulation == "mean" and self._reduction != "sum":
-            gain = float(max(1, len(self._capture.backwards)))
+        """Return what makes the loss's captured gradients those of per-sample losses, beside the batch size."""
+        gain = float(max(1, len(self._capture.backwards))) if self._accumulation == "mean" else 1.0
         scale = getattr(self._scaler, "_scale", None)
         return gain if scale is None else gain / scale
 
@@ -272,7 +280,7 @@ class Preconditioner:
         seconds = {**self._seconds, "capture": self._capture.seconds}
         return {
             "step": self._step,
-            "damping": self._damping_now(),
+            "damping": self._last_damping,
             "kl_scale": self._clip.last,
             **self._updates,
             **self._watch.metrics(),
@@ -315,7 +323,7 @@ class Preconditioner:
             ValueError: if blocks are missing, unknown or of another shape; then nothing was changed.
         """
         self._rebuild_if_changed()
-        states.check(state, self._stacks)
+        states.check(state, self._stacks, {"updates": self._updates, "watch": self._watch.state_dict()})
         states.restore(state["blocks"], self._stacks)
         self._step = int(state["step"])
         self._last_factors = None if state["last_factors"] < 0 else int(state["last_factors"])
@@ -359,3 +367,10 @@ class Preconditioner:
         self._draws += 1
         digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def _describe(value: object) -> object:
+    """Return what an error shows of `value`: dtype, shape and graph of a tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    return f"{value.dtype}{list(value.shape)}{'' if value.requires_grad else ' without a graph'}"

@@ -28,9 +28,9 @@ def fold(sums: Sums, watch: Watch) -> Tensor | None:
         watch: Counts what was skipped.
 
     Returns:
-        Whether any block was seen (a lazy bool), or None if there are no blocks.
+        Whether any block was renewed (a lazy bool), or None if there are no blocks.
     """
-    seen_any: Tensor | None = None
+    renewed: Tensor | None = None
     for stack, tensors, samples, rows in sums.arrived():
         weight = stack.allocate_averages()
         seen = samples > 0
@@ -45,8 +45,8 @@ def fold(sums: Sums, watch: Watch) -> Tensor | None:
             blend_(average, fresh, decay, (1 - decay) / divisor, fine)
         weight.copy_(torch.where(fine, decay * weight + (1 - decay), weight))
         watch.saw_factors(stack, seen & ~finite)
-        seen_any = seen.any() if seen_any is None else seen_any | seen.any().to(seen_any.device)
-    return seen_any
+        renewed = fine.any() if renewed is None else renewed | fine.any().to(renewed.device)
+    return renewed
 
 
 def blend_(average: Tensor, fresh: Tensor, decay: float, share: Tensor, fine: Tensor) -> None:

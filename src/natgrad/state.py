@@ -31,8 +31,13 @@ def blocks(stacks: list[Stack]) -> Blocks:
     return result
 
 
-def check(state: Mapping[str, Any], stacks: list[Stack]) -> None:
+def check(state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, Mapping[str, int]]) -> None:
     """Check that `state` is complete and fits the model.
+
+    Args:
+        state: What is to be loaded.
+        stacks: All stacks.
+        counters: For each field that holds counters, such as it is now.
 
     Raises:
         ValueError: naming what is missing, unknown or of another shape.
@@ -41,7 +46,15 @@ def check(state: Mapping[str, Any], stacks: list[Stack]) -> None:
     missing = [name for name in _FIELDS if name not in state]
     require(not missing, "state", sorted(state), f"complete: {', '.join(missing)} missing")
     require(state["format"] == FORMAT, "state['format']", state["format"], f"{FORMAT}, the format of this version")
+    for name in ("step", "last_factors", "last_inverses"):
+        require(_is_whole(state[name]), f"state[{name!r}]", state[name], "a whole number")
+    for name, known in counters.items():
+        fits = isinstance(state[name], Mapping) and state[name].keys() == known.keys()
+        fits = fits and all(map(_is_whole, state[name].values()))
+        require(fits, f"state[{name!r}]", state[name], f"a whole number for each of {', '.join(known)}")
     given, wanted = state["blocks"], _shapes(stacks)
+    fits = isinstance(given, Mapping) and all(isinstance(own, Mapping) for own in given.values())
+    require(fits, "state['blocks']", type(given).__name__, "a dict of dicts of tensors")
     for verb, names in (
         ("is missing", set(wanted) - set(given)),
         ("is unknown to the model", set(given) - set(wanted)),
@@ -78,6 +91,10 @@ def fitting(given: Blocks, stacks: list[Stack]) -> Blocks:
         for key, own in given.items()
         if key in wanted and {name: tuple(tensor.shape) for name, tensor in own.items()} == wanted[key]
     }
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _shapes(stacks: list[Stack]) -> dict[str, dict[str, tuple[int, ...]]]:

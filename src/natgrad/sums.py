@@ -134,8 +134,7 @@ class Sums:
         result = []
         for message in self._messages:
             assert message.buffer is not None
-            members = _members(message)
-            counters = message.buffer[-2 * len(members) :].view(-1, 2)
+            counters = message.buffer[-2 * len(_members(message)) :].view(-1, 2)
             start = 0
             for stack, tensors in zip(message.stacks, message.stacked, strict=True):
                 own = counters[start : start + len(stack.members)]

@@ -3,8 +3,10 @@
 Were the kernel allowed to overhang the maps everywhere, so that every element met every kernel offset, the product
 summed for offsets p and q would depend on their *lag* q - p alone: A[p, q] = R[q - p], R[λ] = Σ_u x[u] x[u + λ]ᵀ. These
 are (2k - 1) lags a dimension, half of them by symmetry, instead of k² pairs; and R is the weight gradient of a
-convolution of the maps with themselves, which every backend computes well. What the overhanging positions added
-beyond the true ones is then taken off: they lie on the border and see only slices of the maps.
+convolution of the maps with themselves, which runs at nearly the speed of a matrix product. What the overhanging
+positions added beyond the true ones is then taken off: they lie on the border and see only slices of the maps. On one
+core this takes 0.08, 0.14 and 0.25 of the time of unfolding and multiplying in the three stages of a CIFAR ResNet
+(`benchmarks/gram.py`).
 """
 
 import math

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -83,7 +82,6 @@ def add_patch_gram_(
             count, overwrite = 0, False
 
 
-@lru_cache(maxsize=1024)
 def _lags_are_cheaper(shape: torch.Size, window: Window, groups: int) -> bool:
     """Predict whether lags cost less than patches.
 
@@ -99,8 +97,8 @@ def _lags_are_cheaper(shape: torch.Size, window: Window, groups: int) -> bool:
     width = per_group * math.prod(kernel)
     positions = window.positions(tuple(sizes))
     layers = [max(0, size + reach - own) for size, reach, own in zip(sizes, window.reach, positions, strict=True)]
-    overhanging = math.prod(own + layer for own, layer in zip(positions, layers, strict=True)) - math.prod(positions)
-    lags = math.prod(2 * size - 1 for size in kernel) // 2 + 1
+    overhanging = math.prod([own + layer for own, layer in zip(positions, layers, strict=True)]) - math.prod(positions)
+    lags = math.prod([2 * size - 1 for size in kernel]) // 2 + 1
     patch_cost = batch * math.prod(positions) * groups * width * (width / 2 + 64)
     lag_cost = batch * math.prod(sizes) * (channels * per_group * lags + 800) + 5e6 * sum(layers) + 1e7
     lag_cost += groups * width * (batch * overhanging * (width / 9 + 32) + 100 * width)

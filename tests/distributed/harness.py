@@ -1,0 +1,119 @@
+"""Runs a function on real gloo ranks: processes that are started once and get a fresh process group for every run."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GRACE = 5.0  # seconds the other ranks get to end once one has failed
+
+
+class RankError(AssertionError):
+    """A function failed on a rank; the message holds that rank's traceback."""
+
+
+class Ranks:
+    """Worker processes that take part in one run after another.
+
+    A run that fails or exceeds its time ends with its processes killed; the next run starts new ones.
+    """
+
+    def __init__(self) -> None:
+        self._context = get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._runs = 0
+
+    def run(self, ranks: int, function: Callable[..., Any], *args: Any, limit: float = 60.0) -> list[Any]:
+        """Call ``function(*args)`` on `ranks` ranks of a gloo process group and return their results by rank.
+
+        Args:
+            ranks: How many; ranks started for earlier runs are used again.
+            function: A module-level function.
+            args: Anything picklable.
+            limit: Seconds after which the ranks are killed.
+
+        Raises:
+            RankError: if a rank raises, dies or does not end in time.
+        """
+        while len(self._workers) < ranks:
+            self._start()
+        self._runs += 1
+        rendezvous = Path(self._folder.name) / str(self._runs)
+        workers = self._workers[:ranks]
+        try:
+            for rank, (_, connection) in enumerate(workers):
+                connection.send_bytes(pickle.dumps((rank, ranks, rendezvous.as_uri(), limit, function, args)))
+            return self._collect(workers, monotonic() + limit)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill the processes."""
+        for process, connection in self._workers:
+            process.kill()
+            process.join()
+            connection.close()
+        self._workers.clear()
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self._workers.append((process, ours))
+
+    def _collect(self, workers: list[tuple[Any, Connection]], deadline: float) -> list[Any]:
+        waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - monotonic()))
+            if not ready:
+                late = "" if failures else f"no answer from ranks {sorted(waiting.values())} in time"
+                raise RankError("\n".join([late, *failures.values()]).strip())
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    success, answer = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    success, answer = False, "died\n"
+                if success:
+                    results[rank] = answer
+                else:
+                    failures[rank] = f"rank {rank}: {answer}"
+                    deadline = min(deadline, monotonic() + GRACE)
+        if failures:
+            raise RankError("\n".join(failures.values()))
+        return [results[rank] for rank in range(len(workers))]
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, ranks, rendezvous, limit, function, args = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            timeout = timedelta(seconds=limit)
+            dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks, timeout=timeout)
+            answer = pickle.dumps((True, function(*args)))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send_bytes(answer)

@@ -1,0 +1,190 @@
+"""Saving and loading: training resumes bit for bit, state is keyed by parameter name, bad state changes nothing."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import natgrad
+
+VARIANTS = {
+    "eigen": {},
+    "inverse": {"form": "inverse"},
+    "sampled": {"fisher": "sampled", "likelihood": "categorical"},
+    "reduce": {"sharing": "reduce"},
+}
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(1), nn.Linear(36, 5), nn.Tanh(), nn.Linear(5, 3)
+    )
+
+
+class Run:
+    """A model in training."""
+
+    def __init__(self, **curvature):
+        self.model = network()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.preconditioner = natgrad.Preconditioner(
+            self.model,
+            natgrad.KFAC(**curvature),
+            optimizer=self.optimizer,
+            damping=lambda step: 0.1 * 0.9**step,
+            refresh=natgrad.Refresh(factors=2, inverses=3),
+        )
+
+    def train(self, steps):
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(6, 2, 5, 5, generator=generator)
+            y = torch.randint(3, (6,), generator=generator)
+            self.optimizer.zero_grad()
+            outputs = self.model(x)
+            self.preconditioner.backward(cross_entropy(outputs, y), outputs)
+            self.preconditioner.step()
+            self.optimizer.step()
+        return self
+
+    def parts(self):
+        return {"model": self.model, "optimizer": self.optimizer, "preconditioner": self.preconditioner}
+
+    def save(self):
+        file = io.BytesIO()
+        torch.save({name: part.state_dict() for name, part in self.parts().items()}, file)
+        return file.getvalue()
+
+    def load(self, saved):
+        state = torch.load(io.BytesIO(saved), weights_only=True)
+        for name, part in self.parts().items():
+            part.load_state_dict(state[name])
+        return self
+
+
+def tensors(state):
+    """Every tensor in a nested state, by path."""
+    if isinstance(state, torch.Tensor):
+        return {(): state}
+    if isinstance(state, dict):
+        return {(key, *path): value for key, inner in state.items() for path, value in tensors(inner).items()}
+    return {}
+
+
+def same(left, right):
+    left, right = tensors(left), tensors(right)
+    return left.keys() == right.keys() and all(torch.equal(left[path], right[path]) for path in left)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stop", [0, 1, 4, 5])
+def test_a_resumed_run_is_bit_identical(variant, stop):
+    straight = Run(**VARIANTS[variant]).train(range(9))
+    saved = Run(**VARIANTS[variant]).train(range(stop)).save()
+    resumed = Run(**VARIANTS[variant]).load(saved).train(range(stop, 9))
+    assert same(straight.model.state_dict(), resumed.model.state_dict())
+    assert same(straight.preconditioner.state_dict(), resumed.preconditioner.state_dict())
+    assert resumed.preconditioner.metrics()["step"] == 9
+
+
+def test_loading_into_a_run_under_way_replaces_it():
+    straight = Run().train(range(6))
+    saved = Run().train(range(3)).save()
+    resumed = Run().train(range(20, 25)).load(saved).train(range(3, 6))
+    assert same(straight.model.state_dict(), resumed.model.state_dict())
+
+
+def test_state_is_keyed_by_parameter_name():
+    run = Run().train(range(1))
+    text = repr(set(tensors(run.preconditioner.state_dict())))
+    assert all(name in text for name in ("0.weight", "3.weight", "5.weight"))
+
+
+def test_wrappers_leave_no_trace_in_the_names():
+    model = network()
+    preconditioner = natgrad.Preconditioner(torch.compile(model, backend="eager"))
+    model(torch.randn(2, 2, 5, 5)).sum().backward()
+    preconditioner.step()
+    assert "_orig_mod" not in repr(list(tensors(preconditioner.state_dict())))
+
+
+def test_gathering_needs_no_process_group():
+    run = Run().train(range(4))
+    assert same(run.preconditioner.state_dict(gather=True), run.preconditioner.state_dict())
+
+
+def damage(state, path, value):
+    """A copy of `state` with one entry replaced, or left out when `value` is None."""
+    state = copy.deepcopy(state)
+    inner = state
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is None:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return state
+
+
+def test_incomplete_or_misshapen_state_raises_and_changes_nothing():
+    run = Run().train(range(4))
+    other = Run().train(range(20, 23))
+    good = other.preconditioner.state_dict()
+    before = copy.deepcopy(run.preconditioner.state_dict())
+    bad = [{}, {"anything": 1}, "state", None]
+    bad += [damage(good, (key,), None) for key in good]
+    bad += [damage(good, (key,), wrong) for key in good for wrong in ("text", {}, [1])]
+    bad += [damage(good, (key, "unknown"), 1) for key, value in good.items() if isinstance(value, dict)]
+    bad += [damage(good, (key, name), None) for key, value in good.items() if isinstance(value, dict) for name in value]
+    for path, value in tensors(good).items():
+        bad.append(damage(good, path, None))
+        if value.ndim:
+            bad.append(damage(good, path, torch.zeros(*value.shape, 2)))
+            bad.append(damage(good, path, value[..., :-1]))
+        bad.append(damage(good, path, "no tensor"))
+    for state in bad:
+        with pytest.raises(ValueError, match="state"):
+            run.preconditioner.load_state_dict(state)
+        assert same(run.preconditioner.state_dict(), before)
+        assert run.preconditioner.metrics()["step"] == 4
+    straight = Run().train(range(7))
+    assert same(run.train(range(4, 7)).model.state_dict(), straight.model.state_dict())
+
+
+def test_state_of_another_model_or_form_raises():
+    run = Run().train(range(2))
+    other = nn.Sequential(nn.Linear(3, 2))
+    preconditioner = natgrad.Preconditioner(other)
+    other(torch.randn(4, 3)).sum().backward()
+    preconditioner.step()
+    for state in (preconditioner.state_dict(), Run(form="inverse").train(range(2)).preconditioner.state_dict()):
+        with pytest.raises(ValueError, match="state"):
+            run.preconditioner.load_state_dict(state)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_hooked_model_can_be_copied_and_pickled(duplicate):
+    """The copy has no preconditioner: it neither disturbs the original's nor fails."""
+    run, plain = Run().train(range(2)), Run().train(range(2))
+    clone = duplicate(run.model)
+    clone(torch.randn(3, 2, 5, 5)).sum().backward()
+    run.train(range(2, 5))
+    plain.train(range(2, 5))
+    assert same(run.model.state_dict(), plain.model.state_dict())
+
+
+def test_a_preconditioner_leaves_nothing_behind_when_it_is_gone():
+    run = Run().train(range(2))
+    x = torch.randn(3, 2, 5, 5)
+    del run.preconditioner
+    run.model.zero_grad()
+    run.model(x).sum().backward()
+    plain = network()
+    plain.load_state_dict(run.model.state_dict())
+    plain(x).sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(run.model.parameters(), plain.parameters(), strict=True))
