@@ -135,7 +135,7 @@ class Capture:
         self._pooled.clear()
         self._unsampled.clear()
         self.backwards.clear()
-        self.sums.reset(keep_memory=wanted)
+        self.sums.reset()
 
     def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the batch size of the model's own input, in whose terms every layer's rows are samples x positions."""

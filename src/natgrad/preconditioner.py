@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Literal
 
@@ -217,9 +218,8 @@ class Preconditioner:
         samples = self._capture.samples if count is None else count
         scale: float | Tensor = 1.0
         if self._reduces:
-            started = perf_counter()
-            scale = reduce_gradients(self._root, self._runtime, samples, summed=self._reduction == "sum")
-            self._seconds["reduce"] += perf_counter() - started
+            with self._phase("reduce"):
+                scale = reduce_gradients(self._root, self._runtime, samples, summed=self._reduction == "sum")
         elif self._reduction == "sum":
             device = self._stacks[0].device if self._stacks else torch.device("cpu")
             total = torch.tensor([float(samples)], device=device)
@@ -235,20 +235,19 @@ class Preconditioner:
         self._capture.finish()
         if self._runtime.ranks == 1 and self._capture.sums.empty:
             return
-        started = perf_counter()
-        positions = {name: tally.samples for name, tally in self._capture.sums.tallies.items()}
-        shares = {} if count is None else {name: count / n for name, n in positions.items() if n}
-        for message, kinds in self._capture.sums.close(shares, self._gain()):
-            self._runtime.sum_(message, kinds)
-        reduced = perf_counter()
-        renewed = fold(self._capture.sums, self._watch)
-        # The answer is waited for only before the first renewal: a checkpoint loader may step before any forward, and
-        # a first batch may be poisoned.
-        if renewed is not None and (self._last_factors is not None or bool(renewed)):
-            self._last_factors = self._step
-            self._updates["factor_updates"] += 1
-        self._seconds["reduce"] += reduced - started
-        self._seconds["renew"] += perf_counter() - reduced
+        with self._phase("reduce"):
+            positions = {name: tally.samples for name, tally in self._capture.sums.tallies.items()}
+            shares = {} if count is None else {name: count / n for name, n in positions.items() if n}
+            for message, kinds in self._capture.sums.close(shares, self._gain()):
+                self._runtime.sum_(message, kinds)
+        with self._phase("renew"):
+            renewed = fold(self._capture.sums, self._watch)
+            self._capture.sums.release()
+            # The answer is waited for only before the first renewal: a checkpoint loader may step before any forward,
+            # and a first batch may be poisoned.
+            if renewed is not None and (self._last_factors is not None or bool(renewed)):
+                self._last_factors = self._step
+                self._updates["factor_updates"] += 1
 
     def _gain(self) -> float | Tensor:
         """Return what makes the loss's captured gradients those of per-sample losses, beside the batch size."""
@@ -257,21 +256,28 @@ class Preconditioner:
         return gain if scale is None else gain / scale
 
     def _update_inverses(self, damping: float) -> None:
-        started = perf_counter()
-        if renew(self._stacks, self._plan, self._runtime, damping, self._watch):
-            self._last_inverses = self._step
-            self._updates["inverse_updates"] += 1
-        self._seconds["renew"] += perf_counter() - started
+        with self._phase("renew"):
+            if renew(self._stacks, self._plan, self._runtime, damping, self._watch):
+                self._last_inverses = self._step
+                self._updates["inverse_updates"] += 1
 
     def _precondition(self, damping: float, scale: float | Tensor) -> None:
-        started = perf_counter()
-        gradients = Gradients.take(self._stacks)
-        gradients.solve(damping)
-        finite = self._clip.apply(gradients, scale)
-        for entry, fine in zip(gradients.entries, finite, strict=True):
-            self._watch.saw_gradients(entry.stack, entry.places(), ~fine)
-        gradients.give()
-        self._seconds["solve"] += perf_counter() - started
+        with self._phase("solve"):
+            gradients = Gradients.take(self._stacks)
+            gradients.solve(damping)
+            finite = self._clip.apply(gradients, scale)
+            for entry, fine in zip(gradients.entries, finite, strict=True):
+                self._watch.saw_gradients(entry.stack, entry.places(), ~fine)
+            gradients.give()
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Count the host seconds of a phase of the step, those spent in collectives as "reduce"."""
+        started, before = perf_counter(), self._runtime.seconds
+        yield
+        messages = self._runtime.seconds - before
+        self._seconds["reduce"] += messages
+        self._seconds[name] += perf_counter() - started - messages
 
     # --- What the user may ask ----------------------------------------------------------------------------------
 

@@ -145,14 +145,17 @@ class Sums:
                 result.append((stack, tensors, own[:, 0], own[:, 1]))
         return result
 
-    def reset(self, *, keep_memory: bool) -> None:
-        """Begin the next step; memory is kept only if it is needed at once."""
+    def release(self) -> None:
+        """Drop the sums: at the end of the next forward pass, when memory is scarcest, they would be in the way."""
+        for message in self._messages:
+            message.release()
+
+    def reset(self) -> None:
+        """Begin the next step."""
         for tally in self.tallies.values():
             tally.samples = tally.rows = tally.task_samples = 0
             tally.task = None
-        if not keep_memory:
-            for message in self._messages:
-                message.release()
+        self.release()
 
 
 def _members(message: _Message) -> list[tuple[Stack, Member]]:

@@ -69,9 +69,7 @@ def lag_sums(maps: Tensor, window: Window, groups: int) -> Tensor:
     half = maps.new_zeros(channels, per_group, first, *lags)  # lags from 0 on in the first dimension
     for part in maps.tensor_split(pieces(len(maps), maps[:, 0].numel(), _POSITIONS)):
         ahead = F.pad(part, [0, 0] * (ndim - 1) + [0, window.reach[0]])
-        half += _WEIGHT_GRADIENTS[
-            ndim
-        ](  # type: ignore[no-untyped-call]
+        half += _WEIGHT_GRADIENTS[ndim](
             ahead, half.shape, part, padding=(0, *window.reach[1:]), dilation=window.dilation, groups=groups
         )
     half = half.view(groups, per_group, per_group, first, *lags)

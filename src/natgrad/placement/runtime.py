@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ class Runtime:
         group: The process group; None: this process alone.
         rank: This process's rank in the group.
         ranks: P.
+        seconds: Host seconds spent in collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -23,6 +25,7 @@ class Runtime:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.ranks = dist.get_world_size(group) if group is not None else 1
+        self.seconds = 0.0
         self._sent: dict[str, float] = {}
 
     def traffic(self) -> dict[str, int]:
@@ -38,7 +41,9 @@ class Runtime:
         """
         self._count(kinds, message.element_size() * 2 * (self.ranks - 1) / self.ranks)
         if self.ranks > 1:
+            started = perf_counter()
             dist.all_reduce(message, group=self.group)
+            self.seconds += perf_counter() - started
 
     def broadcast_(self, messages: Iterable[tuple[int, Tensor, dict[str, int]]]) -> None:
         """Send each message from its owner to all others, all at once: the owner sends (P - 1) times its elements.
@@ -47,6 +52,7 @@ class Runtime:
             messages: Triples of the owner's rank in the group, the message, and its elements by kind.
         """
         works = []
+        started = perf_counter()
         for owner, message, kinds in messages:
             if owner == self.rank:
                 self._count(kinds, message.element_size() * (self.ranks - 1))
@@ -56,6 +62,7 @@ class Runtime:
                 works.append(dist.broadcast(message, src=source, group=self.group, async_op=True))
         for work in works:
             work.wait()
+        self.seconds += perf_counter() - started
 
     def _count(self, kinds: dict[str, int], weight: float) -> None:
         for kind, elements in kinds.items():

@@ -1,0 +1,147 @@
+"""What every benchmark shares: interleaved timing, fresh processes, peak memory, the machine, and the result file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import metadata, util
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from rich.progress import track
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+Seconds = NDArray[np.float64]
+Subject = Callable[[], Mapping[str, float]]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Clock = Literal["wall", "cpu"]
+
+RESULTS = Path(__file__).parent / "results"
+CLOCKS: dict[Clock, Callable[[], float]] = {"wall": perf_counter, "cpu": process_time}
+
+
+def interleave(subjects: Mapping[str, Subject], *, rounds: int, title: str, seed: int = 0) -> dict[str, Seconds]:
+    """Time several subjects side by side, so that the machine's noise hits all alike.
+
+    Every round visits each subject once, in an order drawn anew; times of equal index therefore belong together, and
+    a ratio is taken round by round before its median. One further round warms up and is dropped. All ranks of a process
+    group draw the same orders.
+
+    Args:
+        subjects: Name of each subject, and a callable that runs it once and returns its lap times in seconds by name.
+        rounds: Number of rounds kept.
+        title: What the progress bar says.
+        seed: Of the orders.
+
+    Returns:
+        Lap times, `[rounds]` each, by "subject/lap".
+    """
+    order, shuffle = list(subjects), random.Random(seed).shuffle
+    times: dict[str, list[float]] = defaultdict(list)
+    leads = not dist.is_initialized() or dist.get_rank() == 0
+    for repeat in track(range(rounds + 1), title, transient=True, disable=not leads):
+        shuffle(order)
+        for name in order:
+            laps = subjects[name]()
+            if repeat > 0:
+                for lap, seconds in laps.items():
+                    times[f"{name}/{lap}"].append(seconds)
+    return {name: np.array(values) for name, values in times.items()}
+
+
+def launch(ranks: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a picklable function in new processes, each one rank on one thread, and return the first rank's result.
+
+    More than one rank form a gloo process group.
+    """
+    options = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="benchmark",
+        max_restarts=0,
+    )
+    results: dict[int, R] = elastic_launch(options, _rank)(partial(function, *args, **kwargs))
+    return results[0]
+
+
+def _rank(call: Callable[[], R]) -> R:
+    torch.set_num_threads(1)
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        return call()
+    dist.init_process_group("gloo")
+    try:
+        return call()
+    finally:
+        dist.destroy_process_group()
+
+
+def peak_memory(run: Callable[[], object]) -> int | None:
+    """Return the greatest resident memory of this process in bytes while `run` runs.
+
+    Linux keeps the high-water mark (`VmHWM`), and writing 5 to `clear_refs` resets it; None on other systems.
+    """
+    reset = Path("/proc/self/clear_refs")
+    if not reset.exists():
+        return None
+    reset.write_text("5")
+    run()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) * 1024
+
+
+def median(values: Seconds) -> float:
+    """Return the median as a plain number."""
+    return float(np.median(values))
+
+
+def installed(module: str, distribution: str) -> str | None:
+    """Return the version of an optional peer, "unknown" where its metadata is missing, None where it is not there."""
+    if util.find_spec(module) is None:
+        return None
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def conditions(clock: Clock = "wall") -> dict[str, Any]:
+    """Return the machine, versions and settings that a result belongs to."""
+    information = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    models = [line.split(":")[1].strip() for line in information.splitlines() if line.startswith("model name")]
+    return {
+        "machine": {
+            "processor": models[0] if models else platform.processor(),
+            "cores": os.cpu_count(),
+            "system": platform.system(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("natgrad", "torch", "numpy")},
+        },
+        "threads": torch.get_num_threads(),
+        "clock": clock,
+    }
+
+
+def save(name: str, result: Mapping[str, Any]) -> Path:
+    """Write a result as JSON under `benchmarks/results` and return its path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    return path

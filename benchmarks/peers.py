@@ -1,0 +1,135 @@
+"""The methods that are timed side by side: SGD alone, natgrad, and kfac-pytorch where it is installed.
+
+Each runs in the same loop with the same settings, through the interval callables that both libraries take: a *cycle*
+of three steps, of which the first renews everything, the second only the factors, the third nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from time import perf_counter
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad
+from benchmarks.common import installed
+from benchmarks.models import Workload
+
+PHASES = ("inverses", "factors", "plain")
+PARTS = {"capture": "factors", "renew": "decomposition", "solve": "preconditioning", "reduce": "messages"}
+LEARNING_RATE, DAMPING, KL_CLIP, FACTOR_DECAY = 0.01, 3e-3, 1e-3, 0.95
+NEVER = 10**9
+Form = Literal["eigen", "inverse"]
+
+
+def factor_interval(step: int) -> int:
+    """Return the interval that makes the factors due in the first two steps of each cycle."""
+    return NEVER if step % 3 == 2 else 1
+
+
+def inverse_interval(step: int) -> int:
+    """Return the interval that makes the inverses due in the first step of each cycle."""
+    return 1 if step % 3 == 0 else NEVER
+
+
+class Preconditioner(Protocol):
+    """What the loop needs of a preconditioner, natgrad's or a peer's."""
+
+    def step(self) -> Any:
+        """Replace every `.grad` by the preconditioned gradient."""
+
+
+class Trainer:
+    """A user's training loop on one workload: model, SGD and, once attached, a preconditioner."""
+
+    def __init__(self, workload: Workload, clock: Callable[[], float] = perf_counter) -> None:
+        """Build the workload's model and SGD with momentum for it; `clock` times the steps."""
+        self.workload, self.clock = workload, clock
+        self.model = workload.model()
+        if dist.is_initialized():
+            self.model = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+        self.inputs, self.labels = workload.data()
+        self.preconditioner: Preconditioner | None = None
+
+    def step(self) -> None:
+        """Run one step of training."""
+        self.optimizer.zero_grad()
+        torch.autograd.backward(self.workload.loss(self.model(self.inputs), self.labels))
+        if self.preconditioner is not None:
+            self.preconditioner.step()
+        self.optimizer.step()
+
+    def cycle(self) -> dict[str, float]:
+        """Run one cycle; return the seconds of each phase and, for natgrad, those of its parts, "phase/part"."""
+        laps = {}
+        for phase in PHASES:
+            before, start = self.parts(), self.clock()
+            self.step()
+            laps[phase] = self.clock() - start
+            laps |= {f"{phase}/{part}": seconds - before[part] for part, seconds in self.parts().items()}
+        return laps
+
+    def parts(self) -> dict[str, float]:
+        """Return the seconds that natgrad says it has spent in each of its parts; nothing for others."""
+        if not isinstance(self.preconditioner, natgrad.Preconditioner):
+            return {}
+        metrics = self.preconditioner.metrics()
+        return {part: float(metrics[f"seconds/{part}"]) for part in PARTS}
+
+
+Method = Callable[[Trainer], Preconditioner]
+
+
+def natgrad_kfac(form: Form) -> Method:
+    """Return natgrad's K-FAC in the given form."""
+
+    def attach(trainer: Trainer) -> Preconditioner:
+        return natgrad.Preconditioner(
+            trainer.model,
+            natgrad.KFAC(form=form, fisher="empirical", factor_decay=FACTOR_DECAY),
+            optimizer=trainer.optimizer,
+            damping=DAMPING,
+            kl_clip=KL_CLIP,
+            reduction=trainer.workload.reduction,
+            refresh=natgrad.Refresh(factors=factor_interval, inverses=inverse_interval),
+        )
+
+    return attach
+
+
+def kfac_pytorch(form: Form) -> Method:
+    """Return kfac-pytorch's preconditioner in the given form."""
+
+    def attach(trainer: Trainer) -> Preconditioner:
+        for message in ("NVIDIA Apex is not installed", "Full backward hook is firing"):
+            warnings.filterwarnings("ignore", message)  # true, and of no consequence to the measurement
+        library = import_module("kfac.preconditioner")
+        preconditioner: Preconditioner = library.KFACPreconditioner(
+            trainer.model,
+            factor_update_steps=factor_interval,
+            inv_update_steps=inverse_interval,
+            damping=DAMPING,
+            factor_decay=FACTOR_DECAY,
+            kl_clip=KL_CLIP,
+            lr=lambda _: trainer.optimizer.param_groups[0]["lr"],
+            compute_method=form,
+        )
+        return preconditioner
+
+    return attach
+
+
+FORMS: tuple[Form, ...] = ("eigen", "inverse")
+KFAC_PYTORCH = installed("kfac", "kfac-pytorch")
+
+
+def methods() -> dict[str, Method]:
+    """Return every preconditioner that can run here, by name and form."""
+    peers = {"natgrad": natgrad_kfac} | ({"kfac-pytorch": kfac_pytorch} if KFAC_PYTORCH else {})
+    return {f"{name} {form}": build(form) for name, build in peers.items() for form in FORMS}
