@@ -1,0 +1,166 @@
+"""`natgrad compare`: the same tasks under several optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from natgrad.training.compare import Comparison, Outcome
+
+# Passes over the training set that let the whole demonstration end in about four minutes on two cores.
+_DEMO_EPOCHS = {"autoencoder": 200, "digits": 20}
+_DEMO_DIVISOR = 4
+
+_WIDTH = 140
+
+
+def compare(
+    task: Annotated[list[str], typer.Argument(help="Some of `natgrad tasks`.")],
+    optimizers: Annotated[
+        str, typer.Option(help="Contenders, separated by commas; any optimizer of torch.optim too.")
+    ] = "natgrad,sgd,adamw,muon",
+    seeds: Annotated[int, typer.Option(help="Runs a contender.")] = 3,
+    workers: Annotated[int, typer.Option(help="Ranks a run.")] = 1,
+    search: Annotated[
+        int, typer.Option(help="Trials a contender before the comparison; 0: start from tuned values.")
+    ] = 0,
+    objective: Annotated[str, typer.Option(help="What a search goes by: final loss or metric.")] = "loss",
+    budget: Annotated[str, typer.Option(help="full or demo (shorter runs).")] = "full",
+    epochs: Annotated[int | None, typer.Option(help="In place of the budget's.")] = None,
+    steps: Annotated[int | None, typer.Option(help="In place of epochs.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Over all ranks; default: the task's.")] = None,
+    schedule: Annotated[str, typer.Option(help="constant, cosine or step, for all contenders.")] = "constant",
+    override: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME.FIELD=VALUE", help="Fix a contender's setting, as natgrad.form=eigen; repeatable."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Option of the tasks; repeatable.")
+    ] = None,
+    tuned: Annotated[Path | None, typer.Option(help="Folder of tuned values in place of the packaged ones.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of results; a comparison stopped there goes on.")] = Path(
+        "runs/compare"
+    ),
+) -> None:
+    """Compare optimizers on TASK..., and write tables, plots and one HTML page."""
+    from natgrad.training.warm import start_fork_server
+
+    start_fork_server()  # so that its imports and ours run side by side
+    from natgrad.training.compare import Comparison
+    from natgrad.training.optimizers import parse
+    from natgrad.training.tuned import COMMITTED
+
+    comparison = Comparison(
+        task_names=tuple(task),
+        task_options=parse(set_ or (), "--set"),
+        optimizers=tuple(name.strip() for name in optimizers.split(",")),
+        seeds=seeds,
+        workers=workers,
+        epochs={} if steps else _epochs(task, budget, epochs),
+        steps=steps,
+        batch_size=batch_size,
+        schedule=schedule,  # type: ignore[arg-type]  # checked there
+        trials=search,
+        objective=objective,  # type: ignore[arg-type]
+        overrides=_overrides(override or ()),
+        tuned=tuned or COMMITTED,
+    )
+    _report(comparison, _run(comparison, out), out)
+
+
+def _epochs(task: Iterable[str], budget: str, epochs: int | None) -> dict[str, int]:
+    from natgrad import tasks
+    from natgrad.errors import require
+
+    require(budget in ("full", "demo"), "budget", budget, "full or demo")
+    if epochs is not None:
+        return dict.fromkeys(task, epochs)
+    if budget == "full":
+        return {}
+    return {name: _DEMO_EPOCHS.get(name, max(1, tasks.get(name).epochs // _DEMO_DIVISOR)) for name in task}
+
+
+def _overrides(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
+    from natgrad.errors import require
+    from natgrad.training.optimizers import parse
+
+    overrides: dict[str, dict[str, Any]] = {}
+    for assignment in assignments:
+        name, dot, rest = assignment.partition(".")
+        require(dot, "--override", assignment, "NAME.FIELD=VALUE")
+        overrides.setdefault(name, {}).update(parse([rest], "--override"))
+    return overrides
+
+
+def _run(comparison: Comparison, out: Path) -> list[Outcome]:
+    """Run the comparison under a progress bar, or with a line a run where there is no terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from natgrad.training.compare import compare
+    from natgrad.training.launch import INTERRUPTED, StoppedError
+
+    console = Console()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("runs"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=3600) as progress:
+        bar = progress.add_task("starting", total=comparison.runs)
+
+        def tell(what: str, done: int, total: int) -> None:
+            progress.update(bar, description=what, completed=done)
+            if not console.is_terminal:
+                print(f"[{done}/{total}] {what}", flush=True)
+
+        try:
+            return compare(comparison, out, tell)
+        except (StoppedError, KeyboardInterrupt) as stop:
+            progress.stop()
+            console.print(f"stopped; finished runs are kept in {out}, and the same command goes on", style="yellow")
+            raise typer.Exit(INTERRUPTED) from stop
+
+
+def _report(comparison: Comparison, outcomes: list[Outcome], out: Path) -> None:
+    """Print the tables, write everything, and say where the page lies."""
+    import json
+
+    from rich.console import Console
+
+    from natgrad.report import page
+    from natgrad.report.plots import save
+    from natgrad.report.sheets import comparison_sheets
+    from natgrad.report.tables import table
+    from natgrad.training import environment
+    from natgrad.training.result import replace_text
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    for outcome in outcomes:
+        save(page.figure(outcome), out / f"{outcome.task.name}.svg")
+        for sheet in comparison_sheets(outcome):
+            console.print(table(sheet))
+    results = {"environment": environment.describe(), "tasks": [outcome.to_json() for outcome in outcomes]}
+    replace_text(out / "results.json", json.dumps(results) + "\n")
+    page.write(outcomes, out / "index.html")
+    console = Console(soft_wrap=True, highlight=False)
+    if comparison.trials:
+        console.print(f"tuned values and their log: {out / 'tuned'}")
+    console.print(f"page: {(out / 'index.html').resolve()}")

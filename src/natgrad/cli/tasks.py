@@ -1,0 +1,14 @@
+"""`natgrad tasks`: what there is to train."""
+
+from __future__ import annotations
+
+
+def tasks() -> None:
+    """List the embedded tasks."""
+    from rich.console import Console
+
+    from natgrad import tasks
+    from natgrad.report.sheets import task_sheet
+    from natgrad.report.tables import table
+
+    Console().print(table(task_sheet(tasks.get(name) for name in tasks.names())))

@@ -1,0 +1,191 @@
+"""`natgrad train`: one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from natgrad.training.job import Job
+    from natgrad.training.result import Result
+
+# What may still change when a run is resumed; everything else is the run's own.
+_RESUMABLE = ("resume", "epochs", "steps", "workers", "checkpoint_seconds")
+
+_CURVATURE = "Curvature (with --curvature kfac)"
+_RUN = "Run"
+_OUTPUT = "Output"
+
+
+def train(
+    ctx: typer.Context,
+    task: Annotated[str | None, typer.Argument(help="One of `natgrad tasks`.", show_default=False)] = None,
+    optimizer: Annotated[str, typer.Option(help="Any optimizer of torch.optim, by name.")] = "adamw",
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the optimizer; repeatable.")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate; left out: the optimizer's own default.")] = None,
+    schedule: Annotated[str, typer.Option(help="constant, cosine or step.")] = "constant",
+    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 0,
+    curvature: Annotated[str, typer.Option(help="none or kfac.")] = "none",
+    form: Annotated[str, typer.Option(help="eigen or inverse.", rich_help_panel=_CURVATURE)] = "eigen",
+    fisher: Annotated[str, typer.Option(help="empirical or sampled.", rich_help_panel=_CURVATURE)] = "sampled",
+    sharing: Annotated[str, typer.Option(help="expand or reduce.", rich_help_panel=_CURVATURE)] = "expand",
+    placement: Annotated[str, typer.Option(help="Where the work is done.", rich_help_panel=_CURVATURE)] = "auto",
+    factors: Annotated[int, typer.Option(help="Steps between factor updates.", rich_help_panel=_CURVATURE)] = 1,
+    inverses: Annotated[int, typer.Option(help="Steps between decompositions.", rich_help_panel=_CURVATURE)] = 10,
+    damping: Annotated[float, typer.Option(help="Added to the curvature.", rich_help_panel=_CURVATURE)] = 1e-3,
+    kl_clip: Annotated[float, typer.Option(help="Bound of a step; 0: off.", rich_help_panel=_CURVATURE)] = 1e-3,
+    epochs: Annotated[int | None, typer.Option(help="Default: the task's.", rich_help_panel=_RUN)] = None,
+    steps: Annotated[int | None, typer.Option(help="In place of --epochs.", rich_help_panel=_RUN)] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Over all ranks.", rich_help_panel=_RUN)] = None,
+    accumulate: Annotated[int, typer.Option(help="Backward passes a step.", rich_help_panel=_RUN)] = 1,
+    workers: Annotated[int, typer.Option(help="Ranks to start on this machine.", rich_help_panel=_RUN)] = 1,
+    seed: Annotated[int, typer.Option(help="Of parameters, order and noise.", rich_help_panel=_RUN)] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_RUN)] = "auto",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Option of the task; repeatable.", rich_help_panel=_RUN),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of metrics, checkpoints and plots; default: under runs/.", rich_help_panel=_OUTPUT),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Continue the run in this folder.", rich_help_panel=_OUTPUT)
+    ] = None,
+    checkpoint_seconds: Annotated[
+        float, typer.Option(help="Least time between checkpoints.", rich_help_panel=_OUTPUT)
+    ] = 30.0,
+) -> None:
+    """Train TASK, alone or on several ranks; Ctrl-C saves a checkpoint and ends."""
+    if workers > 1:
+        from natgrad.training.warm import start_fork_server
+
+        start_fork_server()  # so that its imports and ours run side by side
+    from natgrad.training.launch import INTERRUPTED, RankError, StoppedError
+    from natgrad.training.optimizers import parse
+    from natgrad.training.run import Output
+    from natgrad.training.run import train as run
+
+    if resume is not None:
+        job, folder = _resumed_job(ctx, resume), resume
+    else:
+        values: dict[str, Any] = {
+            "task": task,
+            "task_options": parse(set_ or (), "--set"),
+            "optimizer": optimizer,
+            "options": parse(option or ()),
+            "learning_rate": lr,
+            "schedule": schedule,
+            "warmup": warmup,
+            "curvature": curvature,
+            "form": form,
+            "fisher": fisher,
+            "sharing": sharing,
+            "placement": placement,
+            "factors": factors,
+            "inverses": inverses,
+            "damping": damping,
+            "kl_clip": kl_clip or None,
+            "epochs": epochs,
+            "steps": steps,
+            "batch_size": batch_size,
+            "accumulate": accumulate,
+            "workers": _ranks(workers),
+            "seed": seed,
+            "device": device,
+        }
+        job = _new_job(values)
+        folder = out or _default_folder(job)
+    output = Output(folder=folder, save_seconds=checkpoint_seconds, show=True)
+    try:
+        result = run(job, output, resume=resume is not None)
+    except StoppedError:
+        result = None
+    except RankError as error:
+        raise RankError(f"{error}; {_continuation(folder)}") from error
+    if _leads():
+        _report(job, folder, result)
+    if result is None or result.status == "stopped":
+        raise typer.Exit(INTERRUPTED)
+    if result.status == "diverged":
+        raise typer.Exit(1)
+
+
+def _new_job(values: dict[str, Any]) -> Job:
+    from natgrad import tasks
+    from natgrad.errors import require
+    from natgrad.training.job import Job
+
+    require(values["task"] is not None, "task", None, f"one of {', '.join(tasks.names())}")
+    return Job.from_json(values)
+
+
+def _resumed_job(ctx: typer.Context, folder: Path) -> Job:
+    """Return the job in a folder with its length and ranks as now given."""
+    from dataclasses import replace
+
+    from natgrad.errors import require
+    from natgrad.training.run import read_job
+
+    given = [name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")]
+    for name in given:
+        require(name in _RESUMABLE, name, ctx.params[name], "left out with --resume: it is read from the folder")
+    job = read_job(folder)
+    if "epochs" in given or "steps" in given:
+        job = replace(job, epochs=ctx.params["epochs"], steps=ctx.params["steps"])
+    return replace(job, workers=_ranks(ctx.params["workers"] if "workers" in given else job.workers))
+
+
+def _ranks(workers: int) -> int:
+    """Return the number of ranks: an outer launcher's, else what was asked for."""
+    import os
+
+    return int(os.environ.get("WORLD_SIZE", workers))
+
+
+def _leads() -> bool:
+    import os
+
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def _default_folder(job: Job) -> Path:
+    from datetime import datetime
+
+    kind = job.optimizer if job.curvature == "none" else f"{job.optimizer}-{job.curvature}"
+    return Path("runs") / f"{job.task}-{kind}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _continuation(folder: Path) -> str:
+    from natgrad.training.run import can_resume
+
+    return f"continue with: natgrad train --resume {folder}" if can_resume(folder) else "there was no checkpoint yet"
+
+
+def _report(job: Job, folder: Path, result: Result | None) -> None:
+    """Say how a run ended and where it is kept."""
+    from rich.console import Console
+
+    from natgrad.report.plots import overview, save
+    from natgrad.training.result import read_points
+    from natgrad.training.run import METRICS
+
+    console = Console(highlight=False, soft_wrap=True)
+    metrics = folder / METRICS
+    points = result.points if result else read_points(metrics) if metrics.exists() else []
+    if points:
+        last, metric = points[-1], job.build_task().metric
+        save(overview({job.optimizer: [points]}, metric), folder / "curves.svg")
+        console.print(
+            f"{job.task}: loss {last.loss:.4g}, {metric.name} {last.metric:.4g} after {last.step} steps "
+            f"and {last.seconds:.1f} s of training"
+        )
+    if result is None or result.status == "stopped":
+        console.print(f"stopped; {_continuation(folder)}", style="yellow")
+    elif result.status == "diverged":
+        console.print("diverged: the loss or the metric is no longer a number", style="red")
+    console.print(f"kept in {folder}: config.json, metrics.jsonl, checkpoints, curves.svg")

@@ -1,0 +1,1 @@
+"""What people read of a run: tables, plots, one HTML page."""

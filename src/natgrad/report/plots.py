@@ -1,0 +1,107 @@
+"""Curves of loss and metric against steps and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
+from itertools import zip_longest
+from pathlib import Path
+from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from natgrad.tasks import Metric
+from natgrad.training.result import Point
+from natgrad.training.summary import Quantity
+
+# Okabe and Ito's colours: readable on black and on white, and by the colour-blind.
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+# Stands for the colour of the text around the plot, which only the reader's browser knows.
+_TEXT = "#010203"
+
+Curves = Mapping[str, Sequence[Sequence[Point]]]
+
+
+def overview(curves: Curves, metric: Metric, targets: Mapping[Quantity, float] | None = None) -> Figure:
+    """Draw loss (above) and metric (below) against steps (left) and seconds (right).
+
+    Args:
+        curves: For each name the points of its runs, one run a seed: their median is drawn, with a band from the
+            smallest to the largest.
+        metric: The task's.
+        targets: Values of "loss" and "metric" to mark.
+    """
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    FigureCanvasSVG(figure)
+    figure.patch.set_alpha(0)
+    rows: list[tuple[Quantity, str, Callable[[Point], float]]] = [
+        ("loss", "training loss", lambda point: point.loss),
+        ("metric", f"test {metric.name}", lambda point: point.metric),
+    ]
+    columns: list[tuple[str, Callable[[Point], float]]] = [
+        ("steps", lambda point: point.step),
+        ("seconds of training", lambda point: point.seconds),
+    ]
+    for row, (quantity, label, y) in enumerate(rows):
+        for column, (x_label, x) in enumerate(columns):
+            axes = figure.add_subplot(2, 2, 2 * row + column + 1)
+            for colour, (name, runs) in zip(_cycle(len(curves)), curves.items(), strict=True):
+                _draw(axes, runs, x, y, name, colour)
+            if targets and quantity in targets:
+                axes.axhline(targets[quantity], color=_TEXT, linewidth=0.8, linestyle=":", label="target")
+            _dress(axes, x_label, label)
+            values = [y(point) for runs in curves.values() for run in runs for point in run]
+            if values and min(values) > 0 and max(values) > 10 * min(values):
+                axes.set_yscale("log")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, labelcolor=_TEXT)
+    return figure
+
+
+def to_svg(figure: Figure, text: str = "currentColor") -> str:
+    """Return a figure as an SVG element, its text and axes in the colour of their surroundings or another."""
+    buffer = StringIO()
+    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = buffer.getvalue()
+    return svg[svg.index("<svg") :].replace(_TEXT, text)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as an SVG file that can be read on black and on white."""
+    path.write_text(to_svg(figure, text="#808080"))
+
+
+def _draw(
+    axes: Axes,
+    runs: Sequence[Sequence[Point]],
+    x: Callable[[Point], float],
+    y: Callable[[Point], float],
+    name: str,
+    colour: str,
+) -> None:
+    columns = [[point for point in each if point is not None] for each in zip_longest(*runs)]
+    places = [median(x(point) for point in each) for each in columns]
+    values = [[y(point) for point in each] for each in columns]
+    axes.plot(places, [median(each) for each in values], color=colour, label=name, linewidth=1.6)
+    if len(runs) > 1:
+        axes.fill_between(
+            places, [min(each) for each in values], [max(each) for each in values], color=colour, alpha=0.2, linewidth=0
+        )
+
+
+def _dress(axes: Axes, x_label: str, y_label: str) -> None:
+    """Give the axes their labels and the reader's own text colour."""
+    axes.patch.set_alpha(0)
+    axes.set_xlabel(x_label, color=_TEXT)
+    axes.set_ylabel(y_label, color=_TEXT)
+    axes.tick_params(which="both", colors=_TEXT)
+    for spine in axes.spines.values():
+        spine.set_color(_TEXT)
+        spine.set_linewidth(0.6)
+    axes.grid(alpha=0.25, linewidth=0.5)
+
+
+def _cycle(count: int) -> list[str]:
+    return [COLOURS[index % len(COLOURS)] for index in range(count)]

@@ -1,0 +1,161 @@
+"""What the tables say, whatever shows them: the terminal or the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from math import isinf
+from typing import Any
+
+from natgrad.tasks import Task
+from natgrad.training.compare import Outcome
+from natgrad.training.contenders import REFERENCE
+from natgrad.training.optimizers import split_for_muon
+from natgrad.training.summary import QUANTITIES, Crossing, Quantity, Row, Spread, ratio
+
+NEVER = "not reached"
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sheet:
+    """A table as text.
+
+    Attributes:
+        title: What it shows.
+        headings: Of the columns; the first holds names, the others numbers unless `prose` says otherwise.
+        rows: As wide as the headings.
+        caption: How to read it.
+        prose: Whether the other columns hold words.
+    """
+
+    title: str
+    headings: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    prose: bool = False
+
+
+def task_sheet(tasks: Iterable[Task]) -> Sheet:
+    """Return what each task is, and its options."""
+    rows = []
+    for task in tasks:
+        options = ", ".join(f"{field.name}={getattr(task, field.name)}" for field in fields(task))
+        size = f"{task.epochs} epochs, batch {task.batch_size}"
+        rows.append((task.name, task.summary, task.metric.name, size, options or "none"))
+    headings = ("task", "what", "metric", "a run", "options (--set)")
+    return Sheet(title="Tasks", headings=headings, rows=rows, prose=True)
+
+
+def comparison_sheets(outcome: Outcome) -> list[Sheet]:
+    """Return what each optimizer needed to the target, where it ended, and with which hyper-parameters."""
+    return [*(_way(outcome, quantity) for quantity in outcome.target), _end(outcome), _settings(outcome)]
+
+
+def quantity_name(outcome: Outcome, quantity: Quantity) -> str:
+    """Return what a quantity of a task is called."""
+    return "training loss" if quantity == "loss" else f"test {outcome.task.metric.name}"
+
+
+def _way(outcome: Outcome, quantity: Quantity) -> Sheet:
+    """Return steps, seconds and memory to one target, and their ratios to the reference contender's."""
+    crossings = {row.name: row.crossings[quantity] for row in outcome.rows}
+    reference = crossings.get(REFERENCE)
+    parts: list[tuple[Callable[[Crossing], Spread], Callable[[float], str]]] = [
+        (lambda crossing: crossing.steps, "{:.0f}".format),
+        (lambda crossing: crossing.seconds, "{:.2f}".format),
+        (lambda crossing: crossing.peak_bytes, _mebibytes),
+    ]
+    rows = []
+    for row in outcome.rows:
+        crossing = crossings[row.name]
+        cells = [row.name]
+        for part, show in parts:
+            share = ratio(part(crossing), part(reference)) if reference else None
+            cells += [_spread(part(crossing), show), "-" if share is None else f"{share:.2f}"]
+        rows.append((*cells, f"{crossing.reached} of {row.seeds}"))
+    against = f"/ {REFERENCE}"
+    return Sheet(
+        title=f"{outcome.task.name}: to {quantity_name(outcome, quantity)} {outcome.target[quantity]:.4g}",
+        headings=("optimizer", "steps", against, "seconds", against, "peak MiB", against, "seeds there"),
+        rows=rows,
+        caption=f"Target: {outcome.target_origin}. {_reading(outcome)}",
+    )
+
+
+def _end(outcome: Outcome) -> Sheet:
+    """Return final values."""
+    rows = []
+    for row in outcome.rows:
+        finals = [_spread(row.final[each], "{:.4g}".format) for each in QUANTITIES]
+        step = "-" if row.milliseconds is None else f"{row.milliseconds:.1f}"
+        rows.append((row.name, *finals, step, f"{row.share:.0%}", f"{row.diverged} of {row.seeds}"))
+    job = outcome.job
+    length = f"{job.epochs} epochs" if job.epochs else f"{job.steps} steps"
+    metric = outcome.task.metric
+    return Sheet(
+        title=f"{outcome.task.name}: after {length}",
+        headings=(
+            "optimizer",
+            "training loss",
+            f"test {metric.name} ({metric.better} is better)",
+            "ms a step",
+            "preconditioner",
+            "diverged",
+        ),
+        rows=rows,
+        caption=f"Batch {job.batch_size} on {job.workers} rank(s), {job.schedule} learning rate. {_reading(outcome)}",
+    )
+
+
+def _settings(outcome: Outcome) -> Sheet:
+    """Return hyper-parameters and how many trials found them."""
+    rows = []
+    for row in outcome.rows:
+        entry = outcome.known.search.get(row.name) if outcome.known else None
+        found = f"{entry['trials']} trials by final {entry['objective']}" if entry else "not searched"
+        rows.append((row.name, settings_text(row), found))
+    return Sheet(
+        title=f"{outcome.task.name}: hyper-parameters",
+        headings=("optimizer", "settings", "found by"),
+        rows=rows,
+        caption=_muon_part(outcome),
+        prose=True,
+    )
+
+
+def settings_text(row: Row) -> str:
+    """Return a contender's settings in one line."""
+    pairs: dict[str, Any] = {}
+    for name, value in row.settings.items():
+        pairs.update(value if isinstance(value, dict) else {name: value})
+    return ", ".join(f"{name.replace('_', ' ')} {_number(value)}" for name, value in pairs.items())
+
+
+def _muon_part(outcome: Outcome) -> str:
+    """Say how much of the model Muon takes, for it may be nothing."""
+    if all(row.settings["optimizer"] != "muon" for row in outcome.rows):
+        return ""
+    matrices, others = (sum(each.numel() for each in part) for part in split_for_muon(outcome.task.model()))
+    return f"Muon takes {matrices:,} of the {matrices + others:,} parameters, AdamW the others."
+
+
+def _reading(outcome: Outcome) -> str:
+    seeds = max(row.seeds for row in outcome.rows)
+    return "One seed." if seeds == 1 else f"Median of {seeds} seeds (least to greatest)."
+
+
+def _spread(values: Spread | None, show: Callable[[float], str]) -> str:
+    if values is None or isinf(values.median):
+        return NEVER if values else "-"
+    if values.low == values.high:
+        return show(values.median)
+    return f"{show(values.median)} ({show(values.low)} to {'never' if isinf(values.high) else show(values.high)})"
+
+
+def _mebibytes(value: float) -> str:
+    return f"{value / _MIB:.0f}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,1 @@
+"""Training runs: jobs, ranks, the loop, checkpoints, searches and comparisons."""

@@ -1,0 +1,64 @@
+"""The job's optimizer and preconditioner."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from natgrad import KFAC, Preconditioner, Refresh
+from natgrad.tasks import Task
+
+from . import optimizers
+from .job import Job
+
+
+def build_optimizer(job: Job, model: nn.Module) -> Optimizer:
+    """Return the job's optimizer.
+
+    Raises:
+        ValueError: An option's value is not allowed.
+    """
+    learning_rate = job.learning_rate or optimizers.default_learning_rate(job.optimizer)
+    return optimizers.build(job.optimizer, model, learning_rate, job.options)
+
+
+def build_preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Optimizer) -> Preconditioner | None:
+    """Return what the job puts before the optimizer, or None for a first-order run.
+
+    Raises:
+        ValueError: A setting of the curvature is not allowed.
+    """
+    if job.curvature == "none":
+        return None
+    curvature = KFAC(
+        form=job.form,
+        fisher=job.fisher,
+        sharing=job.sharing,
+        likelihood=task.likelihood if job.fisher == "sampled" else None,
+    )
+    return Preconditioner(
+        model,
+        curvature,
+        optimizer=optimizer,
+        damping=job.damping,
+        kl_clip=job.kl_clip,
+        reduction=task.reduction,
+        refresh=Refresh(factors=job.factors, inverses=job.inverses),
+        placement=job.placement,
+        seed=job.seed,
+    )
+
+
+def rehearse(job: Job) -> None:
+    """Build all this for the smallest model, so that a wrong value is found before anything is touched.
+
+    Raises:
+        ValueError: A setting is not allowed.
+    """
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    build_preconditioner(job, job.build_task(), model, build_optimizer(job, model))
+
+
+def seconds_spent(preconditioner: Preconditioner) -> float:
+    """Return the host seconds that a preconditioner has used in this process."""
+    return sum(float(value) for name, value in preconditioner.metrics().items() if name.startswith("seconds/"))

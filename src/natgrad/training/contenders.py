@@ -1,0 +1,89 @@
+"""Who takes part in a comparison, and what a search may vary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from natgrad.errors import require
+
+from . import optimizers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """An optimizer in a comparison.
+
+    Attributes:
+        name: What tables call it.
+        settings: Fields of its `Job`; a search or a tuned file replaces some.
+        ranges: The least and the greatest value that a search tries of a field.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    ranges: Mapping[str, tuple[float, float]]
+
+
+# Every learning rate is searched over three decades.
+_KNOWN = {
+    contender.name: contender
+    for contender in (
+        Contender(
+            name="natgrad",
+            settings={
+                "optimizer": "sgd",
+                "options": {"momentum": 0.9},
+                "curvature": "kfac",
+                "form": "inverse",
+                "fisher": "sampled",
+                "factors": 1,
+                "inverses": 10,
+                "damping": 0.03,
+                "kl_clip": 1e-3,
+                "learning_rate": 0.3,
+            },
+            ranges={"learning_rate": (3e-3, 3.0), "damping": (1e-3, 1.0)},
+        ),
+        Contender(
+            name="sgd",
+            settings={"optimizer": "sgd", "options": {"momentum": 0.9}, "learning_rate": 0.1},
+            ranges={"learning_rate": (3e-3, 3.0)},
+        ),
+        Contender(
+            name="adamw",
+            settings={"optimizer": "adamw", "learning_rate": 1e-3},
+            ranges={"learning_rate": (1e-4, 1e-1)},
+        ),
+        Contender(
+            name="muon",
+            settings={"optimizer": "muon", "learning_rate": 3e-3},
+            ranges={"learning_rate": (1e-4, 1e-1)},
+        ),
+    )
+}
+
+NAMES = tuple(_KNOWN)
+REFERENCE = "adamw"
+
+
+def get(name: str) -> Contender:
+    """Return a contender by its name.
+
+    Args:
+        name: One of `NAMES`, or any other optimizer, which starts from its own defaults.
+
+    Raises:
+        ValueError: No such contender.
+    """
+    if name in _KNOWN:
+        return _KNOWN[name]
+    allowed = list(dict.fromkeys([*NAMES, *optimizers.names()]))
+    require(name in allowed, "optimizers", name, f"one of {', '.join(allowed)}")
+    usual = optimizers.default_learning_rate(name)
+    return Contender(
+        name=name,
+        settings={"optimizer": name, "learning_rate": usual},
+        ranges={"learning_rate": (usual / 1000**0.5, usual * 1000**0.5)},
+    )

@@ -1,0 +1,93 @@
+"""What the user sees of a run: a progress bar on a terminal, else one plain line an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .loop import Training, Watch
+from .result import Point
+
+
+class Silent:
+    """Shows nothing."""
+
+    def step(self, training: Training, loss: float) -> None:
+        """Ignore a step."""
+
+    def point(self, training: Training, point: Point) -> None:
+        """Ignore an evaluation."""
+
+
+class Lines:
+    """Prints one line an evaluation."""
+
+    def step(self, training: Training, loss: float) -> None:
+        """Ignore a step."""
+
+    def point(self, training: Training, point: Point) -> None:
+        """Print an evaluation."""
+        text = f"epoch {point.epoch}  step {point.step}/{training.total_steps}  {_describe(training, point)}"
+        print(text, flush=True)
+
+
+class Bar:
+    """Moves a progress bar.
+
+    Args:
+        progress: A live display.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        """Add the bar."""
+        self._progress = progress
+        self._bar = progress.add_task("starting", total=None, text="")
+
+    def step(self, training: Training, loss: float) -> None:
+        """Move on by a step."""
+        job, last = training.job, training.points[-1] if training.points else None
+        self._progress.update(
+            self._bar,
+            total=training.total_steps,
+            completed=training.position.step,
+            description=f"{job.task} · {job.optimizer}",
+            text=_describe(training, last) if last else f"loss {loss:.4g}",
+        )
+
+    def point(self, training: Training, point: Point) -> None:
+        """Show an evaluation."""
+        self._progress.update(self._bar, text=_describe(training, point))
+
+
+@contextmanager
+def display(shown: bool) -> Iterator[Watch]:
+    """Open the display that suits standard output, or none."""
+    console = Console()
+    if not shown:
+        yield Silent()
+    elif not console.is_terminal:
+        yield Lines()
+    else:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=console, refresh_per_second=4) as progress:
+            yield Bar(progress)
+
+
+def _describe(training: Training, point: Point) -> str:
+    parts = [
+        f"loss {point.loss:.4g}",
+        f"{training.task.metric.name} {point.metric:.4g}",
+        f"{point.samples_per_second:,.0f} samples/s",
+    ]
+    if training.preconditioner is not None:
+        parts.append(f"preconditioner {point.share:.0%}")
+    return "  ".join(parts)

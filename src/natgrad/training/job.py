@@ -1,0 +1,188 @@
+"""Everything that defines a training run, as one value that goes to JSON and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+from natgrad import tasks
+from natgrad.errors import require
+
+from . import optimizers
+
+Curvature = Literal["none", "kfac"]
+Form = Literal["eigen", "inverse"]
+Fisher = Literal["empirical", "sampled"]
+Sharing = Literal["expand", "reduce"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training run. Equal jobs on equal machines do the same arithmetic.
+
+    Attributes:
+        task: Name of a task, one of `natgrad.tasks.names()`.
+        task_options: Options of the task.
+        optimizer: Name of an optimizer of `torch.optim`, in any case.
+        options: Options of its constructor, other than the learning rate.
+        learning_rate: Peak learning rate; None takes the optimizer's own default.
+        schedule: How the learning rate falls after the warm-up.
+        warmup: Steps over which the learning rate rises linearly from zero.
+        curvature: What preconditions the gradients.
+        form: K-FAC solves in the eigenbasis, or by inverses with π-split damping.
+        fisher: Whether K-FAC takes the data's labels or draws them from the model.
+        sharing: How K-FAC treats shared weights.
+        placement: Where the curvature's work is done.
+        factors: Steps between updates of the factors.
+        inverses: Steps between decompositions.
+        damping: Added to the curvature.
+        kl_clip: Bound of the KL clip; None switches it off.
+        epochs: Passes over the training set; None, with `steps` None too, takes the task's own.
+        steps: Optimizer steps, in place of `epochs`.
+        batch_size: Samples a step over all ranks; None takes the task's own.
+        accumulate: Backward passes a step.
+        workers: Ranks.
+        seed: Of the initial parameters, the order of the data and all noise.
+        device: Where to train; "auto" takes a GPU where there is one.
+    """
+
+    task: str
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str = "adamw"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    learning_rate: float | None = None
+    schedule: optimizers.ScheduleName = "constant"
+    warmup: int = 0
+    curvature: Curvature = "none"
+    form: Form = "eigen"
+    fisher: Fisher = "sampled"
+    sharing: Sharing = "expand"
+    placement: str = "auto"
+    factors: int = 1
+    inverses: int = 10
+    damping: float = 1e-3
+    kl_clip: float | None = 1e-3
+    epochs: int | None = None
+    steps: int | None = None
+    batch_size: int | None = None
+    accumulate: int = 1
+    workers: int = 1
+    seed: int = 0
+    device: Device = "auto"
+
+    def __post_init__(self) -> None:
+        """Check every field that can be checked without loading data.
+
+        Raises:
+            ValueError: One is not allowed; the message names it, its value and what is allowed.
+        """
+        for name in ("task_options", "options"):
+            object.__setattr__(self, name, _plain(name, getattr(self, name)))
+        object.__setattr__(self, "optimizer", self.optimizer.lower())
+        for name, choices in (
+            ("schedule", optimizers.ScheduleName),
+            ("curvature", Curvature),
+            ("form", Form),
+            ("fisher", Fisher),
+            ("sharing", Sharing),
+            ("device", Device),
+        ):
+            _check_choice(name, getattr(self, name), get_args(choices))
+        for name in ("factors", "inverses", "epochs", "steps", "batch_size", "accumulate", "workers"):
+            _check_whole(name, getattr(self, name), least=1, optional=name in ("epochs", "steps", "batch_size"))
+        for name in ("warmup", "seed"):
+            _check_whole(name, getattr(self, name), least=0)
+        _check_positive("learning_rate", self.learning_rate, optional=True)
+        _check_positive("damping", self.damping)
+        _check_positive("kl_clip", self.kl_clip, optional=True)
+        require(self.epochs is None or self.steps is None, "steps", self.steps, "left out where epochs is given")
+        optimizers.check(self.optimizer, self.options)
+        require(
+            self.curvature == "none" or self.optimizer != "lbfgs",
+            "curvature",
+            self.curvature,
+            "none for lbfgs, which evaluates the gradient several times a step",
+        )
+        self.build_task()
+
+    def build_task(self) -> tasks.Task:
+        """Return the task with its options.
+
+        Raises:
+            ValueError: No such task or option.
+        """
+        return tasks.get(self.task, **self.task_options)
+
+    def resolved(self) -> Job:
+        """Return the job with every default of task and optimizer filled in, checked against the task's data.
+
+        Raises:
+            ValueError: The batch does not divide over ranks and backward passes, or exceeds the training set.
+        """
+        task = self.build_task()
+        resolved = replace(
+            self,
+            learning_rate=self.learning_rate or optimizers.default_learning_rate(self.optimizer),
+            batch_size=self.batch_size or task.batch_size,
+            epochs=self.epochs or (None if self.steps else task.epochs),
+        )
+        parts = self.workers * self.accumulate
+        require(
+            resolved.global_batch % parts == 0,
+            "batch_size",
+            resolved.batch_size,
+            f"a multiple of workers x accumulate = {parts}",
+        )
+        samples = len(task.datasets()[0])
+        require(
+            resolved.global_batch <= samples, "batch_size", resolved.batch_size, f"at most {samples}, the training set"
+        )
+        return resolved
+
+    @property
+    def global_batch(self) -> int:
+        """Samples a step over all ranks."""
+        return self.batch_size or self.build_task().batch_size
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Job:
+        """Build the job that `to_json` described.
+
+        Raises:
+            ValueError: A field is unknown, missing or not allowed.
+        """
+        allowed = [each.name for each in fields(cls)]
+        for name, value in values.items():
+            require(name in allowed, name, value, f"a field of a job: {', '.join(allowed)}")
+        require("task" in values, "task", None, f"one of {', '.join(tasks.names())}")
+        return cls(**values)
+
+
+def _plain(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as JSON would: tuples become lists, so that a round trip changes nothing."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(options), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={options!r} is not allowed: values must be plain JSON values") from error
+    return plain
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    require(value in allowed, name, value, f"one of {', '.join(allowed)}")
+
+
+def _check_whole(name: str, value: object, *, least: int, optional: bool = False) -> None:
+    fits = type(value) is int and value >= least
+    require(fits or (optional and value is None), name, value, f"a whole number of at least {least}")
+
+
+def _check_positive(name: str, value: object, *, optional: bool = False) -> None:
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    require(fits or (optional and value is None), name, value, "a finite number above 0")

@@ -1,0 +1,273 @@
+"""One rank's training: batches, steps, evaluations, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from itertools import islice
+from math import isfinite
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from . import memory, optimizers
+from .build import build_optimizer, build_preconditioner, seconds_spent
+from .job import Job
+from .result import Point, Result, Status
+from .world import Beat, Pulse, World
+
+_EVALUATION_BATCH = 512
+
+
+class Watch(Protocol):
+    """Who follows a run; called on the leading rank alone."""
+
+    def step(self, training: Training, loss: float) -> None:
+        """See a step whose mean loss has become known."""
+
+    def point(self, training: Training, point: Point) -> None:
+        """See an evaluation."""
+
+
+@dataclass(kw_only=True)
+class Position:
+    """How far a run has come.
+
+    Attributes:
+        step: Optimizer steps so far.
+        epoch: Whole passes over the training set so far.
+        batch: Steps into the present pass.
+        seconds: Spent on training so far.
+        loss_sum: Sum of the losses known since the last point, each times its samples.
+        samples: Samples behind `loss_sum`.
+        point_seconds: `seconds` at the last point.
+        preconditioner_seconds: The part of `seconds` that earlier processes of this run spent in the preconditioner.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    seconds: float = 0.0
+    loss_sum: float = 0.0
+    samples: int = 0
+    point_seconds: float = 0.0
+    preconditioner_seconds: float = 0.0
+
+
+class Training:
+    """A job on one rank.
+
+    Args:
+        job: A resolved job.
+        world: The ranks.
+        watch: Who follows the run.
+        stop: Asked after each step whether this rank was told to stop.
+        save: Called by every rank when a checkpoint is due; None for a run without checkpoints.
+        save_seconds: Least time between two checkpoints; the end and a stop save in any case.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        *,
+        watch: Watch,
+        stop: Callable[[], bool],
+        save: Callable[[Training], None] | None = None,
+        save_seconds: float = 30.0,
+    ) -> None:
+        """Build data, model, optimizer and preconditioner, all from the job's seed."""
+        self.job, self.world, self.task = job, world, job.build_task()
+        self.position, self.points = Position(), list[Point]()
+        self._watch, self._stop, self._save, self._save_seconds = watch, stop, save, save_seconds
+        self._saved_at = perf_counter()
+
+        self._train, self._test = self.task.datasets()
+        self._sampler: DistributedSampler[Any] = DistributedSampler(
+            self._train, num_replicas=world.size, rank=world.rank, shuffle=True, seed=job.seed
+        )
+        self._batches = BatchSampler(self._sampler, job.global_batch // world.size, drop_last=False)
+        self.total_steps = job.steps or len(self._batches) * (job.epochs or self.task.epochs)
+
+        torch.manual_seed(job.seed)
+        self.model = self.task.model().to(world.device)
+        self._replica = DistributedDataParallel(self.model) if world.size > 1 else self.model
+        self.optimizer = build_optimizer(job, self.model)
+        self.scheduler = optimizers.schedule(self.optimizer, job.schedule, warmup=job.warmup, steps=self.total_steps)
+        self.preconditioner = build_preconditioner(job, self.task, self._replica, self.optimizer)
+        # From here on the ranks' noise, such as dropout, differs.
+        torch.manual_seed((job.seed << 16) + world.rank)
+
+    def run(self) -> Result:
+        """Train to the end, to a stop or to a divergence."""
+        status: Status = "finished"
+        while status == "finished" and self.position.step < self.total_steps:
+            status = self._pass()
+        if status == "stopped" and self.position.step == self.total_steps:
+            status = "finished"
+        if self._save is not None and status != "diverged":
+            self._save(self)
+        return Result(
+            status=status,
+            points=self.points,
+            preconditioner=_plain(self.preconditioner.metrics()) if self.preconditioner else {},
+            traffic=dict(self.preconditioner.traffic()) if self.preconditioner else {},
+        )
+
+    def share(self) -> float:
+        """Return the preconditioner's part of the training time up to the last point."""
+        return self._preconditioner_seconds() / max(self.position.seconds, 1e-9)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that resuming needs; collective."""
+        noise = {"cpu": torch.get_rng_state()}
+        if self.world.device.type == "cuda":
+            noise["cuda"] = torch.cuda.get_rng_state()
+        position = Position(**{**asdict(self.position), "preconditioner_seconds": self._preconditioner_seconds()})
+        self.world.share_buffers(self.model.buffers())
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "progress": json.dumps([asdict(position), [asdict(point) for point in self.points]]),
+            "ranks": {str(self.world.rank): noise},
+        }
+        if self.preconditioner is not None:
+            state["preconditioner"] = self.preconditioner.state_dict(gather=True)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned in an earlier process."""
+        self.model.load_state_dict(state["model"])
+        optimizer = state["optimizer"]
+        optimizer["state"] = {int(index): each for index, each in optimizer["state"].items()}
+        self.optimizer.load_state_dict(optimizer)
+        self.scheduler.load_state_dict(state["scheduler"])
+        if self.preconditioner is not None:
+            self.preconditioner.load_state_dict(state["preconditioner"])
+        position, points = json.loads(state["progress"])
+        self.position, self.points = Position(**position), [Point(**point) for point in points]
+        noise = state.get("ranks", {}).get(str(self.world.rank))
+        if noise is not None:  # a rank more than before keeps its fresh noise
+            torch.set_rng_state(noise["cpu"])
+            if self.world.device.type == "cuda" and "cuda" in noise:
+                torch.cuda.set_rng_state(noise["cuda"])
+
+    def _pass(self) -> Status:
+        """Train to the end of the pass over the training set, of the run, or until something ends it sooner."""
+        position, pulse = self.position, Pulse(self.world)
+        started = perf_counter()
+        self._sampler.set_epoch(position.epoch)
+        self._replica.train()
+        status: Status = "finished"
+        for indices in islice(self._batches, position.batch, position.batch + self.total_steps - position.step):
+            loss = self._step(*(tensor.to(self.world.device) for tensor in self._train[indices]))
+            position.step += 1
+            position.batch += 1
+            status = self._hear(pulse.exchange(loss, len(indices) * self.world.size, self._stop()))
+            if status != "finished":
+                break
+        status = max(status, self._hear(pulse.flush()), key=_SEVERITY.index)
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        position.seconds += perf_counter() - started
+        if position.batch == len(self._batches):
+            position.epoch, position.batch = position.epoch + 1, 0
+        ended = position.batch == 0 or position.step == self.total_steps
+        return self._evaluate(status) if ended and status != "diverged" else status
+
+    def _hear(self, beat: Beat | None) -> Status:
+        """Take in what is known of a step: its loss, and whether to stop after it."""
+        if beat is None:
+            return "finished"
+        self.position.loss_sum += beat.loss * beat.samples
+        self.position.samples += beat.samples
+        if self.world.leads:
+            self._watch.step(self, beat.loss)
+        return "diverged" if not isfinite(beat.loss) else "stopped" if beat.stop else "finished"
+
+    def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Take one optimizer step and return this rank's mean loss."""
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            count = min(self.job.accumulate, len(inputs))
+            parts = list(zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True))
+            total = inputs.new_zeros((), dtype=torch.float32)
+            for number, (part, labels) in enumerate(parts, 1):
+                with self._without_reduction() if number < count else nullcontext():
+                    outputs = self._replica(part)
+                    loss = self.task.loss(outputs, labels) / count
+                    if self.preconditioner is not None:
+                        self.preconditioner.backward(loss, outputs)
+                    else:
+                        loss.backward()
+                total += loss.detach()
+            if self.preconditioner is not None:
+                self.preconditioner.step()
+            return total
+
+        loss: Tensor = self.optimizer.step(closure)  # type: ignore[arg-type,assignment]
+        self.scheduler.step()
+        return loss.detach()
+
+    def _without_reduction(self) -> Any:
+        replica = self._replica
+        return replica.no_sync() if isinstance(replica, DistributedDataParallel) else nullcontext()
+
+    def _evaluate(self, status: Status) -> Status:
+        """Add a point, and save where it is time."""
+        position = self.position
+        metric = self._metric()
+        if not isfinite(metric):
+            return "diverged"
+        due = self.world.leads and perf_counter() - self._saved_at >= self._save_seconds
+        peak, due_anywhere = self.world.maxima(memory.peak_bytes(self.world.device), due)
+        point = Point(
+            epoch=position.epoch,
+            step=position.step,
+            seconds=position.seconds,
+            loss=position.loss_sum / position.samples,
+            metric=metric,
+            learning_rate=float(self.scheduler.get_last_lr()[0]),
+            samples_per_second=position.samples / (position.seconds - position.point_seconds),
+            share=self.share(),
+            peak_bytes=int(peak),
+        )
+        self.points.append(point)
+        position.loss_sum, position.samples, position.point_seconds = 0.0, 0, position.seconds
+        if self.world.leads:
+            self._watch.point(self, point)
+        if due_anywhere and status == "finished" and self._save is not None:
+            self._save(self)
+            self._saved_at = perf_counter()
+        return status
+
+    @torch.no_grad()
+    def _metric(self) -> float:
+        """Return the task's metric on the test set, each rank having read its part of it."""
+        self.world.share_buffers(self.model.buffers())
+        self.model.eval()
+        evaluator = self.task.evaluator()
+        own = range(self.world.rank, len(self._test), self.world.size)
+        for start in range(0, len(own), _EVALUATION_BATCH):
+            inputs, targets = self._test[list(own[start : start + _EVALUATION_BATCH])]
+            evaluator.update(self.model(inputs.to(self.world.device)).cpu(), targets)
+        return float(evaluator.compute())
+
+    def _preconditioner_seconds(self) -> float:
+        spent = seconds_spent(self.preconditioner) if self.preconditioner is not None else 0.0
+        return self.position.preconditioner_seconds + spent
+
+
+_SEVERITY: list[Status] = ["finished", "stopped", "diverged"]
+
+
+def _plain(metrics: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}

@@ -1,0 +1,176 @@
+"""Any optimizer of `torch.optim` by its name, and the learning rate's way over the steps."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, get_args, overload
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from natgrad.errors import require
+
+ScheduleName = Literal["constant", "cosine", "step"]
+
+# SparseAdam takes no dense gradient.
+_CLASSES: dict[str, type[Optimizer]] = {
+    name.lower(): value
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type) and issubclass(value, Optimizer) and name not in ("Optimizer", "SparseAdam")
+}
+
+
+class MuonWithAdamW(Optimizer):
+    """`torch.optim.Muon` for the hidden matrices and AdamW for everything else, as one optimizer.
+
+    Muon orthogonalises updates of matrices inside a network. Embeddings, the last linear layer, convolutions (torch's
+    Muon takes two dimensions alone), norms and biases go to AdamW (Jordan et al. 2024, "Muon: an optimizer for hidden
+    layers in neural networks"). Muon's step is scaled as `match_rms_adamw` does (Liu et al. 2025), so that one learning
+    rate suits both parts.
+
+    Args:
+        model: Whose parameters to train.
+        lr: Learning rate of both parts.
+        weight_decay: Decoupled weight decay of both parts.
+        **options: Other options of `torch.optim.Muon`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float,
+        weight_decay: float = 0.01,
+        adjust_lr_fn: str = "match_rms_adamw",
+        **options: Any,
+    ) -> None:
+        """Split the parameters and build both parts."""
+        matrices, others = split_for_muon(model)
+        parts: list[Optimizer] = []
+        if matrices:
+            parts.append(Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **options))
+        if others:
+            parts.append(AdamW(others, lr=lr, weight_decay=weight_decay))
+        self._parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step with both parts."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            # Linked anew each step: loading a state replaces both containers.
+            part.param_groups, part.state = [group], self.state
+            part.step()
+        return loss
+
+
+def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return (weights of all linear layers but the last, every other parameter), each once, those to be trained."""
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    chosen = {module.weight for module in linear[:-1]} - embeddings - {module.weight for module in linear[-1:]}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [each for each in trained if each in chosen], [each for each in trained if each not in chosen]
+
+
+def names() -> list[str]:
+    """Return the names of all optimizers, sorted."""
+    return sorted(_CLASSES)
+
+
+def check(name: str, options: Mapping[str, Any]) -> None:
+    """Check an optimizer's name and the names of its options.
+
+    Raises:
+        ValueError: No such optimizer, or it has no such option.
+    """
+    require(name.lower() in _CLASSES, "optimizer", name, f"one of {', '.join(names())}")
+    require("lr" not in options, "option lr", options.get("lr"), "given as the learning rate")
+    allowed = [each for each in _parameters(name) if each not in ("self", "params", "lr")]
+    for option, value in options.items():
+        require(option in allowed, f"option {option}", value, f"one of {name}'s: {', '.join(allowed)}")
+
+
+def default_learning_rate(name: str) -> float:
+    """Return the learning rate that the optimizer's constructor takes unasked."""
+    return float(_parameters(name)["lr"].default)
+
+
+def build(name: str, model: nn.Module, learning_rate: float, options: Mapping[str, Any]) -> Optimizer:
+    """Build an optimizer of all the model's parameters that are to be trained.
+
+    Raises:
+        ValueError: The name, an option or its value is not allowed.
+    """
+    check(name, options)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        if name.lower() == "muon":
+            return MuonWithAdamW(model, lr=learning_rate, **options)
+        build_one: Callable[..., Optimizer] = _CLASSES[name.lower()]
+        return build_one(trained, lr=learning_rate, **options)
+    except TypeError as error:
+        raise ValueError(f"options {dict(options)!r} are not allowed for {name}: {error}") from error
+
+
+def parse(assignments: Iterable[str], what: str = "option") -> dict[str, Any]:
+    """Read `name=value` pairs; a value is a Python literal, or a bare word taken as text.
+
+    Args:
+        assignments: Such as `["momentum=0.9", "betas=(0.9, 0.95)", "adjust_lr_fn=original"]`.
+        what: What the pairs are called in an error.
+
+    Raises:
+        ValueError: A pair without `=`, a name given twice, or a value that is neither literal nor word.
+    """
+    options: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        name, text = name.strip(), text.strip()
+        require(equals and name.isidentifier(), what, assignment, "name=value")
+        require(name not in options, what, assignment, "given once for each name")
+        try:
+            options[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            require(text.replace("-", "_").isidentifier(), f"{what} {name}", text, "a Python literal or a word")
+            options[name] = text
+    return options
+
+
+def schedule(optimizer: Optimizer, name: ScheduleName, *, warmup: int, steps: int) -> LambdaLR:
+    """Return the scheduler of the learning rate over a run.
+
+    Args:
+        optimizer: Whose learning rate is the peak.
+        name: "constant"; "cosine", which falls to zero; or "step", a tenth after half of the steps and again after
+            three quarters.
+        warmup: Steps of linear rise before, the first of them at 1/`warmup` of the peak.
+        steps: Steps of the whole run.
+    """
+    require(name in get_args(ScheduleName), "schedule", name, f"one of {', '.join(get_args(ScheduleName))}")
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min((step - warmup) / max(steps - warmup, 1), 1.0)
+        if name == "cosine":
+            return (1 + math.cos(math.pi * done)) / 2
+        return 0.1 ** ((done >= 0.5) + (done >= 0.75)) if name == "step" else 1.0
+
+    return LambdaLR(optimizer, factor)
+
+
+def _parameters(name: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(_CLASSES[name.lower()].__init__).parameters

@@ -1,0 +1,172 @@
+"""A run from its job to its result: folder, ranks, display, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from natgrad.errors import NatgradWarning, require
+
+from . import checkpoint
+from .build import rehearse
+from .display import display
+from .job import Job
+from .launch import INTERRUPTED, launch
+from .loop import Training, Watch
+from .result import Point, Result, append_point, replace_text, write_points
+from .world import World, join, launched, stop_requests
+
+CONFIGURATION = "config.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where and what a run writes.
+
+    Attributes:
+        folder: Of the configuration, metrics and checkpoints; None writes nothing.
+        save_seconds: Least time between two checkpoints.
+        show: Whether to show the run on the terminal.
+    """
+
+    folder: Path | None = None
+    save_seconds: float = 30.0
+    show: bool = False
+
+
+def train(job: Job, output: Output, *, resume: bool = False, own_process: bool = False) -> Result:
+    """Train a job with its ranks and return how it went.
+
+    Args:
+        job: What to train.
+        output: What to write and show.
+        resume: Continue from the newest checkpoint in the folder.
+        own_process: Start a process for a single rank too.
+
+    Raises:
+        ValueError: A setting is not allowed, the job does not fit the task's data, or the folder holds another run;
+            nothing was touched.
+        RankError: A rank failed; the newest checkpoint is still there.
+        StoppedError: A signal ended the ranks of our own launcher; they saved a checkpoint before.
+    """
+    job = job.resolved()
+    rehearse(job)
+    if output.folder is not None and int(os.environ.get("RANK", 0)) == 0:
+        _prepare(output.folder, job, resume=resume)
+    return launch(_run_rank, job, output, resume, workers=job.workers, own_process=own_process)
+
+
+def read_job(folder: Path) -> Job:
+    """Return the job of the run in a folder.
+
+    Raises:
+        ValueError: The folder holds no run.
+    """
+    try:
+        values = json.loads((folder / CONFIGURATION).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"resume={str(folder)!r} is not allowed: no {CONFIGURATION} of a run there") from error
+    return Job.from_json(values)
+
+
+def can_resume(folder: Path) -> bool:
+    """Tell whether a folder holds a complete checkpoint."""
+    return checkpoint.latest(folder / CHECKPOINTS) is not None
+
+
+def _prepare(folder: Path, job: Job, *, resume: bool) -> None:
+    if resume:
+        require(can_resume(folder), "resume", str(folder), "a folder with a complete checkpoint")
+    else:
+        taken = (folder / CONFIGURATION).exists()
+        require(not taken, "out", str(folder), "a folder without a run (resume that one, or choose another folder)")
+        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    checkpoint.clean(folder / CHECKPOINTS)
+    replace_text(folder / CONFIGURATION, json.dumps(job.to_json(), indent=2) + "\n")
+
+
+def _run_rank(job: Job, output: Output, resume: bool) -> Result:
+    """Be one rank of a run."""
+    if launched():
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    with stop_requests() as stop, join(job.device) as world, display(output.show and world.leads) as view:
+        result = _train(job, world, output, view, stop, resume=resume)
+    if result.status == "stopped" and multiprocessing.parent_process() is not None:
+        raise SystemExit(
+            INTERRUPTED
+        )  # once signalled, our launcher waits for its ranks to exit, not for what they return
+    return result
+
+
+def _train(job: Job, world: World, output: Output, view: Watch, stop: Callable[[], bool], *, resume: bool) -> Result:
+    folder = world.agree(output.folder)
+    training = Training(
+        job,
+        world,
+        watch=_Recorder(folder, view),
+        stop=stop,
+        save=partial(_save, folder, world) if folder else None,
+        save_seconds=output.save_seconds,
+    )
+    if resume and folder:
+        _restore(training, folder, world)
+    return training.run()
+
+
+def _save(folder: Path, world: World, training: Training) -> None:
+    """Write a checkpoint; a full disk costs the checkpoint, not the run."""
+    try:
+        checkpoint.save(folder / CHECKPOINTS, training.position.step, training.state_dict())
+    except checkpoint.CheckpointError as error:
+        if world.leads:
+            warnings.warn(f"{error}; the run goes on, and an older checkpoint stays", NatgradWarning, stacklevel=2)
+
+
+def _restore(training: Training, folder: Path, world: World) -> None:
+    """Take over the newest checkpoint, and cut the metrics back to it."""
+    path = checkpoint.latest(folder / CHECKPOINTS)
+    if path is None:
+        raise checkpoint.CheckpointError(f"no complete checkpoint in {folder / CHECKPOINTS}")
+    training.load_state_dict(checkpoint.load(path))
+    if world.leads:
+        write_points(folder / METRICS, training.points)
+
+
+class _Recorder:
+    """Passes a run on to the display, and its points to a file.
+
+    Args:
+        folder: Of the file; None keeps nothing.
+        view: The display.
+    """
+
+    def __init__(self, folder: Path | None, view: Watch) -> None:
+        self._folder, self._view, self._missing = folder, view, False
+
+    def step(self, training: Training, loss: float) -> None:
+        self._view.step(training, loss)
+
+    def point(self, training: Training, point: Point) -> None:
+        self._view.point(training, point)
+        if self._folder is None:
+            return
+        path = self._folder / METRICS
+        try:
+            if self._missing:
+                write_points(path, training.points)
+            else:
+                append_point(path, point)
+            self._missing = False
+        except OSError as error:
+            self._missing = True
+            warnings.warn(f"{path} could not be written: {error}; tried again later", NatgradWarning, stacklevel=2)

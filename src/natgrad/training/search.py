@@ -1,0 +1,119 @@
+"""A search for hyper-parameters on a log grid, with as many trials for every contender."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from natgrad.errors import require
+
+from .contenders import Contender
+from .job import Job
+from .result import Result
+from .summary import final_value
+
+Objective = Literal["loss", "metric"]
+
+# No seed of a comparison, so that nothing is tuned to the seeds it is judged by.
+SEED = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found for one contender.
+
+    Attributes:
+        best: The varied fields at the best trial.
+        log: Every trial: varied fields, status, final loss and metric, seconds.
+    """
+
+    best: dict[str, float]
+    log: list[dict[str, Any]]
+
+
+def check_objective(objective: str) -> None:
+    """Check the name of an objective.
+
+    Raises:
+        ValueError: It is none.
+    """
+    require(objective in get_args(Objective), "objective", objective, f"one of {', '.join(get_args(Objective))}")
+
+
+def grid(ranges: Mapping[str, tuple[float, float]], trials: int) -> list[dict[str, float]]:
+    """Return `trials` points, evenly spaced in the logarithm, both ends included.
+
+    With two fields the grid is as near to a square as the divisors of `trials` allow, the first field having the finer
+    side; a side of one point is the geometric middle.
+
+    Raises:
+        ValueError: `trials` is below 1.
+    """
+    require(trials >= 1, "search", trials, "at least 1 trial")
+    names = list(ranges)
+    rows = max(d for d in range(1, math.isqrt(trials) + 1) if trials % d == 0) if len(names) > 1 else 1
+    counts = [trials // rows, rows][: len(names)]
+    axes = [_spaced(*ranges[name], count) for name, count in zip(names, counts, strict=True)]
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*axes)]
+
+
+def search(
+    contender: Contender,
+    trials: int,
+    *,
+    objective: Objective,
+    higher_is_better: bool,
+    job: Callable[[Mapping[str, float]], Job],
+    execute: Callable[[Job], Result],
+) -> Found:
+    """Try a grid and return the best point and the log.
+
+    Args:
+        contender: Whose ranges to search.
+        trials: Number of runs.
+        objective: What is compared: the final training loss, or the final metric and, where equal, the loss.
+        higher_is_better: Of the metric.
+        job: Makes the job of a grid point.
+        execute: Runs a job.
+
+    Raises:
+        ValueError: Every trial diverged.
+    """
+    tried = [(point, execute(job(point))) for point in grid(contender.ranges, trials)]
+    log = [{**point, **_outcome(result)} for point, result in tried]
+    finished = [index for index, entry in enumerate(log) if entry["status"] == "finished"]
+    if not finished:
+        raise ValueError(f"search={trials} found nothing for {contender.name}: every trial diverged")
+    best = min(finished, key=lambda index: _rank(log[index], objective=objective, higher_is_better=higher_is_better))
+    return Found(best=tried[best][0], log=log)
+
+
+def _rank(entry: Mapping[str, Any], *, objective: Objective, higher_is_better: bool) -> tuple[float, ...]:
+    """Return a key that is least for the best trial."""
+    loss, metric = float(entry["loss"]), float(entry["metric"])
+    return (loss,) if objective == "loss" else (-metric if higher_is_better else metric, loss)
+
+
+def _outcome(result: Result) -> dict[str, Any]:
+    if not result.points:
+        return {"status": result.status, "loss": None, "metric": None, "seconds": None}
+    return {
+        "status": result.status,
+        "loss": final_value(result, "loss"),
+        "metric": final_value(result, "metric"),
+        "seconds": round(result.points[-1].seconds, 3),
+    }
+
+
+def _spaced(low: float, high: float, count: int) -> list[float]:
+    """Return values from `low` to `high`, rounded to what a reader can take in."""
+    if count == 1:
+        return [_rounded(math.sqrt(low * high))]
+    return [_rounded(low * (high / low) ** (index / (count - 1))) for index in range(count)]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")

@@ -1,0 +1,60 @@
+"""The tuned hyper-parameters of a task, the target they set, and the log of the search that found them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from natgrad import tasks
+
+from .result import replace_text
+from .summary import Quantity
+
+COMMITTED = Path(tasks.__file__).parent / "tuned"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """One task's file.
+
+    Attributes:
+        task: Its name.
+        settings: For each contender the fields of its job.
+        target: Final loss and metric of the tuned reference contender; empty before a comparison has set it.
+        target_terms: What the target holds for: length, batch, task options, and how it came about.
+        search: How the search went: its terms, and the log of every trial by contender.
+        environment: Machine and versions of the search.
+    """
+
+    task: str
+    settings: Mapping[str, Mapping[str, Any]]
+    target: Mapping[Quantity, float] = field(default_factory=dict)
+    target_terms: Mapping[str, Any] = field(default_factory=dict)
+    search: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def read(task: str, folder: Path = COMMITTED) -> Tuned | None:
+    """Return what is known of a task, or None.
+
+    Raises:
+        ValueError: The file is no such file.
+    """
+    path = folder / f"{task}.json"
+    if not path.exists():
+        return None
+    try:
+        return Tuned(**json.loads(path.read_text()))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise ValueError(f"tuned={str(path)!r} is not allowed: it must be a file that a search wrote") from error
+
+
+def write(tuned: Tuned, folder: Path) -> Path:
+    """Write a task's file and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{tuned.task}.json"
+    replace_text(path, json.dumps(asdict(tuned), indent=1) + "\n")
+    return path

@@ -1,0 +1,119 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from natgrad.cli import app
+from natgrad.training.result import read_points
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def test_help_names_the_commands_and_tasks_lists_the_tasks():
+    assert all(name in run("--help").output for name in ("train", "compare", "tasks"))
+    assert all(name in run("tasks").output for name in ("autoencoder", "digits", "glyphs", "poisson"))
+
+
+def test_a_run_leaves_what_resuming_needs(tmp_path):
+    out = tmp_path / "run"
+    settings = ("--optimizer", "sgd", "--option", "momentum=0.9", "--lr", 0.05, "--curvature", "kfac")
+    done = run("train", "tabular", *settings, "--damping", 0.03, "--epochs", 2, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "epoch 2  step 14/14" in done.output
+    assert "preconditioner" in done.output
+    assert json.loads((out / "config.json").read_text())["options"] == {"momentum": 0.9}
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000000014"]
+    assert (out / "curves.svg").read_text().startswith("<svg")
+
+    more = run("train", "--resume", out, "--epochs", 3)
+    assert more.exit_code == 0, more.output
+    assert "epoch 3  step 21/21" in more.output
+    assert [point.step for point in read_points(out / "metrics.jsonl")] == [7, 14, 21]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("train",), "task=None"),
+        (("train", "nothing"), "nothing"),
+        (("train", "tabular", "--optimizer", "adamm"), "optimizer='adamm'"),
+        (("train", "tabular", "--option", "momentum"), "name=value"),
+        (("train", "tabular", "--option", "momentum=0.9"), "option momentum=0.9"),
+        (("train", "tabular", "--optimizer", "sgd", "--option", "momentum=-1"), "momentum"),
+        (("train", "tabular", "--set", "width=9"), "width"),
+        (("train", "tabular", "--curvature", "kfac", "--placement", "nowhere"), "placement"),
+        (("train", "tabular", "--workers", "3"), "batch_size=64"),
+        (("train", "--resume", "nowhere"), "resume='nowhere'"),
+        (("train", "--resume", "nowhere", "--lr", "3"), "lr=3"),
+        (("compare", "nothing"), "nothing"),
+        (("compare", "tabular", "--optimizers", "sgd,kfac"), "optimizers='kfac'"),
+        (("compare", "tabular", "--budget", "tiny"), "budget='tiny'"),
+        (("compare", "tabular", "--override", "natgrad.colour=3"), "override natgrad"),
+        (("compare", "tabular", "--override", "natgrad"), "NAME.FIELD=VALUE"),
+        (("compare", "tabular", "--override", "sgd.options={'momentun': 1}"), "momentun"),
+        (("compare", "tabular", "--objective", "speed"), "objective='speed'"),
+        (("compare", "tabular", "--seeds", "0"), "seeds=0"),
+        (("compare", "tabular", "tabular"), "each given once"),
+    ],
+)
+def test_a_mistake_is_one_line_and_touches_nothing(tmp_path, monkeypatch, arguments, named):
+    monkeypatch.chdir(tmp_path)
+    done = run(*arguments)
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith("error: ")
+    assert named in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_a_run_is_left_alone(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    done = run("train", "tabular", "--out", tmp_path)
+    assert done.exit_code == 2
+    assert "a folder without a run" in done.stderr
+    assert (tmp_path / "config.json").read_text() == "{}"
+
+
+def test_a_divergence_has_its_own_exit_code(tmp_path):
+    done = run("train", "tabular", "--optimizer", "sgd", "--lr", 1e38, "--out", tmp_path / "run")
+    assert done.exit_code == 1
+    assert "diverged" in done.output
+
+
+def test_compare_searches_compares_and_goes_on_where_it_stopped(tmp_path):
+    arguments = ("compare", "tabular", "--optimizers", "natgrad,adamw", "--seeds", 1, "--epochs", 2, "--out", tmp_path)
+    done = run(*arguments, "--search", 2)
+    assert done.exit_code == 0, done.output
+    runs = (tmp_path / "runs.jsonl").read_text()
+    assert len(runs.splitlines()) == 6
+    assert (tmp_path / "index.html").exists()
+    assert "to training loss" in done.output
+    assert str(tmp_path / "index.html") in done.output.replace("\n", "")
+
+    tuned = json.loads((tmp_path / "tuned" / "tabular.json").read_text())
+    assert {name: len(entry["log"]) for name, entry in tuned["search"].items()} == {"natgrad": 2, "adamw": 2}
+    assert set(tuned["target"]) == {"loss", "metric"}
+    results = json.loads((tmp_path / "results.json").read_text())
+    (task,) = results["tasks"]
+    assert [len(each) for each in task["runs"].values()] == [1, 1]
+    assert task["target"] == tuned["target"]
+
+    # From the tuned values just found, with every run at hand: nothing is run again, and the target stays as written.
+    again = run(*arguments, "--tuned", tmp_path / "tuned")
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "runs.jsonl").read_text() == runs
+    assert "written down" in again.output
+
+
+def test_help_is_there_without_the_heavy_parts():
+    script = """
+import sys
+from natgrad.cli import app
+loaded = {"sklearn", "matplotlib", "torchmetrics", "jinja2"} & set(sys.modules)
+raise SystemExit(f"imported {sorted(loaded)}" if loaded else 0)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,0 +1,128 @@
+import re
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from natgrad import tasks
+from natgrad.report import page
+from natgrad.report.plots import overview, save, to_svg
+from natgrad.report.sheets import NEVER, comparison_sheets, task_sheet
+from natgrad.report.tables import table
+from natgrad.tasks import Metric
+from natgrad.training.compare import Comparison, Outcome
+from natgrad.training.result import Point, Result
+from natgrad.training.summary import summarise, targets
+
+FACTORS = {"natgrad": 0.2, "sgd": 4.0, "adamw": 1.0, "muon": 2.0}
+
+
+def run(factor, seed):
+    points = [
+        Point(
+            epoch=epoch,
+            step=10 * epoch,
+            seconds=0.2 * epoch * (1 + seed / 10),
+            loss=factor * (1 + seed / 100) / epoch**2,
+            metric=1 - factor / (10 * epoch),
+            learning_rate=0.1,
+            samples_per_second=100.0,
+            share=0.4 if factor < 1 else 0.0,
+            peak_bytes=2**28,
+        )
+        for epoch in range(1, 11)
+    ]
+    return Result(status="finished", points=points)
+
+
+@pytest.fixture(scope="module")
+def outcome():
+    comparison = Comparison(task_names=("tabular",))
+    settings = {name: comparison.contender(name, None).settings for name in FACTORS}
+    results = {name: [run(factor, seed) for seed in range(3)] for name, factor in FACTORS.items()}
+    task, target = tasks.get("tabular"), targets(results)
+    return Outcome(
+        task=task,
+        results=results,
+        rows=[summarise(name, settings[name], results[name], task.metric, target) for name in FACTORS],
+        target=target,
+        target_origin="adamw",
+        known=None,
+        job=comparison.job("tabular", settings["adamw"], seed=0).resolved(),
+    )
+
+
+def test_what_natgrad_wins_and_what_others_lose_is_in_the_table(outcome):
+    loss, metric, end, settings = comparison_sheets(outcome)
+    rows = {row[0]: row for row in loss.rows}
+    assert rows["natgrad"][1:3] == ("50", "0.50")
+    assert rows["sgd"][1:] == (NEVER, "-", NEVER, "-", NEVER, "-", "0 of 3")
+    assert "accuracy" in metric.title
+    assert {row[0]: row[4] for row in end.rows}["natgrad"] == "40%"
+    assert "damping 0.03" in {row[0]: row[1] for row in settings.rows}["natgrad"]
+    assert "AdamW the others" in settings.caption
+
+
+def test_tables_fit_a_terminal_and_show_every_cell(outcome):
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    sheets = [*comparison_sheets(outcome), task_sheet(tasks.get(name) for name in tasks.names())]
+    for sheet in sheets:
+        console.print(table(sheet))
+    text = console.export_text()
+    assert "not reached" in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 140
+
+
+def test_curves_show_the_median_and_the_band_of_seeds():
+    points = {"some": [run(1.0, seed).points for seed in range(3)]}
+    figure = overview(points, Metric(name="error", better="lower"), {"loss": 0.5})
+    assert [axes.get_xlabel() for axes in figure.axes] == ["steps", "seconds of training"] * 2
+    line = figure.axes[0].lines[0]
+    assert list(line.get_xdata()) == [10 * epoch for epoch in range(1, 11)]
+    assert list(line.get_ydata()) == pytest.approx([1.01 / epoch**2 for epoch in range(1, 11)])
+    band = figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((0.01, 1.02))
+    assert [axes.get_yscale() for axes in figure.axes] == ["log", "log", "linear", "linear"]
+
+
+def test_a_run_that_ended_early_is_drawn_as_far_as_it_went(tmp_path):
+    runs = [run(1.0, 0).points, run(1.0, 1).points[:3]]
+    figure = overview({"some": runs}, Metric(name="error", better="lower"))
+    assert len(figure.axes[0].lines[0].get_xdata()) == 10
+    save(figure, tmp_path / "curves.svg")
+    assert (tmp_path / "curves.svg").read_text().startswith("<svg")
+
+
+def test_text_takes_the_readers_colour():
+    svg = to_svg(overview({"some": [run(1.0, 0).points]}, Metric(name="error", better="lower")))
+    assert "currentColor" in svg
+    assert "#000000" not in svg
+
+
+class Links(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+        self.tags = []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.found += [value for name, value in attributes if name in ("href", "src", "xlink:href", "srcset", "data")]
+
+
+def test_the_page_needs_nothing_beside_itself(outcome, tmp_path):
+    path = tmp_path / "index.html"
+    page.write([outcome], path)
+    text = path.read_text()
+    parser = Links()
+    parser.feed(text)
+    assert parser.found
+    assert all(link.startswith("#") for link in parser.found)
+    assert not {"script", "link", "img", "iframe"} & set(parser.tags)
+    assert "@import" not in text
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
+    assert "color-scheme: light dark" in text
+    assert NEVER in text
+    assert parser.tags.count("table") == 4
+    assert parser.tags.count("svg") == 1

@@ -1,0 +1,130 @@
+import itertools
+
+import pytest
+import torch
+
+from natgrad.training.display import Silent
+from natgrad.training.job import Job
+from natgrad.training.loop import Training
+from natgrad.training.world import World
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+KFAC = {"optimizer": "sgd", "options": {"momentum": 0.9}, "curvature": "kfac", "learning_rate": 0.05, "damping": 0.03}
+
+
+def training(job, *, stop=lambda: False, save=None, save_seconds=1e9):
+    return Training(job.resolved(), ALONE, watch=Silent(), stop=stop, save=save, save_seconds=save_seconds)
+
+
+def stop_after(steps):
+    asked = itertools.count(1)
+    return lambda: next(asked) >= steps
+
+
+def parameters(run):
+    return torch.cat([each.detach().flatten() for each in run.model.parameters()])
+
+
+def test_a_first_order_run_is_the_plain_loop():
+    job = Job(task="tabular", optimizer="adamw", learning_rate=0.01, epochs=2)
+    run = training(job)
+    result = run.run()
+
+    task = job.build_task()
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train, test = task.datasets()
+    for epoch in range(2):
+        generator = torch.Generator()
+        generator.manual_seed(epoch)  # as DistributedSampler draws its order
+        losses = []
+        for indices in torch.randperm(len(train), generator=generator).split(64):
+            inputs, targets = train[indices]
+            optimizer.zero_grad()
+            loss = task.loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item() * len(indices))
+        assert result.points[epoch].loss == pytest.approx(sum(losses) / len(train), rel=1e-6)
+    assert torch.equal(parameters(run), torch.cat([each.detach().flatten() for each in model.parameters()]))
+    inputs, targets = test[:]
+    accuracy = (model.eval()(inputs).argmax(1) == targets).float().mean()
+    assert result.points[-1].metric == pytest.approx(accuracy.item())
+    assert [point.step for point in result.points] == [7, 14]
+
+
+@pytest.mark.parametrize("settings", [{"optimizer": "sgd", "learning_rate": 0.1}, {**KFAC, "fisher": "empirical"}])
+def test_accumulation_changes_nothing(settings):
+    whole, parts = (training(Job(task="tabular", steps=3, accumulate=k, **settings)) for k in (1, 4))
+    for each in (whole, parts):
+        each.run()
+    assert torch.allclose(parameters(whole), parameters(parts), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"optimizer": "sgd"}, {"optimizer": "adamw"}, {"optimizer": "muon", "schedule": "cosine", "warmup": 3}, KFAC],
+)
+def test_a_stopped_run_goes_on_bit_by_bit(settings):
+    job = Job(task="tabular", steps=21, seed=3, **settings)
+    straight = training(job)
+    expected = straight.run()
+
+    states = []
+    first = training(job, stop=stop_after(12), save=lambda run: states.append(run.state_dict()))
+    assert first.run().status == "stopped"
+    assert first.position.step == 13  # in the middle of a pass; a stop is heard a step later
+    torch.manual_seed(99)
+    second = training(job)
+    state = states[0]
+    state["optimizer"]["state"] = {str(key): value for key, value in state["optimizer"]["state"].items()}
+    second.load_state_dict(state)
+    result = second.run()
+    assert torch.equal(parameters(second), parameters(straight))
+    assert [(point.step, point.loss, point.metric) for point in result.points] == [
+        (point.step, point.loss, point.metric) for point in expected.points
+    ]
+
+
+def test_noise_goes_on_where_it_stopped():
+    states = []
+    run = training(Job(task="tabular", steps=2), save=lambda run: states.append(run.state_dict()))
+    run.run()
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    training(Job(task="tabular", steps=2)).load_state_dict(states[0])
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_divergence_ends_the_run_and_keeps_what_came_before():
+    saved = []
+    run = training(Job(task="tabular", optimizer="sgd", learning_rate=1e38, epochs=5), save=saved.append)
+    result = run.run()
+    assert result.status == "diverged"
+    assert run.position.step < 35
+    assert all(point.loss == point.loss for point in result.points)
+    assert not saved
+
+
+def test_the_preconditioner_reports_its_share():
+    result = training(Job(task="tabular", steps=4, **KFAC)).run()
+    assert 0 < result.points[-1].share < 1
+    assert result.preconditioner["factor_updates"] == 4
+    assert result.traffic["factors"] == 0
+    assert training(Job(task="tabular", steps=4)).run().points[-1].share == 0
+
+
+def test_lbfgs_gets_its_closure():
+    options = {"line_search_fn": "strong_wolfe", "max_iter": 5}
+    result = training(Job(task="tabular", optimizer="lbfgs", options=options, batch_size=448, epochs=3)).run()
+    assert result.status == "finished"
+    assert result.points[-1].loss < 0.5 * result.points[0].loss
+
+
+def test_checkpoints_are_spaced_in_time_and_the_end_has_one():
+    rare, frequent = [], []
+    training(Job(task="tabular", epochs=3), save=lambda run: rare.append(run.position.step)).run()
+    training(Job(task="tabular", epochs=3), save=lambda run: frequent.append(run.position.step), save_seconds=0).run()
+    assert rare == [21]
+    assert frequent == [7, 14, 21, 21]

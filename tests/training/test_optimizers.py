@@ -1,0 +1,140 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from natgrad.training import optimizers
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6)
+        self.convolution = nn.Conv1d(6, 6, 3, padding=1)
+        self.hidden = nn.Linear(6, 5)
+        self.norm = nn.LayerNorm(5)
+        self.frozen = nn.Linear(5, 5)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(5, 7)
+
+    def forward(self, ids):
+        values = self.convolution(self.embedding(ids).transpose(1, 2)).transpose(1, 2)
+        return self.head(self.frozen(self.norm(self.hidden(values))))
+
+
+def gradients(net):
+    torch.manual_seed(1)
+    net.zero_grad()
+    ids = torch.randint(7, (4, 9))
+    nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten()).backward()
+
+
+@pytest.mark.parametrize("name", optimizers.names())
+def test_every_optimizer_of_torch_trains(name):
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = optimizers.build(name.upper(), net, optimizers.default_learning_rate(name), {})
+    before = net.head.weight.clone()
+
+    def closure():
+        gradients(net)
+        return torch.tensor(1.0)
+
+    optimizer.step(closure)
+    assert not torch.equal(net.head.weight, before)
+
+
+def test_muon_takes_the_hidden_matrices_alone():
+    net = Net()
+    matrices, others = optimizers.split_for_muon(net)
+    assert [id(each) for each in matrices] == [id(net.hidden.weight)]
+    trained = {id(each) for each in net.parameters() if each.requires_grad}
+    assert {id(each) for each in others} == trained - {id(net.hidden.weight)}
+
+
+def test_a_tied_head_is_no_hidden_matrix():
+    net = Net()
+    net.tied = nn.Linear(6, 7)
+    net.tied.weight = net.embedding.weight
+    matrices, _ = optimizers.split_for_muon(net)
+    assert all(each is not net.embedding.weight for each in matrices)
+
+
+def test_muon_does_what_its_two_parts_do_apart():
+    torch.manual_seed(0)
+    joint, apart = Net(), Net()
+    apart.load_state_dict(joint.state_dict())
+    one = optimizers.build("muon", joint, 0.02, {"momentum": 0.9})
+    matrices, others = optimizers.split_for_muon(apart)
+    two = [
+        torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=0.02, weight_decay=0.01),
+    ]
+    for _ in range(3):
+        gradients(joint)
+        one.step()
+        gradients(apart)
+        for part in two:
+            part.step()
+    for first, second in zip(joint.parameters(), apart.parameters(), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_muon_resumes_from_its_state_and_follows_its_learning_rate():
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = optimizers.build("muon", net, 0.02, {})
+    gradients(net)
+    optimizer.step()
+    other = Net()
+    other.load_state_dict(net.state_dict())
+    resumed = optimizers.build("muon", other, 0.5, {})
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for model, each in ((net, optimizer), (other, resumed)):
+        gradients(model)
+        each.step()
+    assert torch.equal(net.hidden.weight, other.hidden.weight)
+    for group in resumed.param_groups:
+        group["lr"] = 0.0
+    before = copy.deepcopy(other.state_dict())
+    gradients(other)
+    resumed.step()
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_options_are_read_as_python_values():
+    read = optimizers.parse(["momentum=0.9", "betas=(0.9, 0.95)", "nesterov=True", "adjust_lr_fn = original"])
+    assert read == {"momentum": 0.9, "betas": (0.9, 0.95), "nesterov": True, "adjust_lr_fn": "original"}
+
+
+@pytest.mark.parametrize("wrong", [["momentum"], ["=3"], ["eps=1", "eps=2"], ["eps=__import__('os')"], ["eps=1 +"]])
+def test_what_is_no_option_is_named(wrong):
+    with pytest.raises(ValueError, match="is not allowed"):
+        optimizers.parse(wrong)
+
+
+def test_a_value_that_an_optimizer_refuses_is_an_error_of_value():
+    with pytest.raises(ValueError, match="momentum"):
+        optimizers.build("sgd", Net(), 0.1, {"momentum": -1})
+    with pytest.raises(ValueError, match="betas"):
+        optimizers.build("adamw", Net(), 0.1, {"betas": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ("step", [0.5, 1, 1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01]),
+        ("cosine", [0.5, 1, 1, 0.962, 0.854, 0.691, 0.5, 0.309, 0.146, 0.038]),
+    ],
+)
+def test_the_learning_rate_over_a_run(name, expected):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = optimizers.schedule(optimizer, name, warmup=2, steps=10)
+    rates = []
+    for _ in range(10):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([2 * each for each in expected], abs=2e-3)
