@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)  ## Compare natural gradient with its rivals on two embedded tasks (about 4 minutes)
-	$(RUN)natgrad compare autoencoder digits --workers 2 --budget demo --out runs/demo
+	$(RUN)natgrad compare autoencoder digits --workers 2 --out runs/demo
 
 test: $(READY)  ## Run the tests
 	$(RUN)python -m pytest -m "not slow"
@@ -28,6 +28,7 @@ test-slow: $(READY)  ## Run the tests that take minutes
 	$(RUN)python -m pytest -m slow
 
 bench: $(READY)  ## Run every benchmark; results go to benchmarks/results
+	$(RUN)python -m benchmarks.gram
 	$(RUN)python -m benchmarks.step
 
 lint: $(READY)

@@ -71,14 +71,14 @@ class Capture:
         self._unsampled: list[tuple[GradientEdge, _Use]] = []
         self.wanted = True
         self.sampling = False
-        self.sums = Sums([])
+        self.sums = Sums([], fused=False)
         self.backwards: dict[int, int] = {}
         self.seconds = 0.0
 
-    def attach(self, stacks: list[Stack]) -> None:
-        """Set the hooks on the layers of `stacks`, in place of those set before."""
+    def attach(self, stacks: list[Stack], *, fused: bool) -> None:
+        """Set the hooks on the layers of `stacks`, in place of those set before; `fused` is that of `Sums`."""
         self.detach()
-        self.sums = Sums(stacks)
+        self.sums = Sums(stacks, fused=fused)
         self._handles.append(self._root.register_forward_pre_hook(_RootTap(self), with_kwargs=True))
         for stack in stacks:
             for member in stack.members:

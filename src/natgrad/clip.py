@@ -45,7 +45,7 @@ class Clip:
         total: Tensor | None = None
         finite = []
         for entry in gradients.entries:
-            inner = entry.inner_product()
+            inner = entry.inner
             finite.append(inner.isfinite())
             if self.bound is not None and entry.ready:
                 firsts = [next(iter(member.layer.parameters()))[0] for member in entry.members]

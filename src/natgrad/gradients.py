@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 import torch
@@ -19,16 +19,31 @@ class Entry:
     Attributes:
         stack: The stack.
         members: The layers.
-        W: Raw gradients ``[N, o, i]``.
-        V: Preconditioned gradients ``[N, o, i]``, once solved; W itself until then, and where there is no curvature.
         ready: Whether there is curvature.
+        V: Preconditioned gradients ``[N, o, i]``, once solved; the raw ones W where there is no curvature yet.
+        inner: ⟨V, W⟩ of each block ``[N]``; not finite where the gradient is not.
     """
 
     stack: Stack
     members: list[Member]
-    W: Tensor
-    V: Tensor
     ready: bool
+    V: Tensor = field(init=False)
+    inner: Tensor = field(init=False)
+
+    def solve(self, damping: float) -> None:
+        """Gather the raw gradients and precondition them; a missing one of two (weight, bias) counts as zero."""
+        stack = self.stack
+        W = torch.empty(sum(self.blocks), stack.outputs, stack.inputs, dtype=stack.solve_dtype, device=stack.device)
+        targets, sources = [], []
+        for parameter, view in _views(self.members, W):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                targets.append(view)
+                sources.append(parameter.grad)
+        torch._foreach_copy_(targets, sources)
+        self.V = stack.curvature.solve(self.held(), W, damping) if self.ready else W
+        self.inner = torch.bmm(self.V.flatten(1)[:, None, :], W.flatten(1)[:, :, None])[:, 0, 0]
 
     @property
     def blocks(self) -> list[int]:
@@ -48,10 +63,6 @@ class Entry:
             return self.stack.held
         index = torch.tensor(places, device=self.stack.device)
         return {name: tensor.index_select(0, index) for name, tensor in self.stack.held.items()}
-
-    def inner_product(self) -> Tensor:
-        """Return ⟨V, W⟩ of each block ``[N]``; not finite where the gradient is not."""
-        return torch.bmm(self.V.flatten(1)[:, None, :], self.W.flatten(1)[:, :, None])[:, 0, 0]
 
     def scale_(self, scale: float | Tensor, fine: Tensor) -> None:
         """Multiply V by `scale`, and by zero where not `fine` ``[N]``."""
@@ -75,31 +86,19 @@ class Gradients:
 
     @classmethod
     def take(cls, stacks: list[Stack]) -> Gradients:
-        """Gather ``.grad`` of every layer; a missing one of two (weight, bias) counts as zero."""
-        entries, targets, sources = [], [], []
+        """Find every layer with a ``.grad``."""
+        entries = []
         for stack, usable in product(stacks, (True, False)):
             pairs = zip(stack.members, stack.ready, strict=True)
             members = [member for member, ready in pairs if ready == usable and _has_gradient(member)]
-            if not members:
-                continue
-            size = sum(member.stop - member.start for member in members)
-            W = torch.empty(size, stack.outputs, stack.inputs, dtype=stack.solve_dtype, device=stack.device)
-            for parameter, view in _views(members, W):
-                if parameter.grad is None:
-                    view.zero_()
-                else:
-                    targets.append(view)
-                    sources.append(parameter.grad)
-            entries.append(Entry(stack, members, W, W, usable))
-        if targets:
-            torch._foreach_copy_(targets, sources)
+            if members:
+                entries.append(Entry(stack, members, usable))
         return cls(entries)
 
     def solve(self, damping: float) -> None:
-        """Precondition every stack, one batched solve each; what has no curvature yet stays a plain gradient."""
+        """Precondition every stack; what has no curvature yet stays a plain gradient."""
         for entry in self.entries:
-            if entry.ready:
-                entry.V = entry.stack.curvature.solve(entry.held(), entry.W, damping)
+            entry.solve(damping)
 
     def give(self) -> None:
         """Write the preconditioned gradients into ``.grad``, in place."""

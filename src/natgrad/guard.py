@@ -55,23 +55,19 @@ class Watch:
         self._streaks: dict[tuple[str, int], tuple[Stack, Tensor]] = {}
         self._checks = 0
 
-    def saw_factors(self, stack: Stack, bad: Tensor) -> None:
-        """Count the blocks ``[N]`` whose statistics were not finite."""
-        self._count("skipped_factors", "factors", stack, bad)
+    def saw_factors(self, stack: Stack, blocks: slice, bad: Tensor) -> None:
+        """Count the blocks ``[n]`` whose statistics were not finite."""
+        self._count("skipped_factors", "factors", stack, blocks, bad)
 
     def saw_gradients(self, stack: Stack, blocks: list[int] | None, bad: Tensor) -> None:
-        """Count the blocks whose gradients were not finite; `blocks` are their places in the stack, None: all."""
-        if blocks is not None:
-            whole = torch.zeros(stack.size, dtype=torch.bool, device=bad.device)
-            whole[torch.tensor(blocks, device=bad.device)] = bad
-            bad = whole
-        self._count("skipped_gradients", "gradients", stack, bad)
+        """Count the blocks ``[n]`` whose gradients were not finite; None: they are all of the stack."""
+        places = slice(None) if blocks is None else torch.tensor(blocks, device=bad.device)
+        self._count("skipped_gradients", "gradients", stack, places, bad)
 
     def saw_decompositions(self, stack: Stack, part: str, start: int, success: list[bool]) -> None:
         """Count the blocks from `start` on whose decomposition failed."""
-        bad = torch.zeros(stack.size, dtype=torch.bool)
-        bad[start : start + len(success)] = ~torch.tensor(success)
-        self._count("failed_decompositions", f"decomposition of {part}", stack, bad, within=(start, len(success)))
+        blocks = slice(start, start + len(success))
+        self._count("failed_decompositions", f"decomposition of {part}", stack, blocks, ~torch.tensor(success))
 
     def check(self) -> None:
         """Raise if a layer has been in trouble more often in a row than the guard allows.
@@ -110,15 +106,13 @@ class Watch:
         """Forget streaks: the stacks have changed."""
         self._streaks.clear()
 
-    def _count(self, total: str, kind: str, stack: Stack, bad: Tensor, within: tuple[int, int] | None = None) -> None:
+    def _count(self, total: str, kind: str, stack: Stack, blocks: slice | Tensor, bad: Tensor) -> None:
         key = (kind, id(stack))
         fine = bad.device.type == "cpu" and not bool(bad.any())
         if fine and key not in self._streaks:
             return
         known = self._streaks.get(key)
         streak = known[1] if known else torch.zeros(stack.size, dtype=torch.int32, device=bad.device)
-        start, length = within or (0, stack.size)
-        here = slice(start, start + length)
-        streak[here] = torch.where(bad[here], streak[here] + 1, 0)
+        streak[blocks] = torch.where(bad, streak[blocks] + 1, 0)
         self._streaks[key] = (stack, streak)
         self._totals[total] = self._totals[total] + bad.sum()

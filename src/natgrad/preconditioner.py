@@ -242,7 +242,6 @@ class Preconditioner:
                 self._runtime.sum_(message, kinds)
         with self._phase("renew"):
             renewed = fold(self._capture.sums, self._watch)
-            self._capture.sums.release()
             # The answer is waited for only before the first renewal: a checkpoint loader may step before any forward,
             # and a first batch may be poisoned.
             if renewed is not None and (self._last_factors is not None or bool(renewed)):
@@ -351,7 +350,7 @@ class Preconditioner:
             for part in one.parts
         }
         self._plan = make_plan(self._placement, costs, self._runtime.ranks)
-        self._capture.attach(self._stacks)
+        self._capture.attach(self._stacks, fused=self._runtime.ranks > 1)
         self._watch.forget()
 
     def _rebuild_if_changed(self) -> None:

@@ -31,20 +31,21 @@ def fold(sums: Sums, watch: Watch) -> Tensor | None:
         Whether any block was renewed (a lazy bool), or None if there are no blocks.
     """
     renewed: Tensor | None = None
-    for stack, tensors, samples, rows in sums.arrived():
-        weight = stack.allocate_averages()
-        seen = samples > 0
-        finite = torch.stack([_finite(spec, tensors[spec.name]) for spec in stack.statistics]).all(0)
+    for piece in sums.arrived():
+        stack, blocks = piece.stack, piece.blocks
+        weight = stack.allocate_averages()[blocks]
+        seen = piece.samples > 0
+        finite = torch.stack([_finite(spec, piece.sums[spec.name]) for spec in stack.statistics]).all(0)
         fine = seen & finite
         decay = stack.curvature.factor_decay
         for spec in stack.statistics:
-            fresh, average = tensors[spec.name], stack.averages[spec.name]
+            fresh, average = piece.sums[spec.name], stack.averages[spec.name][blocks]
             if spec.symmetric:
                 gram.symmetrize_(fresh)
-            divisor = (samples if spec.mean == "samples" else rows).clamp(min=1)
+            divisor = (piece.samples if spec.mean == "samples" else piece.rows).clamp(min=1)
             blend_(average, fresh, decay, (1 - decay) / divisor, fine)
         weight.copy_(torch.where(fine, decay * weight + (1 - decay), weight))
-        watch.saw_factors(stack, seen & ~finite)
+        watch.saw_factors(stack, blocks, seen & ~finite)
         renewed = fine.any() if renewed is None else renewed | fine.any().to(renewed.device)
     return renewed
 

@@ -1,9 +1,9 @@
-"""The raw sums of one step: one contiguous message per dtype and device, into which the hooks write directly."""
+"""The raw sums of one step, in contiguous messages into which the hooks write directly."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,72 +36,105 @@ class Tally:
 
 
 @dataclass
-class _Message:
-    """The sums of all stacks with one dtype and device, then the counters: samples and rows of each layer."""
+class Arrived:
+    """What has been summed for some blocks of a stack.
 
-    stacks: list[Stack]
-    numel: int = 0
-    buffer: Tensor | None = None
-    views: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    stacked: list[dict[str, Tensor]] = field(default_factory=list)
+    Attributes:
+        stack: The stack.
+        blocks: Which of its N blocks.
+        sums: A tensor ``[n, *shape]`` for each statistic.
+        samples: ``[n]``.
+        rows: Samples times positions ``[n]``.
+    """
+
+    stack: Stack
+    blocks: slice
+    sums: dict[str, Tensor]
+    samples: Tensor
+    rows: Tensor
+
+
+class _Message:
+    """Sums that travel together in one buffer, with their counters at its end: samples and rows of each layer."""
+
+    def __init__(self, pieces: list[tuple[Stack, list[Member]]]) -> None:
+        """Lay out neighbouring layers of some stacks; no tensor is made."""
+        self.pieces = pieces
+        self.members = [(stack, member) for stack, members in pieces for member in members]
+        self.numel = 2 * len(self.members) + sum(
+            (members[-1].stop - members[0].start) * spec.numel for stack, members in pieces for spec in stack.statistics
+        )
+        self.buffer: Tensor | None = None
+        self.views: dict[str, dict[str, Tensor]] = {}
+        self._stacked: list[dict[str, Tensor]] = []
 
     def allocate(self) -> Tensor:
-        """Make the buffer and cut it into views; its memory is uninitialised."""
-        first = self.stacks[0]
+        """Make the buffer, of uninitialised memory, and cut it into views; or return the one there is."""
+        if self.buffer is not None:
+            return self.buffer
+        first = self.pieces[0][0]
         self.buffer = torch.empty(self.numel, dtype=first.dtype, device=first.device)
         offset = 0
-        for stack in self.stacks:
-            tensors = {}
+        for stack, members in self.pieces:
+            start, size, tensors = members[0].start, members[-1].stop - members[0].start, {}
             for spec in stack.statistics:
-                end = offset + stack.size * spec.numel
-                tensors[spec.name] = self.buffer[offset:end].view(stack.size, *spec.shape)
+                end = offset + size * spec.numel
+                tensors[spec.name] = self.buffer[offset:end].view(size, *spec.shape)
                 offset = end
-            self.stacked.append(tensors)
-            for member in stack.members:
-                self.views[member.layer.name] = {name: t[member.blocks] for name, t in tensors.items()}
+            self._stacked.append(tensors)
+            for member in members:
+                own = slice(member.start - start, member.stop - start)
+                self.views[member.layer.name] = {name: tensor[own] for name, tensor in tensors.items()}
         return self.buffer
+
+    def arrived(self) -> Iterator[Arrived]:
+        """Yield the sums of each piece."""
+        assert self.buffer is not None
+        counters = iter(self.buffer[-2 * len(self.members) :].view(-1, 2).split([len(m) for _, m in self.pieces]))
+        for (stack, members), tensors, own in zip(self.pieces, self._stacked, counters, strict=True):
+            blocks = slice(members[0].start, members[-1].stop)
+            size = blocks.stop - blocks.start
+            if size != len(members):
+                repeats = torch.tensor([member.stop - member.start for member in members], device=own.device)
+                own = own.repeat_interleave(repeats, dim=0, output_size=size)  # noqa: PLW2901
+            yield Arrived(stack, blocks, tensors, own[:, 0], own[:, 1])
 
     def release(self) -> None:
         """Drop the buffer."""
         self.buffer = None
         self.views.clear()
-        self.stacked.clear()
+        self._stacked.clear()
 
 
 class Sums:
     """Raw sums and counts of all layers.
 
-    Memory is taken at the first capture of a step and dropped by `release`.
+    Memory is taken when a layer is first captured, and dropped when it has been read: at the end of a forward pass,
+    when memory is scarcest, the sums would be in the way. With `fused` all sums of one dtype and
+    device are one message; otherwise each layer has its own, which exists no sooner than it must.
     """
 
-    def __init__(self, stacks: Sequence[Stack]) -> None:
+    def __init__(self, stacks: Sequence[Stack], *, fused: bool) -> None:
         """Lay out the messages; no tensor is made."""
-        groups: dict[tuple[torch.dtype, torch.device], list[Stack]] = {}
+        groups: dict[object, list[tuple[Stack, list[Member]]]] = {}
         for stack in stacks:
-            groups.setdefault((stack.dtype, stack.device), []).append(stack)
-        self._messages = [_Message(group) for group in groups.values()]
-        self._home: dict[str, _Message] = {}
-        self.tallies: dict[str, Tally] = {}
-        for message in self._messages:
-            for stack in message.stacks:
-                message.numel += stack.size * sum(spec.numel for spec in stack.statistics)
-                for member in stack.members:
-                    message.numel += 2
-                    self._home[member.layer.name] = message
-                    self.tallies[member.layer.name] = Tally()
+            if fused:
+                groups.setdefault((stack.dtype, stack.device), []).append((stack, stack.members))
+            else:
+                groups.update({member.layer.name: [(stack, [member])] for member in stack.members})
+        self._messages = [_Message(pieces) for pieces in groups.values()]
+        self._home = {member.layer.name: message for message in self._messages for _, member in message.members}
+        self.tallies = {name: Tally() for name in self._home}
 
     @property
     def empty(self) -> bool:
         """Whether nothing was added since the last step."""
-        return all(message.buffer is None for message in self._messages) or not any(
-            tally.rows for tally in self.tallies.values()
-        )
+        return not any(tally.rows for tally in self.tallies.values())
 
     def of(self, layer: str) -> dict[str, Tensor]:
         """Return the sums of a layer ``[n, *shape]``, uninitialised if its tally is at zero."""
         message = self._home[layer]
-        if message.buffer is None:
-            message.allocate()
+        message.allocate()
         return message.views[layer]
 
     def close(self, shares: dict[str, float], gain: float | Tensor) -> list[tuple[Tensor, dict[str, int]]]:
@@ -118,9 +151,9 @@ class Sums:
         """
         ready = []
         for message in self._messages:
-            buffer = message.buffer if message.buffer is not None else message.allocate()
+            buffer = message.allocate()
             counters: list[float] = []
-            for stack, member in _members(message):
+            for stack, member in message.members:
                 name = member.layer.name
                 tally, share = self.tallies[name], shares.get(name, 1.0)
                 _correct(stack, message.views[name], gain * share, seen=tally.rows > 0)
@@ -129,25 +162,10 @@ class Sums:
             ready.append((buffer, {"factors": message.numel - len(counters), "counters": len(counters)}))
         return ready
 
-    def arrived(self) -> list[tuple[Stack, dict[str, Tensor], Tensor, Tensor]]:
-        """Return for each stack its sums ``[N, *shape]``, samples ``[N]`` and rows ``[N]``, as they stand now."""
-        result = []
+    def arrived(self) -> Iterator[Arrived]:
+        """Yield the sums as they stand now, and drop each message once it has been read."""
         for message in self._messages:
-            assert message.buffer is not None
-            counters = message.buffer[-2 * len(_members(message)) :].view(-1, 2)
-            start = 0
-            for stack, tensors in zip(message.stacks, message.stacked, strict=True):
-                own = counters[start : start + len(stack.members)]
-                start += len(stack.members)
-                if stack.size != len(stack.members):
-                    blocks = [member.stop - member.start for member in stack.members]
-                    own = own.repeat_interleave(torch.tensor(blocks, device=own.device), dim=0, output_size=stack.size)
-                result.append((stack, tensors, own[:, 0], own[:, 1]))
-        return result
-
-    def release(self) -> None:
-        """Drop the sums: at the end of the next forward pass, when memory is scarcest, they would be in the way."""
-        for message in self._messages:
+            yield from message.arrived()
             message.release()
 
     def reset(self) -> None:
@@ -155,11 +173,8 @@ class Sums:
         for tally in self.tallies.values():
             tally.samples = tally.rows = tally.task_samples = 0
             tally.task = None
-        self.release()
-
-
-def _members(message: _Message) -> list[tuple[Stack, Member]]:
-    return [(stack, member) for stack in message.stacks for member in stack.members]
+        for message in self._messages:
+            message.release()
 
 
 def _correct(stack: Stack, views: dict[str, Tensor], factor: float | Tensor, *, seen: bool) -> None:

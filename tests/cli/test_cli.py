@@ -51,7 +51,7 @@ def test_a_run_leaves_what_resuming_needs(tmp_path):
         (("train", "--resume", "nowhere", "--lr", "3"), "lr=3"),
         (("compare", "nothing"), "nothing"),
         (("compare", "tabular", "--optimizers", "sgd,kfac"), "optimizers='kfac'"),
-        (("compare", "tabular", "--budget", "tiny"), "budget='tiny'"),
+        (("compare", "tabular", "--epochs", "0"), "epochs=0"),
         (("compare", "tabular", "--override", "natgrad.colour=3"), "override natgrad"),
         (("compare", "tabular", "--override", "natgrad"), "NAME.FIELD=VALUE"),
         (("compare", "tabular", "--override", "sgd.options={'momentun': 1}"), "momentun"),

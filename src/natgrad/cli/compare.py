@@ -11,10 +11,6 @@ import typer
 if TYPE_CHECKING:
     from natgrad.training.compare import Comparison, Outcome
 
-# Passes over the training set that let the whole demonstration end in about four minutes on two cores.
-_DEMO_EPOCHS = {"autoencoder": 200, "digits": 20}
-_DEMO_DIVISOR = 4
-
 _WIDTH = 140
 
 
@@ -29,11 +25,10 @@ def compare(
         int, typer.Option(help="Trials a contender before the comparison; 0: start from tuned values.")
     ] = 0,
     objective: Annotated[str, typer.Option(help="What a search goes by: final loss or metric.")] = "loss",
-    budget: Annotated[str, typer.Option(help="full or demo (shorter runs).")] = "full",
-    epochs: Annotated[int | None, typer.Option(help="In place of the budget's.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="In place of each task's own.")] = None,
     steps: Annotated[int | None, typer.Option(help="In place of epochs.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Over all ranks; default: the task's.")] = None,
-    schedule: Annotated[str, typer.Option(help="constant, cosine or step, for all contenders.")] = "constant",
+    schedule: Annotated[str, typer.Option(help="constant, cosine or step, for all contenders.")] = "cosine",
     override: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME.FIELD=VALUE", help="Fix a contender's setting, as natgrad.form=eigen; repeatable."),
@@ -60,7 +55,7 @@ def compare(
         optimizers=tuple(name.strip() for name in optimizers.split(",")),
         seeds=seeds,
         workers=workers,
-        epochs={} if steps else _epochs(task, budget, epochs),
+        epochs={} if epochs is None else dict.fromkeys(task, epochs),
         steps=steps,
         batch_size=batch_size,
         schedule=schedule,  # type: ignore[arg-type]  # checked there
@@ -70,18 +65,6 @@ def compare(
         tuned=tuned or COMMITTED,
     )
     _report(comparison, _run(comparison, out), out)
-
-
-def _epochs(task: Iterable[str], budget: str, epochs: int | None) -> dict[str, int]:
-    from natgrad import tasks
-    from natgrad.errors import require
-
-    require(budget in ("full", "demo"), "budget", budget, "full or demo")
-    if epochs is not None:
-        return dict.fromkeys(task, epochs)
-    if budget == "full":
-        return {}
-    return {name: _DEMO_EPOCHS.get(name, max(1, tasks.get(name).epochs // _DEMO_DIVISOR)) for name in task}
 
 
 def _overrides(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:

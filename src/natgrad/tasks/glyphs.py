@@ -155,7 +155,7 @@ class Glyphs(Task):
     likelihood: ClassVar[Literal["categorical"]] = "categorical"
     metric: ClassVar[Metric] = Metric(name="accuracy", better="higher")
     batch_size: ClassVar[int] = 128
-    epochs: ClassVar[int] = 8
+    epochs: ClassVar[int] = 5
 
     images: int = 4096
     depth: int = 20

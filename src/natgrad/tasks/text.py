@@ -154,7 +154,7 @@ class Text(Task):
     reduction: ClassVar[Literal["tokens"]] = "tokens"
     metric: ClassVar[Metric] = Metric(name="bits per byte", better="lower")
     batch_size: ClassVar[int] = 32
-    epochs: ClassVar[int] = 6
+    epochs: ClassVar[int] = 3
 
     sequences: int = 4096
     context: int = 128

@@ -57,7 +57,7 @@ class Comparison:
     epochs: Mapping[str, int] = field(default_factory=dict)
     steps: int | None = None
     batch_size: int | None = None
-    schedule: ScheduleName = "constant"
+    schedule: ScheduleName = "cosine"
     trials: int = 0
     objective: search.Objective = "loss"
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

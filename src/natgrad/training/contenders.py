@@ -26,7 +26,7 @@ class Contender:
     ranges: Mapping[str, tuple[float, float]]
 
 
-# Every learning rate is searched over three decades.
+# Learning rates are searched over three decades; natgrad's over two, and its damping over two more.
 _KNOWN = {
     contender.name: contender
     for contender in (
@@ -38,13 +38,13 @@ _KNOWN = {
                 "curvature": "kfac",
                 "form": "inverse",
                 "fisher": "sampled",
-                "factors": 1,
-                "inverses": 10,
+                "factors": 2,
+                "inverses": 20,
                 "damping": 0.03,
                 "kl_clip": 1e-3,
                 "learning_rate": 0.3,
             },
-            ranges={"learning_rate": (3e-3, 3.0), "damping": (1e-3, 1.0)},
+            ranges={"learning_rate": (1e-2, 1.0), "damping": (1e-3, 1e-1)},
         ),
         Contender(
             name="sgd",
