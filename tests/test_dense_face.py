@@ -113,11 +113,14 @@ BAD_CONSTRUCTION = [
     ("kl_clip", "tight"),
     ("reduction", "median"),
     ("refresh", 10),
+    ("refresh", 0),
     ("placement", "nowhere"),
     ("precision", torch.float32),
+    ("precision", 0),
     ("process_group", "world"),
     ("mesh", "mesh"),
     ("guard", True),
+    ("guard", False),
     ("gradients", "summed"),
     ("accumulation", "average"),
     ("scaler", "dynamic"),
@@ -326,3 +329,103 @@ def test_a_preconditioned_optimizer_saves_both():
     train(model, both, 3)
     train(resumed, resumed_both, 3)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), resumed.parameters(), strict=True))
+
+
+def joined(model, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return natgrad.PreconditionedOptimizer(optimizer, natgrad.Preconditioner(model, optimizer=optimizer, **options))
+
+
+@pytest.mark.parametrize("damage", [lambda state: None, lambda state: {}, lambda state: {**state, "optimizer": {}}])
+def test_a_preconditioned_optimizer_refuses_bad_state_as_a_whole(damage):
+    x, y = data()
+    model = network()
+    both = joined(model)
+    cross_entropy(model(x), y).backward()
+    both.step()
+    state = copy.deepcopy(both.state_dict())
+    state["preconditioner"]["step"] = 7
+    with pytest.raises(ValueError, match="state_dict"):
+        both.load_state_dict(damage(state))
+    assert both.preconditioner.metrics()["step"] == 1
+
+
+def test_a_preconditioned_optimizer_has_the_hooks_of_an_optimizer():
+    both, called = joined(network()), []
+    both.register_step_pre_hook(lambda *_: called.append("before"))
+    both.register_step_post_hook(lambda *_: called.append("after"))
+    both.register_state_dict_post_hook(lambda *_: called.append("saved"))
+    both.register_load_state_dict_pre_hook(lambda *_: called.append("loading"))
+    both.step()
+    both.load_state_dict(both.state_dict())
+    assert called[:3] == ["before", "after", "saved"]
+    assert called[-1] == "loading"
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    model = network()
+    with pytest.raises(ValueError, match=r"optimizer='LBFGS'"):
+        natgrad.PreconditionedOptimizer(torch.optim.LBFGS(model.parameters()), natgrad.Preconditioner(model))
+
+
+@pytest.mark.parametrize("discard", [lambda both: both.zero_grad(), lambda both: both.preconditioner.discard()])
+def test_a_skipped_step_leaves_no_trace(discard):
+    """As a GradScaler skips one after an overflow: the next step is that of its own batch alone."""
+    x, y = data()
+    gradients = []
+    for skipped in (False, True):
+        model = network()
+        both = joined(model, accumulation="sum")
+        if skipped:
+            (cross_entropy(model(x), y) * 1e30).backward()
+            discard(both)
+        model.zero_grad()
+        cross_entropy(model(x), y).backward()
+        both.preconditioner.step()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_preconditioner_is_not_copied():
+    """A copy would sit there without hooks."""
+    both = joined(network())
+    for one in (both, both.preconditioner):
+        with pytest.raises(TypeError, match="load its state"):
+            copy.deepcopy(one)
+
+
+def test_explain_shows_patterns_as_they_are():
+    """Rich would take brackets for markup."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    assert "'[ab]'" in str(natgrad.Preconditioner(model, {"[ab]": None}).explain())
+
+
+def test_gradients_that_no_hook_saw_are_reported_once():
+    """A model compiled and called before has lost the hooks: said, rather than trained without natgrad."""
+    model, (x, y) = network(), data()
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    preconditioner = natgrad.Preconditioner(compiled)
+
+    def step():
+        model.zero_grad()
+        cross_entropy(compiled(x), y).backward()
+        preconditioner.step()
+
+    step()
+    with pytest.warns(natgrad.NatgradWarning, match="compiled"):
+        step()
+    step()
+
+
+def test_a_parametrised_layer_is_left_alone():
+    """Spectral norm iterates whenever its weight is read."""
+    model, (x, y) = network(), data()
+    nn.utils.parametrizations.spectral_norm(model[0])
+    preconditioner = natgrad.Preconditioner(model)
+    cross_entropy(model(x), y).backward()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    preconditioner.step()
+    preconditioner.explain()
+    assert before
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())

@@ -231,6 +231,33 @@ def test_a_layer_that_sees_a_part_of_the_batch(reduction, samples):
     dense.assert_equal(dense.gradients(model), dense.KFAC(damping=0.3).step(rows, raw))
 
 
+class TwoHeads(nn.Module):
+    """Each sample has one of two heads: none of the layers that are differentiated first sees them all."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x):
+        y = self.trunk(x).tanh()
+        return torch.cat([self.left(y[:2]), self.right(y[2:])])
+
+
+def test_heads_that_share_the_batch_have_the_gradients_of_its_mean():
+    torch.manual_seed(0)
+    assert_preconditioned(TwoHeads().double(), torch.randn(7, 3).double(), {})
+
+
+def test_a_reduced_layer_used_on_parts_of_different_lengths():
+    torch.manual_seed(0)
+    model = TwoHeads().double()
+    model.right = model.left
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(sharing="reduce"))
+    model(torch.randn(7, 3).double()).square().mean().backward()
+    preconditioner.step()
+    assert preconditioner.metrics()["factor_updates"] == 1
+
+
 def test_several_forwards_before_a_backward_are_uses():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
@@ -294,6 +321,79 @@ def test_freezing_and_thawing_between_steps():
         assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
 
 
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_freezing_after_the_backward_pass(sharing):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(sharing=sharing))
+    for freeze in (False, True, False):
+        model(torch.randn(5, 3).double()).square().mean().backward()
+        if freeze:
+            model[2].requires_grad_(False)
+        preconditioner.step()
+    assert preconditioner.metrics()["factor_updates"] == 2
+
+
+def test_layers_called_by_themselves_have_their_own_batch():
+    """An evaluation on one sample through the model says nothing of a later call of its layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+    def forward(model, x):
+        with torch.no_grad():
+            model(x[:1])
+        return model[2](model[1](model[0](x)))
+
+    assert_preconditioned(model, torch.randn(5, 3).double(), {}, forward=forward)
+
+
+@pytest.mark.parametrize("moved", [0, 2])
+def test_a_model_may_be_moved_after_the_preconditioner_was_built(moved):
+    """As trainers do with the device; here with the dtype."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    preconditioner = natgrad.Preconditioner(model, damping=0.3, refresh=natgrad.Refresh(inverses=5))
+    reference, expected = dense.twin(model), dense.KFAC(damping=0.3)
+    for step in range(4):
+        x = torch.randn(5, 3).double()
+        if step == moved:
+            model.double()
+        model.zero_grad()
+        (total_loss(model(x.to(model[0].weight)), 5) / 5).backward()
+        raw = {name: W.clone() for name, W in dense.gradients(model).items()}
+        preconditioner.step()
+        if step == 0:
+            rows = dense.capture(reference, lambda model, x=x: total_loss(model(x), 5))
+            first = expected.step(rows, {name: W.double() for name, W in raw.items()})
+            dense.assert_equal({name: V.double() for name, V in dense.gradients(model).items()}, first, 1e-4)
+    state = preconditioner.state_dict()["blocks"]["0.weight"]
+    assert all(state[name].dtype == torch.float64 for name in ("A", "QA", "weight"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(2, 2), lambda: nn.Conv1d(1, 2, 2)])
+def test_positions_are_pooled_in_full_precision(dtype, layer):
+    """70,000 positions are more than float16 holds, and bfloat16 rounds their number."""
+    model = layer().to(dtype)
+    x = torch.ones(1, 70_000, 2) if isinstance(model, nn.Linear) else torch.ones(1, 1, 70_000)
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(sharing="reduce", factor_decay=0.0))
+    model(x.to(dtype)).mean().backward()
+    preconditioner.step()
+    assert torch.allclose(preconditioner.state_dict()["blocks"]["weight"]["A"], torch.ones(1, 3, 3), rtol=1e-6)
+
+
+def test_a_lazy_layer_is_covered_once_its_sizes_are_known():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, 2))
+    preconditioner = natgrad.Preconditioner(model)
+    assert "lazy" in preconditioner.explain().rows[-1].reason
+    for _ in range(2):
+        model(torch.randn(5, 3)).square().mean().backward()
+        preconditioner.step()
+    assert not any(row.reason for row in preconditioner.explain().rows)
+    assert preconditioner.metrics()["factor_updates"] == 1
+
+
 def evaluate(model, x):
     model.eval()
     model(x * 100)
@@ -322,6 +422,28 @@ def test_forwards_without_a_backward_do_not_disturb(disturb):
         return outputs
 
     assert_preconditioned(model, torch.randn(5, 3).double(), {}, forward=forward)
+
+
+def test_gradients_by_the_inputs_alone_do_not_commit():
+    """An adversarial example is made between two steps: the pass that finds it is none of the loss."""
+    torch.manual_seed(0)
+
+    def forward(model, x):
+        attacked = x.clone().requires_grad_(True)
+        (direction,) = torch.autograd.grad(model(attacked).square().sum(), attacked)
+        return model(x + 0.1 * direction.sign())
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    assert_preconditioned(model, torch.randn(5, 3).double(), {}, forward=forward)
+
+
+def test_gradients_of_the_parameters_by_name_commit():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    preconditioner = natgrad.Preconditioner(model)
+    torch.autograd.grad(model(torch.randn(5, 3).double()).square().mean(), list(model.parameters()))
+    preconditioner.step()
+    assert preconditioner.metrics()["factor_updates"] == 1
 
 
 def test_inner_gradients_of_a_physics_informed_loss_do_not_commit():

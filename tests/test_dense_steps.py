@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -99,6 +100,32 @@ def test_a_damping_callable_must_stay_positive():
     with pytest.raises(ValueError, match=r"damping.*-1"):
         preconditioner.step()
     assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("value", [0, None, "1", float("nan"), torch.ones(2)])
+@pytest.mark.parametrize("name", ["damping", "factors", "inverses"])
+def test_a_bad_schedule_changes_nothing(name, value):
+    model = network()
+    schedule = lambda step: value  # noqa: E731
+    options = {"damping": schedule} if name == "damping" else {"refresh": natgrad.Refresh(**{name: schedule})}
+    preconditioner = natgrad.Preconditioner(model, **options)
+    total_loss(model, batches(1)[0]).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=name):
+        preconditioner.step()
+    assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert preconditioner.metrics()["step"] == 0
+
+
+def test_schedules_may_return_scalars_of_torch_and_numpy():
+    model = network()
+    refresh = natgrad.Refresh(factors=lambda step: np.int64(2), inverses=lambda step: torch.tensor(3))
+    preconditioner = natgrad.Preconditioner(model, damping=lambda step: np.float32(0.5), refresh=refresh)
+    for x in batches(4):
+        total_loss(model, x).backward()
+        preconditioner.step()
+    metrics = preconditioner.metrics()
+    assert (metrics["damping"], metrics["factor_updates"], metrics["inverse_updates"]) == (0.5, 2, 2)
 
 
 def test_metrics_tell_the_damping_in_use():

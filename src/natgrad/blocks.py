@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from natgrad.curvature import Curvature
 from natgrad.layers import Layer, is_known, layer_for, trained
@@ -65,15 +66,44 @@ class Stack:
         for layer in layers:
             self.members.append(Member(layer, self.size, self.size + layer.blocks))
             self.size += layer.blocks
-        weight = layers[0].module.weight
-        assert isinstance(weight, Tensor)
-        self.device = weight.device
-        self.dtype, self.solve_dtype = precision.factor_dtype(weight), precision.solve_dtype(weight)
+        self._precision = precision
         self.averages: dict[str, Tensor] = {}
         self.weight: Tensor | None = None
         self.held: dict[str, Tensor] = {}
         self.good = {part.name: [False] * self.size for part in self.parts}
         self.ready = [False] * len(self.members)
+
+    # Read off the model every time, which may be moved after this was built.
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._parameter.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the statistics."""
+        return self._precision.factor_dtype(self._parameter)
+
+    @property
+    def solve_dtype(self) -> torch.dtype:
+        """The dtype of decompositions and solves."""
+        return self._precision.solve_dtype(self._parameter)
+
+    @property
+    def _parameter(self) -> Tensor:
+        weight = self.members[0].layer.module.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def follow(self) -> bool:
+        """Move all tensors to where the parameters are now; tell whether they were elsewhere."""
+        if self.weight is None or (self.weight.device, self.weight.dtype) == (self.device, self.dtype):
+            return False
+        self.weight = self.weight.to(self.device, self.dtype)
+        self.averages = {name: tensor.to(self.weight) for name, tensor in self.averages.items()}
+        self.held = {name: tensor.to(self.device, self.solve_dtype) for name, tensor in self.held.items()}
+        return True
 
     def allocate_averages(self) -> Tensor:
         """Make the running averages unless they exist, and return the weights."""
@@ -176,7 +206,8 @@ def cover(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None
             if id(parameter) not in taken:
                 why = layer if isinstance(layer, str) else "frozen"
                 full = f"{name}.{leaf}" if name else leaf
-                left.append(Left(full, tuple(parameter.shape), why if parameter.requires_grad else "frozen"))
+                shape = () if is_lazy(parameter) else tuple(parameter.shape)
+                left.append(Left(full, shape, why if parameter.requires_grad else "frozen"))
     return Coverage(covered, left, watched)
 
 

@@ -66,6 +66,7 @@ class Capture:
         self._root = root
         self._handles: list[RemovableHandle] = []
         self._batch: int | None = None
+        self._inside = False  # the model's own forward
         self._layers: dict[str, tuple[Layer, Curvature]] = {}
         self._pooled: dict[str, _Pooled] = {}
         self._unsampled: list[tuple[GradientEdge, _Use]] = []
@@ -86,6 +87,8 @@ class Capture:
                 self._layers[layer.name] = (layer, stack.curvature)
                 tap = _LayerTap(self, layer.name)
                 self._handles.append(layer.module.register_forward_hook(tap, with_kwargs=True))
+        # Set last: where the model is itself a layer, its forward ends after that layer's.
+        self._handles.append(self._root.register_forward_hook(_EndTap(self)))
 
     def detach(self) -> None:
         """Remove every hook."""
@@ -93,6 +96,8 @@ class Capture:
             handle.remove()
         self._handles.clear()
         self._layers.clear()
+        self._pooled.clear()
+        self._unsampled.clear()
 
     @property
     def samples(self) -> int:
@@ -132,8 +137,12 @@ class Capture:
     def reset(self, *, wanted: bool) -> None:
         """Begin the next step."""
         self.wanted = wanted
-        self._pooled.clear()
         self._unsampled.clear()
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget what backward passes have shown; forward passes may still be differentiated."""
+        self._pooled.clear()
         self.backwards.clear()
         self.sums.reset()
 
@@ -142,13 +151,20 @@ class Capture:
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0)
         first = next(tensors, None)
         self._batch = None if first is None else first.shape[0]
+        self._inside = True
+
+    def leave(self) -> None:
+        """Note that the model's own forward is over: a layer called by itself says nothing of an earlier batch."""
+        self._inside = False
 
     def watch(self, name: str, inputs: Tensor, output: Tensor) -> None:
         """Keep the inputs of one use of a layer until the gradient of its output comes."""
         if not (self.wanted or self._counting) or not torch.is_grad_enabled() or not output.requires_grad:
             return
         layer, curvature = self._layers[name]
-        use = _Use(layer, curvature, inputs.detach(), self._batch, torch._C._current_graph_task_id())
+        outer_task = torch._C._current_graph_task_id()  # that of a backward pass that recomputes checkpoints
+        batch = self._batch if self._inside or outer_task != -1 else None
+        use = _Use(layer, curvature, inputs.detach(), batch, outer_task)
         output.register_hook(lambda gradient: self._gradient(use, gradient))
         if self.wanted and curvature.likelihood is not None:
             self._unsampled.append((get_gradient_edge(output), use))
@@ -157,22 +173,27 @@ class Capture:
         # Gradients with a graph of their own are derivatives inside the model (as in physics), not the loss's.
         if torch.is_grad_enabled() or use.inputs is None:
             return
+        task = use.outer_task if use.outer_task != -1 else torch._C._current_graph_task_id()
+        if not self.sampling and task not in self.backwards and not _reaches_parameters(use.layer):
+            return  # a pass down to the model's inputs, as attacks and saliency maps make, is none of the loss
         if use.outer_task != -1 and use.curvature.likelihood is not None:
             raise NatgradError("fisher='sampled' needs checkpoint(..., use_reentrant=False)")
         started = perf_counter()
         inputs = use.inputs
-        task = use.outer_task if use.outer_task != -1 else torch._C._current_graph_task_id()
         if not self.sampling:
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 use.inputs = None
             self._count_backward(use, task, inputs, gradient)
         use.sampled = use.sampled or self.sampling
-        if self.wanted and self.sampling == (use.curvature.likelihood is not None):
+        current = self._layers.get(use.layer.name) == (use.layer, use.curvature)  # the coverage may have changed since
+        if self.wanted and current and self.sampling == (use.curvature.likelihood is not None):
             self._observe(use, task, inputs, gradient)
         self.seconds += perf_counter() - started
 
     def _count_backward(self, use: _Use, task: int, inputs: Tensor, gradient: Tensor) -> None:
-        samples = self._samples(use, inputs, gradient)
+        # The mean that the loss took is over the model's samples, of which this layer may have seen a part.
+        whole = self._reduction != "tokens" and use.layer.batched(inputs) and use.batch
+        samples = whole or self._samples(use, inputs, gradient)
         self.backwards[task] = max(samples, self.backwards.get(task, 0))
 
     def _samples(self, use: _Use, inputs: Tensor, gradient: Tensor) -> int:
@@ -193,7 +214,6 @@ class Capture:
             counted = gradients.nonzero()
             if counted.device.type != "cpu" or not bool(counted.all()):
                 rows = rows.masked(counted)
-        # The mean that the loss took is over all samples, of which this layer may have seen a part.
         scale = 1.0 if self.sampling or self._reduction == "sum" else float(self.backwards[task])
         if curvature.pools:
             self._pool(use, task, rows, gradients, samples, scale)
@@ -205,7 +225,8 @@ class Capture:
 
     def _pool(self, use: _Use, task: int, inputs: Rows, gradients: Rows, samples: int, scale: float) -> None:
         name = use.layer.name
-        if name in self._pooled and self._pooled[name].task != task:
+        before = self._pooled.get(name)
+        if before and (before.task, before.inputs.shape[1]) != (task, samples):
             self._flush(name)
         dtype = next(iter(self.sums.of(name).values())).dtype
         a, g = (rows.pool().to(dtype).unflatten(1, (samples, -1)).sum(2) for rows in (inputs, gradients))
@@ -227,6 +248,15 @@ class Capture:
         tally.count(pooled.task, inputs.samples, inputs.samples)
 
 
+def _reaches_parameters(layer: Layer) -> bool:
+    """Tell whether the backward pass under way goes down to the parameters of `layer`."""
+    parameter, _ = next(layer.parameters())
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # asked for by name in torch.autograd.grad, or frozen meanwhile
+        return True
+
+
 class _Tap:
     """A hook that copies and pickles with its model as one that does nothing."""
 
@@ -243,6 +273,13 @@ class _RootTap(_Tap):
         capture = self._capture()
         if capture is not None:
             capture.enter(args, kwargs)
+
+
+class _EndTap(_Tap):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        capture = self._capture()
+        if capture is not None:
+            capture.leave()
 
 
 class _LayerTap(_Tap):

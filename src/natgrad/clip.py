@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from natgrad.gradients import Gradients
+from natgrad.linalg import tensor_on
 
 
 class Clip:
@@ -57,7 +58,8 @@ class Clip:
             nu = (self.bound / (total * scale * scale)).sqrt_().clamp_(max=1.0)
             self.last = nu
         for entry, fine in zip(gradients.entries, finite, strict=True):
-            entry.scale_(nu if entry.ready else 1.0, fine)
+            own = nu.to(fine.device) if isinstance(nu, Tensor) else nu
+            entry.scale_(own if entry.ready else 1.0, fine)
         return finite
 
     def _rates(self) -> dict[int, float | Tensor]:
@@ -74,5 +76,9 @@ def _rate(
         not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1
     ):
         return values[0]
-    columns = [torch.as_tensor(value, dtype=like.dtype, device=like.device) for value in values]
-    return torch.stack(columns).repeat_interleave(torch.tensor(blocks, device=like.device), output_size=len(like))
+    numbers = [float(value) for value in values if not isinstance(value, Tensor)]
+    if len(numbers) == len(values):
+        own = tensor_on(like.device, numbers, like.dtype)
+    else:
+        own = torch.stack([torch.as_tensor(value, dtype=like.dtype, device=like.device) for value in values])
+    return own.repeat_interleave(tensor_on(like.device, blocks), output_size=len(like))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 
 class NatgradError(Exception):
     """Base of the errors that natgrad raises beside ``ValueError``."""
@@ -25,3 +27,10 @@ def require(condition: object, name: str, value: Any, allowed: str) -> None:
     """
     if not condition:
         raise ValueError(f"{name}={value!r} is not allowed: {name} must be {allowed}")
+
+
+def describe(value: object) -> object:
+    """Return what an error shows of `value`: of a tensor dtype, shape and whether it has a graph."""
+    if not isinstance(value, Tensor):
+        return value
+    return f"{value.dtype}{list(value.shape)}{'' if value.requires_grad else ' without a graph'}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from natgrad.blocks import Left, Stack
@@ -63,9 +64,9 @@ class Explanation:
         for row in self.rows:
             owners = " ".join(f"{part}:{rank}" for part, rank in (row.owners or {}).items())
             table.add_row(
-                row.parameter,
+                escape(row.parameter),
                 "x".join(map(str, row.shape)),
-                row.curvature or f"[dim]optimizer: {row.reason}[/dim]",
+                escape(row.curvature) or f"[dim]optimizer: {escape(row.reason)}[/dim]",
                 owners,
                 f"{row.share:.1%}" if row.owners else "",
                 f"{row.bytes / 2**20:.2f} MiB" if row.owners else "",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.blocks import Member, Stack
+from natgrad.linalg import tensor_on
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Entry:
         places = self.places()
         if places is None:
             return self.stack.held
-        index = torch.tensor(places, device=self.stack.device)
+        index = tensor_on(self.stack.device, places)
         return {name: tensor.index_select(0, index) for name, tensor in self.stack.held.items()}
 
     def scale_(self, scale: float | Tensor, fine: Tensor) -> None:

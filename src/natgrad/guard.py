@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.blocks import Stack
 from natgrad.errors import CurvatureError, require
+from natgrad.linalg import tensor_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class Watch:
 
     def saw_gradients(self, stack: Stack, blocks: list[int] | None, bad: Tensor) -> None:
         """Count the blocks ``[n]`` whose gradients were not finite; None: they are all of the stack."""
-        places = slice(None) if blocks is None else torch.tensor(blocks, device=bad.device)
+        places = slice(None) if blocks is None else tensor_on(bad.device, blocks)
         self._count("skipped_gradients", "gradients", stack, places, bad)
 
     def saw_decompositions(self, stack: Stack, part: str, start: int, success: list[bool]) -> None:
@@ -115,4 +116,5 @@ class Watch:
         streak = known[1] if known else torch.zeros(stack.size, dtype=torch.int32, device=bad.device)
         streak[blocks] = torch.where(bad, streak[blocks] + 1, 0)
         self._streaks[key] = (stack, streak)
-        self._totals[total] = self._totals[total] + bad.sum()
+        before = self._totals[total]
+        self._totals[total] = bad.sum() + (before.to(bad.device) if isinstance(before, Tensor) else before)

@@ -19,7 +19,13 @@ from natgrad.schedule import check_number
 
 
 class Likelihood(ABC):
-    """A predictive distribution, named by the loss that belongs to it."""
+    """A predictive distribution, named by the loss that belongs to it.
+
+    Attributes:
+        dim: The dimension of the outputs that is no position: that of the classes, or of the features.
+    """
+
+    dim: int = -1
 
     @abstractmethod
     def score(self, outputs: Tensor, generator: torch.Generator, *, summed: bool, first_feature: int) -> Tensor:

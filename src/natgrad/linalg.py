@@ -7,8 +7,15 @@ gradient block is ``W [N, o, i]``; a Fisher block is ``G [N, o, o]`` ⊗ ``A [N,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+
+def tensor_on(device: torch.device, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
+    """Return `values` as a tensor on `device`; unlike ``torch.tensor(values, device=...)`` the host does not wait."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,15 +31,21 @@ class PreconditionedOptimizer(Optimizer):
         Raises:
             ValueError: if either is of another type.
         """
-        require(isinstance(optimizer, Optimizer), "optimizer", type(optimizer).__name__, "a torch.optim.Optimizer")
+        fits = isinstance(optimizer, Optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
+        allowed = "a torch.optim.Optimizer that steps without a closure"
+        require(fits, "optimizer", type(optimizer).__name__, allowed)
         fits = isinstance(preconditioner, Preconditioner)
         require(fits, "preconditioner", type(preconditioner).__name__, "a natgrad.Preconditioner")
         self.optimizer, self.preconditioner = optimizer, preconditioner
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
+        for moment in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+            name = f"_optimizer_{moment}_hooks"
+            setattr(self, name, getattr(optimizer, name))
         self._patch_step_function()
 
-    # The groups and the state are the inner optimizer's own, also after it has loaded a checkpoint.
+    # The groups, the state and the hooks of the latter are the inner optimizer's own, also after it has loaded a
+    # checkpoint.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -74,7 +80,8 @@ class PreconditionedOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
+        """Clear the gradients, and forget what the backward passes that made them have shown."""
+        self.preconditioner.discard()
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -89,13 +96,29 @@ class PreconditionedOptimizer(Optimizer):
         """Restore both states.
 
         Raises:
-            ValueError: if either is missing or does not fit; then the preconditioner is as it was.
+            ValueError: if either is missing or does not fit; then both are as they were.
         """
-        missing = {"optimizer", "preconditioner"} - set(state_dict)
-        require(not missing, "state_dict", sorted(state_dict), f"complete: {sorted(missing)} missing")
+        fits = isinstance(state_dict, Mapping) and state_dict.keys() >= {"optimizer", "preconditioner"}
+        found = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        require(fits, "state_dict", found, "what PreconditionedOptimizer.state_dict() returned")
+        sizes, wanted = _group_sizes(state_dict["optimizer"]), _group_sizes(self.optimizer.state_dict())
+        allowed = f"the state of an optimizer whose groups hold {wanted} parameters"
+        require(sizes == wanted, "state_dict['optimizer']", sizes, allowed)
         self.preconditioner.load_state_dict(state_dict["preconditioner"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything, where a plain optimizer would leave both parts out."""
+        return self.__dict__.copy()
 
     def __repr__(self) -> str:
         """Show the inner optimizer."""
         return f"PreconditionedOptimizer({self.optimizer!r})"
+
+
+def _group_sizes(state: object) -> list[int] | None:
+    """Return how many parameters each group of an optimizer's state holds, or None if it is no such state."""
+    try:
+        return [len(group["params"]) for group in state["param_groups"]]  # type: ignore[index]
+    except (KeyError, TypeError):
+        return None

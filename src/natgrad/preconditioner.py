@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,17 @@ from natgrad.blocks import cover, stack
 from natgrad.capture import Capture
 from natgrad.clip import Clip
 from natgrad.curvature import KFAC, Curvature
-from natgrad.errors import NatgradError, require
+from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.explanation import Explanation, explain
 from natgrad.gradients import Gradients
 from natgrad.guard import Guard, Watch
+from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime, make_plan
 from natgrad.precision import Precision
 from natgrad.reduction import reduce_gradients, take_over_reduction
 from natgrad.refresh import Refresh
 from natgrad.renewal import fold, renew
+from natgrad.sampling import LabelSampler
 from natgrad.schedule import Schedule, value_at
 
 # Told apart from a value that the user gives by its identity: only the latter insists on an optimizer.
@@ -96,7 +98,9 @@ class Preconditioner:
             ValueError: if an argument is not allowed; before anything was touched or communicated.
         """
         curvature = KFAC() if curvature is None else curvature
-        refresh, precision, guard = refresh or Refresh(), precision or Precision(), guard or Guard()
+        refresh = Refresh() if refresh is None else refresh
+        precision = Precision() if precision is None else precision
+        guard = Guard() if guard is None else guard
         check_arguments(
             model,
             curvature=curvature,
@@ -117,7 +121,7 @@ class Preconditioner:
         group = resolve_group(model, process_group, mesh)
         self._root = unwrap(model)
         self._curvature, self._precision, self._placement = curvature, precision, placement
-        self._damping, self._refresh, self._seed = damping, refresh, seed
+        self._damping, self._refresh = damping, refresh
         self._reduction, self._accumulation, self._reduces = reduction, accumulation, gradients == "reduce"
         self._scaler = scaler
         self._runtime = Runtime(group)
@@ -125,7 +129,8 @@ class Preconditioner:
         self._clip = Clip(optimizer, kl_clip)
         counting = reduction == "sum" or accumulation == "sum" or self._reduces
         self._capture = Capture(self._root, reduction=reduction, counting=counting)
-        self._draws = 0
+        self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=reduction)
+        self._blind = 0
         self._step = 0
         self._last_factors: int | None = None
         self._last_inverses: int | None = None
@@ -144,31 +149,19 @@ class Preconditioner:
         Args:
             loss: The loss of the true labels, scaled as the user likes; its gradients are what ``.grad`` becomes.
             outputs: What the likelihood describes: the model's output, from which `loss` was computed.
-            mask: Which positions count, of the leading dimensions of `outputs` (bool); None: all.
+            mask: Which positions count (bool), of the leading dimensions of `outputs`, with classes last; None: all.
 
         Raises:
             ValueError: if `loss` is no scalar with a graph, or `outputs` does not fit the likelihood, or `mask` not
                 `outputs`; then no gradient was touched.
         """
         fits = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
-        require(fits, "loss", _describe(loss), "a scalar tensor with a graph")
+        require(fits, "loss", describe(loss), "a scalar tensor with a graph")
         likelihood = next((part.curvature.likelihood for part in self._stacks if part.curvature.likelihood), None)
         if likelihood is not None and self._capture.wanted:
             fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.requires_grad
-            require(fits, "outputs", _describe(outputs), "a tensor with samples first and a graph")
-            if mask is not None:
-                fits = isinstance(mask, Tensor) and mask.dtype == torch.bool
-                fits = fits and mask.shape == outputs.shape[: mask.ndim]
-                require(fits, "mask", _describe(mask), "bool, of the leading dimensions of outputs")
-            first_feature = outputs.ndim - 1 if self._reduction == "tokens" else 1
-            score = likelihood.score(
-                outputs.detach(),
-                self._generator(outputs.device),
-                summed=self._reduction == "sum",
-                first_feature=first_feature,
-            )
-            if mask is not None:
-                score = score * mask.view(*mask.shape, *[1] * (outputs.ndim - mask.ndim))
+            require(fits, "outputs", describe(outputs), "a tensor with samples first and a graph")
+            score = self._sampler.score(likelihood, outputs.detach(), mask, self._step)
             self._capture.sampled_pass(outputs, score)
         loss.backward()
 
@@ -182,7 +175,8 @@ class Preconditioner:
             count: For token losses with masks: how many positions of this rank counted since the last step.
 
         Raises:
-            ValueError: if `count` is no number of positions, or given with another reduction than "tokens".
+            ValueError: if `count` is no number of positions, or given with another reduction than "tokens", or a
+                schedule returns what is not allowed; then nothing was changed.
             NatgradError: if sampled labels are due and ``backward`` of this object was not used.
             CurvatureError: if a layer has been in trouble for longer than the guard allows.
         """
@@ -197,8 +191,11 @@ class Preconditioner:
             raise NatgradError(
                 "fisher='sampled' needs preconditioner.backward(loss, outputs) in place of loss.backward()"
             )
+        damping = self._damping_now()
+        self._refresh.check(self._step)
         self._rebuild_if_changed()
-        damping = self._last_damping = self._damping_now()
+        self._last_damping = damping
+        self._warn_if_blind()
         if self._runtime.ranks == 1 and not self._capture.backwards and self._last_factors is None:
             return  # a checkpoint loader's step, before any forward
         scale = self._gradient_scale(count)
@@ -208,9 +205,26 @@ class Preconditioner:
             self._update_inverses(damping)
         self._precondition(damping, scale)
         self._step += 1
-        self._draws = 0
         self._capture.reset(wanted=self._refresh.factors_due(self._step, self._last_factors))
         self._watch.check()
+
+    def _warn_if_blind(self) -> None:
+        """Warn at the second step (a checkpoint loader may do one) with gradients that no hook has seen come."""
+        if self._last_factors is not None or self._capture.backwards:
+            return
+        layers = [layer for layer, _ in self._coverage.layers]
+        self._blind += any(p.grad is not None for layer in layers for p, _ in layer.parameters())
+        if self._blind == 2:
+            warnings.warn(
+                "natgrad has seen no backward pass of its layers yet and leaves their gradients as they are: build the "
+                "Preconditioner before a compiled model is first called, and differentiate without create_graph=True",
+                NatgradWarning,
+                stacklevel=4,  # past the decorator of `step`
+            )
+
+    def discard(self) -> None:
+        """Forget the backward passes since the last step, where the step itself is skipped (a loss that is NaN)."""
+        self._capture.discard()
 
     def _gradient_scale(self, count: int | None) -> float | Tensor:
         """Reduce gradients if that is ours to do, and return what makes them those of the mean loss."""
@@ -220,9 +234,8 @@ class Preconditioner:
         if self._reduces:
             with self._phase("reduce"):
                 scale = reduce_gradients(self._root, self._runtime, samples, summed=self._reduction == "sum")
-        elif self._reduction == "sum":
-            device = self._stacks[0].device if self._stacks else torch.device("cpu")
-            total = torch.tensor([float(samples)], device=device)
+        elif self._reduction == "sum" and self._stacks:
+            total = tensor_on(self._stacks[0].device, [float(samples)], torch.float32)
             self._runtime.sum_(total, {"counters": 1})
             scale = self._runtime.ranks / total[0].clamp(min=1)
         if self._accumulation == "sum" and self._reduction != "sum":
@@ -337,6 +350,10 @@ class Preconditioner:
         self._watch.load_state_dict(state["watch"])
         self._capture.reset(wanted=self._refresh.factors_due(self._step, self._last_factors))
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies: their hooks would be those of the original."""
+        raise TypeError("a Preconditioner is neither copied nor pickled: build one for the copy, and load its state")
+
     # --- Structure ----------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
@@ -354,7 +371,10 @@ class Preconditioner:
         self._watch.forget()
 
     def _rebuild_if_changed(self) -> None:
-        """Follow parameters that were frozen or thawed; blocks of unchanged shape keep their state."""
+        """Follow parameters that were moved, frozen or thawed; blocks of unchanged shape keep their state."""
+        moved = [stack.follow() for stack in self._stacks]
+        if any(moved):
+            self._watch.forget()
         if self._coverage.signature() == self._signature:
             return
         before = states.blocks(self._stacks)
@@ -362,20 +382,4 @@ class Preconditioner:
         states.restore(states.fitting(before, self._stacks), self._stacks)
 
     def _damping_now(self) -> float:
-        damping = value_at(self._damping, self._step)
-        require(damping > 0, "damping", damping, f"a number > 0 (at step {self._step})")
-        return float(damping)
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        """Return the source of this backward pass's labels: a function of seed, rank and step, so it needs no state."""
-        place = (self._seed, self._runtime.rank, self._step, self._draws)
-        self._draws += 1
-        digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
-        return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
-
-
-def _describe(value: object) -> object:
-    """Return what an error shows of `value`: dtype, shape and graph of a tensor."""
-    if not isinstance(value, Tensor):
-        return value
-    return f"{value.dtype}{list(value.shape)}{'' if value.requires_grad else ' without a graph'}"
+        return value_at("damping", self._damping, self._step, "a number > 0", minimum=0, strict=True)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime, flatten, unflatten
 
 
@@ -33,7 +34,7 @@ def reduce_gradients(model: nn.Module, runtime: Runtime, samples: int, *, summed
         used = [float(parameter.grad is not None) for parameter in parameters]
         pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
-        message = flatten([*pieces, torch.tensor([*used, float(samples)], dtype=dtype, device=device)])
+        message = flatten([*pieces, tensor_on(device, [*used, float(samples)], dtype)])
         counters = len(used) + 1
         message[:-counters].mul_(weight)
         runtime.sum_(message, {"gradients": message.numel() - counters, "counters": counters})

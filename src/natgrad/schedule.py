@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import isfinite
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from natgrad.errors import require
 
@@ -31,6 +31,15 @@ def check_schedule(name: str, schedule: object, allowed: str, *, minimum: float,
         check_number(name, schedule, f"{allowed}, or a callable of the step", minimum=minimum, strict=strict)
 
 
-def value_at(schedule: Schedule, step: int) -> float:
-    """Return the value of `schedule` at `step` (the number of completed steps)."""
-    return schedule(step) if callable(schedule) else schedule
+def value_at(name: str, schedule: Schedule, step: int, allowed: str, *, minimum: float, strict: bool = False) -> float:
+    """Return the value of `schedule` at `step` (the number of completed steps), checked.
+
+    Raises:
+        ValueError: if it is no permitted number.
+    """
+    if not callable(schedule):
+        return schedule
+    value: Any = schedule(step)
+    value = value.item() if getattr(value, "ndim", None) == 0 else value  # a scalar of torch or NumPy
+    check_number(name, value, f"{allowed} (at step {step})", minimum=minimum, strict=strict)
+    return float(value)

@@ -45,13 +45,15 @@ def check(state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, 
     require(isinstance(state, Mapping), "state", type(state).__name__, "what Preconditioner.state_dict() returned")
     missing = [name for name in _FIELDS if name not in state]
     require(not missing, "state", sorted(state), f"complete: {', '.join(missing)} missing")
-    require(state["format"] == FORMAT, "state['format']", state["format"], f"{FORMAT}, the format of this version")
-    for name in ("step", "last_factors", "last_inverses"):
-        require(_is_whole(state[name]), f"state[{name!r}]", state[name], "a whole number")
-    for name, known in counters.items():
-        fits = isinstance(state[name], Mapping) and state[name].keys() == known.keys()
+    known = _is_whole(state["format"]) and state["format"] == FORMAT
+    require(known, "state['format']", state["format"], f"{FORMAT}, the format of this version")
+    for name, least in (("step", 0), ("last_factors", -1), ("last_inverses", -1)):
+        fits = _is_whole(state[name]) and state[name] >= least
+        require(fits, f"state[{name!r}]", state[name], f"a whole number >= {least}")
+    for name, counted in counters.items():
+        fits = isinstance(state[name], Mapping) and state[name].keys() == counted.keys()
         fits = fits and all(map(_is_whole, state[name].values()))
-        require(fits, f"state[{name!r}]", state[name], f"a whole number for each of {', '.join(known)}")
+        require(fits, f"state[{name!r}]", state[name], f"a whole number for each of {', '.join(counted)}")
     given, wanted = state["blocks"], _shapes(stacks)
     fits = isinstance(given, Mapping) and all(isinstance(own, Mapping) for own in given.values())
     require(fits, "state['blocks']", type(given).__name__, "a dict of dicts of tensors")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.blocks import Member, Stack
+from natgrad.linalg import tensor_on
 
 
 @dataclass
@@ -95,7 +96,7 @@ class _Message:
             blocks = slice(members[0].start, members[-1].stop)
             size = blocks.stop - blocks.start
             if size != len(members):
-                repeats = torch.tensor([member.stop - member.start for member in members], device=own.device)
+                repeats = tensor_on(own.device, [member.stop - member.start for member in members])
                 own = own.repeat_interleave(repeats, dim=0, output_size=size)  # noqa: PLW2901
             yield Arrived(stack, blocks, tensors, own[:, 0], own[:, 1])
 
@@ -110,8 +111,8 @@ class Sums:
     """Raw sums and counts of all layers.
 
     Memory is taken when a layer is first captured, and dropped when it has been read: at the end of a forward pass,
-    when memory is scarcest, the sums would be in the way. With `fused` all sums of one dtype and
-    device are one message; otherwise each layer has its own, which exists no sooner than it must.
+    when memory is scarcest, the sums would be in the way. With `fused` all sums of one dtype and device are one
+    message; otherwise each layer has its own, which exists no sooner than it must.
     """
 
     def __init__(self, stacks: Sequence[Stack], *, fused: bool) -> None:
@@ -158,7 +159,7 @@ class Sums:
                 tally, share = self.tallies[name], shares.get(name, 1.0)
                 _correct(stack, message.views[name], gain * share, seen=tally.rows > 0)
                 counters += [tally.samples * share, tally.rows * share]
-            buffer[-len(counters) :] = torch.tensor(counters, dtype=buffer.dtype)
+            buffer[-len(counters) :] = tensor_on(buffer.device, counters, buffer.dtype)
             ready.append((buffer, {"factors": message.numel - len(counters), "counters": len(counters)}))
         return ready
 

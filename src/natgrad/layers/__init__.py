@@ -29,9 +29,10 @@ def layer_for(name: str, module: nn.Module) -> Layer | str:
         return "its forward is never called: nn.MultiheadAttention uses the weight directly"
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         return "its sizes are unknown before the first forward (lazy module)"
-    if not isinstance(module.weight, nn.Parameter):
+    weight = module._parameters.get("weight")
+    if weight is None:
         return "its weight is computed from other parameters (parametrisation)"
-    if module.weight.is_complex():
+    if weight.is_complex():
         return "complex weights have no Fisher block here"
     if not any(trained(module)):
         return "frozen"

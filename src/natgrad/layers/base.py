@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from natgrad.layers.rows import Rows
 
@@ -58,8 +59,12 @@ class Layer(ABC):
         return 1
 
     @abstractmethod
+    def batched(self, inputs: Tensor) -> bool:
+        """Tell whether `inputs` have a batch dimension, by this layer's own layout."""
+
     def samples(self, inputs: Tensor) -> int:
-        """Return how many samples `inputs` seem to hold, by this layer's own layout."""
+        """Return how many samples `inputs` seem to hold: the length of the first dimension, or 1 without a batch."""
+        return inputs.shape[0] if self.batched(inputs) else 1
 
     @abstractmethod
     def positions(self, gradients: Tensor) -> int:
@@ -76,8 +81,10 @@ class Layer(ABC):
 
 def trained(module: nn.Module) -> tuple[bool, bool]:
     """Tell whether the weight and the bias of `module` are trained."""
-    return _trained(module.weight), _trained(module.bias)
+    return _trained(module, "weight"), _trained(module, "bias")
 
 
-def _trained(parameter: object) -> bool:
-    return isinstance(parameter, nn.Parameter) and parameter.requires_grad
+def _trained(module: nn.Module, name: str) -> bool:
+    # Not as an attribute: to read one that is computed may change its state (spectral norm).
+    parameter = module._parameters.get(name)
+    return parameter is not None and parameter.requires_grad and not is_lazy(parameter)

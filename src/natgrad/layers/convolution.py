@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from natgrad import gram
 from natgrad.layers.base import Layer
-from natgrad.layers.rows import ChannelRows, MatrixRows, Rows, with_constant
+from natgrad.layers.rows import ChannelRows, MatrixRows, Rows, sum_up, with_constant
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -24,9 +24,9 @@ class ConvolutionLayer(Layer):
     def _count_blocks(self) -> int:
         return self.module.groups
 
-    def samples(self, inputs: Tensor) -> int:
-        """See `Layer.samples`: the first dimension, or 1 without a batch."""
-        return inputs.shape[0] if self._batched(inputs) else 1
+    def batched(self, inputs: Tensor) -> bool:
+        """See `Layer.batched`."""
+        return inputs.ndim == self.module.weight.ndim
 
     def positions(self, gradients: Tensor) -> int:
         """See `Layer.positions`."""
@@ -37,14 +37,11 @@ class ConvolutionLayer(Layer):
         if not self.weight:
             ones = MatrixRows(inputs.new_empty(self.positions(gradients), 0), samples, bias=True)
             return ones if self.blocks == 1 else _Repeated(ones, self.blocks)
-        return PatchRows(inputs if self._batched(inputs) else inputs[None], self.module, bias=self.bias)
+        return PatchRows(inputs if self.batched(inputs) else inputs[None], self.module, bias=self.bias)
 
     def gradient_rows(self, gradients: Tensor, samples: int) -> Rows:
         """See `Layer.gradient_rows`."""
-        return ChannelRows(gradients if self._batched(gradients) else gradients[None], self.blocks)
-
-    def _batched(self, maps: Tensor) -> bool:
-        return maps.ndim == self.module.weight.ndim
+        return ChannelRows(gradients if self.batched(gradients) else gradients[None], self.blocks)
 
 
 class PatchRows(Rows):
@@ -87,7 +84,7 @@ class PatchRows(Rows):
     def pool(self) -> Tensor:
         """See `Rows.pool`: a box sum for each offset of the kernel, no patch is built."""
         spatial = tuple(range(2, self.maps.ndim))
-        sums = torch.stack([view.sum(spatial) for view in self._offsets()], -1)  # [B, C, kernel]
+        sums = torch.stack([sum_up(view, spatial) for view in self._offsets()], -1)  # [B, C, kernel]
         pooled = sums.unflatten(1, (self.groups, -1)).flatten(2).transpose(0, 1)
         return with_constant(pooled, self.positions) if self.bias else pooled
 

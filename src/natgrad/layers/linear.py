@@ -11,9 +11,9 @@ from natgrad.layers.rows import MatrixRows, Rows
 class LinearLayer(Layer):
     """One block; what stands between the batch and the features are positions."""
 
-    def samples(self, inputs: Tensor) -> int:
-        """See `Layer.samples`: the first dimension, or 1 for a single vector."""
-        return inputs.shape[0] if inputs.ndim > 1 else 1
+    def batched(self, inputs: Tensor) -> bool:
+        """See `Layer.batched`: anything but a single vector."""
+        return inputs.ndim > 1
 
     def positions(self, gradients: Tensor) -> int:
         """See `Layer.positions`."""

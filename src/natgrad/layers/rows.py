@@ -30,7 +30,7 @@ class Rows(ABC):
 
     @abstractmethod
     def pool(self) -> Tensor:
-        """Return the sum over positions ``[n, B, d]``."""
+        """Return the sum over positions ``[n, B, d]``, in at least float32."""
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -60,7 +60,7 @@ class DenseRows(Rows):
 
     def pool(self) -> Tensor:
         """See `Rows.pool`."""
-        return self.values.sum(2)
+        return sum_up(self.values, 2)
 
     def dense(self) -> Tensor:
         """See `Rows.dense`."""
@@ -81,7 +81,7 @@ class MatrixRows(Rows):
 
     def pool(self) -> Tensor:
         """See `Rows.pool`."""
-        pooled = self.matrix.view(self.samples, self.positions, -1).sum(1)
+        pooled = sum_up(self.matrix.view(self.samples, self.positions, -1), 1)
         return with_constant(pooled, self.positions)[None] if self.bias else pooled[None]
 
     def dense(self) -> Tensor:
@@ -104,7 +104,7 @@ class ChannelRows(Rows):
 
     def pool(self) -> Tensor:
         """See `Rows.pool`."""
-        return self.dense().sum(2)
+        return sum_up(self.dense(), 2)
 
     def dense(self) -> Tensor:
         """See `Rows.dense`."""
@@ -115,3 +115,8 @@ class ChannelRows(Rows):
 def with_constant(rows: Tensor, value: float) -> Tensor:
     """Append a column that holds `value`: the homogeneous coordinate."""
     return torch.cat([rows, rows.new_full((*rows.shape[:-1], 1), value)], -1)
+
+
+def sum_up(rows: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """Return the sum over `dims` in at least float32: a half overflows, or rounds a count of positions."""
+    return rows.sum(dims, dtype=torch.promote_types(rows.dtype, torch.float32))

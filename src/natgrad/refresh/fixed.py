@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from natgrad.errors import require
 from natgrad.schedule import Schedule, check_schedule, value_at
+
+_ALLOWED = "a number of steps >= 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,17 @@ class Refresh:
 
     def __post_init__(self) -> None:
         """Check both intervals."""
-        check_schedule("factors", self.factors, "a number of steps >= 1", minimum=1)
-        check_schedule("inverses", self.inverses, "a number of steps >= 1", minimum=1)
+        check_schedule("factors", self.factors, _ALLOWED, minimum=1)
+        check_schedule("inverses", self.inverses, _ALLOWED, minimum=1)
+
+    def check(self, step: int) -> None:
+        """Check what the step after `step` completed ones will read, before it changes anything.
+
+        Raises:
+            ValueError: if a callable returns what is no interval.
+        """
+        self.factors_due(step + 1, None)
+        self.inverses_due(step, None)
 
     def factors_due(self, step: int, last: int | None) -> bool:
         """Tell whether the step after `step` completed ones captures statistics, the last such step being `last`."""
@@ -41,6 +51,5 @@ class Refresh:
 
 
 def _due(name: str, interval: Schedule, step: int, last: int | None) -> bool:
-    steps = value_at(interval, step)
-    require(steps >= 1, name, steps, f"a number of steps >= 1 (at step {step})")
+    steps = value_at(name, interval, step, _ALLOWED, minimum=1)
     return last is None or step - last >= steps

@@ -53,7 +53,8 @@ def overview(curves: Curves, metric: Metric, targets: Mapping[Quantity, float] |
                 axes.axhline(targets[quantity], color=_TEXT, linewidth=0.8, linestyle=":", label="target")
             _dress(axes, x_label, label)
             values = [y(point) for runs in curves.values() for run in runs for point in run]
-            if values and min(values) > 0 and max(values) > 10 * min(values):
+            falls = quantity == "loss" or metric.better == "lower"
+            if falls and values and min(values) > 0 and max(values) > 10 * min(values):
                 axes.set_yscale("log")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, labelcolor=_TEXT)
