@@ -46,6 +46,7 @@ def test_a_dict_gives_each_layer_its_own_curvature():
     dense.assert_equal(solved(network(), {"0": natgrad.KFAC()}), {"0": eigen["0"], "2": raw["2"], "4": raw["4"]})
 
 
+@pytest.mark.filterwarnings("ignore::natgrad.NatgradWarning")
 def test_the_order_of_a_dict_matters():
     eigen, _ = reference()
     actual = solved(network(), {"*": natgrad.KFAC(), "4": None})
@@ -87,6 +88,7 @@ def test_explain_says_that_the_clip_is_off_without_an_optimizer():
     assert "clip" in str(natgrad.Preconditioner(model).explain())
 
 
+@pytest.mark.filterwarnings("ignore::natgrad.NatgradWarning")
 @pytest.mark.parametrize("patterns", [{}, {"nothing.*": natgrad.KFAC()}, {"*": None}])
 def test_a_model_with_nothing_to_cover_trains_as_before(patterns):
     model, plain, (x, y) = network(), network(), data()
@@ -394,6 +396,7 @@ def test_a_preconditioner_is_not_copied():
             copy.deepcopy(one)
 
 
+@pytest.mark.filterwarnings("ignore::natgrad.NatgradWarning")
 def test_explain_shows_patterns_as_they_are():
     """Rich would take brackets for markup."""
     model = nn.ModuleDict({"a": nn.Linear(2, 2)})
@@ -429,3 +432,15 @@ def test_a_parametrised_layer_is_left_alone():
     preconditioner.explain()
     assert before
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("curvature", [{}, {"haed": natgrad.KFAC()}, {"*": natgrad.KFAC(), "0": None}, {"0": None}])
+def test_patterns_without_effect_and_models_without_cover_are_told(curvature):
+    with pytest.warns(natgrad.NatgradWarning, match="natgrad: "):
+        natgrad.Preconditioner(nn.Sequential(nn.Linear(3, 2)), curvature)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    other = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="optimizer='SGD'"):
+        natgrad.Preconditioner(nn.Linear(3, 2), optimizer=other)

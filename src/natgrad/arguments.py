@@ -65,6 +65,10 @@ def check_arguments(
         )
     fits = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
     require(fits, "optimizer", type(optimizer).__name__, "a torch.optim.Optimizer, or None")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(parameter) for parameter in model.parameters()}  # type: ignore[attr-defined]
+        fits = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        require(fits, "optimizer", type(optimizer).__name__, "one that holds parameters of the model")
     check_schedule("damping", damping, "a number > 0", minimum=0, strict=True)
     if kl_clip is not None:
         check_number("kl_clip", kl_clip, "a number > 0, or None", minimum=0, strict=True)

@@ -211,6 +211,15 @@ def cover(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None
     return Coverage(covered, left, watched)
 
 
+def idle_patterns(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None]) -> list[str]:
+    """Return the patterns that decide for no module with parameters: misspelt, or behind one that matches as much."""
+    if isinstance(curvature, Curvature):
+        return []
+    names = [name for name, module in named_modules(model) if module._parameters]
+    deciding = {next((pattern for pattern in curvature if fnmatchcase(name, pattern)), None) for name in names}
+    return [pattern for pattern in curvature if pattern not in deciding]
+
+
 def _choose(name: str, curvature: Curvature | Mapping[str, Curvature | None]) -> tuple[Curvature | None, str]:
     if isinstance(curvature, Curvature):
         return curvature, ""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from natgrad import state as states
 from natgrad.arguments import check_arguments, resolve_group, unwrap
-from natgrad.blocks import cover, stack
+from natgrad.blocks import cover, idle_patterns, stack
 from natgrad.capture import Capture
 from natgrad.clip import Clip
 from natgrad.curvature import KFAC, Curvature
@@ -140,6 +140,10 @@ class Preconditioner:
         if self._reduces:
             take_over_reduction(model)
         self._build()
+        idle = idle_patterns(self._root, curvature)
+        if idle or not self._coverage.layers:
+            what = f"the patterns {idle} decide for no module" if idle else "no layer of the model is covered"
+            warnings.warn(f"natgrad: {what}; see explain()", NatgradWarning, stacklevel=2)
 
     # --- The life of a step -------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ def test_a_run_leaves_what_resuming_needs(tmp_path):
         (("train", "tabular", "--set", "width=9"), "width"),
         (("train", "tabular", "--curvature", "kfac", "--placement", "nowhere"), "placement"),
         (("train", "tabular", "--workers", "3"), "batch_size=64"),
+        (("train", "tabular", "--damping", "0.1"), "damping=0.1"),
         (("train", "--resume", "nowhere"), "resume='nowhere'"),
         (("train", "--resume", "nowhere", "--lr", "3"), "lr=3"),
         (("compare", "nothing"), "nothing"),

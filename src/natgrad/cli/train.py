@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # What may still change when a run is resumed; everything else is the run's own.
 _RESUMABLE = ("resume", "epochs", "steps", "workers", "checkpoint_seconds")
+_CURVATURE_OPTIONS = ("form", "fisher", "sharing", "placement", "factors", "inverses", "damping", "kl_clip")
 
 _CURVATURE = "Curvature (with --curvature kfac)"
 _RUN = "Run"
@@ -73,6 +74,7 @@ def train(
     if resume is not None:
         job, folder = _resumed_job(ctx, resume), resume
     else:
+        _refuse_idle_options(ctx, curvature)
         values: dict[str, Any] = {
             "task": task,
             "task_options": parse(set_ or (), "--set"),
@@ -131,13 +133,27 @@ def _resumed_job(ctx: typer.Context, folder: Path) -> Job:
     from natgrad.errors import require
     from natgrad.training.run import read_job
 
-    given = [name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")]
+    given = _given(ctx)
     for name in given:
         require(name in _RESUMABLE, name, ctx.params[name], "left out with --resume: it is read from the folder")
     job = read_job(folder)
     if "epochs" in given or "steps" in given:
         job = replace(job, epochs=ctx.params["epochs"], steps=ctx.params["steps"])
     return replace(job, workers=_ranks(ctx.params["workers"] if "workers" in given else job.workers))
+
+
+def _given(ctx: typer.Context) -> list[str]:
+    """Return the names of the parameters that stand on the command line."""
+    return [name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")]
+
+
+def _refuse_idle_options(ctx: typer.Context, curvature: str) -> None:
+    """Refuse options of the curvature where there is none: whoever gives one believes that there is."""
+    from natgrad.errors import require
+
+    idle = [name for name in _given(ctx) if name in _CURVATURE_OPTIONS and curvature == "none"]
+    for name in idle:
+        require(False, name, ctx.params[name], "given with --curvature kfac")
 
 
 def _ranks(workers: int) -> int:

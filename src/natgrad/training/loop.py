@@ -135,7 +135,8 @@ class Training:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
-            "progress": json.dumps([asdict(position), [asdict(point) for point in self.points]]),
+            # Times differ from rank to rank, and a checkpoint keeps only one copy.
+            "progress": self.world.agree(json.dumps([asdict(position), [asdict(point) for point in self.points]])),
             "ranks": {str(self.world.rank): noise},
         }
         if self.preconditioner is not None:
