@@ -20,14 +20,14 @@ def sources(edges: Sequence[GradientEdge]) -> list[GradientEdge]:
     """
     marked = {edge.node for edge in edges}
     beyond: dict[Node, bool] = {}  # whether a marked node lies strictly upstream
-    todo = list(marked)
-    while todo:
-        node = todo[-1]
+    pending = list(marked)
+    while pending:
+        node = pending[-1]
         nexts = [following for following, _ in node.next_functions if following is not None]
         unknown = [] if node in beyond else [following for following in nexts if following not in beyond]
         if unknown:
-            todo += unknown
+            pending += unknown
         else:
             beyond.setdefault(node, any(following in marked or beyond[following] for following in nexts))
-            todo.pop()
+            pending.pop()
     return [edge for edge in edges if not beyond[edge.node]]
