@@ -1,29 +1,15 @@
-"""Which parameter has which curvature, and the tensors of all blocks of equal size, stored as one."""
+"""The tensors of all blocks of equal size, stored as one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 
 from natgrad.curvature import Curvature
-from natgrad.layers import Layer, is_known, layer_for, trained
+from natgrad.layers import Layer
 from natgrad.precision import Precision
-
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
-
-
-@dataclass(frozen=True)
-class Left:
-    """A parameter that natgrad leaves to the optimizer, and why."""
-
-    parameter: str
-    shape: tuple[int, ...]
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -92,9 +78,7 @@ class Stack:
 
     @property
     def _parameter(self) -> Tensor:
-        weight = self.members[0].layer.module.weight
-        assert isinstance(weight, Tensor)
-        return weight
+        return self.members[0].layer.slots[0].parameter
 
     def follow(self) -> bool:
         """Move all tensors to where the parameters are now; tell whether they were elsewhere."""
@@ -143,98 +127,11 @@ class Stack:
         self.ready = [all(all(good[member.blocks]) for good in self.good.values()) for member in self.members]
 
 
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module once with its qualified name, without the prefixes that wrappers add."""
-    for name, module in model.named_modules():
-        yield ".".join(piece for piece in name.split(".") if piece not in _WRAPPERS), module
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """What is preconditioned and what is not.
-
-    Attributes:
-        layers: The covered layers, in the order of the model.
-        left: Every other parameter.
-        watched: The modules whose parameters, once frozen or thawed, would change the coverage.
-    """
-
-    layers: list[tuple[Layer, Curvature]]
-    left: list[Left]
-    watched: list[nn.Module]
-
-    def signature(self) -> list[tuple[bool, bool]]:
-        """Return which weights and biases are trained now."""
-        return [trained(module) for module in self.watched]
-
-
-def cover(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None]) -> Coverage:
-    """Give each layer of `model` its curvature.
-
-    Args:
-        model: The model, unwrapped.
-        curvature: One for all linear and convolutional layers, or one for each fnmatch pattern of module names: the
-            first match wins, None and no match leave the layer to the optimizer.
-
-    Returns:
-        The covered layers, and every other parameter with the reason why it is left out.
-    """
-    users: dict[int, int] = {}
-    for _, module in named_modules(model):
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users[id(parameter)] = users.get(id(parameter), 0) + 1
-    covered: list[tuple[Layer, Curvature]] = []
-    left: list[Left] = []
-    watched: list[nn.Module] = []
-    seen: set[int] = set()
-    for name, module in named_modules(model):
-        own = {leaf: p for leaf, p in module._parameters.items() if p is not None and id(p) not in seen}
-        seen.update(map(id, own.values()))
-        if not own:
-            continue
-        choice, reason = _choose(name, curvature)
-        layer = layer_for(name, module) if choice else reason
-        if choice and is_known(module):
-            watched.append(module)
-        if isinstance(layer, Layer) and any(users[id(p)] > 1 for p, _ in layer.parameters()):
-            layer = "shared by several modules"
-        if isinstance(layer, Layer) and choice:
-            covered.append((layer, choice))
-        taken = {id(p) for p, _ in layer.parameters()} if isinstance(layer, Layer) else set()
-        for leaf, parameter in own.items():
-            if id(parameter) not in taken:
-                why = layer if isinstance(layer, str) else "frozen"
-                full = f"{name}.{leaf}" if name else leaf
-                shape = () if is_lazy(parameter) else tuple(parameter.shape)
-                left.append(Left(full, shape, why if parameter.requires_grad else "frozen"))
-    return Coverage(covered, left, watched)
-
-
-def idle_patterns(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None]) -> list[str]:
-    """Return the patterns that decide for no module with parameters: misspelt, or behind one that matches as much."""
-    if isinstance(curvature, Curvature):
-        return []
-    names = [name for name, module in named_modules(model) if module._parameters]
-    deciding = {next((pattern for pattern in curvature if fnmatchcase(name, pattern)), None) for name in names}
-    return [pattern for pattern in curvature if pattern not in deciding]
-
-
-def _choose(name: str, curvature: Curvature | Mapping[str, Curvature | None]) -> tuple[Curvature | None, str]:
-    if isinstance(curvature, Curvature):
-        return curvature, ""
-    for pattern, choice in curvature.items():
-        if fnmatchcase(name, pattern):
-            return choice, f"excluded by the pattern {pattern!r}"
-    return None, "no pattern matches its module"
-
-
 def stack(layers: list[tuple[Layer, Curvature]], precision: Precision) -> list[Stack]:
     """Put layers with the same curvature, sizes, dtype and device into one stack, in the order of the model."""
     groups: dict[tuple[object, ...], tuple[Curvature, list[Layer]]] = {}
     for layer, curvature in layers:
-        weight = layer.module.weight
-        assert isinstance(weight, Tensor)
-        key = (id(curvature), layer.outputs, layer.inputs, weight.dtype, weight.device)
+        parameter = layer.slots[0].parameter
+        key = (id(curvature), layer.outputs, layer.inputs, parameter.dtype, parameter.device)
         groups.setdefault(key, (curvature, []))[1].append(layer)
     return [Stack(curvature, equal, precision) for curvature, equal in groups.values()]

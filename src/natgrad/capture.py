@@ -15,12 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from natgrad.blocks import Stack
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError
-from natgrad.layers import Layer, Rows
+from natgrad.layers import Handle, Layer, Rows
 from natgrad.layers.rows import DenseRows
 from natgrad.sums import Sums
 from natgrad.upstream import sources
@@ -28,8 +27,9 @@ from natgrad.upstream import sources
 
 @dataclass
 class _Use:
-    """One use of a layer, from its forward to its gradient."""
+    """One use of a layer, from its forward to its gradient; what it shows counts as that of `primary`."""
 
+    primary: Layer
     layer: Layer
     curvature: Curvature
     inputs: Tensor | None
@@ -64,7 +64,7 @@ class Capture:
         """Prepare; no hook is set before `attach`."""
         self._reduction, self._counting = reduction, counting
         self._root = root
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Handle] = []
         self._batch: int | None = None
         self._inside = False  # the model's own forward
         self._layers: dict[str, tuple[Layer, Curvature]] = {}
@@ -83,10 +83,9 @@ class Capture:
         self._handles.append(self._root.register_forward_pre_hook(_RootTap(self), with_kwargs=True))
         for stack in stacks:
             for member in stack.members:
-                layer = member.layer
-                self._layers[layer.name] = (layer, stack.curvature)
-                tap = _LayerTap(self, layer.name)
-                self._handles.append(layer.module.register_forward_hook(tap, with_kwargs=True))
+                self._layers[member.layer.name] = (member.layer, stack.curvature)
+                for index, layer in enumerate((member.layer, *member.layer.others)):
+                    self._handles += layer.tap(_LayerTap(self, member.layer.name, index))
         # Set last: where the model is itself a layer, its forward ends after that layer's.
         self._handles.append(self._root.register_forward_hook(_EndTap(self)))
 
@@ -157,14 +156,15 @@ class Capture:
         """Note that the model's own forward is over: a layer called by itself says nothing of an earlier batch."""
         self._inside = False
 
-    def watch(self, name: str, inputs: Tensor, output: Tensor) -> None:
-        """Keep the inputs of one use of a layer until the gradient of its output comes."""
+    def watch(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
+        """Keep the inputs of one use of a layer, or of the one tied to it, until the gradient of its output comes."""
         if not (self.wanted or self._counting) or not torch.is_grad_enabled() or not output.requires_grad:
             return
-        layer, curvature = self._layers[name]
+        primary, curvature = self._layers[name]
+        layer = (primary, *primary.others)[index]
         outer_task = torch._C._current_graph_task_id()  # that of a backward pass that recomputes checkpoints
         batch = self._batch if self._inside or outer_task != -1 else None
-        use = _Use(layer, curvature, inputs.detach(), batch, outer_task)
+        use = _Use(primary, layer, curvature, inputs.detach(), batch, outer_task)
         output.register_hook(lambda gradient: self._gradient(use, gradient))
         if self.wanted and curvature.likelihood is not None:
             self._unsampled.append((get_gradient_edge(output), use))
@@ -185,7 +185,10 @@ class Capture:
                 use.inputs = None
             self._count_backward(use, task, inputs, gradient)
         use.sampled = use.sampled or self.sampling
-        current = self._layers.get(use.layer.name) == (use.layer, use.curvature)  # the coverage may have changed since
+        current = self._layers.get(use.primary.name) == (
+            use.primary,
+            use.curvature,
+        )  # the coverage may have changed since
         if self.wanted and current and self.sampling == (use.curvature.likelihood is not None):
             self._observe(use, task, inputs, gradient)
         self.seconds += perf_counter() - started
@@ -204,7 +207,7 @@ class Capture:
         return use.batch if use.batch and own % use.batch == 0 else own
 
     def _observe(self, use: _Use, task: int, inputs: Tensor, gradient: Tensor) -> None:
-        layer, curvature, name = use.layer, use.curvature, use.layer.name
+        layer, curvature, name = use.layer, use.curvature, use.primary.name
         samples = self._samples(use, inputs, gradient)
         if samples == 0:
             return
@@ -224,7 +227,7 @@ class Capture:
         tally.count(task, samples, layer.positions(gradient))
 
     def _pool(self, use: _Use, task: int, inputs: Rows, gradients: Rows, samples: int, scale: float) -> None:
-        name = use.layer.name
+        name = use.primary.name
         before = self._pooled.get(name)
         if before and (before.task, before.inputs.shape[1]) != (task, samples):
             self._flush(name)
@@ -250,7 +253,7 @@ class Capture:
 
 def _reaches_parameters(layer: Layer) -> bool:
     """Tell whether the backward pass under way goes down to the parameters of `layer`."""
-    parameter, _ = next(layer.parameters())
+    parameter = layer.slots[0].parameter
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     except RuntimeError:  # asked for by name in torch.autograd.grad, or frozen meanwhile
@@ -260,9 +263,9 @@ def _reaches_parameters(layer: Layer) -> bool:
 class _Tap:
     """A hook that copies and pickles with its model as one that does nothing."""
 
-    def __init__(self, capture: Capture | None = None, layer: str = "") -> None:
+    def __init__(self, capture: Capture | None = None, layer: str = "", index: int = 0) -> None:
         self._capture = weakref.ref(capture) if capture is not None else lambda: None
-        self._layer = layer
+        self._layer, self._index = layer, index
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), ())
@@ -283,7 +286,10 @@ class _EndTap(_Tap):
 
 
 class _LayerTap(_Tap):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self.see(args[0] if args else kwargs["input"], output)
+
+    def see(self, inputs: Tensor, output: Tensor) -> None:
         capture = self._capture()
         if capture is not None:
-            capture.watch(self._layer, args[0] if args else kwargs["input"], output)
+            capture.watch(self._layer, self._index, inputs, output)

@@ -49,7 +49,7 @@ class Clip:
             inner = entry.inner
             finite.append(inner.isfinite())
             if self.bound is not None and entry.ready:
-                firsts = [next(iter(member.layer.parameters()))[0] for member in entry.members]
+                firsts = [member.layer.slots[0].parameter for member in entry.members]
                 rate = _rate(rates, firsts, entry.blocks, inner)
                 share = torch.where(finite[-1], inner.abs(), 0).mul_(rate * rate).sum()
                 total = share if total is None else total + share.to(total)

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from natgrad.blocks import Left, Stack
+from natgrad.blocks import Stack
+from natgrad.coverage import Coverage
 from natgrad.placement import Plan
 
 
@@ -81,12 +82,12 @@ class Explanation:
         return capture.get()
 
 
-def explain(stacks: list[Stack], left: list[Left], plan: Plan[tuple[str, str]], note: str) -> Explanation:
+def explain(stacks: list[Stack], coverage: Coverage, plan: Plan[tuple[str, str]], note: str) -> Explanation:
     """Describe all parameters of a model.
 
     Args:
         stacks: What is preconditioned.
-        left: What is not.
+        coverage: What else there is, and the order of the model.
         plan: The owners.
         note: The state of the KL clip, in words.
     """
@@ -98,18 +99,16 @@ def explain(stacks: list[Stack], left: list[Left], plan: Plan[tuple[str, str]], 
         work = sum(part.cost for part in stack.parts)
         for member in stack.members:
             layer = member.layer
-            for index, (parameter, _) in enumerate(layer.parameters()):
-                leaf = "weight" if parameter is layer.module.weight else "bias"
-                first = index == 0
+            for first, slot in zip((True, *[False] * len(layer.slots)), layer.slots, strict=False):
                 rows.append(
                     Row(
-                        parameter=f"{layer.name}.{leaf}" if layer.name else leaf,
-                        shape=tuple(parameter.shape),
+                        parameter=slot.name,
+                        shape=tuple(slot.parameter.shape),
                         curvature=repr(stack.curvature),
                         owners={p.name: plan.owners[layer.key, p.name] for p in stack.parts} if first else None,
                         share=work * layer.blocks / total if first else 0.0,
                         bytes=(kept + held) * layer.blocks if first else 0,
                     )
                 )
-    rows += [Row(parameter=one.parameter, shape=one.shape, reason=one.reason) for one in left]
-    return Explanation(rows, note)
+    rows += [Row(parameter=one.parameter, shape=one.shape, reason=one.reason) for one in coverage.left]
+    return Explanation(sorted(rows, key=lambda row: coverage.order[row.parameter]), note)

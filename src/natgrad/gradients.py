@@ -36,12 +36,12 @@ class Entry:
         stack = self.stack
         W = torch.empty(sum(self.blocks), stack.outputs, stack.inputs, dtype=stack.solve_dtype, device=stack.device)
         targets, sources = [], []
-        for parameter, view in _views(self.members, W):
-            if parameter.grad is None:
+        for gradient, view in _views(self.members, W):
+            if gradient is None:
                 view.zero_()
             else:
                 targets.append(view)
-                sources.append(parameter.grad)
+                sources.append(gradient)
         torch._foreach_copy_(targets, sources)
         self.V = stack.curvature.solve(self.held(), W, damping) if self.ready else W
         self.inner = torch.bmm(self.V.flatten(1)[:, None, :], W.flatten(1)[:, :, None])[:, 0, 0]
@@ -105,23 +105,27 @@ class Gradients:
         """Write the preconditioned gradients into ``.grad``, in place."""
         targets, sources = [], []
         for entry in self.entries:
-            for parameter, view in _views(entry.members, entry.V):
-                if parameter.grad is not None:
-                    targets.append(parameter.grad)
+            for gradient, view in _views(entry.members, entry.V):
+                if gradient is not None:
+                    targets.append(gradient)
                     sources.append(view)
         if targets:
             torch._foreach_copy_(targets, sources)
 
 
 def _has_gradient(member: Member) -> bool:
-    return any(parameter.grad is not None for parameter, _ in member.layer.parameters())
+    return any(slot.parameter.grad is not None for slot in member.layer.slots)
 
 
-def _views(members: list[Member], stacked: Tensor) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    """Yield each parameter with its place in `stacked`, shaped like it."""
+def _views(members: list[Member], stacked: Tensor) -> Iterator[tuple[Tensor | None, Tensor]]:
+    """Yield the gradient of each parameter with its place in `stacked`, shaped alike."""
     start = 0
     for member in members:
-        stop = start + member.stop - member.start
-        for parameter, columns in member.layer.parameters():
-            yield parameter, stacked[start:stop, :, columns].view(parameter.shape)
+        layer, stop = member.layer, start + member.stop - member.start
+        for slot in layer.slots:
+            parameter = slot.parameter
+            gradient, view = layer.align(
+                slot, parameter if parameter.grad is None else parameter.grad, stacked[start:stop, :, slot.columns]
+            )
+            yield None if parameter.grad is None else gradient, view
         start = stop

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from natgrad import state as states
 from natgrad.arguments import check_arguments, resolve_group, unwrap
-from natgrad.blocks import cover, idle_patterns, stack
+from natgrad.blocks import stack
 from natgrad.capture import Capture
 from natgrad.clip import Clip
+from natgrad.coverage import cover, idle_patterns
 from natgrad.curvature import KFAC, Curvature
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.explanation import Explanation, explain
@@ -217,7 +218,7 @@ class Preconditioner:
         if self._last_factors is not None or self._capture.backwards:
             return
         layers = [layer for layer, _ in self._coverage.layers]
-        self._blind += any(p.grad is not None for layer in layers for p, _ in layer.parameters())
+        self._blind += any(slot.parameter.grad is not None for layer in layers for slot in layer.slots)
         if self._blind == 2:
             warnings.warn(
                 "natgrad has seen no backward pass of its layers yet and leaves their gradients as they are: build the "
@@ -315,7 +316,7 @@ class Preconditioner:
 
     def explain(self) -> Explanation:
         """Tell each parameter's curvature, owners and cost, or why it is left to the optimizer."""
-        return explain(self._stacks, self._coverage.left, self._plan, self._clip.describe())
+        return explain(self._stacks, self._coverage, self._plan, self._clip.describe())
 
     # --- State --------------------------------------------------------------------------------------------------
 

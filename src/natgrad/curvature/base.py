@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from natgrad.layers import Rows
+from natgrad.layers import Layer, Rows
 from natgrad.likelihood import Likelihood
 
 
@@ -72,6 +72,10 @@ class Curvature(ABC):
 
     likelihood: Likelihood | None = None
     pools: bool = False
+
+    def fit(self, layer: Layer) -> Curvature | str:
+        """Return the variant of this curvature for `layer`, the same object for equal needs, or why there is none."""
+        return self if layer.form == "matrix" else f"{self!r} has no form for {type(layer.module).__name__}"
 
     @property
     @abstractmethod

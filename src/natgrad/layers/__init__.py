@@ -2,47 +2,55 @@
 
 from __future__ import annotations
 
-from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from collections.abc import Sequence
 
-from natgrad.layers.base import Layer, trained
+from torch import nn
+
+from natgrad.layers.base import Handle, Layer, Maker, Slot, Tap, is_trained, qualified
 from natgrad.layers.convolution import ConvolutionLayer
 from natgrad.layers.linear import LinearLayer
 from natgrad.layers.rows import Rows
 
-__all__ = ["Layer", "Rows", "is_known", "layer_for", "trained"]
+__all__ = ["Handle", "Layer", "Rows", "Slot", "Tap", "is_known", "is_trained", "layers_for", "qualified"]
 
-_LAYERS: dict[type[nn.Module], type[Layer]] = {
-    nn.Linear: LinearLayer,
-    nn.Conv1d: ConvolutionLayer,
-    nn.Conv2d: ConvolutionLayer,
-    nn.Conv3d: ConvolutionLayer,
+# The first type that a module is an instance of decides.
+_MAKERS: dict[type[nn.Module], Maker] = {
+    nn.Linear: lambda name, module: [LinearLayer(name, module)],
+    nn.Conv1d: lambda name, module: [ConvolutionLayer(name, module)],
+    nn.Conv2d: lambda name, module: [ConvolutionLayer(name, module)],
+    nn.Conv3d: lambda name, module: [ConvolutionLayer(name, module)],
 }
 
 
-def layer_for(name: str, module: nn.Module) -> Layer | str:
-    """Return the layer of `module`, or the reason why it has none."""
-    kind = _kind(module)
-    if kind is None:
+def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) -> Sequence[Layer] | str:
+    """Return the layers of `module`, or the reason why it has none.
+
+    Args:
+        name: Its qualified name.
+        module: The module.
+        parent: The module that holds it.
+    """
+    make = _maker(module)
+    if make is None:
         return f"no layer type covers {type(module).__name__}"
-    if isinstance(module, NonDynamicallyQuantizableLinear):
+    if isinstance(parent, nn.MultiheadAttention):
         return "its forward is never called: nn.MultiheadAttention uses the weight directly"
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         return "its sizes are unknown before the first forward (lazy module)"
-    weight = module._parameters.get("weight")
-    if weight is None:
+    if "parametrizations" in module._modules or "weight" not in module._parameters:
         return "its weight is computed from other parameters (parametrisation)"
-    if weight.is_complex():
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if any(parameter.is_complex() for parameter in parameters):
         return "complex weights have no Fisher block here"
-    if not any(trained(module)):
+    if not any(parameter.requires_grad for parameter in parameters):
         return "frozen"
-    return kind(name, module)
+    return make(name, module)
 
 
 def is_known(module: nn.Module) -> bool:
     """Tell whether a layer type exists for `module`."""
-    return _kind(module) is not None
+    return _maker(module) is not None
 
 
-def _kind(module: nn.Module) -> type[Layer] | None:
-    return next((layer for base, layer in _LAYERS.items() if isinstance(module, base)), None)
+def _maker(module: nn.Module) -> Maker | None:
+    return next((make for base, make in _MAKERS.items() if isinstance(module, base)), None)

@@ -1,9 +1,11 @@
-"""The face of a layer: its weight as equal blocks, its inputs and output gradients as rows."""
+"""The face of a layer: its parameters as equal blocks, its inputs and output gradients as rows."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -11,52 +13,126 @@ from torch.nn.parameter import is_lazy
 from natgrad.layers.rows import Rows
 
 
-class Layer(ABC):
-    """One module whose weight, with its bias as a last column, is ``n`` equal blocks ``[o, i]``.
+class Handle(Protocol):
+    """Something that can be undone, as hooks are."""
 
-    A frozen weight or bias is left out: with the bias alone i is 1, with the weight alone there is no last column.
-    Parameters are looked up in the module every time, never kept: wrappers may replace them.
+    def remove(self) -> None:
+        """Undo it."""
+
+
+class Tap(Protocol):
+    """Looks on while a layer is used."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Be a forward hook: the inputs are the first argument, or the one called "input"."""
+
+    def see(self, inputs: Tensor, output: Tensor) -> None:
+        """Note one use, where no module's own forward shows it."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a trained parameter in the blocks ``[n, o, i]`` of its layer.
+
+    The parameter is looked up in its module every time, never kept: wrappers may replace it.
 
     Attributes:
-        name: The module's qualified name, without the prefixes of wrappers.
+        name: The parameter's qualified name, without the prefixes of wrappers.
+        module: The module that has it.
+        leaf: Its name there.
+        columns: Which of the i columns are its.
+        rows: Which part of its first dimension belongs to this layer; None: all of it.
+    """
+
+    name: str
+    module: nn.Module
+    leaf: str
+    columns: slice
+    rows: slice | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter, as it is now."""
+        parameter = self.module._parameters[self.leaf]
+        assert parameter is not None
+        return parameter
+
+
+class Layer(ABC):
+    """Trained parameters as ``n`` equal blocks ``[o, i]``: a weight, with its bias as the last column.
+
+    A frozen weight or bias is left out: with the bias alone i is 1, with the weight alone there is no last column.
+
+    Attributes:
+        name: The qualified name, unique among layers: the module's, without the prefixes of wrappers.
         module: The module.
         blocks: n, the number of equal blocks (the groups of a convolution).
         outputs: o, the outputs of one block.
         inputs: i, the inputs of one block, with the homogeneous coordinate if the bias is trained.
         weight: Whether the weight is trained.
         bias: Whether there is a bias and it is trained.
+        slots: Where the trained parameters lie.
+        form: What the block is: a "matrix" that maps rows of inputs to outputs; one whose input rows are "one-hot"; or
+            "elementwise", a few coefficients for each output.
+        others: Further layers of the same parameters (tied weights), whose rows count as this one's.
     """
 
     blocks: int
     outputs: int
     inputs: int
+    slots: Sequence[Slot]
+    form: Literal["matrix", "one-hot", "elementwise"] = "matrix"
 
     def __init__(self, name: str, module: nn.Module) -> None:
         """Read the sizes off `module`."""
         self.name, self.module = name, module
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        self.weight, self.bias = trained(module)
+        self.others: list[Layer] = []
+        self.weight, self.bias = is_trained(module, "weight"), is_trained(module, "bias")
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Set the sizes and the slots: here those of a weight ``[n o, ...]`` and a bias ``[n o]``."""
+        weight = self.module._parameters["weight"]
+        assert weight is not None
         self.blocks = self._count_blocks()
         self.outputs = weight.shape[0] // self.blocks
         self._columns = weight.shape[1:].numel() if self.weight else 0
         self.inputs = self._columns + int(self.bias)
+        self._place_slots()
+
+    def _place_slots(self) -> None:
+        """Put the weight into the first columns, the bias into the last."""
+        columns = (("weight", self.weight, slice(0, self._columns)), ("bias", self.bias, slice(self._columns, None)))
+        self.slots = [
+            Slot(qualified(self.name, leaf), self.module, leaf, where) for leaf, used, where in columns if used
+        ]
+
+    def _count_blocks(self) -> int:
+        return 1
 
     @property
     def key(self) -> str:
         """The qualified name of the parameter by which state is kept."""
-        leaf = "weight" if self.weight else "bias"
-        return f"{self.name}.{leaf}" if self.name else leaf
+        return self.slots[0].name
 
-    def parameters(self) -> Iterator[tuple[nn.Parameter, slice]]:
-        """Yield the trained parameters with the columns that each has in the blocks ``[n, o, i]``."""
-        if self.weight:
-            yield self.module.weight, slice(0, self._columns)  # type: ignore[misc]
-        if self.bias:
-            yield self.module.bias, slice(self._columns, self.inputs)  # type: ignore[misc]
+    def identity(self) -> tuple[object, ...]:
+        """Return what is equal for layers of the same parameters."""
+        return tuple((id(slot.parameter), str(slot.rows)) for slot in self.slots)
 
-    def _count_blocks(self) -> int:
-        return 1
+    def align(self, slot: Slot, tensor: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return equally shaped views of a tensor shaped like a parameter and of its columns of the blocks.
+
+        Args:
+            slot: Whose place.
+            tensor: The parameter, its gradient, or the like.
+            blocks: Its columns ``[n, o, ...]``, a slice of the blocks.
+        """
+        own = tensor if slot.rows is None else tensor[slot.rows]
+        return own, blocks.view(own.shape)
+
+    def tap(self, tap: Tap) -> list[Handle]:
+        """Have `tap` called at each use of the layer, until the handles are removed."""
+        return [self.module.register_forward_hook(tap, with_kwargs=True)]
 
     @abstractmethod
     def batched(self, inputs: Tensor) -> bool:
@@ -79,12 +155,17 @@ class Layer(ABC):
         """Return the rows g ``[n, B, T, o]``."""
 
 
-def trained(module: nn.Module) -> tuple[bool, bool]:
-    """Tell whether the weight and the bias of `module` are trained."""
-    return _trained(module, "weight"), _trained(module, "bias")
+# What makes the layers of a module with a given name; a text tells why there are none.
+Maker = Callable[[str, nn.Module], "Sequence[Layer] | str"]
 
 
-def _trained(module: nn.Module, name: str) -> bool:
+def is_trained(module: nn.Module, leaf: str) -> bool:
+    """Tell whether a parameter of `module` is trained."""
     # Not as an attribute: to read one that is computed may change its state (spectral norm).
-    parameter = module._parameters.get(name)
+    parameter = module._parameters.get(leaf)
     return parameter is not None and parameter.requires_grad and not is_lazy(parameter)
+
+
+def qualified(name: str, leaf: str) -> str:
+    """Return the name of something within the module called `name`."""
+    return f"{name}.{leaf}" if name else leaf

@@ -22,11 +22,12 @@ class ConvolutionLayer(Layer):
     module: Convolution
 
     def _count_blocks(self) -> int:
+        self._ndim = len(self.module.kernel_size) + 2
         return self.module.groups
 
     def batched(self, inputs: Tensor) -> bool:
         """See `Layer.batched`."""
-        return inputs.ndim == self.module.weight.ndim
+        return inputs.ndim == self._ndim
 
     def positions(self, gradients: Tensor) -> int:
         """See `Layer.positions`."""
