@@ -6,32 +6,59 @@ Example:
     >>> preconditioner.step()  # between loss.backward() and optimizer.step()
 """
 
-from natgrad.curvature import KFAC, Curvature
-from natgrad.errors import CurvatureError, NatgradError, NatgradWarning
-from natgrad.guard import Guard
-from natgrad.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
-from natgrad.optimizer import PreconditionedOptimizer
-from natgrad.precision import Precision
-from natgrad.preconditioner import Preconditioner
-from natgrad.refresh import Refresh
-from natgrad.schedule import Schedule
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "KFAC",
-    "Bernoulli",
-    "Categorical",
-    "Curvature",
-    "CurvatureError",
-    "Gaussian",
-    "Guard",
-    "Likelihood",
-    "NatgradError",
-    "NatgradWarning",
-    "Precision",
-    "PreconditionedOptimizer",
-    "Preconditioner",
-    "Refresh",
-    "Schedule",
-]
+# Whatever needs torch is imported when it is first asked for (PEP 562), so that `natgrad --help` does without. A new
+# name is a line here, and one below, where type checkers and editors look.
+_HOMES = {
+    "KFAC": "natgrad.curvature",
+    "Bernoulli": "natgrad.likelihood",
+    "Categorical": "natgrad.likelihood",
+    "Curvature": "natgrad.curvature",
+    "CurvatureError": "natgrad.errors",
+    "Gaussian": "natgrad.likelihood",
+    "Guard": "natgrad.guard",
+    "Likelihood": "natgrad.likelihood",
+    "NatgradError": "natgrad.errors",
+    "NatgradWarning": "natgrad.errors",
+    "Precision": "natgrad.precision",
+    "PreconditionedOptimizer": "natgrad.optimizer",
+    "Preconditioner": "natgrad.preconditioner",
+    "Refresh": "natgrad.refresh",
+    "Schedule": "natgrad.schedule",
+    "UnitWise": "natgrad.curvature",
+}
+
+if TYPE_CHECKING:
+    from natgrad.curvature import KFAC as KFAC
+    from natgrad.curvature import Curvature as Curvature
+    from natgrad.curvature import UnitWise as UnitWise
+    from natgrad.errors import CurvatureError as CurvatureError
+    from natgrad.errors import NatgradError as NatgradError
+    from natgrad.errors import NatgradWarning as NatgradWarning
+    from natgrad.guard import Guard as Guard
+    from natgrad.likelihood import Bernoulli as Bernoulli
+    from natgrad.likelihood import Categorical as Categorical
+    from natgrad.likelihood import Gaussian as Gaussian
+    from natgrad.likelihood import Likelihood as Likelihood
+    from natgrad.optimizer import PreconditionedOptimizer as PreconditionedOptimizer
+    from natgrad.precision import Precision as Precision
+    from natgrad.preconditioner import Preconditioner as Preconditioner
+    from natgrad.refresh import Refresh as Refresh
+    from natgrad.schedule import Schedule as Schedule
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 
 class NatgradError(Exception):
     """Base of the errors that natgrad raises beside ``ValueError``."""
@@ -13,6 +11,25 @@ class NatgradError(Exception):
 
 class CurvatureError(NatgradError):
     """The curvature of a layer stayed unusable for longer than the `Guard` allows."""
+
+
+class ArgumentError(ValueError):
+    """An argument that is not allowed.
+
+    Attributes:
+        name: Of the argument.
+        value: What was given.
+        allowed: What must be given instead, in words.
+    """
+
+    def __init__(self, name: str, value: Any, allowed: str) -> None:
+        """Keep the parts: whoever knows the argument by another name can say so."""
+        super().__init__(name, value, allowed)
+        self.name, self.value, self.allowed = name, value, allowed
+
+    def __str__(self) -> str:
+        """Return one sentence of all parts."""
+        return f"{self.name}={self.value!r} is not allowed: {self.name} must be {self.allowed}"
 
 
 class NatgradWarning(UserWarning):
@@ -23,14 +40,14 @@ def require(condition: object, name: str, value: Any, allowed: str) -> None:
     """Raise a ``ValueError`` that names argument, value and what is allowed, unless `condition` holds.
 
     Raises:
-        ValueError: if `condition` is false.
+        ArgumentError: if `condition` is false.
     """
     if not condition:
-        raise ValueError(f"{name}={value!r} is not allowed: {name} must be {allowed}")
+        raise ArgumentError(name, value, allowed)
 
 
-def describe(value: object) -> object:
+def describe(value: Any) -> Any:
     """Return what an error shows of `value`: of a tensor dtype, shape and whether it has a graph."""
-    if not isinstance(value, Tensor):
+    if not all(hasattr(value, each) for each in ("dtype", "shape", "requires_grad")):
         return value
     return f"{value.dtype}{list(value.shape)}{'' if value.requires_grad else ' without a graph'}"

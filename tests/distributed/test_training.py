@@ -15,8 +15,10 @@ import torch
 
 from natgrad.training import checkpoint
 from natgrad.training.job import Job
+from natgrad.training.launch import RankError, launch
 from natgrad.training.result import read_points
 from natgrad.training.run import Output, train
+from natgrad.training.world import join
 
 KFAC = {"optimizer": "sgd", "options": {"momentum": 0.9}, "curvature": "kfac", "learning_rate": 0.05, "damping": 0.03}
 NATGRAD = [sys.executable, "-m", "natgrad.cli"]
@@ -62,6 +64,20 @@ def test_two_ranks_resume_bit_by_bit(tmp_path, settings):
     assert len(straight) > 10
     for name, tensor in straight.items():
         assert torch.equal(tensor, halves[name]), name
+
+
+def imports_of_a_run(job):
+    """Run a job as a rank and return what was imported before it and by it."""
+    before = set(sys.modules)
+    train(job, Output())
+    return before, set(sys.modules) - before
+
+
+def test_a_rank_is_forked_with_its_imports_done():
+    before, new = launch(imports_of_a_run, Job(task="tabular", steps=2, workers=2, **KFAC), workers=2)
+    assert "torch._dynamo" in before, "which DistributedDataParallel would import for a second or more"
+    assert not [name for name in new if name.startswith(("natgrad", "torch._dynamo", "torchmetrics"))]
+    assert len(new) < 50
 
 
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
@@ -129,6 +145,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path, workers, interrupt):
     assert f"natgrad train --resume {folder}" in text
     assert "Traceback" not in text
     progress = json.loads(state(folder)["progress"])[0]
+    assert f"the checkpoint is of step {progress['step']};" in text
     points = read_points(folder / "metrics.jsonl")
     assert progress["step"] >= points[-1].step
     resumed = train(
@@ -139,6 +156,19 @@ def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path, workers, interrupt):
         resume=True,
     )
     assert resumed.points[-1].step == progress["step"] + 3
+
+
+def fail_on_the_last_rank():
+    with join("cpu") as world:
+        if world.rank == 1:
+            raise ValueError("no such colour")
+        world.agree(0)
+        world.maxima(1.0)
+
+
+def test_the_rank_that_failed_first_is_named_with_its_reason():
+    with pytest.raises(RankError, match=r"^rank 1 failed: ValueError: no such colour$"):
+        launch(fail_on_the_last_rank, workers=2)
 
 
 def test_a_killed_rank_loses_no_finished_work(tmp_path):

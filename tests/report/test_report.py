@@ -61,6 +61,7 @@ def test_what_natgrad_wins_and_what_others_lose_is_in_the_table(outcome):
     assert {row[0]: row[4] for row in end.rows}["natgrad"] == "40%"
     assert "damping 0.03" in {row[0]: row[1] for row in settings.rows}["natgrad"]
     assert "AdamW the others" in settings.caption
+    assert "Median of seeds 0 to 2" in end.caption
 
 
 def test_tables_fit_a_terminal_and_show_every_cell(outcome):
@@ -72,6 +73,19 @@ def test_tables_fit_a_terminal_and_show_every_cell(outcome):
     assert "not reached" in text
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 140
+
+
+def test_the_list_of_tasks_fits_eighty_columns():
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    listed = [tasks.get(name) for name in tasks.names()]
+    console.print(table(task_sheet(listed)))
+    text = console.export_text()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    for task in listed:
+        assert task.name in text
+        assert task.metric.name in text
+    assert "images=4096, depth=20, seed=0" in text
 
 
 def test_curves_show_the_median_and_the_band_of_seeds():

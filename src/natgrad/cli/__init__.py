@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+import natgrad
 from natgrad.errors import NatgradError
 
 from .compare import compare
+from .flags import in_flags
 from .tasks import tasks
 from .train import train
 
@@ -24,20 +26,30 @@ class _PlainErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except (ValueError, OSError, NatgradError) as error:
-            Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+            text = f"error: {in_flags(error, self.commands.get(ctx.invoked_subcommand))}"
+            Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
             raise typer.Exit(2) from error
 
 
-app = typer.Typer(
-    cls=_PlainErrors,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Train with natural gradients, and compare with other optimizers.",
-)
+app = typer.Typer(cls=_PlainErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(train)
 app.command()(compare)
 app.command()(tasks)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"natgrad {natgrad.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train with natural gradients, and compare with other optimizers."""
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ def compare(
         str, typer.Option(help="Contenders, separated by commas; any optimizer of torch.optim too.")
     ] = "natgrad,sgd,adamw,muon",
     seeds: Annotated[int, typer.Option(help="Runs a contender.")] = 3,
+    first_seed: Annotated[int, typer.Option(help="The runs take it and the seeds after it.")] = 0,
     workers: Annotated[int, typer.Option(help="Ranks a run.")] = 1,
     search: Annotated[
         int, typer.Option(help="Trials a contender before the comparison; 0: start from tuned values.")
@@ -42,9 +43,11 @@ def compare(
     ),
 ) -> None:
     """Compare optimizers on TASK..., and write tables, plots and one HTML page."""
+    # Before the imports, which take seconds.
+    print(f"comparing {optimizers} on {', '.join(task)}, {workers} rank(s) a run ...", flush=True)
     from natgrad.training.warm import start_fork_server
 
-    start_fork_server()  # so that its imports and ours run side by side
+    start_fork_server("natgrad.cli")  # so that its imports and ours run side by side
     from natgrad.training.compare import Comparison
     from natgrad.training.optimizers import parse
     from natgrad.training.tuned import COMMITTED
@@ -54,6 +57,7 @@ def compare(
         task_options=parse(set_ or (), "--set"),
         optimizers=tuple(name.strip() for name in optimizers.split(",")),
         seeds=seeds,
+        first_seed=first_seed,
         workers=workers,
         epochs={} if epochs is None else dict.fromkeys(task, epochs),
         steps=steps,
@@ -97,7 +101,7 @@ def _run(comparison: Comparison, out: Path) -> list[Outcome]:
     console = Console()
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=10),
         MofNCompleteColumn(),
         TextColumn("runs"),
         TimeElapsedColumn(),

@@ -62,10 +62,13 @@ def train(
     ] = 30.0,
 ) -> None:
     """Train TASK, alone or on several ranks; Ctrl-C saves a checkpoint and ends."""
+    if _leads() and (resume or task):  # before the imports, which take seconds
+        ranks = f" on {workers} ranks" if workers > 1 else ""
+        print(f"resuming {resume}{ranks} ..." if resume else f"starting {task}{ranks} ...", flush=True)
     if workers > 1:
         from natgrad.training.warm import start_fork_server
 
-        start_fork_server()  # so that its imports and ours run side by side
+        start_fork_server("natgrad.cli")  # so that its imports and ours run side by side
     from natgrad.training.launch import INTERRUPTED, RankError, StoppedError
     from natgrad.training.optimizers import parse
     from natgrad.training.run import Output
@@ -177,9 +180,12 @@ def _default_folder(job: Job) -> Path:
 
 
 def _continuation(folder: Path) -> str:
-    from natgrad.training.run import can_resume
+    from natgrad.training.run import saved_step
 
-    return f"continue with: natgrad train --resume {folder}" if can_resume(folder) else "there was no checkpoint yet"
+    step = saved_step(folder)
+    if step is None:
+        return "there was no checkpoint yet"
+    return f"the checkpoint is of step {step}; continue with: natgrad train --resume {folder}"
 
 
 def _report(job: Job, folder: Path, result: Result | None) -> None:
@@ -190,18 +196,19 @@ def _report(job: Job, folder: Path, result: Result | None) -> None:
     from natgrad.training.result import read_points
     from natgrad.training.run import METRICS
 
+    stopped = result is None or result.status == "stopped"
     console = Console(highlight=False, soft_wrap=True)
     metrics = folder / METRICS
     points = result.points if result else read_points(metrics) if metrics.exists() else []
     if points:
         last, metric = points[-1], job.build_task().metric
         save(overview({job.optimizer: [points]}, metric), folder / "curves.svg")
-        console.print(
-            f"{job.task}: loss {last.loss:.4g}, {metric.name} {last.metric:.4g} after {last.step} steps "
-            f"and {last.seconds:.1f} s of training"
-        )
-    if result is None or result.status == "stopped":
+        when = f"{last.step} steps and {last.seconds:.1f} s of training"
+        if stopped:
+            when += ", at the last evaluation"
+        console.print(f"{job.task}: loss {last.loss:.4g}, {metric.name} {last.metric:.4g} after {when}")
+    if stopped:
         console.print(f"stopped; {_continuation(folder)}", style="yellow")
-    elif result.status == "diverged":
+    elif result and result.status == "diverged":
         console.print("diverged: the loss or the metric is no longer a number", style="red")
     console.print(f"kept in {folder}: config.json, metrics.jsonl, checkpoints, curves.svg")

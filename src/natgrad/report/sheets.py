@@ -37,13 +37,13 @@ class Sheet:
 
 
 def task_sheet(tasks: Iterable[Task]) -> Sheet:
-    """Return what each task is, and its options."""
+    """Return what each task is, and its options with their defaults."""
     rows = []
     for task in tasks:
+        about = [task.summary, f"{task.metric.name}; {task.epochs} epochs, batch {task.batch_size}"]
         options = ", ".join(f"{field.name}={getattr(task, field.name)}" for field in fields(task))
-        size = f"{task.epochs} epochs, batch {task.batch_size}"
-        rows.append((task.name, task.summary, task.metric.name, size, options or "none"))
-    headings = ("task", "what", "metric", "a run", "options (--set)")
+        rows.append((task.name, "\n".join([*about, *(["options: " + options] if options else [])])))
+    headings = ("task", "data and model; metric; a run; options (--set NAME=VALUE)")
     return Sheet(title="Tasks", headings=headings, rows=rows, prose=True)
 
 
@@ -141,8 +141,8 @@ def _muon_part(outcome: Outcome) -> str:
 
 
 def _reading(outcome: Outcome) -> str:
-    seeds = max(row.seeds for row in outcome.rows)
-    return "One seed." if seeds == 1 else f"Median of {seeds} seeds (least to greatest)."
+    seeds, first = max(row.seeds for row in outcome.rows), outcome.job.seed
+    return f"Seed {first}." if seeds == 1 else f"Median of seeds {first} to {first + seeds - 1} (least to greatest)."
 
 
 def _spread(values: Spread | None, show: Callable[[float], str]) -> str:

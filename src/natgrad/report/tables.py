@@ -19,7 +19,8 @@ def table(sheet: Sheet) -> Table:
         box=box.SIMPLE_HEAD,
     )
     for index, heading in enumerate(sheet.headings):
-        shown.add_column(heading, justify="left" if sheet.prose or index == 0 else "right")
+        # Where a terminal is too narrow, cells grow longer: nothing is cut off.
+        shown.add_column(heading, justify="left" if sheet.prose or index == 0 else "right", overflow="fold")
     for row in sheet.rows:
         shown.add_row(*row)
     return shown

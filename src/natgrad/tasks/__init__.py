@@ -35,5 +35,5 @@ def get(name: str, **options: object) -> Task:
     task = _TASKS[name]
     allowed = [field.name for field in fields(task)]
     for option in options:
-        require(option in allowed, "option", option, f"one of {name}'s: {', '.join(allowed) or 'it has none'}")
+        require(option in allowed, "task option", option, f"one of {name}'s: {', '.join(allowed) or 'it has none'}")
     return task(**options)

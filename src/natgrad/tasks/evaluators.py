@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
@@ -10,9 +11,16 @@ from torchmetrics.classification import MulticlassAccuracy
 from natgrad.tasks.base import Evaluator
 
 
+def gather(state: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Return a metric's state on every rank, all of one shape: in one message, for torchmetrics' own takes three."""
+    states = [torch.empty_like(state) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(states, state.contiguous(), group)
+    return states
+
+
 def accuracy(classes: int) -> Evaluator:
     """Return a metric of the share of samples whose largest logit, of outputs [B, classes], is the target's."""
-    metric: Evaluator = MulticlassAccuracy(num_classes=classes, average="micro")
+    metric: Evaluator = MulticlassAccuracy(num_classes=classes, average="micro", dist_sync_fn=gather)
     return metric
 
 
@@ -25,7 +33,7 @@ class MeanLoss(MeanMetric):  # type: ignore[misc]
 
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Start with nothing seen."""
-        super().__init__()
+        super().__init__(dist_sync_fn=gather)
         self.loss = loss
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
@@ -41,7 +49,7 @@ class RelativeError(Metric):  # type: ignore[misc]
 
     def __init__(self) -> None:
         """Start with nothing seen."""
-        super().__init__()
+        super().__init__(dist_sync_fn=gather)
         self.add_state("squared_error", torch.tensor(0.0), dist_reduce_fx="sum")
         self.add_state("squared_norm", torch.tensor(0.0), dist_reduce_fx="sum")
 

@@ -10,6 +10,7 @@ from natgrad.tasks import Task
 
 from . import optimizers
 from .job import Job
+from .world import check_devices
 
 
 def build_optimizer(job: Job, model: nn.Module) -> Optimizer:
@@ -53,8 +54,9 @@ def rehearse(job: Job) -> None:
     """Build all this for the smallest model, so that a wrong value is found before anything is touched.
 
     Raises:
-        ValueError: A setting is not allowed.
+        ValueError: A setting is not allowed, or the machine lacks what it asks for.
     """
+    check_devices(job.device, job.workers)
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     build_preconditioner(job, job.build_task(), model, build_optimizer(job, model))
 

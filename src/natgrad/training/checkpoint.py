@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 from natgrad.errors import NatgradError
 
-_PARTIAL = ".partial"
+_STEP, _PARTIAL = "step-", ".partial"
 
 # Stands for an empty mapping, which DCP would drop.
 _EMPTY = "empty mapping"
@@ -71,6 +71,11 @@ def latest(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in a folder, or None."""
     complete = _complete(folder)
     return complete[-1] if complete else None
+
+
+def step_of(path: Path) -> int:
+    """Return the completed steps of a checkpoint."""
+    return int(path.name.removeprefix(_STEP))
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -125,11 +130,11 @@ def _restored(value: Any) -> Any:
 
 
 def _name(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:09d}"
+    return folder / f"{_STEP}{step:09d}"
 
 
 def _complete(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if path.suffix != _PARTIAL)
+    return sorted(path for path in folder.glob(f"{_STEP}*") if path.suffix != _PARTIAL)
 
 
 def _sync(folder: Path) -> None:

@@ -36,7 +36,8 @@ class Comparison:
         task_names: Tasks, one after the other.
         task_options: Options of every task.
         optimizers: Contenders.
-        seeds: Runs a contender, on seeds 0, 1, ...
+        seeds: Runs a contender, each on a seed of its own.
+        first_seed: The least of the seeds; the others follow it.
         workers: Ranks a run.
         epochs: Length of a run by task; a task left out takes its own.
         steps: Length of a run in place of `epochs`.
@@ -53,6 +54,7 @@ class Comparison:
     task_options: Mapping[str, Any] = field(default_factory=dict)
     optimizers: tuple[str, ...] = contenders.NAMES
     seeds: int = 3
+    first_seed: int = 0
     workers: int = 1
     epochs: Mapping[str, int] = field(default_factory=dict)
     steps: int | None = None
@@ -75,6 +77,9 @@ class Comparison:
             require(len(set(given)) == len(given), name, list(given), "each given once")
         require(self.optimizers, "optimizers", self.optimizers, f"some of {', '.join(contenders.NAMES)}")
         require(self.seeds >= 1, "seeds", self.seeds, "at least 1")
+        require(self.first_seed >= 0, "first_seed", self.first_seed, "at least 0")
+        apart = search.SEED not in self.seed_range
+        require(apart, "first_seed", self.first_seed, f"such that no seed is {search.SEED}, which searches use")
         require(self.trials >= 0, "search", self.trials, "a number of trials, or 0 for none")
         search.check_objective(self.objective)
         for name, settings in self.overrides.items():
@@ -85,7 +90,12 @@ class Comparison:
         for task in self.task_names:
             known = tuned.read(task, self.tuned)
             for name in self.optimizers:
-                rehearse(self.job(task, self.contender(name, known).settings, seed=0).resolved())
+                rehearse(self.job(task, self.contender(name, known).settings, seed=self.first_seed).resolved())
+
+    @property
+    def seed_range(self) -> range:
+        """The seeds of a contender's runs."""
+        return range(self.first_seed, self.first_seed + self.seeds)
 
     @property
     def runs(self) -> int:
@@ -150,6 +160,7 @@ class Outcome:
             "task": self.task.name,
             "metric": asdict(self.task.metric),
             "shared": {name: value for name, value in self.job.to_json().items() if name in _SHARED and name != "seed"},
+            "first_seed": self.job.seed,
             "target": dict(self.target),
             "target_origin": self.target_origin,
             "rows": [asdict(row) for row in self.rows],
@@ -200,11 +211,11 @@ def _compare_task(comparison: Comparison, name: str, runner: _Runner, out: Path)
         tuned.write(known, out)
     settings = {each: comparison.contender(each, known).settings for each in comparison.optimizers}
     results: dict[str, list[Result]] = {each: [] for each in comparison.optimizers}
-    for seed in range(comparison.seeds):  # contenders take turns, so that what disturbs the machine disturbs all
+    for seed in comparison.seed_range:  # contenders take turns, so that what disturbs the machine disturbs all
         for each in comparison.optimizers:
             job = comparison.job(name, settings[each], seed=seed)
             results[each].append(runner.run(job, f"{each}, seed {seed}"))
-    shared = comparison.job(name, settings[comparison.optimizers[0]], seed=0).resolved()
+    shared = comparison.job(name, settings[comparison.optimizers[0]], seed=comparison.first_seed).resolved()
     terms = _terms(shared)
     if known and known.target and known.target_terms == terms:
         target = known.target

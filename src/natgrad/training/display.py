@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .loop import Training, Watch
@@ -34,6 +34,24 @@ class Lines:
         print(text, flush=True)
 
 
+class TwoLines(Progress):
+    """A bar for the eye, and under it a line of numbers, as both side by side are too wide for a terminal.
+
+    Args:
+        console: Where to show it.
+    """
+
+    def __init__(self, console: Console) -> None:
+        """Lay out the bar."""
+        columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn())
+        super().__init__(*columns, console=console, refresh_per_second=4)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Return the bar and the numbers."""
+        yield self.make_tasks_table(self.tasks)
+        yield from (task.fields["text"] for task in self.tasks)
+
+
 class Bar:
     """Moves a progress bar.
 
@@ -41,7 +59,7 @@ class Bar:
         progress: A live display.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: TwoLines) -> None:
         """Add the bar."""
         self._progress = progress
         self._bar = progress.add_task("starting", total=None, text="")
@@ -71,14 +89,7 @@ def display(shown: bool) -> Iterator[Watch]:
     elif not console.is_terminal:
         yield Lines()
     else:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console, refresh_per_second=4) as progress:
+        with TwoLines(console) as progress:
             yield Bar(progress)
 
 

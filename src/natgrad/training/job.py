@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from natgrad import tasks
-from natgrad.errors import require
+from natgrad.errors import ArgumentError, require
 
 from . import optimizers
 
@@ -147,6 +148,14 @@ class Job:
         """Samples a step over all ranks."""
         return self.batch_size or self.build_task().batch_size
 
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run; on any number of ranks the last batch of a pass may be smaller."""
+        if self.steps:
+            return self.steps
+        task = self.build_task()
+        return math.ceil(len(task.datasets()[0]) / self.global_batch) * (self.epochs or task.epochs)
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
         return asdict(self)
@@ -170,7 +179,7 @@ def _plain(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     try:
         plain: dict[str, Any] = json.loads(json.dumps(dict(options), allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}={options!r} is not allowed: values must be plain JSON values") from error
+        raise ArgumentError(name, options, "of plain JSON values") from error
     return plain
 
 

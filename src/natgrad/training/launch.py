@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -22,6 +24,9 @@ T = TypeVar("T")
 
 # How long a signalled rank may take to save its checkpoint before it is killed.
 _STOP_SECONDS = 300
+
+# How often the launcher looks after its ranks, and how long a rank that lost another waits before it fails too.
+_LOOK_SECONDS, _LOST_SECONDS = 0.05, 0.5
 
 # The exit code of a process that a signal ended in good order, as shells know it.
 INTERRUPTED = 130
@@ -63,12 +68,12 @@ def launch(function: Callable[..., T], *arguments: object, workers: int, own_pro
         local_addr="localhost",
         start_method="forkserver",
         max_restarts=0,
-        monitor_interval=0.05,
+        monitor_interval=_LOOK_SECONDS,
         shutdown_timeout=_STOP_SECONDS,
     )
     with _own_signals(), _quiet_launcher():
         try:
-            returned: dict[int, T] = elastic_launch(config, function)(*arguments)
+            returned: dict[int, T] = elastic_launch(config, _be_rank)(function, *arguments)
         except SignalException as error:
             raise StoppedError(f"stopped by {error.sigval.name}") from error
         except ChildFailedError as error:
@@ -78,12 +83,23 @@ def launch(function: Callable[..., T], *arguments: object, workers: int, own_pro
     return returned[0]
 
 
+def _be_rank(function: Callable[..., T], *arguments: object) -> T:
+    """Call a function; a rank that lost another fails after it, so that the launcher sees the cause first."""
+    try:
+        return function(*arguments)
+    except RuntimeError as error:
+        if isinstance(error, DistError) or "gloo" in str(error):
+            time.sleep(_LOST_SECONDS)
+        raise
+
+
 def _describe(error: ChildFailedError) -> str:
     """Say which rank failed first, and why."""
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0:
         return f"rank {rank} was killed by {failure.signal_name()}"
-    return f"rank {rank} failed: {failure.message}"
+    message: Any = failure.message  # of a rank that raised, with its traceback beside it
+    return f"rank {rank} failed: {message['message'] if isinstance(message, dict) else message}"
 
 
 @contextmanager

@@ -93,7 +93,7 @@ class Training:
             self._train, num_replicas=world.size, rank=world.rank, shuffle=True, seed=job.seed
         )
         self._batches = BatchSampler(self._sampler, job.global_batch // world.size, drop_last=False)
-        self.total_steps = job.steps or len(self._batches) * (job.epochs or self.task.epochs)
+        self.total_steps = job.total_steps
 
         torch.manual_seed(job.seed)
         self.model = self.task.model().to(world.device)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from natgrad.errors import NatgradWarning, require
+from natgrad.errors import ArgumentError, NatgradWarning, require
 
 from . import checkpoint
 from .build import rehearse
@@ -75,18 +75,24 @@ def read_job(folder: Path) -> Job:
     try:
         values = json.loads((folder / CONFIGURATION).read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"resume={str(folder)!r} is not allowed: no {CONFIGURATION} of a run there") from error
+        raise ArgumentError("resume", str(folder), f"a folder with the {CONFIGURATION} of a run") from error
     return Job.from_json(values)
 
 
-def can_resume(folder: Path) -> bool:
-    """Tell whether a folder holds a complete checkpoint."""
-    return checkpoint.latest(folder / CHECKPOINTS) is not None
+def saved_step(folder: Path) -> int | None:
+    """Return the step of a run's newest complete checkpoint, or None where there is none."""
+    path = checkpoint.latest(folder / CHECKPOINTS)
+    return checkpoint.step_of(path) if path else None
 
 
 def _prepare(folder: Path, job: Job, *, resume: bool) -> None:
     if resume:
-        require(can_resume(folder), "resume", str(folder), "a folder with a complete checkpoint")
+        done = saved_step(folder)
+        if done is None:
+            raise ArgumentError("resume", str(folder), "a folder with a complete checkpoint")
+        length = "steps" if job.steps else "epochs"
+        enough = f"enough for the {done} steps that the run has done"
+        require(job.total_steps >= done, length, getattr(job, length), enough)
     else:
         taken = (folder / CONFIGURATION).exists()
         require(not taken, "out", str(folder), "a folder without a run (resume that one, or choose another folder)")

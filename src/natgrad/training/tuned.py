@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from natgrad import tasks
+from natgrad.errors import ArgumentError
 
 from .result import replace_text
 from .summary import Quantity
@@ -49,7 +50,7 @@ def read(task: str, folder: Path = COMMITTED) -> Tuned | None:
     try:
         return Tuned(**json.loads(path.read_text()))
     except (json.JSONDecodeError, TypeError) as error:
-        raise ValueError(f"tuned={str(path)!r} is not allowed: it must be a file that a search wrote") from error
+        raise ArgumentError("tuned", str(path), "a file that a search wrote") from error
 
 
 def write(tuned: Tuned, folder: Path) -> Path:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from natgrad.errors import require
+
 from .job import Device
 
 T = TypeVar("T")
@@ -60,10 +62,26 @@ class World:
                 dist.broadcast(buffer, 0)
 
 
+def check_devices(device: Device, workers: int) -> None:
+    """Check that this machine has a device for each of its ranks.
+
+    Raises:
+        ValueError: It has no GPU, or fewer than ranks.
+    """
+    require(device != "cuda" or torch.cuda.is_available(), "device", device, "cpu or auto: torch finds no GPU here")
+    if _uses_gpu(device):
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", workers)), torch.cuda.device_count()
+        require(here <= gpus, "workers", here, f"at most {gpus}, the GPUs here, unless device is cpu")
+
+
+def _uses_gpu(device: Device) -> bool:
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
 @contextmanager
 def join(device: Device) -> Iterator[World]:
     """Join the process group that a launcher announced in the environment, if any, and leave it at the end."""
-    use_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    use_gpu = _uses_gpu(device)
     own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_gpu else torch.device("cpu")
     if use_gpu:
         torch.cuda.set_device(own)

@@ -1,0 +1,50 @@
+"""What is there at once, and what is imported only when somebody asks for it."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import natgrad
+
+_AFTER = """
+import sys
+from typer.testing import CliRunner
+from natgrad.cli import app
+done = CliRunner().invoke(app, {arguments})
+assert done.exit_code == 0, done.output
+heavy = {{"torch", "sklearn", "matplotlib", "torchmetrics", "jinja2"}} & set(sys.modules)
+raise SystemExit(f"imported {{sorted(heavy)}}" if heavy else 0)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["compare", "--help"]])
+def test_what_needs_no_torch_does_without(arguments):
+    script = _AFTER.format(arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_there_and_known_to_type_checkers():
+    tree = ast.parse(Path(natgrad.__file__).read_text())
+    typed = {
+        alias.asname: f"{statement.module}"
+        for node in tree.body
+        if isinstance(node, ast.If)
+        for statement in node.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+    assert typed == natgrad._HOMES
+    for name in natgrad.__all__:
+        assert getattr(natgrad, name) is getattr(import_module(typed[name]), name)
+        assert name in dir(natgrad)
+    assert natgrad.__version__
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="Nonsense"):
+        _ = natgrad.Nonsense

@@ -1,0 +1,29 @@
+import pytest
+import torch
+
+from natgrad.training.world import check_devices
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "workers", "named"),
+    [(0, "cuda", 1, "device='cuda'"), (1, "cuda", 2, "workers=2"), (1, "auto", 2, "workers=2")],
+)
+def test_a_rank_without_a_device_is_refused(monkeypatch, gpus, device, workers, named):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=named):
+        check_devices(device, workers)
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (0, "auto"), (1, "cpu"), (2, "cuda"), (2, "auto")])
+def test_ranks_with_a_device_each_may_start(monkeypatch, gpus, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    check_devices(device, 2)
+
+
+def test_under_an_outer_launcher_only_the_ranks_of_this_machine_count(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check_devices("auto", 8)
