@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,31 @@ def trained_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def input_rows(module: nn.Module, x: Tensor) -> Tensor:
-    """The layer's input rows [n, B, T, i]; patches are what torch's own convolution gives for an identity kernel."""
+def input_rows(module: nn.Module, x: Tensor, g: Tensor | None = None) -> Tensor:
+    """The layer's input rows [n, B, T, i]; patches are what torch's own convolution gives for an identity kernel.
+
+    `g` is a gradient at the output; a transposed convolution's caller may choose its size.
+    """
     if isinstance(module, nn.Linear):
         rows = x.reshape(len(x) if x.ndim > 1 else 1, -1, x.shape[-1]).unsqueeze(0)
     else:
         channels, size = module.in_channels, math.prod(module.kernel_size)
+        transposed = isinstance(module, TRANSPOSED)
         reader = type(module)(
-            channels, channels * size, module.kernel_size, module.stride, module.padding, module.dilation,
+            channels, channels * size, module.kernel_size, module.stride, module.padding, dilation=module.dilation,
             bias=False, padding_mode=module.padding_mode, dtype=x.dtype,
         )  # fmt: skip
-        reader.weight.data = torch.eye(channels * size, dtype=x.dtype).reshape(reader.weight.shape)
+        identity = torch.eye(channels * size, dtype=x.dtype).reshape(-1, channels, *module.kernel_size)
+        reader.weight.data = identity.transpose(0, 1) if transposed else identity
         batched = x if x.ndim == len(module.kernel_size) + 2 else x.unsqueeze(0)
+        if transposed:
+            sizes = zip(
+                batched.shape[2:], module.kernel_size, module.stride, module.padding, module.dilation, strict=True
+            )
+            smallest = [(size - 1) * s - 2 * p + d * (k - 1) + 1 for size, k, s, p, d in sizes]
+            reader.output_padding = [
+                size - least for size, least in zip(g.shape[-len(smallest) :], smallest, strict=True)
+            ]
         rows = reader(batched).detach().flatten(2).unflatten(1, (module.groups, -1)).permute(1, 0, 3, 2)
     columns = [rows] if module.weight.requires_grad else []
     if module.bias is not None and module.bias.requires_grad:
@@ -117,7 +131,7 @@ def capture(model: nn.Module, total: Callable[[nn.Module], Tensor]) -> dict[str,
     rows: dict[str, list[Rows]] = defaultdict(list)
     for (name, x, _), g in zip(uses, grads, strict=True):
         if g is not None:  # else the loss does not depend on this use
-            rows[name].append(Rows(input_rows(layers[name], x), output_rows(layers[name], g)))
+            rows[name].append(Rows(input_rows(layers[name], x, g), output_rows(layers[name], g)))
     return {name: Rows.concatenate(seen, dim=2) for name, seen in rows.items()}
 
 
@@ -126,7 +140,8 @@ def to_matrix(module: nn.Module, values: Mapping[str, Tensor | None]) -> Tensor:
     blocks = getattr(module, "groups", 1)
     columns = []
     if module.weight.requires_grad:
-        columns.append(values["weight"].reshape(blocks, module.weight.shape[0] // blocks, -1))
+        weight = values["weight"].reshape(blocks, module.weight.shape[0] // blocks, *module.weight.shape[1:])
+        columns.append((weight.transpose(1, 2) if isinstance(module, TRANSPOSED) else weight).flatten(2))
     if module.bias is not None and module.bias.requires_grad:
         columns.append(values["bias"].reshape(blocks, -1, 1))
     return torch.cat(columns, dim=-1)

@@ -61,11 +61,11 @@ class Zoo(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.conv = nn.Conv2d(1, 2, 3)
         self.norm = nn.LayerNorm(4)
-        self.embedding = nn.Embedding(5, 4)
-        self.transposed = nn.ConvTranspose2d(1, 1, 2)
+        self.embedding = nn.EmbeddingBag(5, 4)
+        self.recurrent = nn.LSTM(2, 2)
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.skipped = nn.Linear(4, 4)
-        self.attention = nn.MultiheadAttention(4, 2)
+        self.attention = nn.MultiheadAttention(4, 2, add_bias_kv=True)
         self.tied, self.tied_too = nn.Linear(4, 4), nn.Linear(4, 4)
         self.tied_too.weight = self.tied.weight
         self.scale = nn.Parameter(torch.ones(3))
@@ -77,7 +77,7 @@ def test_explain_accounts_for_every_parameter():
     text = str(explanation)
     for name, _ in model.named_parameters(remove_duplicate=False):
         assert name in text or name == "tied_too.weight", name
-    for words in ("LayerNorm", "Embedding", "ConvTranspose2d", "frozen", "MultiheadAttention", "skipped", "shared"):
+    for words in ("UnitWise", "EmbeddingBag", "LSTMCell", "frozen", "linear map", "skipped", "shared"):
         assert words in text, words
     assert len(explanation.rows) >= len(list(model.named_parameters()))
 
@@ -189,7 +189,7 @@ def test_an_explicit_clip_needs_an_optimizer():
         (natgrad.Refresh, "factors", float("nan")),
         (natgrad.Guard, "limit", 0),
         (natgrad.Guard, "limit", 1.5),
-        (natgrad.Precision, "factors", torch.float16),
+        (natgrad.Precision, "factors", torch.int32),
         (natgrad.Precision, "solve", "float32"),
         (natgrad.Categorical, "dim", 0),
         (natgrad.Categorical, "dim", "last"),
@@ -338,7 +338,7 @@ def joined(model, **options):
     return natgrad.PreconditionedOptimizer(optimizer, natgrad.Preconditioner(model, optimizer=optimizer, **options))
 
 
-@pytest.mark.parametrize("damage", [lambda state: None, lambda state: {}, lambda state: {**state, "optimizer": {}}])
+@pytest.mark.parametrize("damage", [lambda state: None, lambda state: {}, lambda state: {**state, "param_groups": []}])
 def test_a_preconditioned_optimizer_refuses_bad_state_as_a_whole(damage):
     x, y = data()
     model = network()
@@ -404,19 +404,18 @@ def test_explain_shows_patterns_as_they_are():
 
 
 def test_gradients_that_no_hook_saw_are_reported_once():
-    """A model compiled and called before has lost the hooks: said, rather than trained without natgrad."""
+    """Gradients with a graph of their own are taken for derivatives inside the model: said, rather than passed over."""
     model, (x, y) = network(), data()
-    compiled = torch.compile(model, backend="eager")
-    compiled(x)
-    preconditioner = natgrad.Preconditioner(compiled)
+    preconditioner = natgrad.Preconditioner(model)
 
     def step():
         model.zero_grad()
-        cross_entropy(compiled(x), y).backward()
+        cross_entropy(model(x), y).backward(create_graph=True)
         preconditioner.step()
 
-    step()
-    with pytest.warns(natgrad.NatgradWarning, match="compiled"):
+    with pytest.warns(UserWarning, match="reference cycle"):
+        step()
+    with pytest.warns(natgrad.NatgradWarning, match="create_graph"):
         step()
     step()
 

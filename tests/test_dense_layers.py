@@ -165,23 +165,6 @@ def test_float64_factors_and_solves_of_a_float32_model():
     assert errors[torch.float64] < errors[torch.float32] / 4
 
 
-def test_a_transformer_layer():
-    """What `nn.MultiheadAttention` holds keeps its plain gradients; the feed-forward layers do not."""
-    torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True).double()
-    reference, x = dense.twin(model), torch.randn(3, 5, 4).double()
-    preconditioner = natgrad.Preconditioner(model, damping=0.3)
-    (total_loss(model(x), 3) / 3).backward()
-    raw = {key: p.grad.clone() for key, p in model.named_parameters()}
-    preconditioner.step()
-    rows = dense.capture(reference, lambda model: total_loss(model(x), 3))
-    solved = dense.gradients(model)
-    dense.assert_equal({name: solved[name] for name in rows}, dense.KFAC(damping=0.3).step(rows))
-    assert rows.keys() == {"linear1", "linear2"}
-    for key, p in model.named_parameters():
-        assert torch.equal(p.grad, raw[key]) == (key.partition(".")[0] not in rows)
-
-
 class Reused(nn.Module):
     """One layer three times in a forward, on inputs of different lengths."""
 
@@ -297,7 +280,7 @@ def test_layers_unused_in_a_step_keep_their_curvature(set_to_none):
 
 def test_frozen_layers_and_other_layers_keep_their_gradients():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     model[2].requires_grad_(False)
     plain, x = dense.twin(model), torch.randn(5, 3).double()
     (total_loss(plain(x), 5) / 5).backward()

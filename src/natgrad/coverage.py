@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from natgrad.curvature import Curvature
-from natgrad.layers import Layer, is_known, is_trained, layers_for, qualified
+from natgrad.layers import Layer, is_known, is_trained, layers_for, qualified, reason_for
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
@@ -32,18 +32,15 @@ class Place:
         name: Its qualified name, without the prefixes that wrappers add.
         module: The module.
         parent: The module that holds it; None for the model itself.
-        leaf: Its name there.
     """
 
     name: str
     module: nn.Module
     parent: nn.Module | None
-    leaf: str
 
     def signature(self) -> tuple[object, ...]:
-        """Return what tells whether the module was replaced, and which of its parameters are trained."""
-        present = self.parent is None or self.parent._modules.get(self.leaf) is self.module
-        return (present, *(is_trained(self.module, leaf) for leaf in self.module._parameters))
+        """Return what tells whether modules in it were replaced, and which of its own parameters are trained."""
+        return (*self.module._modules.values(), *(is_trained(self.module, leaf) for leaf in self.module._parameters))
 
 
 @dataclass(frozen=True)
@@ -53,14 +50,14 @@ class Coverage:
     Attributes:
         layers: The covered layers, in the order of the model.
         left: Every other parameter.
-        watched: The modules that, once replaced, frozen or thawed, would change the coverage.
-        order: The rank of each parameter in the order of the model, by name.
+        watched: The modules that, frozen, thawed or with others in them, would change the coverage.
+        order: The rank of each parameter, or part of one, in the order of the model, by name.
     """
 
     layers: list[tuple[Layer, Curvature]]
     left: list[Left]
     watched: list[Place]
-    order: dict[str, int]
+    order: dict[str, tuple[int, int]]
 
     def signature(self) -> list[tuple[object, ...]]:
         """Return what the coverage depends on, as it is now."""
@@ -72,9 +69,9 @@ def places(model: nn.Module) -> Iterator[Place]:
     modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         modules[path] = module
-        above, _, leaf = path.rpartition(".")
+        above = path.rpartition(".")[0]
         name = ".".join(piece for piece in path.split(".") if piece not in _WRAPPERS)
-        yield Place(name, module, modules[above] if path else None, leaf)
+        yield Place(name, module, modules[above] if path else None)
 
 
 def cover(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None]) -> Coverage:
@@ -88,30 +85,37 @@ def cover(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None
     Returns:
         The covered layers, and every other parameter with the reason why it is left out.
     """
-    found = [_find(place, curvature) for place in places(model) if list(_own(place.module))]
-    covered = _tie(found)
-    taken = {id(slot.parameter) for layer, _ in covered for slot in layer.slots}
-    left = []
+    every = list(places(model))
+    found = [_find(place, curvature) for place in every if list(_own(place.module))]
+    covered = _cover(found)
+    fitted = {slot.identity for layer, _ in covered for slot in layer.slots}
+    taken = {parameter for parameter, _ in fitted}
+    parts = [(one, slot) for one in found for layer in one.layers for slot in layer.slots if slot.rows is not None]
+    missing = [(one, slot) for one, slot in parts if id(slot.parameter) in taken and slot.identity not in fitted]
+    left = [Left(slot.label, slot.shape, one.reason) for one, slot in missing]
     for one in found:
         for leaf, parameter in one.place.module._parameters.items():
             if parameter is None or id(parameter) in taken:
                 continue
             taken.add(id(parameter))
-            reason = one.reason or "no layer type covers this parameter"
+            special = reason_for(one.place.module, leaf) if one.layers else ""
+            reason = special or one.reason or "no layer type covers this parameter"
             shape = () if is_lazy(parameter) else tuple(parameter.shape)
             left.append(Left(qualified(one.place.name, leaf), shape, reason if parameter.requires_grad else "frozen"))
     names = [qualified(one.place.name, leaf) for one in found for leaf in one.place.module._parameters]
-    return Coverage(
-        covered, left, [one.place for one in found if one.known], {name: rank for rank, name in enumerate(names)}
-    )
+    order = {name: (rank, 0) for rank, name in enumerate(names)}
+    order |= {slot.label: (order[slot.name][0], slot.rows.start) for _, slot in parts if slot.rows is not None}
+    known = {id(one.place) for one in found if one.known}
+    return Coverage(covered, left, [one for one in every if one.module._modules or id(one) in known], order)
 
 
 @dataclass
 class _Found:
-    """A module with parameters: its layers with their curvatures, or the reason why there are none."""
+    """A module with parameters: its layers and the curvature chosen for them, or the reason why there are none."""
 
     place: Place
-    layers: list[tuple[Layer, Curvature]]
+    layers: Sequence[Layer]
+    choice: Curvature | None
     reason: str
     known: bool
 
@@ -119,42 +123,66 @@ class _Found:
 def _find(place: Place, curvature: Curvature | Mapping[str, Curvature | None]) -> _Found:
     choice, reason = _choose(place.name, curvature)
     if choice is None:
-        return _Found(place, [], reason, known=False)
-    known = is_known(place.module)
+        return _Found(place, [], None, reason, known=False)
     made = layers_for(place.name, place.module, place.parent)
-    if isinstance(made, str):
-        return _Found(place, [], made, known)
-    fitted = []
-    for layer in made:
-        own = choice.fit(layer)
-        if isinstance(own, str):
-            reason = own
-        else:
-            fitted.append((layer, own))
-    return _Found(place, fitted, reason, known)
+    layers, reason = ([], made) if isinstance(made, str) else (made, "")
+    return _Found(place, layers, choice, reason, is_known(place.module))
 
 
-def _tie(found: list[_Found]) -> list[tuple[Layer, Curvature]]:
-    """Return one layer for each set of tied ones; those that cannot be tied are dropped, with the reason."""
-    users: dict[int, int] = {}
+def _claims(found: list[_Found]) -> list[list[tuple[_Found, Layer]]]:
+    """Return the layers of all modules, those that share a parameter together, in the order of the model."""
+    groups: dict[tuple[int, str], list[tuple[_Found, Layer]]] = {}
+    for one in found:
+        for layer in one.layers:
+            identities = [slot.identity for slot in layer.slots]
+            known = {id(groups[identity]): groups[identity] for identity in identities if identity in groups}
+            group = [claim for other in known.values() for claim in other] + [(one, layer)]
+            for _, member in group:
+                groups.update({slot.identity: group for slot in member.slots})
+    return list({id(group): group for group in groups.values()}.values())
+
+
+def _join(claims: list[tuple[_Found, Layer]], users: Mapping[int, set[str]]) -> tuple[Layer, Curvature] | str:
+    """Make one layer with its curvature of those that share parameters, or tell why they cannot be one."""
+    layers = [layer for _, layer in claims]
+    names = _listed(one.place.name for one, _ in claims)
+    primary = next((one for one in layers if all(other is one or one.ties(other) for other in layers)), None)
+    if primary is None:
+        return f"shared by {names}, which differ in kind or in their other parameters"
+    for slot in primary.slots:
+        beyond = users[id(slot.parameter)] - {one.place.name for one, _ in claims}
+        if beyond:
+            return f"shared with {_listed(sorted(beyond))}, which is left out"
+    choice, *others = {id(one.choice): one.choice for one, _ in claims}.values()
+    assert choice is not None
+    if others:
+        return f"shared by {names}, whose curvatures differ"
+    first = {slot.identity: slot.name for layer in reversed(layers) for slot in layer.slots}
+    primary.slots = [replace(slot, name=first[slot.identity]) for slot in primary.slots]
+    primary.adopt([layer for layer in layers if layer is not primary])
+    fitted = choice.fit(primary)
+    return fitted if isinstance(fitted, str) else (primary, fitted)
+
+
+def _cover(found: list[_Found]) -> list[tuple[Layer, Curvature]]:
+    """Return one layer with its curvature for each set of tied ones; the others' modules are told the reason."""
+    users: dict[int, set[str]] = {}
     for one in found:
         for parameter in _own(one.place.module):
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
-    groups: dict[object, list[tuple[_Found, Layer, Curvature]]] = {}
-    for one in found:
-        for layer, curvature in one.layers:
-            groups.setdefault(layer.identity(), []).append((one, layer, curvature))
+            users.setdefault(id(parameter), set()).add(one.place.name)
     covered = []
-    for group in groups.values():
-        _, first, curvature = group[0]
-        complete = all(users[id(slot.parameter)] == len(group) for slot in first.slots)
-        if complete and all((type(other), chosen) == (type(first), curvature) for _, other, chosen in group):
-            first.others = [other for _, other, _ in group[1:]]
-            covered.append((first, curvature))
+    for claims in _claims(found):
+        joined = _join(claims, users)
+        if isinstance(joined, str):
+            for one, _ in claims:
+                one.reason = joined
         else:
-            for one, _, _ in group:
-                one.reason = "shared by several modules that differ in kind, in curvature or in their other parameters"
+            covered.append(joined)
     return covered
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(name or "the model" for name in names)
 
 
 def _own(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -2,5 +2,6 @@
 
 from natgrad.curvature.base import Curvature, Part, Spec
 from natgrad.curvature.kfac import KFAC
+from natgrad.curvature.unitwise import UnitWise
 
-__all__ = ["KFAC", "Curvature", "Part", "Spec"]
+__all__ = ["KFAC", "Curvature", "Part", "Spec", "UnitWise"]

@@ -10,12 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
 
+from natgrad.errors import require
 from natgrad.layers import Layer, Rows
-from natgrad.likelihood import Likelihood
+from natgrad.likelihood import Likelihood, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class Spec:
         symmetric: Whether it is a symmetric matrix, of which captures write the lower triangle only.
         mean: What a statistic's raw sum is divided by: the number of samples, or of rows (samples x positions).
         degree: How often the gradients g enter a statistic as factors.
+        counts: Whether a statistic counts rows; where only a share of them counts (masked tokens), it is corrected.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Spec:
     symmetric: bool = False
     mean: Literal["samples", "rows"] = "samples"
     degree: int = 0
+    counts: bool = False
 
     @property
     def numel(self) -> int:
@@ -75,7 +79,19 @@ class Curvature(ABC):
 
     def fit(self, layer: Layer) -> Curvature | str:
         """Return the variant of this curvature for `layer`, the same object for equal needs, or why there is none."""
+        if any(other.form != layer.form for other in layer.others):
+            return f"{self!r} has no form for an embedding tied with a linear layer"
+        if layer.form == "elementwise":
+            return self._elementwise
         return self if layer.form == "matrix" else f"{self!r} has no form for {type(layer.module).__name__}"
+
+    @cached_property
+    def _elementwise(self) -> Curvature:
+        """What covers norm layers beside it: the same estimate, a block for each channel."""
+        from natgrad.curvature.unitwise import UnitWise  # which builds on this file  # noqa: PLC0415
+
+        fisher: Literal["empirical", "sampled"] = "empirical" if self.likelihood is None else "sampled"
+        return UnitWise(fisher=fisher, factor_decay=self.factor_decay, likelihood=self.likelihood)
 
     @property
     @abstractmethod
@@ -118,3 +134,28 @@ class Curvature(ABC):
     @abstractmethod
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
         """Return the preconditioned gradient ``[N, o, i]`` of `W` ``[N, o, i]``, given all that the parts wrote."""
+
+
+def check_estimate(
+    fisher: object, factor_decay: object, likelihood: str | Likelihood | None
+) -> tuple[float, Likelihood | None]:
+    """Check what is common to every curvature, and return `factor_decay` and the likelihood.
+
+    Args:
+        fisher: "empirical" or "sampled".
+        factor_decay: The weight of the old in running averages.
+        likelihood: What sampled labels are drawn from.
+
+    Raises:
+        ValueError: if one of them is not allowed.
+    """
+    require(fisher in ("empirical", "sampled"), "fisher", fisher, "'empirical' or 'sampled'")
+    number = isinstance(factor_decay, (int, float)) and not isinstance(factor_decay, bool)
+    require(number and 0 <= factor_decay < 1, "factor_decay", factor_decay, "a number in [0, 1)")  # type: ignore[operator]
+    require(
+        (likelihood is not None) == (fisher == "sampled"),
+        "likelihood",
+        likelihood,
+        "given with fisher='sampled' ('categorical', 'bernoulli', 'gaussian') and left out otherwise",
+    )
+    return float(factor_decay), None if likelihood is None else resolve(likelihood)  # type: ignore[arg-type]

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from natgrad import linalg
-from natgrad.curvature.base import Curvature, Part, Spec
+from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
+from natgrad.curvature.sides import Blocks, Diagonal, Full, Side
+from natgrad.curvature.tables import TableKFAC
 from natgrad.errors import require
-from natgrad.layers import Rows
-from natgrad.likelihood import Likelihood, resolve
+from natgrad.layers import Layer, Rows
+from natgrad.likelihood import Likelihood
 
 
 class KFAC(Curvature):
     """Kronecker-factored curvature.
 
-    ``A = (1/B) Σ_n Σ_t a aᵀ`` and ``G = (1/(B T)) Σ_n Σ_t g gᵀ`` over samples n and positions t (SPEC 1).
+    ``A = (1/B) Σ_n Σ_t a aᵀ`` and ``G = (1/(B T)) Σ_n Σ_t g gᵀ`` over samples n and positions t (SPEC 1). A side that
+    is too wide for a full factor, a vocabulary's, is kept as its diagonal or as blocks along it.
+
+    Attributes:
+        A: What is kept of the factor of the inputs.
+        G: What is kept of the factor of the outputs.
     """
 
     def __init__(
@@ -29,6 +39,8 @@ class KFAC(Curvature):
         factor_decay: float = 0.95,
         likelihood: str | Likelihood | None = None,
         pi: bool = True,
+        max_factor_size: int | None = 8192,
+        wide: Literal["diagonal", "blocks", "optimizer"] = "diagonal",
     ) -> None:
         """Choose the variant.
 
@@ -42,42 +54,80 @@ class KFAC(Curvature):
             likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.
             pi: Whether the inverse form balances the damping between A and G by their traces. False: γ on both
                 (Pauloski 2022, eq. 9-10).
+            max_factor_size: The most inputs (with the bias's constant 1) or outputs of a layer that get a full factor;
+                None: any number.
+            wide: What becomes of a side with more. "diagonal": second moments alone. "blocks": square blocks along the
+                diagonal, as few and as equal as that size allows (THOR). "optimizer": the layer is left out.
 
         Raises:
             ValueError: if an argument is none of those.
         """
         require(form in ("eigen", "inverse"), "form", form, "'eigen' or 'inverse'")
-        require(fisher in ("empirical", "sampled"), "fisher", fisher, "'empirical' or 'sampled'")
         require(sharing in ("expand", "reduce"), "sharing", sharing, "'expand' or 'reduce'")
-        number = isinstance(factor_decay, (int, float)) and not isinstance(factor_decay, bool)
-        require(number and 0 <= factor_decay < 1, "factor_decay", factor_decay, "a number in [0, 1)")
         require(isinstance(pi, bool), "pi", pi, "True or False")
-        sampled = fisher == "sampled"
-        require(
-            (likelihood is not None) == sampled,
-            "likelihood",
-            likelihood,
-            "given with fisher='sampled' ('categorical', 'bernoulli', 'gaussian') and left out otherwise",
-        )
+        whole = isinstance(max_factor_size, int) and not isinstance(max_factor_size, bool)
+        fits = max_factor_size is None or (whole and max_factor_size >= 1)
+        require(fits, "max_factor_size", max_factor_size, "a whole number >= 1, or None")
+        require(wide in ("diagonal", "blocks", "optimizer"), "wide", wide, "'diagonal', 'blocks' or 'optimizer'")
         self.form, self.fisher, self.sharing, self.pi = form, fisher, sharing, pi
-        self._factor_decay = float(factor_decay)
-        self.likelihood = None if likelihood is None else resolve(likelihood)
+        self._factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
         self.pools = sharing == "reduce"
+        self.max_factor_size, self.wide = max_factor_size, wide
+        self.A: Side = Full()
+        self.G: Side = Full()
+        self._variants: dict[object, Curvature] = {}
 
     def __repr__(self) -> str:
         """Show the variant."""
-        return f"KFAC(form={self.form!r}, fisher={self.fisher!r}, sharing={self.sharing!r})"
+        return self.describe(A=self.A, G=self.G)
+
+    def describe(self, *notes: str, **sides: Side) -> str:
+        """Return the options in words, with what is kept of each side where that is not all, and `notes`."""
+        kept = [f"{name} {side}" for name, side in sides.items() if str(side)]
+        options = [f"form={self.form!r}", f"fisher={self.fisher!r}", f"sharing={self.sharing!r}"]
+        return f"KFAC({', '.join([*options, *kept, *notes])})"
 
     @property
     def factor_decay(self) -> float:
         """See `Curvature.factor_decay`."""
         return self._factor_decay
 
+    def fit(self, layer: Layer) -> Curvature | str:
+        """See `Curvature.fit`: the sides by their sizes; embeddings, also tied with linear layers, as a `TableKFAC`."""
+        if layer.form == "elementwise":
+            return super().fit(layer)
+        uses = {each.form for each in (layer, *layer.others)}
+        A = self._side(layer.inputs)
+        G = self._side(layer.outputs) if "matrix" in uses else Diagonal()
+        if A is None or G is None:
+            widest = layer.inputs if A is None else layer.outputs
+            return f"{widest} wide, more than max_factor_size={self.max_factor_size}, and wide='optimizer'"
+        key = (A, G, *sorted(uses))
+        if key not in self._variants:
+            variant = self._with_sides(A, G)
+            self._variants[key] = variant if uses == {"matrix"} else TableKFAC(variant, heads="matrix" in uses)
+        return self._variants[key]
+
+    def _side(self, size: int) -> Side | None:
+        most = self.max_factor_size
+        if most is None or size <= most:
+            return Full()
+        if self.wide == "blocks":
+            return Blocks(size, ceil(size / most))
+        return Diagonal() if self.wide == "diagonal" else None
+
+    def _with_sides(self, A: Side, G: Side) -> KFAC:
+        if A == G == Full():
+            return self
+        variant = copy.copy(self)
+        variant.A, variant.G, variant._variants = A, G, {}
+        return variant
+
     def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
         """See `Curvature.statistics`: the factors A, a mean over samples, and G, one over all rows."""
         return (
-            Spec(name="A", shape=(inputs, inputs), symmetric=True, mean="samples", degree=0),
-            Spec(name="G", shape=(outputs, outputs), symmetric=True, mean="rows", degree=2),
+            self.A.statistic("A", inputs, mean="samples", degree=0),
+            self.G.statistic("G", outputs, mean="rows", degree=2),
         )
 
     def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
@@ -85,39 +135,40 @@ class KFAC(Curvature):
         balanced = self.form == "inverse" and self.pi
         return tuple(
             Part(
-                name=side,
-                reads=("A", "G") if balanced else (side,),
-                writes=self._writes(side, size),
-                cost=float(size) ** 3,
+                name=name,
+                reads=("A", "G") if balanced else (name,),
+                writes=side.writes(self.form, name, size),
+                cost=side.cost(size),
             )
-            for side, size in (("A", inputs), ("G", outputs))
+            for name, side, size in (("A", self.A, inputs), ("G", self.G, outputs))
         )
 
     def observe(self, sums: Mapping[str, Tensor], inputs: Rows, gradients: Rows, *, scale: float, first: bool) -> None:
         """See `Curvature.observe`."""
-        inputs.add_gram_(sums["A"], overwrite=first)
-        gradients.add_gram_(sums["G"], scale=scale * scale, overwrite=first)
+        self.A.add_(sums["A"], inputs, scale=1.0, overwrite=first)
+        self.G.add_(sums["G"], gradients, scale=scale * scale, overwrite=first)
 
     def renew(self, part: str, averages: Mapping[str, Tensor], damping: float) -> tuple[Sequence[Tensor], Tensor]:
         """See `Curvature.renew`."""
-        factor = averages[part]
+        factor, side = averages[part], self.A if part == "A" else self.G
         if self.form == "eigen":
-            values, vectors, fine = linalg.eigh(factor)
-            return (vectors, values), fine
+            return side.decompose(factor)
         share = factor.new_full((len(factor),), damping)
         if self.pi:
-            pi = linalg.trace_balance(averages["A"], averages["G"])
+            means = self.A.mean_eigenvalue(averages["A"]), self.G.mean_eigenvalue(averages["G"])
+            pi = linalg.trace_balance(*means)
             share = damping**0.5 * (pi if part == "A" else 1 / pi)
-        inverse, fine = linalg.damped_inverse(factor, share)
-        return (inverse,), fine
+        return side.invert(factor, share)
 
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
         """See `Curvature.solve`."""
-        if self.form == "eigen":
+        A, G = self.A, self.G
+        if self.form == "inverse":
+            if A == G == Full():
+                return linalg.solve_inverse(W, held["inverse_A"], held["inverse_G"])
+            return A.multiply(G.multiply(W.mT, held, "G").mT, held, "A")
+        if A == G == Full():
             return linalg.solve_eigen(W, held["QA"], held["vA"], held["QG"], held["vG"], damping)
-        return linalg.solve_inverse(W, held["inverse_A"], held["inverse_G"])
-
-    def _writes(self, side: str, size: int) -> tuple[Spec, ...]:
-        if self.form == "eigen":
-            return (Spec(name=f"Q{side}", shape=(size, size)), Spec(name=f"v{side}", shape=(size,)))
-        return (Spec(name=f"inverse_{side}", shape=(size, size), symmetric=True),)
+        rotated = A.rotate(G.rotate(W.mT, held, "G").mT, held, "A")
+        rotated = rotated / torch.add(held["vG"][:, :, None] * held["vA"][:, None, :], damping)
+        return A.rotate_back(G.rotate_back(rotated.mT, held, "G").mT, held, "A")

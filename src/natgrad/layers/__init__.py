@@ -6,12 +6,17 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from natgrad.layers.attention import attention_layers, output_layers
 from natgrad.layers.base import Handle, Layer, Maker, Slot, Tap, is_trained, qualified
+from natgrad.layers.cells import CELLS, cell_layers
 from natgrad.layers.convolution import ConvolutionLayer
-from natgrad.layers.linear import LinearLayer
+from natgrad.layers.embedding import embedding_layers
+from natgrad.layers.linear import Conv1DLayer, LinearLayer, is_conv1d
+from natgrad.layers.norm import NORMS, norm_layers
 from natgrad.layers.rows import Rows
+from natgrad.layers.transposed import TransposedConvolutionLayer
 
-__all__ = ["Handle", "Layer", "Rows", "Slot", "Tap", "is_known", "is_trained", "layers_for", "qualified"]
+__all__ = ["Handle", "Layer", "Rows", "Slot", "Tap", "is_known", "is_trained", "layers_for", "qualified", "reason_for"]
 
 # The first type that a module is an instance of decides.
 _MAKERS: dict[type[nn.Module], Maker] = {
@@ -19,6 +24,20 @@ _MAKERS: dict[type[nn.Module], Maker] = {
     nn.Conv1d: lambda name, module: [ConvolutionLayer(name, module)],
     nn.Conv2d: lambda name, module: [ConvolutionLayer(name, module)],
     nn.Conv3d: lambda name, module: [ConvolutionLayer(name, module)],
+    nn.ConvTranspose1d: lambda name, module: [TransposedConvolutionLayer(name, module)],
+    nn.ConvTranspose2d: lambda name, module: [TransposedConvolutionLayer(name, module)],
+    nn.ConvTranspose3d: lambda name, module: [TransposedConvolutionLayer(name, module)],
+    nn.Embedding: embedding_layers,
+    nn.EmbeddingBag: embedding_layers,
+    nn.MultiheadAttention: attention_layers,
+    **dict.fromkeys(CELLS, cell_layers),
+    **dict.fromkeys(NORMS, norm_layers),
+}
+
+# What must be a parameter, or None, lest it be computed from others; elsewhere "weight" must.
+_LEAVES: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.MultiheadAttention: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    nn.RNNCellBase: ("weight_ih", "weight_hh"),
 }
 
 
@@ -31,20 +50,29 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
         parent: The module that holds it.
     """
     make = _maker(module)
+    if isinstance(module, nn.RNNBase):
+        return f"the fused kernel of nn.{module.mode.partition('_')[0]} hides its gates: use cells, such as nn.LSTMCell"
     if make is None:
         return f"no layer type covers {type(module).__name__}"
-    if isinstance(parent, nn.MultiheadAttention):
-        return "its forward is never called: nn.MultiheadAttention uses the weight directly"
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         return "its sizes are unknown before the first forward (lazy module)"
-    if "parametrizations" in module._modules or "weight" not in module._parameters:
+    leaves = next((leaves for base, leaves in _LEAVES.items() if isinstance(module, base)), ("weight",))
+    if "parametrizations" in module._modules or any(leaf not in module._parameters for leaf in leaves):
         return "its weight is computed from other parameters (parametrisation)"
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     if any(parameter.is_complex() for parameter in parameters):
         return "complex weights have no Fisher block here"
     if not any(parameter.requires_grad for parameter in parameters):
         return "frozen"
+    if isinstance(parent, nn.MultiheadAttention) and parent.out_proj is module:
+        return output_layers(name, module, parent)
     return make(name, module)
+
+
+def reason_for(module: nn.Module, leaf: str) -> str:
+    """Return why the layers of `module` leave one of its parameters to the optimizer; empty where they need not."""
+    alone = isinstance(module, nn.MultiheadAttention) and leaf in ("bias_k", "bias_v")
+    return "a key or value of its own, which no linear map makes" if alone else ""
 
 
 def is_known(module: nn.Module) -> bool:
@@ -53,4 +81,6 @@ def is_known(module: nn.Module) -> bool:
 
 
 def _maker(module: nn.Module) -> Maker | None:
+    if is_conv1d(module):
+        return lambda name, module: [Conv1DLayer(name, module)]
     return next((make for base, make in _MAKERS.items() if isinstance(module, base)), None)

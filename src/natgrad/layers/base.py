@@ -24,7 +24,7 @@ class Tap(Protocol):
     """Looks on while a layer is used."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Be a forward hook: the inputs are the first argument, or the one called "input"."""
+        """Be a forward hook: the inputs are the first argument, or the one called "input" or "x"."""
 
     def see(self, inputs: Tensor, output: Tensor) -> None:
         """Note one use, where no module's own forward shows it."""
@@ -42,6 +42,7 @@ class Slot:
         leaf: Its name there.
         columns: Which of the i columns are its.
         rows: Which part of its first dimension belongs to this layer; None: all of it.
+        part: What that part is called.
     """
 
     name: str
@@ -49,6 +50,23 @@ class Slot:
     leaf: str
     columns: slice
     rows: slice | None = None
+    part: str = ""
+
+    @property
+    def label(self) -> str:
+        """The parameter's name, and in brackets what part of it this is."""
+        return f"{self.name}[{self.part}]" if self.part else self.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter, or of the part of it."""
+        shape = tuple(self.parameter.shape)
+        return shape if self.rows is None else (len(range(*self.rows.indices(shape[0]))), *shape[1:])
+
+    @property
+    def identity(self) -> tuple[int, str]:
+        """What is equal for slots of the same parameter."""
+        return id(self.parameter), str(self.rows)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -72,9 +90,11 @@ class Layer(ABC):
         weight: Whether the weight is trained.
         bias: Whether there is a bias and it is trained.
         slots: Where the trained parameters lie.
-        form: What the block is: a "matrix" that maps rows of inputs to outputs; one whose input rows are "one-hot"; or
-            "elementwise", a few coefficients for each output.
+        form: What the block is: a "matrix" that maps rows of inputs to outputs, with the gradient g aᵀ; a table of
+            which "one-hot" inputs look up rows, with the gradient a gᵀ; or "elementwise", a few coefficients for each
+            output.
         others: Further layers of the same parameters (tied weights), whose rows count as this one's.
+        seconds: Host seconds that its curvature has taken: in hooks, renewals and solves.
     """
 
     blocks: int
@@ -87,6 +107,7 @@ class Layer(ABC):
         """Read the sizes off `module`."""
         self.name, self.module = name, module
         self.others: list[Layer] = []
+        self.seconds = 0.0
         self.weight, self.bias = is_trained(module, "weight"), is_trained(module, "bias")
         self._lay_out()
 
@@ -112,12 +133,19 @@ class Layer(ABC):
 
     @property
     def key(self) -> str:
-        """The qualified name of the parameter by which state is kept."""
-        return self.slots[0].name
+        """The qualified name of the parameter, or part of one, by which state is kept."""
+        return self.slots[0].label
 
-    def identity(self) -> tuple[object, ...]:
-        """Return what is equal for layers of the same parameters."""
-        return tuple((id(slot.parameter), str(slot.rows)) for slot in self.slots)
+    def ties(self, other: Layer) -> bool:
+        """Tell whether the rows of `other`, which shares parameters with this layer, are rows of this one's blocks."""
+        alike = [(layer.blocks, [slot.identity for slot in layer.slots]) for layer in (self, other)]
+        return type(self) is type(other) and alike[0] == alike[1]
+
+    def adopt(self, others: list[Layer]) -> None:
+        """Count the rows of `others`, which are tied with this layer, as rows of this one's blocks."""
+        self.others = others
+        for other in others:
+            other.inputs = self.inputs  # an embedding has no bias of its own
 
     def align(self, slot: Slot, tensor: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Return equally shaped views of a tensor shaped like a parameter and of its columns of the blocks.
@@ -134,6 +162,10 @@ class Layer(ABC):
         """Have `tap` called at each use of the layer, until the handles are removed."""
         return [self.module.register_forward_hook(tap, with_kwargs=True)]
 
+    def current(self) -> Layer:
+        """Return the layer as its module works in the mode it has now: itself, or one that the mode decides on."""
+        return self
+
     @abstractmethod
     def batched(self, inputs: Tensor) -> bool:
         """Tell whether `inputs` have a batch dimension, by this layer's own layout."""
@@ -145,6 +177,10 @@ class Layer(ABC):
     @abstractmethod
     def positions(self, gradients: Tensor) -> int:
         """Return how many rows (samples times positions) the output `gradients` hold."""
+
+    def rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> tuple[Rows, Rows]:
+        """Return what a curvature sees of one use: the rows a and the rows g."""
+        return self.input_rows(inputs, gradients, samples), self.gradient_rows(gradients, samples)
 
     @abstractmethod
     def input_rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> Rows:

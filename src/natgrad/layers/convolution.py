@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from itertools import product
+from math import prod
 from typing import cast
 
 import torch
@@ -10,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from natgrad import gram
+from natgrad.gram.windows import Window
 from natgrad.layers.base import Layer
-from natgrad.layers.rows import ChannelRows, MatrixRows, Rows, sum_up, with_constant
+from natgrad.layers.rows import ChannelRows, DenseRows, MatrixRows, Rows, sum_squares, sum_up, with_constant
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -38,44 +41,82 @@ class ConvolutionLayer(Layer):
         if not self.weight:
             ones = MatrixRows(inputs.new_empty(self.positions(gradients), 0), samples, bias=True)
             return ones if self.blocks == 1 else _Repeated(ones, self.blocks)
-        return PatchRows(inputs if self.batched(inputs) else inputs[None], self.module, bias=self.bias)
+        batched = self.batched(inputs)
+        maps, seen = (tensor if batched else tensor[None] for tensor in (inputs, gradients))
+        return self._patches(maps, tuple(seen.shape[2:]))
+
+    def _patches(self, maps: Tensor, positions: tuple[int, ...]) -> Rows:
+        """Return the patches of ``maps [B, C, *spatial]`` at these many output `positions` a dimension."""
+        padding = _padding(self.module)
+        if self.module.padding_mode != "zeros":
+            maps = F.pad(maps, _flat(padding), mode=self.module.padding_mode)
+            padding = ((0, 0),) * len(padding)
+        window = Window(
+            kernel_size=self.module.kernel_size,
+            stride=self.module.stride,
+            padding=padding,
+            dilation=self.module.dilation,
+        )
+        return PatchRows(maps, window, self.module.groups, bias=self.bias)
 
     def gradient_rows(self, gradients: Tensor, samples: int) -> Rows:
         """See `Layer.gradient_rows`."""
         return ChannelRows(gradients if self.batched(gradients) else gradients[None], self.blocks)
 
 
-class PatchRows(Rows):
-    """The patches of a convolution's input ``maps [B, C, *spatial]``."""
+class KernelRows(Rows):
+    """Rows with a column for each element of a kernel, of each channel of ``maps [B, C, *spatial]`` in n groups."""
 
-    def __init__(self, maps: Tensor, module: Convolution, *, bias: bool) -> None:
-        """Apply the padding that is no plain zero padding; the patches stay implicit."""
-        self.bias, self.groups = bias, module.groups
-        self.kernel: tuple[int, ...] = module.kernel_size
-        self.stride: tuple[int, ...] = module.stride
-        self.dilation: tuple[int, ...] = module.dilation
-        self.padding = _padding(module)
-        if module.padding_mode != "zeros":
-            maps = F.pad(maps, _flat(self.padding), mode=module.padding_mode)
-            self.padding = [(0, 0)] * len(self.padding)
-        self.maps, self.samples = maps, maps.shape[0]
-        self._spatial = [
-            (size + sum(padding) - dilation * (kernel - 1) - 1) // stride + 1
-            for size, padding, dilation, kernel, stride in zip(
-                maps.shape[2:], self.padding, self.dilation, self.kernel, self.stride, strict=True
-            )
-        ]
-        self.positions = torch.Size(self._spatial).numel()
+    def __init__(self, maps: Tensor, kernel_size: tuple[int, ...], groups: int, *, bias: bool) -> None:
+        """Wrap `maps`."""
+        self.maps, self.groups, self.bias = maps, groups, bias
+        self.samples, self.channels = maps.shape[0], maps.shape[1] // groups
+        self.kernel_size = kernel_size
+
+    @abstractmethod
+    def of(self, maps: Tensor, *, bias: bool) -> Rows:
+        """Return what the same kernel meets in other `maps`, of the same sizes."""
+
+    def squares(self) -> Tensor:
+        """See `Rows.squares`: box sums of the squared maps."""
+        squares = self.of(sum_squares(self.maps, 0)[None], bias=False).pool()[:, 0]
+        return with_constant(squares, self.samples * self.positions) if self.bias else squares
+
+    def narrow(self, start: int, stop: int) -> Rows:
+        """See `Rows.narrow`: the rows of those channels that the columns belong to."""
+        size, channels = prod(self.kernel_size), self.channels
+        first, last = start // size, -(-stop // size)
+        if first >= channels:
+            return DenseRows(self.maps.new_ones(self.groups, self.samples, self.positions, 1))
+        maps = self.maps.unflatten(1, (self.groups, -1))[:, :, first:last].flatten(1, 2)
+        bias = self.bias and last > channels
+        width = (min(last, channels) - first) * size + int(bias)
+        return _Cut(self.of(maps, bias=bias), width, slice(start - first * size, stop - first * size))
+
+
+class PatchRows(KernelRows):
+    """The patches that a convolution's window sees in ``maps [B, C, *spatial]``, of n groups of channels."""
+
+    def __init__(self, maps: Tensor, window: Window, groups: int, *, bias: bool) -> None:
+        """Wrap `maps`; the patches stay implicit."""
+        super().__init__(maps, window.kernel_size, groups, bias=bias)
+        self.window = window
+        self._spatial = window.positions(tuple(maps.shape[2:]))
+        self.positions = prod(self._spatial)
+
+    def of(self, maps: Tensor, *, bias: bool) -> Rows:
+        """See `KernelRows.of`."""
+        return PatchRows(maps, self.window, self.groups, bias=bias)
 
     def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
         """See `Rows.add_gram_`."""
         gram.add_patch_gram_(
             out,
             self.maps,
-            kernel_size=self.kernel,
-            stride=self.stride,
-            padding=self.padding,
-            dilation=self.dilation,
+            kernel_size=self.window.kernel_size,
+            stride=self.window.stride,
+            padding=self.window.padding,
+            dilation=self.window.dilation,
             groups=self.groups,
             bias=self.bias,
             scale=scale,
@@ -97,17 +138,38 @@ class PatchRows(Rows):
 
     def _offsets(self) -> list[Tensor]:
         """Return, for each offset of the kernel, what it sees at all positions ``[B, C, *positions]``."""
-        padded = F.pad(self.maps, _flat(self.padding))
+        window = self.window
+        padded = F.pad(self.maps, _flat(window.padding))
         views = []
-        for offset in product(*map(range, self.kernel)):
+        for offset in product(*map(range, window.kernel_size)):
             view = padded
             for axis, (place, stride, dilation, length) in enumerate(
-                zip(offset, self.stride, self.dilation, self._spatial, strict=True), start=2
+                zip(offset, window.stride, window.dilation, self._spatial, strict=True), start=2
             ):
                 first = place * dilation
                 view = view[(slice(None),) * axis + (slice(first, first + (length - 1) * stride + 1, stride),)]
             views.append(view)
         return views
+
+
+class _Cut(Rows):
+    """The `taken` columns of `rows` with `width` columns, whose gram comes as a whole only."""
+
+    def __init__(self, rows: Rows, width: int, taken: slice) -> None:
+        self.rows, self.width, self.taken = rows, width, taken
+        self.samples, self.positions = rows.samples, rows.positions
+
+    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
+        whole = out.new_empty(len(out), self.width, self.width)
+        self.rows.add_gram_(whole, scale=scale, overwrite=True)
+        own = whole[:, self.taken, self.taken]
+        out.copy_(own) if overwrite else out.add_(own)
+
+    def pool(self) -> Tensor:
+        return self.rows.pool()[..., self.taken]
+
+    def dense(self) -> Tensor:
+        return self.rows.dense()[..., self.taken]
 
 
 class _Repeated(Rows):
@@ -129,15 +191,15 @@ class _Repeated(Rows):
         return self.rows.dense().expand(self.blocks, -1, -1, -1)
 
 
-def _padding(module: Convolution) -> list[tuple[int, int]]:
+def _padding(module: Convolution) -> tuple[tuple[int, int], ...]:
     if module.padding == "valid":
-        return [(0, 0)] * len(module.kernel_size)
+        return ((0, 0),) * len(module.kernel_size)
     if module.padding == "same":
         totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    return [(cast("int", padding),) * 2 for padding in module.padding]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    return tuple((cast("int", padding),) * 2 for padding in module.padding)
 
 
-def _flat(padding: list[tuple[int, int]]) -> list[int]:
+def _flat(padding: tuple[tuple[int, int], ...]) -> list[int]:
     """Return `padding` in the order of `F.pad`: the last dimension first."""
     return [side for sides in reversed(padding) for side in sides]

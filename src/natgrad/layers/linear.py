@@ -1,15 +1,22 @@
-"""``nn.Linear`` on inputs with any number of leading dimensions."""
+"""``nn.Linear`` on inputs with any number of leading dimensions, and its like in transformers with a turned weight."""
 
 from __future__ import annotations
 
-from torch import Tensor
+import sys
 
-from natgrad.layers.base import Layer
+from torch import Tensor, nn
+
+from natgrad.layers.base import Layer, Slot
 from natgrad.layers.rows import MatrixRows, Rows
 
 
 class LinearLayer(Layer):
     """One block; what stands between the batch and the features are positions."""
+
+    def ties(self, other: Layer) -> bool:
+        """See `Layer.ties`: an embedding looks up rows of the weight."""
+        table = other.form == "one-hot" and self.weight and other.slots[0].identity == self.slots[0].identity
+        return table or super().ties(other)
 
     def batched(self, inputs: Tensor) -> bool:
         """See `Layer.batched`: anything but a single vector."""
@@ -27,3 +34,29 @@ class LinearLayer(Layer):
     def gradient_rows(self, gradients: Tensor, samples: int) -> Rows:
         """See `Layer.gradient_rows`."""
         return MatrixRows(gradients.flatten(0, -2) if gradients.ndim > 1 else gradients[None], samples)
+
+
+class Conv1DLayer(LinearLayer):
+    """``transformers.pytorch_utils.Conv1D`` (GPT-2), a linear layer whose weight is ``[inputs, outputs]``."""
+
+    def _lay_out(self) -> None:
+        weight = self.module._parameters["weight"]
+        assert weight is not None
+        self.blocks, self.outputs = 1, weight.shape[1]
+        self._columns = len(weight) if self.weight else 0
+        self.inputs = self._columns + int(self.bias)
+        self._place_slots()
+
+    def ties(self, other: Layer) -> bool:
+        """See `Layer.ties`: the rows that an embedding looks up are columns here."""
+        return Layer.ties(self, other)
+
+    def align(self, slot: Slot, tensor: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Layer.align`."""
+        return super().align(slot, tensor, blocks) if slot.leaf == "bias" else (tensor, blocks[0].mT)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Tell whether `module` is transformers' ``Conv1D``, without importing transformers."""
+    kind = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return isinstance(kind, type) and isinstance(module, kind)

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from natgrad import gram
 
+_PIECE = 1 << 20
+"""Elements to square at a time."""
+
 
 class Rows(ABC):
     """Rows ``[n, B, T, d]`` of inputs or of output gradients.
@@ -19,14 +22,24 @@ class Rows(ABC):
     Attributes:
         samples: B.
         positions: T.
+        one_hot: Whether a row picks one column, or is a mean of such rows.
     """
 
     samples: int
     positions: int
+    one_hot: bool = False
 
     @abstractmethod
     def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
         """Add `scale` Σ_b Σ_t x xᵀ to the lower triangle of `out` ``[n, d, d]`` (or write it when `overwrite`)."""
+
+    def squares(self) -> Tensor:
+        """Return Σ_b Σ_t x∘x, the diagonal of the gram ``[n, d]``, in at least float32."""
+        return sum_squares(self.dense().flatten(1, 2), 1)
+
+    def narrow(self, start: int, stop: int) -> Rows:
+        """Return these rows with the columns `start` to `stop` only."""
+        return DenseRows(self.dense()[..., start:stop])
 
     @abstractmethod
     def pool(self) -> Tensor:
@@ -49,9 +62,9 @@ class Rows(ABC):
 class DenseRows(Rows):
     """Rows that exist as one tensor ``[n, B, T, d]``."""
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, *, one_hot: bool = False) -> None:
         """Wrap `values`."""
-        self.values = values
+        self.values, self.one_hot = values, one_hot
         self.samples, self.positions = values.shape[1], values.shape[2]
 
     def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
@@ -79,6 +92,16 @@ class MatrixRows(Rows):
         """See `Rows.add_gram_`."""
         gram.add_row_gram_(out[0], self.matrix, scale=scale, bias=self.bias, overwrite=overwrite)
 
+    def squares(self) -> Tensor:
+        """See `Rows.squares`."""
+        squares = sum_squares(self.matrix, 0)
+        return with_constant(squares, len(self.matrix))[None] if self.bias else squares[None]
+
+    def narrow(self, start: int, stop: int) -> Rows:
+        """See `Rows.narrow`."""
+        bias = self.bias and stop > self.matrix.shape[1]
+        return MatrixRows(self.matrix[:, start:stop], self.samples, bias=bias)
+
     def pool(self) -> Tensor:
         """See `Rows.pool`."""
         pooled = sum_up(self.matrix.view(self.samples, self.positions, -1), 1)
@@ -102,6 +125,14 @@ class ChannelRows(Rows):
         """See `Rows.add_gram_`."""
         gram.add_channel_gram_(out, self.maps, scale=scale, overwrite=overwrite)
 
+    def squares(self) -> Tensor:
+        """See `Rows.squares`."""
+        return sum_squares(self.maps, (0, *range(2, self.maps.ndim))).view(self.blocks, -1)
+
+    def narrow(self, start: int, stop: int) -> Rows:
+        """See `Rows.narrow`."""
+        return ChannelRows(self.maps.unflatten(1, (self.blocks, -1))[:, :, start:stop].flatten(1, 2), self.blocks)
+
     def pool(self) -> Tensor:
         """See `Rows.pool`."""
         return sum_up(self.dense(), 2)
@@ -112,6 +143,31 @@ class ChannelRows(Rows):
         return rows
 
 
+class CoefficientRows(Rows):
+    """Rows ``[1, B, T, i C]`` of an elementwise layer: what each position adds to the gradient of its coefficients."""
+
+    def __init__(self, *columns: Tensor | None) -> None:
+        """Wrap the i columns ``[1, B, T, C]`` that are given, which stay apart until they are pooled."""
+        self.columns = [column for column in columns if column is not None]
+        self.samples, self.positions = self.columns[0].shape[1:3]
+
+    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
+        """See `Rows.add_gram_`."""
+        DenseRows(self.dense()).add_gram_(out, scale=scale, overwrite=overwrite)
+
+    def pool(self) -> Tensor:
+        """See `Rows.pool`."""
+        return torch.cat([sum_up(column, 2) for column in self.columns], -1)
+
+    def dense(self) -> Tensor:
+        """See `Rows.dense`."""
+        return torch.cat(self.columns, -1)
+
+    def nonzero(self) -> Tensor:
+        """See `Rows.nonzero`."""
+        return self.columns[-1].abs().amax(-1).amax(0).ne(0)
+
+
 def with_constant(rows: Tensor, value: float) -> Tensor:
     """Append a column that holds `value`: the homogeneous coordinate."""
     return torch.cat([rows, rows.new_full((*rows.shape[:-1], 1), value)], -1)
@@ -119,4 +175,18 @@ def with_constant(rows: Tensor, value: float) -> Tensor:
 
 def sum_up(rows: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     """Return the sum over `dims` in at least float32: a half overflows, or rounds a count of positions."""
-    return rows.sum(dims, dtype=torch.promote_types(rows.dtype, torch.float32))
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    if isinstance(dims, int) and rows.shape[dims] == 1:
+        return rows.squeeze(dims).to(dtype)
+    return rows.sum(dims, dtype=dtype)
+
+
+def sum_squares(rows: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """Return the sum of squares over `dims` in at least float32, piece by piece: the squares would double the rows."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    keep = 0 not in (dims if isinstance(dims, tuple) else (dims,))
+    parts = rows.tensor_split(max(1, min(len(rows), rows.numel() // _PIECE)))
+    sums = [part.to(dtype).square().sum(dims) for part in parts]
+    if keep:
+        return torch.cat(sums)
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)

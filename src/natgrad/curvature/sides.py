@@ -1,0 +1,283 @@
+"""What is kept of one of K-FAC's two factors: all of it, its diagonal, or square blocks along its diagonal.
+
+Each kind of side declares its tensors, sums them up, decomposes or inverts them, and multiplies a gradient by the
+result, always from the right: the side of the outputs is given the transpose. Shapes: ``N`` equal blocks, ``d`` the
+size of the side, ``r`` that of the other one; a gradient is ``W [N, r, d]``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from natgrad import linalg
+from natgrad.curvature.base import Spec
+from natgrad.layers import Rows
+
+# The form of K-FAC: an eigenvalue decomposition of each factor, or its damped inverse.
+Form = Literal["eigen", "inverse"]
+
+
+class Side(ABC):
+    """A kind of factor ``[d, d]``."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """Return the kind in words; empty for a full factor."""
+
+    @abstractmethod
+    def statistic(self, name: str, size: int, *, mean: Literal["samples", "rows"], degree: int) -> Spec:
+        """Return the tensor that sums what is kept of x xᵀ."""
+
+    @abstractmethod
+    def cost(self, size: int) -> float:
+        """Return the work of a renewal in multiply-adds, up to a factor common to all kinds."""
+
+    @abstractmethod
+    def writes(self, form: Form, name: str, size: int) -> tuple[Spec, ...]:
+        """Return what `decompose` (of the eigen form) or `invert` makes, in their order."""
+
+    @abstractmethod
+    def add_(self, out: Tensor, rows: Rows, *, scale: float, overwrite: bool) -> None:
+        """Add `scale` Σ x xᵀ of all `rows`, as far as it is kept, to `out` (or write it when `overwrite`)."""
+
+    @abstractmethod
+    def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
+        """Add a ``diagonal [N, d]`` to a factor."""
+
+    @abstractmethod
+    def trace(self, factor: Tensor) -> Tensor:
+        """Return the trace ``[N]``."""
+
+    def mean_eigenvalue(self, factor: Tensor) -> Tensor:
+        """Return the trace over d ``[N]``."""
+        return self.trace(factor) / factor.shape[-1]
+
+    @abstractmethod
+    def decompose(self, factor: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return eigenvectors (none, if those are the unit vectors) and eigenvalues; and which blocks succeeded."""
+
+    @abstractmethod
+    def invert(self, factor: Tensor, damping: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return ``(factor + damping I)⁻¹`` for a damping ``[N]``; and which blocks succeeded."""
+
+    @abstractmethod
+    def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """Return W in the coordinates of the eigenvectors, as many as there are eigenvalues."""
+
+    @abstractmethod
+    def rotate_back(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """Undo `rotate`."""
+
+    @abstractmethod
+    def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """Return W times the inverse."""
+
+
+@dataclass(frozen=True)
+class Full(Side):
+    """The whole factor ``[d, d]``."""
+
+    def __str__(self) -> str:
+        """See `Side`."""
+        return ""
+
+    def statistic(self, name: str, size: int, *, mean: Literal["samples", "rows"], degree: int) -> Spec:
+        """See `Side.statistic`."""
+        return Spec(name=name, shape=(size, size), symmetric=True, mean=mean, degree=degree)
+
+    def cost(self, size: int) -> float:
+        """See `Side.cost`."""
+        return float(size) ** 3
+
+    def writes(self, form: Form, name: str, size: int) -> tuple[Spec, ...]:
+        """See `Side.writes`."""
+        if form == "eigen":
+            return (Spec(name=f"Q{name}", shape=(size, size)), Spec(name=f"v{name}", shape=(size,)))
+        return (Spec(name=f"inverse_{name}", shape=(size, size), symmetric=True),)
+
+    def add_(self, out: Tensor, rows: Rows, *, scale: float, overwrite: bool) -> None:
+        """See `Side.add_`."""
+        rows.add_gram_(out, scale=scale, overwrite=overwrite)
+
+    def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
+        """See `Side.add_diagonal_`."""
+        factor.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+
+    def trace(self, factor: Tensor) -> Tensor:
+        """See `Side.trace`."""
+        return factor.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+    def decompose(self, factor: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """See `Side.decompose`."""
+        values, vectors, fine = linalg.eigh(factor)
+        return (vectors, values), fine
+
+    def invert(self, factor: Tensor, damping: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """See `Side.invert`."""
+        inverse, fine = linalg.damped_inverse(factor, damping)
+        return (inverse,), fine
+
+    def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """See `Side.rotate`."""
+        return linalg.product(W, held[f"Q{name}"])
+
+    def rotate_back(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """See `Side.rotate_back`."""
+        return linalg.product(W, held[f"Q{name}"].mT)
+
+    def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """See `Side.multiply`."""
+        return linalg.product(W, held[f"inverse_{name}"])
+
+
+@dataclass(frozen=True)
+class Diagonal(Side):
+    """Second moments alone ``[d]``: the factor's diagonal, whose eigenvectors are the unit vectors."""
+
+    def __str__(self) -> str:
+        """See `Side`."""
+        return "diagonal"
+
+    def statistic(self, name: str, size: int, *, mean: Literal["samples", "rows"], degree: int) -> Spec:
+        """See `Side.statistic`."""
+        return Spec(name=name, shape=(size,), mean=mean, degree=degree)
+
+    def cost(self, size: int) -> float:
+        """See `Side.cost`."""
+        return float(size)
+
+    def writes(self, form: Form, name: str, size: int) -> tuple[Spec, ...]:
+        """See `Side.writes`."""
+        return (Spec(name=f"v{name}" if form == "eigen" else f"inverse_{name}", shape=(size,)),)
+
+    def add_(self, out: Tensor, rows: Rows, *, scale: float, overwrite: bool) -> None:
+        """See `Side.add_`."""
+        squares = rows.squares().mul_(scale)
+        out.copy_(squares) if overwrite else out.add_(squares)
+
+    def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
+        """See `Side.add_diagonal_`."""
+        factor.add_(diagonal)
+
+    def trace(self, factor: Tensor) -> Tensor:
+        """See `Side.trace`."""
+        return factor.sum(-1)
+
+    def decompose(self, factor: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """See `Side.decompose`."""
+        return (factor,), factor.sum(-1).isfinite()
+
+    def invert(self, factor: Tensor, damping: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """See `Side.invert`."""
+        inverse = (factor + damping[:, None]).reciprocal_()
+        return (inverse,), inverse.sum(-1).isfinite()
+
+    def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """See `Side.rotate`."""
+        return W
+
+    def rotate_back(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """See `Side.rotate_back`."""
+        return W
+
+    def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """See `Side.multiply`."""
+        return W * held[f"inverse_{name}"][:, None, :]
+
+
+@dataclass(frozen=True)
+class Blocks(Side):
+    """Square blocks along the diagonal ``[k, l, l]``: THOR's split (Chen 2021); the last is padded with zeros.
+
+    Attributes:
+        size: d.
+        count: k.
+    """
+
+    size: int
+    count: int
+
+    @property
+    def length(self) -> int:
+        """The number of columns of a block."""
+        return ceil(self.size / self.count)
+
+    def __str__(self) -> str:
+        """See `Side`."""
+        return f"in {self.count} blocks of {self.length}"
+
+    def statistic(self, name: str, size: int, *, mean: Literal["samples", "rows"], degree: int) -> Spec:
+        """See `Side.statistic`."""
+        return Spec(name=name, shape=(self.count, self.length, self.length), symmetric=True, mean=mean, degree=degree)
+
+    def cost(self, size: int) -> float:
+        """See `Side.cost`."""
+        return self.count * float(self.length) ** 3
+
+    def writes(self, form: Form, name: str, size: int) -> tuple[Spec, ...]:
+        """See `Side.writes`."""
+        shape = (self.count, self.length, self.length)
+        if form == "eigen":
+            return (Spec(name=f"Q{name}", shape=shape), Spec(name=f"v{name}", shape=(self.count * self.length,)))
+        return (Spec(name=f"inverse_{name}", shape=shape, symmetric=True),)
+
+    def add_(self, out: Tensor, rows: Rows, *, scale: float, overwrite: bool) -> None:
+        """See `Side.add_`."""
+        for index, start in enumerate(range(0, self.size, self.length)):
+            stop = min(start + self.length, self.size)
+            width = stop - start
+            if overwrite and width < self.length:
+                out[:, index].zero_()
+            rows.narrow(start, stop).add_gram_(out[:, index, :width, :width], scale=scale, overwrite=overwrite)
+        if overwrite:
+            out[:, ceil(self.size / self.length) :].zero_()
+
+    def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
+        """See `Side.add_diagonal_`."""
+        factor.diagonal(dim1=-2, dim2=-1).add_(self._padded(diagonal).unflatten(-1, (self.count, -1)))
+
+    def trace(self, factor: Tensor) -> Tensor:
+        """See `Side.trace`."""
+        return factor.diagonal(dim1=-2, dim2=-1).sum((-2, -1))
+
+    def mean_eigenvalue(self, factor: Tensor) -> Tensor:
+        """See `Side.mean_eigenvalue`: what pads the last block is no part of it."""
+        return self.trace(factor) / self.size
+
+    def decompose(self, factor: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """See `Side.decompose`."""
+        values, vectors, fine = linalg.eigh(factor.flatten(0, 1))
+        return (vectors.view_as(factor), values.view(len(factor), -1)), fine.view(len(factor), -1).all(-1)
+
+    def invert(self, factor: Tensor, damping: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """See `Side.invert`."""
+        inverse, fine = linalg.damped_inverse(factor.flatten(0, 1), damping.repeat_interleave(self.count))
+        return (inverse.view_as(factor),), fine.view(len(factor), -1).all(-1)
+
+    def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """See `Side.rotate`."""
+        return self._times(W, held[f"Q{name}"])
+
+    def rotate_back(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """See `Side.rotate_back`."""
+        return self._times(W, held[f"Q{name}"].mT)[..., : self.size]
+
+    def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """See `Side.multiply`."""
+        return self._times(W, held[f"inverse_{name}"])[..., : self.size]
+
+    def _times(self, W: Tensor, blocks: Tensor) -> Tensor:
+        """Return ``W [N, r, d]`` times the block-diagonal matrix of ``blocks [N, k, l, l]``: ``[N, r, k l]``."""
+        split = self._padded(W).unflatten(-1, (self.count, -1)).transpose(1, 2)  # [N, k, r, l]
+        return linalg.product(split, blocks).transpose(1, 2).flatten(2)
+
+    def _padded(self, tensor: Tensor) -> Tensor:
+        missing = self.count * self.length - tensor.shape[-1]
+        return F.pad(tensor, (0, missing)) if missing else tensor

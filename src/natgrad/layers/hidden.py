@@ -1,0 +1,153 @@
+"""Linear maps inside a module's own forward, where no module's output shows them, and the forward that shows them."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.layers.base import Handle, Slot, Tap, is_trained, qualified
+from natgrad.layers.linear import LinearLayer
+from natgrad.layers.rows import Rows
+
+
+class HiddenLayer(LinearLayer):
+    """A weight and a bias, or parts of them, that a module's forward uses for one of its linear maps.
+
+    Attributes:
+        part: What the linear map is called within the module.
+    """
+
+    revealing: ClassVar[type[RevealingForward]]
+
+    def __init__(self, name: str, module: nn.Module, part: str, leaves: dict[str, slice | None]) -> None:
+        """Read the sizes off `module`.
+
+        Args:
+            name: The module's qualified name.
+            module: The module.
+            part: What the linear map is called within it.
+            leaves: The weight's name and the bias's in the module, with the rows that are this map's; None: all.
+        """
+        self.part, self._owner, self._leaves = part, name, leaves
+        super().__init__(qualified(name, part), module)
+
+    def _lay_out(self) -> None:
+        (weight, rows), (bias, _) = self._leaves.items()
+        self.weight, self.bias = is_trained(self.module, weight), is_trained(self.module, bias)
+        whole = cast("Tensor", self.module._parameters[weight])
+        self.blocks, self.outputs = 1, len(range(whole.shape[0])[rows or slice(None)])
+        self._columns = whole.shape[1] if self.weight else 0
+        self.inputs = self._columns + int(self.bias)
+        columns = {weight: slice(0, self._columns), bias: slice(self._columns, None)}
+        self.slots = [
+            Slot(qualified(self._owner, leaf), self.module, leaf, columns[leaf], rows, self.part if rows else "")
+            for leaf, rows in self._leaves.items()
+            if is_trained(self.module, leaf)
+        ]
+
+    def tap(self, tap: Tap) -> list[Handle]:
+        """See `Layer.tap`."""
+        return [self.revealing.reveal(self.module, self.part, tap)]
+
+    def rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> tuple[Rows, Rows]:
+        """See `Layer.rows`: forwards add a batch dimension, or leave it to the shape of the inputs."""
+        return super().rows(inputs, gradients.reshape(*inputs.shape[:-1], gradients.shape[-1]), samples)
+
+
+class RevealingForward(ABC):
+    """Computes what the forward of a module does, and shows the linear maps within to whoever taps them.
+
+    It stands in the module's ``forward`` as long as somebody does. With its module it copies and pickles as the
+    module's own forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Prepare for `module`."""
+        self._module = weakref.ref(module)
+        self._taps: dict[str, list[Tap]] = {}
+
+    @classmethod
+    def reveal(cls, module: nn.Module, part: str, tap: Tap) -> Handle:
+        """Have `tap` see each use of a part of `module`."""
+        forward = module.__dict__.get("forward")
+        if not isinstance(forward, cls):
+            forward = cls(module)
+            module.forward = forward
+        forward._taps.setdefault(part, []).append(tap)
+        return _Reveal(forward, part, tap)
+
+    def hide(self, part: str, tap: Tap) -> None:
+        """End what `reveal` began, and with the last tap give the module its own forward back."""
+        self._taps[part].remove(tap)
+        module = self._module()
+        if module is not None and not any(self._taps.values()) and module.__dict__.get("forward") is self:
+            del module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Be the forward of the module; its own where nothing can be differentiated."""
+        module = self._module()
+        assert module is not None
+        if not torch.is_grad_enabled() or not any(self._taps.values()):
+            return type(module).forward(module, *args, **kwargs)
+        return self.run(module, *args, **kwargs)
+
+    @abstractmethod
+    def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Compute the same with `see` called for every part."""
+
+    def see(self, part: str, inputs: Tensor, output: Tensor) -> None:
+        """Show one use of a part."""
+        for tap in self._taps.get(part, ()):
+            tap.see(inputs, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as the forward that the module has of its class: its copy exists before its attributes do."""
+        return getattr, (self._module(), "forward")
+
+
+class _Reveal:
+    """Undoes what `RevealingForward.reveal` did."""
+
+    def __init__(self, forward: RevealingForward, part: str, tap: Tap) -> None:
+        self._forward, self._part, self._tap = forward, part, tap
+
+    def remove(self) -> None:
+        self._forward.hide(self._part, self._tap)
+
+
+def unknown_forward(module: nn.Module, base: type[nn.Module], used: Mapping[Any, Sequence[str]]) -> str:
+    """Return why a `RevealingForward` for `base` does not know what `module` computes; empty if it does.
+
+    Args:
+        module: The module.
+        base: The class whose forward is known.
+        used: The functions that will be `rebound`, and the global names that they have to look up.
+    """
+    own, name = module.__dict__.get("forward"), type(module).__name__
+    if type(module).forward is not base.forward:
+        return f"{name} has a forward of its own, which hides its projections"
+    if own is not None and not isinstance(own, RevealingForward) and getattr(own, "__func__", None) is not base.forward:
+        return "its forward was replaced by one that hides its projections"
+    if not all(set(names) <= _names(function) for function, names in used.items()):
+        return f"this version of torch computes {name} in a way that hides its projections"
+    return ""
+
+
+def _names(function: object) -> set[str]:
+    return set(getattr(getattr(function, "__code__", None), "co_names", ()))
+
+
+def rebound(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """Return `function` with other objects for some of the global names that it uses."""
+    original = cast("FunctionType", function)
+    # Without "__name__" torch.compile looks the names up here, rather than in the module of that name.
+    scope = {name: value for name, value in original.__globals__.items() if name != "__name__"} | names
+    copy = FunctionType(original.__code__, scope, original.__name__, original.__defaults__, original.__closure__)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    return copy

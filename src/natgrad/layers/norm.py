@@ -1,0 +1,188 @@
+"""Norm layers, ``y = weight · x̂ + bias`` in each channel: batch, layer, RMS, group and instance norm.
+
+The normalised input x̂ is never kept: the gradient hook recomputes it from the module's input.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from copy import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from natgrad.layers.base import Layer
+from natgrad.layers.rows import CoefficientRows, DenseRows, Rows
+
+_MANY = 128
+"""Positions of a sample from which on it pays to treat it by itself."""
+
+
+class NormLayer(Layer):
+    """One block ``[C, i]``: the weights of C channels in its first column, their biases in its last."""
+
+    form = "elementwise"
+
+    def _lay_out(self) -> None:
+        weight = self.module._parameters["weight"]
+        assert weight is not None
+        self.blocks, self.outputs = 1, weight.numel()
+        self._columns = int(self.weight)
+        self.inputs = self._columns + int(self.bias)
+        self._place_slots()
+
+    def positions(self, gradients: Tensor) -> int:
+        """See `Layer.positions`."""
+        return gradients.numel() // self.outputs
+
+    def rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> tuple[Rows, Rows]:
+        """See `Layer.rows`: a is 1, and g holds the gradients of the coefficients, g·x̂ and g."""
+        ones = DenseRows(gradients.new_ones(1, samples, 1, 1))
+        g = self.gradient_rows(gradients, samples).dense()
+        # Not out of place: the product may take the memory of x̂, which is as large as the input.
+        products = self.input_rows(inputs, gradients, samples).dense().mul_(g) if self.weight else None
+        return ones, CoefficientRows(products, g if self.bias else None)
+
+    def input_rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> Rows:
+        """See `Layer.input_rows`: the normalised input ``[1, B, T, C]``, in at least float32."""
+        full = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+        return self._arrange(self._normalise(full), samples)
+
+    def gradient_rows(self, gradients: Tensor, samples: int) -> Rows:
+        """See `Layer.gradient_rows`: ``[1, B, T, C]``."""
+        return self._arrange(gradients, samples)
+
+    @abstractmethod
+    def _normalise(self, inputs: Tensor) -> Tensor:
+        """Return x̂, a new tensor shaped like the inputs; without a batch it may have one of length 1."""
+
+    @abstractmethod
+    def _arrange(self, values: Tensor, samples: int) -> Rows:
+        """Return values shaped like the inputs as rows, views where possible."""
+
+
+class LayerNormLayer(NormLayer):
+    """``nn.LayerNorm`` and ``nn.RMSNorm``: the last dimensions are the channels, what stands before them positions."""
+
+    module: nn.LayerNorm | nn.RMSNorm
+
+    def batched(self, inputs: Tensor) -> bool:
+        """See `Layer.batched`: anything but a single sample of the normalised shape."""
+        return inputs.ndim > len(self.module.normalized_shape)
+
+    def _normalise(self, inputs: Tensor) -> Tensor:
+        shape = list(self.module.normalized_shape)
+        if isinstance(self.module, nn.RMSNorm):
+            return F.rms_norm(inputs, shape, eps=self.module.eps)
+        return F.layer_norm(inputs, shape, eps=self.module.eps)
+
+    def _arrange(self, values: Tensor, samples: int) -> Rows:
+        return DenseRows(values.reshape(1, samples, -1, self.outputs))
+
+
+class ChannelNormLayer(NormLayer):
+    """A norm whose channels are the second dimension; what follows them are positions."""
+
+    def batched(self, inputs: Tensor) -> bool:
+        """See `Layer.batched`: group and batch norm take nothing else."""
+        return True
+
+    def _arrange(self, values: Tensor, samples: int) -> Rows:
+        maps = values if self.batched(values) else values[None]
+        return DenseRows(maps.reshape(*maps.shape[:2], -1).mT.reshape(1, samples, -1, self.outputs))
+
+
+class GroupNormLayer(ChannelNormLayer):
+    """``nn.GroupNorm``."""
+
+    module: nn.GroupNorm
+
+    def _normalise(self, inputs: Tensor) -> Tensor:
+        return F.group_norm(inputs, self.module.num_groups, eps=self.module.eps)
+
+
+class BatchNormLayer(ChannelNormLayer):
+    """``nn.BatchNorm1d``, ``2d`` and ``3d``: statistics of the batch in training, running ones in evaluation.
+
+    What a sample does to the statistics of its batch is no part of its gradients g·x̂ and g.
+    """
+
+    module: nn.modules.batchnorm._BatchNorm
+
+    def _lay_out(self) -> None:
+        super()._lay_out()
+        self._running = False
+        self._evaluated = copy(self)
+        self._evaluated._running = True
+
+    def current(self) -> Layer:
+        """See `Layer.current`: by the time of its gradient, the module may be in another mode."""
+        return self if self.module.training or self.module.running_mean is None else self._evaluated
+
+    def _normalise(self, inputs: Tensor) -> Tensor:
+        maps = inputs if self.batched(inputs) else inputs[None]
+        if not self._running:
+            return self._normalise_by_own(maps)
+        mean, variance = (self.module._buffers[name] for name in ("running_mean", "running_var"))
+        assert mean is not None
+        assert variance is not None
+        return F.batch_norm(maps, mean.to(maps.dtype), variance.to(maps.dtype), eps=self.module.eps)
+
+    def _normalise_by_own(self, maps: Tensor) -> Tensor:
+        eps, (samples, channels), positions = self.module.eps, maps.shape[:2], maps.shape[2:].numel()
+        if positions < _MANY or maps.device.type != "cpu" or not maps.is_contiguous():
+            return F.batch_norm(maps, None, None, training=True, eps=eps)
+        # On the CPU, torch finds the statistics of single maps far faster than those of a batch (2.3 and 0.8 ms).
+        _, means, deviations = torch.native_group_norm(maps, None, None, samples, channels, positions, channels, eps)
+        mean = means.mean(0)
+        variance = (deviations**-2 - eps + (means - mean).square()).mean(0)
+        return F.batch_norm(maps, mean, variance, eps=eps)
+
+
+class InstanceNormLayer(BatchNormLayer):
+    """``nn.InstanceNorm1d``, ``2d`` and ``3d`` with weights; running statistics are used as by batch norm."""
+
+    module: nn.modules.instancenorm._InstanceNorm  # type: ignore[assignment]
+
+    def batched(self, inputs: Tensor) -> bool:
+        """See `Layer.batched`."""
+        unbatched: int = self.module._get_no_batch_dim()
+        return inputs.ndim != unbatched
+
+    def _normalise_by_own(self, maps: Tensor) -> Tensor:
+        return F.instance_norm(maps, eps=self.module.eps)
+
+
+_LAYERS: dict[type[nn.Module], type[NormLayer] | str] = {
+    nn.LayerNorm: LayerNormLayer,
+    nn.RMSNorm: LayerNormLayer,
+    nn.GroupNorm: GroupNormLayer,
+    nn.BatchNorm1d: BatchNormLayer,
+    nn.BatchNorm2d: BatchNormLayer,
+    nn.BatchNorm3d: BatchNormLayer,
+    nn.InstanceNorm1d: InstanceNormLayer,
+    nn.InstanceNorm2d: InstanceNormLayer,
+    nn.InstanceNorm3d: InstanceNormLayer,
+    nn.SyncBatchNorm: "its statistics are those of all ranks, which its input alone does not tell (SyncBatchNorm)",
+}
+NORMS = tuple(_LAYERS)
+
+
+def norm_layers(name: str, module: nn.Module) -> Sequence[Layer] | str:
+    """Return the layer of a norm module, or the reason why there is none.
+
+    Args:
+        name: Its qualified name.
+        module: An instance of one of `NORMS`.
+    """
+    base, layer = next((base, layer) for base, layer in _LAYERS.items() if isinstance(module, base))
+    if isinstance(layer, str):
+        return layer
+    if type(module).forward is not base.forward:
+        # Such as torchvision's LayerNorm2d, which permutes, and timm's BatchNormAct2d, which has an activation.
+        return f"its forward is not that of nn.{base.__name__}"
+    if module._parameters["weight"] is None:
+        return "it has no weight"
+    return [layer(name, module)]

@@ -1,0 +1,193 @@
+"""``nn.ConvTranspose1d``, ``nn.ConvTranspose2d`` and ``nn.ConvTranspose3d``, with every option.
+
+An output position sees the kernel offsets of one residue class only: those that meet an element of the input rather
+than one of the zeros that the stride puts between them. Each such *phase* is an ordinary convolution of stride 1 with a
+part of the kernel, so that neither the zeros nor their products are made: im2col of an input stuffed with them takes
+s^(2 dimensions) times the arithmetic at stride s. And where kernel and stride are equal, all phases see the same and
+are computed once. On one core the factor of a 2-D layer of 64 channels takes 0.07 of the time of the stuffed input's
+with kernel 2 and stride 2, half of it with kernel 4 and stride 2, and as much at stride 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import gcd, prod
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.gram.windows import Window
+from natgrad.layers.base import Slot
+from natgrad.layers.convolution import ConvolutionLayer, KernelRows, PatchRows
+from natgrad.layers.rows import Rows, with_constant
+
+_Slices = tuple[slice, ...]
+_ALL = slice(None)
+_BOTH = (_ALL, _ALL)
+
+
+class TransposedConvolutionLayer(ConvolutionLayer):
+    """A block a group; rows belong to the *output* positions, columns to ``weight.transpose(0, 1)`` of each group."""
+
+    module: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d  # type: ignore[assignment]
+
+    def _lay_out(self) -> None:
+        self.blocks = self._count_blocks()
+        self.outputs = self.module.out_channels // self.blocks
+        self._kernel: tuple[int, ...] = self.module.kernel_size
+        self._columns = self.module.in_channels // self.blocks * prod(self._kernel) if self.weight else 0
+        self.inputs = self._columns + int(self.bias)
+        self._place_slots()
+
+    def align(self, slot: Slot, tensor: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Layer.align`: the weight is ``[n c, o, *kernel]``."""
+        if slot.leaf != "weight":
+            return super().align(slot, tensor, blocks)
+        own = tensor.unflatten(0, (self.blocks, -1))
+        return own, blocks.unflatten(2, (own.shape[1], *self._kernel)).transpose(1, 2)
+
+    def _patches(self, maps: Tensor, positions: tuple[int, ...]) -> Rows:
+        return PhaseRows(maps, self.module, positions, bias=self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What a phase sees of one dimension of the input, counted from its end, against the offsets.
+
+    Attributes:
+        start: The first input element.
+        stop: The one after the last.
+        padding: Zeros before and after these.
+        kernel_size: The number of offsets.
+        dilation: Steps between the elements that the offsets meet.
+    """
+
+    start: int
+    stop: int
+    padding: tuple[int, int]
+    kernel_size: int
+    dilation: int
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """One dimension of a phase: its kernel offsets, its output positions counted from the end, and what it sees."""
+
+    offsets: slice
+    positions: slice
+    seen: _Seen
+
+
+class PhaseRows(KernelRows):
+    """What the kernel offsets of a transposed convolution meet in ``maps [B, C, *spatial]`` at its output positions."""
+
+    def __init__(
+        self,
+        maps: Tensor,
+        module: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d,
+        positions: tuple[int, ...],
+        *,
+        bias: bool,
+    ) -> None:
+        """Cut the kernel into its phases; the patches stay implicit."""
+        super().__init__(maps, module.kernel_size, module.groups, bias=bias)
+        self.positions = prod(positions)
+        self._module, self._spatial = module, positions
+        self._patch = (self.channels, *self.kernel_size)
+        # The offsets run against the input; as no view does, the input is turned instead.
+        turned = maps.flip(tuple(range(2, maps.ndim)))
+        sizes = (maps.shape[2:], positions, module.kernel_size, module.stride, module.padding, module.dilation)
+        self._phases: dict[tuple[_Seen, ...], list[tuple[_Slices, _Slices]]] = {}
+        for phase in product(*(list(_phases(*one)) for one in zip(*sizes, strict=True))):
+            seen = tuple(one.seen for one in phase)
+            places = (tuple(one.offsets for one in phase), tuple(one.positions for one in phase))
+            self._phases.setdefault(seen, []).append(places)
+        self._rows = [_patches(turned, seen, module.groups, bias=bias) for seen in self._phases]
+
+    def of(self, maps: Tensor, *, bias: bool) -> Rows:
+        """See `KernelRows.of`."""
+        return PhaseRows(maps, self._module, self._spatial, bias=bias)
+
+    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
+        """See `Rows.add_gram_`: offsets of different phases never meet, so that their blocks are zero."""
+        if overwrite:
+            out.zero_()
+        width = prod(self._patch)
+        square = out[:, :width, :width].unflatten(2, self._patch).unflatten(1, self._patch)
+        for rows, phases in zip(self._rows, self._phases.values(), strict=True):
+            width = self._patch[0] * prod(rows.window.kernel_size)
+            own = out.new_empty(self.groups, width + self.bias, width + self.bias)
+            rows.add_gram_(own, scale=scale, overwrite=True)
+            for offsets, _ in phases:
+                target = square[(*_BOTH, *offsets, _ALL, *offsets)]
+                target.add_(own[:, :width, :width].reshape(target.shape))
+                if self.bias:
+                    row = out[:, -1, :-1].unflatten(1, self._patch)[(*_BOTH, *offsets)]
+                    row.add_(own[:, -1, :-1].reshape(row.shape))
+        if self.bias:
+            out[:, -1, -1].add_(scale * self.samples * self.positions)
+
+    def pool(self) -> Tensor:
+        """See `Rows.pool`."""
+        dtype = torch.promote_types(self.maps.dtype, torch.float32)
+        pooled = self.maps.new_zeros(self.groups, self.samples, *self._patch, dtype=dtype)
+        for rows, phases in zip(self._rows, self._phases.values(), strict=True):
+            own = self._patches_only(rows.pool())
+            for offsets, _ in phases:
+                target = pooled[(*_BOTH, _ALL, *offsets)]
+                target.copy_(own.reshape(target.shape))
+        sums = pooled.flatten(2)
+        return with_constant(sums, self.positions) if self.bias else sums
+
+    def dense(self) -> Tensor:
+        """See `Rows.dense`: most of it zeros where the stride is above 1."""
+        patches = self.maps.new_zeros(self.groups, self.samples, *self._spatial, *self._patch)
+        for rows, phases in zip(self._rows, self._phases.values(), strict=True):
+            own = self._patches_only(rows.dense())
+            for offsets, positions in phases:
+                target = patches[(*_BOTH, *positions, _ALL, *offsets)]
+                target.copy_(own.reshape(target.shape))
+        ndim = len(self._spatial)
+        matrix = patches.flip(tuple(range(2, 2 + ndim))).flatten(2 + ndim).flatten(2, 1 + ndim)
+        return with_constant(matrix, 1) if self.bias else matrix
+
+    def _patches_only(self, rows: Tensor) -> Tensor:
+        return rows[..., :-1] if self.bias else rows
+
+
+def _phases(inputs: int, outputs: int, kernel: int, stride: int, padding: int, dilation: int) -> Iterator[_Phase]:
+    """Yield the phases of one dimension that have an output position; lengths and options are its own.
+
+    Counted from the end, position t meets with offset κ the input element (t + κ dilation - shift) / stride, where that
+    is whole: for the offsets of one residue class, at the positions of another.
+    """
+    shift = outputs + padding - (inputs - 1) * stride - 1
+    common = gcd(stride, dilation)
+    step = stride // common
+    for first in range(min(step, kernel)):
+        start = (shift - first * dilation) % stride
+        count, reach = len(range(start, outputs, stride)), dilation // common * ((kernel - 1 - first) // step)
+        before = (shift - first * dilation - start) // stride
+        after = count + reach - inputs - before
+        met = range(max(0, -before), min(inputs, inputs + after))
+        if count and met:
+            seen = _Seen(
+                start=met.start,
+                stop=met.stop,
+                padding=(max(0, before), max(0, after)),
+                kernel_size=(kernel - 1 - first) // step + 1,
+                dilation=dilation // common,
+            )
+            yield _Phase(slice(first, None, step), slice(start, None, stride), seen)
+
+
+def _patches(maps: Tensor, seen: Sequence[_Seen], groups: int, *, bias: bool) -> PatchRows:
+    window = Window(
+        kernel_size=tuple(one.kernel_size for one in seen),
+        stride=(1,) * len(seen),
+        padding=tuple(one.padding for one in seen),
+        dilation=tuple(one.dilation for one in seen),
+    )
+    return PatchRows(maps[(*_BOTH, *(slice(one.start, one.stop) for one in seen))], window, groups, bias=bias)

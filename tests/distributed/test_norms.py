@@ -1,0 +1,110 @@
+"""Norm layers on 1, 2 and 4 ranks: like one process, and all ranks alike to the last bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad
+from tests import dense, dense_norm
+from tests.dense_norm import Norm
+from tests.distributed.jobs import batch, place, share
+
+STEPS = 6
+
+
+def network():
+    """The batch norm is in evaluation mode: in training, every rank has statistics of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv1d(2, 4, 3, stride=2), nn.GroupNorm(2, 4), nn.Tanh(), nn.BatchNorm1d(4).eval(), nn.Flatten(1),
+        nn.LayerNorm(12), nn.Linear(12, 5), nn.Tanh(), nn.RMSNorm(5), nn.Linear(5, 3),
+    )  # fmt: skip
+    return model.double()
+
+
+def train(form, wrapped, ragged, micro_batches):
+    model = network()
+    distributed = dist.is_initialized() and wrapped
+    wrapped = DistributedDataParallel(model) if distributed else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preconditioner = natgrad.Preconditioner(
+        wrapped,
+        {"[1358]": natgrad.UnitWise(form=form), "*": natgrad.KFAC()},
+        optimizer=optimizer,
+        damping=0.05,
+        refresh=natgrad.Refresh(factors=2, inverses=3),
+        gradients="averaged" if distributed else "reduce",
+    )
+    for step in range(STEPS):
+        x, y = (share(tensor, ragged=ragged) for tensor in batch(step))
+        optimizer.zero_grad()
+        for part in torch.arange(len(x)).chunk(micro_batches):
+            (cross_entropy(wrapped(x[part]), y[part]) / micro_batches).backward()
+        preconditioner.step()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("form", "wrapped", "ragged", "micro_batches"),
+    [("unit", True, False, 1), ("full", True, False, 1), ("diag", False, True, 1), ("unit", False, False, 3)],
+)
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_ranks_equal_one_process(ranks, count, form, wrapped, ragged, micro_batches):
+    expected = train(form, wrapped, False, 1)
+    first, *others = ranks.run(count, train, form, wrapped, ragged, micro_batches)
+    assert all(torch.equal(first[name], p) for other in others for name, p in other.items())
+    dense.assert_equal(first, expected, 1e-10)
+
+
+def solve_one_gradient():
+    """Statistics from this rank's own batch; the gradient to precondition is the same everywhere."""
+    model = network()
+    model[3].train()
+    preconditioner = natgrad.Preconditioner(DistributedDataParallel(model), natgrad.UnitWise(), damping=0.05)
+    x, y = (share(tensor, ragged=True) for tensor in batch(0))
+    cross_entropy(model(x), y).backward()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    preconditioner.step()
+    return dense_norm.matrix(model[3])
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_batch_norm_in_training_normalises_by_the_batch_of_its_rank(ranks, count):
+    model = network()
+    model[3].train()
+    parts = ranks.run(count, shares)
+    each = []
+    for x, y in parts:
+        seen = dense_norm.capture(model, lambda model, x=x, y=y: cross_entropy(model(x), y, reduction="sum"))
+        each.append(Norm.of(model[3], seen["3"]).per_sample)
+    F = Norm(torch.cat(each)).fisher("unit")
+    expected = dense_norm.solve(torch.ones(4, 2).double(), F, 0.05)
+    for solved in ranks.run(count, solve_one_gradient):
+        assert dense.relative_error(solved, expected) < 1e-10
+
+
+def shares():
+    return tuple(share(tensor, ragged=True) for tensor in batch(0))
+
+
+def sampled_on_ragged_batches():
+    """Every rank draws labels of its own."""
+    rank, _ = place()
+    model = network()
+    curvature = natgrad.KFAC(fisher="sampled", likelihood="categorical")
+    preconditioner = natgrad.Preconditioner(model, curvature, damping=0.05, gradients="reduce", seed=rank)
+    x, y = (share(tensor, ragged=True) for tensor in batch(0))
+    outputs = model(x)
+    preconditioner.backward(cross_entropy(outputs, y), outputs)
+    preconditioner.step()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_sampled_labels_leave_the_ranks_identical(ranks):
+    first, second = ranks.run(2, sampled_on_ragged_batches)
+    assert all(torch.equal(gradient, second[name]) for name, gradient in first.items())
