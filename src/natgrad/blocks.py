@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from natgrad.curvature import Curvature
+from natgrad.curvature import Curvature, Spec
+from natgrad.kept import Kept, along, spec_dtype
 from natgrad.layers import Layer
-from natgrad.precision import Precision
+from natgrad.precision import Precision, at_least_float32
+from natgrad.sharding import is_sharded
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,10 @@ class Stack:
             self.members.append(Member(layer, self.size, self.size + layer.blocks))
             self.size += layer.blocks
         self._precision = precision
-        self.averages: dict[str, Tensor] = {}
+        self._settled: Tensor | None = None
+        self.averages = Kept()
         self.weight: Tensor | None = None
-        self.held: dict[str, Tensor] = {}
+        self.held = Kept()
         self.good = {part.name: [False] * self.size for part in self.parts}
         self.ready = [False] * len(self.members)
 
@@ -68,56 +72,70 @@ class Stack:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the statistics."""
-        return self._precision.factor_dtype(self._parameter)
+        """The dtype in which statistics are summed: that in which they are kept, at least float32."""
+        return at_least_float32(self._precision.factor_dtype(self._parameter))
 
     @property
-    def solve_dtype(self) -> torch.dtype:
-        """The dtype of decompositions and solves."""
-        return self._precision.solve_dtype(self._parameter)
+    def work_dtype(self) -> torch.dtype:
+        """The dtype of decompositions, and of gradients as they are preconditioned: at least float32."""
+        return at_least_float32(self._precision.solve_dtype(self._parameter))
 
     @property
     def _parameter(self) -> Tensor:
-        return self.members[0].layer.slots[0].parameter
+        parameter = self.members[0].layer.slots[0].parameter
+        if is_sharded(parameter):
+            # Within a forward or backward pass FSDP2 puts a copy in its place, whose dtype may be another.
+            self._settled = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        return parameter if self._settled is None else self._settled
 
     def follow(self) -> bool:
         """Move all tensors to where the parameters are now; tell whether they were elsewhere."""
         if self.weight is None or (self.weight.device, self.weight.dtype) == (self.device, self.dtype):
             return False
         self.weight = self.weight.to(self.device, self.dtype)
-        self.averages = {name: tensor.to(self.weight) for name, tensor in self.averages.items()}
-        self.held = {name: tensor.to(self.device, self.solve_dtype) for name, tensor in self.held.items()}
+        self.averages = self.averages.to(self._precision.factor_dtype(self._parameter), self.device)
+        self.held = self.held.to(self._precision.solve_dtype(self._parameter), self.device)
         return True
 
     def allocate_averages(self) -> Tensor:
         """Make the running averages unless they exist, and return the weights."""
         if self.weight is None:
             self.weight = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-            self.averages = {
-                spec.name: torch.zeros(self.size, *spec.shape, dtype=self.dtype, device=self.device)
-                for spec in self.statistics
-            }
+            dtype = self._precision.factor_dtype(self._parameter)
+            self.averages = Kept(self.statistics, self.size, dtype, self.device)
         return self.weight
 
-    def allocate_held(self) -> dict[str, Tensor]:
+    def allocate_held(self) -> Kept:
         """Make the tensors that renewals write unless they exist, and return them."""
         if not self.held:
-            self.held = {
-                spec.name: torch.zeros(self.size, *spec.shape, dtype=self.solve_dtype, device=self.device)
-                for part in self.parts
-                for spec in part.writes
-            }
+            dtype = self._precision.solve_dtype(self._parameter)
+            self.held = Kept(self._written(), self.size, dtype, self.device)
         return self.held
 
     def corrected(self, blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """Return bias-corrected running averages of some blocks, in the dtype of the solve."""
+        """Return bias-corrected running averages of some blocks, in the dtype of decompositions."""
         assert self.weight is not None
         weight = self.weight[blocks]
         return {
-            spec.name: (self.averages[spec.name][blocks] / weight.view(-1, *[1] * len(spec.shape))).to(self.solve_dtype)
+            spec.name: (self.averages.read(spec.name, blocks) / along(weight, len(spec.shape))).to(self.work_dtype)
             for spec in self.statistics
             if spec.name in names
         }
+
+    def bytes_per_block(self) -> int:
+        """Return what is kept for one block, factors and what is made of them."""
+        factors, held = (f(self._parameter) for f in (self._precision.factor_dtype, self._precision.solve_dtype))
+        pairs = [*((spec, factors) for spec in self.statistics), *((spec, held) for spec in self._written())]
+        return sum(spec.numel * spec_dtype(spec, dtype).itemsize for spec, dtype in pairs)
+
+    def charge(self, members: Sequence[Member], seconds: float) -> None:
+        """Share the host seconds of work on some layers out among them, by their blocks."""
+        blocks = sum(member.stop - member.start for member in members)
+        for member in members:
+            member.layer.seconds += seconds * (member.stop - member.start) / blocks
+
+    def _written(self) -> list[Spec]:
+        return [spec for part in self.parts for spec in part.writes]
 
     def renewed(self, part: str, start: int, success: list[bool], *, forget: bool = False) -> None:
         """Note what `held` of a part is good from block `start` on; a failure leaves the last good one in place."""

@@ -55,24 +55,36 @@ def _finite(stacked: Tensor) -> Tensor:
 def damped_inverse(matrices: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     """Invert ``matrices + damping I`` by Cholesky, in float64 where their own dtype fails.
 
+    What is indefinite by rounding, as factors in bfloat16 may be, is projected: negative eigenvalues count as zero.
+
     Args:
-        matrices: ``[N, d, d]`` symmetric positive semi-definite.
+        matrices: ``[N, d, d]`` symmetric positive semi-definite; only the lower triangles are read.
         damping: ``[N]``.
 
     Returns:
         The inverses ``[N, d, d]`` and whether each succeeded ``[N]`` (bool). What failed holds zeros. Cost: N d³
         multiply-adds.
     """
-    damped = matrices.clone()
-    damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
-    inverses, fine = _spd_inverse(damped)
-    if bool(fine.all()):
-        return inverses, fine
-    for index in (~fine).nonzero().flatten().tolist():
-        retried, success = _spd_inverse(damped[index : index + 1].double())
-        fine[index] = success[0]
-        inverses[index] = torch.where(success[0], retried[0], torch.zeros_like(retried[0]))
+    diagonal = matrices.diagonal(dim1=-2, dim2=-1)
+    undamped = diagonal.clone()
+    diagonal.add_(damping[:, None])  # and back below: a copy of the diagonal instead of one of everything
+    inverses, fine = _spd_inverse(matrices)
+    if not bool(fine.all()):
+        for index in (~fine).nonzero().flatten().tolist():
+            whole = matrices[index : index + 1].double()
+            retried, success = _spd_inverse(whole)
+            if not bool(success):
+                retried, success = _projected_inverse(whole, damping[index])
+            fine[index] = success[0]
+            inverses[index] = torch.where(success[0], retried[0], torch.zeros_like(retried[0]))
+    diagonal.copy_(undamped)
     return inverses, fine
+
+
+def _projected_inverse(damped: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """Invert what rounding to a narrow dtype has left indefinite: eigenvalues below the damping are raised to it."""
+    values, vectors, fine = eigh(damped)
+    return (vectors / values.clamp(min=damping)[:, None, :]) @ vectors.mT, fine
 
 
 def _spd_inverse(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,17 +95,16 @@ def _spd_inverse(matrices: Tensor) -> tuple[Tensor, Tensor]:
     return inverses, (info == 0) & inverses.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
 
 
-def trace_balance(A: Tensor, G: Tensor) -> Tensor:
+def trace_balance(mean_a: Tensor, mean_g: Tensor) -> Tensor:
     """Return π = sqrt((tr A / d_A) / (tr G / d_G)), 1 where either trace is 0 (Martens & Grosse 2015, section 6.3).
 
     Args:
-        A: ``[N, i, i]``.
-        G: ``[N, o, o]``.
+        mean_a: tr A / d_A ``[N]``.
+        mean_g: tr G / d_G ``[N]``.
 
     Returns:
         ``[N]``.
     """
-    mean_a, mean_g = (factor.diagonal(dim1=-2, dim2=-1).mean(-1) for factor in (A, G))
     balanced = (mean_a > 0) & (mean_g > 0)
     return torch.where(balanced, mean_a / torch.where(balanced, mean_g, 1), 1).sqrt()
 
@@ -112,9 +123,9 @@ def solve_eigen(W: Tensor, QA: Tensor, vA: Tensor, QG: Tensor, vG: Tensor, dampi
     Returns:
         ``[N, o, i]``. Cost: 2 N (o² i + o i²) multiply-adds.
     """
-    rotated = QG.mT @ W @ QA
+    rotated = product(product(QG.mT, W), QA)
     rotated /= torch.add(vG[:, :, None] * vA[:, None, :], damping)
-    return QG @ rotated @ QA.mT
+    return product(product(QG, rotated), QA.mT)
 
 
 def solve_inverse(W: Tensor, inverse_A: Tensor, inverse_G: Tensor) -> Tensor:
@@ -128,4 +139,34 @@ def solve_inverse(W: Tensor, inverse_A: Tensor, inverse_G: Tensor) -> Tensor:
     Returns:
         ``[N, o, i]``. Cost: N (o² i + o i²) multiply-adds.
     """
-    return inverse_G @ W @ inverse_A
+    return product(product(inverse_G, W), inverse_A)
+
+
+def solve_pairs(W: Tensor, F: Tensor, damping: float) -> Tensor:
+    """Solve ``[[f11 + γ, f12], [f12, f22 + γ]] v = w`` for each output (Osawa 2020, SP-NGD).
+
+    It is the closed form ``1/D [[f22 + γ, -f12], [-f12, f11 + γ]]`` by way of the Schur complement of f11 + γ, with
+    f11 f22 - f12² kept at 0 or more: where the two are collinear, rounding could make D negative.
+
+    Args:
+        W: ``[N, o, 2]``.
+        F: f11, f22 and f12 ``[N, o, 3]``.
+        damping: γ.
+
+    Returns:
+        ``[N, o, 2]``.
+    """
+    (w1, w2), (f11, f22, f12) = W.unbind(-1), F.unbind(-1)
+    pivot = f11 + damping
+    ratio = f12 / pivot
+    determinant = torch.addcmul(f11 * f22, f12, f12, value=-1).clamp_(min=0)
+    v2 = (w2 - ratio * w1) / ((determinant + damping * f22) / pivot + damping)
+    return torch.stack([w1 / pivot - ratio * v2, v2], -1)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right`` in the wider dtype of both; the factors are rounded to the narrower."""
+    if left.dtype == right.dtype:
+        return left @ right
+    narrow, wide = sorted((left.dtype, right.dtype), key=lambda dtype: dtype.itemsize)
+    return (left.to(narrow) @ right.to(narrow)).to(wide)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from natgrad.errors import require
+from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
 
 
@@ -75,9 +76,22 @@ class PreconditionedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.preconditioner.step()
+        if not self._is_loaders_step():
+            self.preconditioner.step()
         self.optimizer.step()
         return loss
+
+    def _is_loaders_step(self) -> bool:
+        """Tell whether this step is one by which ``torch.distributed.checkpoint`` makes an optimizer's state exist.
+
+        It comes at a learning rate of zero, with gradients of zero and no backward pass: nothing to precondition.
+        """
+        if self.state or self.preconditioner.saw_backward:
+            return False
+        if any(float(group["lr"]) for group in self.param_groups if "lr" in group):
+            return False
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return not any(bool(gradient.any()) for gradient in gradients)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget what the backward passes that made them have shown."""
@@ -89,23 +103,38 @@ class PreconditionedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both states, apart."""
-        return {"optimizer": self.optimizer.state_dict(), "preconditioner": self.preconditioner.state_dict()}
+        """Return the inner optimizer's state with the preconditioner's beside it, under "preconditioner".
+
+        ``torch.distributed.checkpoint.state_dict`` hands on the former only: save the latter beside it.
+        """
+        return {**self.optimizer.state_dict(), "preconditioner": self.preconditioner.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore both states.
+        """Restore both states; the preconditioner's stays as it is where it is not among them.
+
+        Warns:
+            NatgradWarning: if it is not, and the preconditioner has none of its own yet.
 
         Raises:
-            ValueError: if either is missing or does not fit; then both are as they were.
+            ValueError: if either does not fit; then both are as they were.
         """
-        fits = isinstance(state_dict, Mapping) and state_dict.keys() >= {"optimizer", "preconditioner"}
-        found = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        fits = isinstance(state_dict, Mapping) and state_dict.keys() >= {"state", "param_groups"}
+        found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         require(fits, "state_dict", found, "what PreconditionedOptimizer.state_dict() returned")
-        sizes, wanted = _group_sizes(state_dict["optimizer"]), _group_sizes(self.optimizer.state_dict())
+        sizes, wanted = _group_sizes(state_dict), _group_sizes(self.optimizer.state_dict())
         allowed = f"the state of an optimizer whose groups hold {wanted} parameters"
-        require(sizes == wanted, "state_dict['optimizer']", sizes, allowed)
-        self.preconditioner.load_state_dict(state_dict["preconditioner"])
-        self.optimizer.load_state_dict(state_dict["optimizer"])
+        require(sizes == wanted, "state_dict['param_groups']", sizes, allowed)
+        inner = {key: value for key, value in state_dict.items() if key != "preconditioner"}
+        if "preconditioner" in state_dict:
+            self.preconditioner.load_state_dict(state_dict["preconditioner"])
+        elif not self.preconditioner.has_curvature:
+            warnings.warn(
+                "natgrad: this optimizer state comes without the preconditioner's, whose curvature starts anew; to "
+                "resume it, save and load the preconditioner too, before the optimizer",
+                NatgradWarning,
+                stacklevel=2,
+            )
+        self.optimizer.load_state_dict(inner)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything, where a plain optimizer would leave both parts out."""

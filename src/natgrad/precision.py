@@ -1,39 +1,96 @@
-"""Which dtype the factors are kept and the decompositions computed in."""
+"""Which dtypes curvature is kept, sent and applied in, and products that never fall below their own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from natgrad.errors import require
 
+_ALLOWED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Dtypes of factors and solves.
+    """Dtypes of factors, messages and solves.
+
+    Whatever is chosen, sums over samples and ranks accumulate, and Cholesky and eigendecompositions run, in at least
+    float32; and vectors (eigenvalues, diagonal factors, counts), whose range is wide and whose size is small, are kept
+    and sent in at least float32. Matrices in float16 carry powers of two (one a block where kept, one for 512 elements
+    where sent), so that neither 1e-10 nor 1e+10 leaves its range.
 
     Attributes:
-        factors: Dtype in which products are summed and running averages kept. None: the parameter's, at least float32.
-        solve: Dtype of decompositions and of the gradients while they are preconditioned. None: that of the factors.
+        factors: Dtype in which running averages are kept. Rounding to a narrow one is stochastic, for to the nearest
+            would lose most of what a new batch adds. None: the parameter's, at least float32.
+        wire: Dtype in which factor sums and renewed curvature travel. None: that in which they are summed and held.
+        solve: Dtype in which renewed curvature is held, and of the products with it: those in bfloat16 are summed in
+            float32, what is held in float16 is multiplied in float32. None: the parameter's, at least float32, or that
+            of `factors` if wider.
 
     Raises:
-        ValueError: unless each is None, ``torch.float32`` or ``torch.float64``.
+        ValueError: unless each is None, ``torch.float64``, ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``.
     """
 
     factors: torch.dtype | None = None
+    wire: torch.dtype | None = None
     solve: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Check both dtypes."""
-        for name in ("factors", "solve"):
+        """Check the dtypes."""
+        for name in ("factors", "wire", "solve"):
             value = getattr(self, name)
-            require(value in (None, torch.float32, torch.float64), name, value, "None, torch.float32 or torch.float64")
+            require(value is None or value in _ALLOWED, name, value, f"None or {' or '.join(map(str, _ALLOWED))}")
 
     def factor_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        """Return the dtype of the factors of `parameter`."""
-        return self.factors or torch.promote_types(parameter.dtype, torch.float32)
+        """Return the dtype in which running averages of `parameter`'s factors are kept."""
+        return self.factors or at_least_float32(parameter.dtype)
 
     def solve_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        """Return the dtype of the decompositions of `parameter`'s factors."""
-        return self.solve or self.factor_dtype(parameter)
+        """Return the dtype in which renewed curvature of `parameter` is held and multiplied."""
+        return self.solve or at_least_float32(self.factor_dtype(parameter))
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return `dtype`, or float32 if that is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@contextmanager
+def full_products(device: torch.device) -> Iterator[None]:
+    """Compute float32 products and convolutions as such: no TF32 or bfloat16 inside, and no autocast.
+
+    Eigenvalues far below the largest, on which damping acts, would be lost in TF32's 10 bits. The user's settings are
+    restored.
+    """
+    narrowed = [
+        (place, name, value) for place, name, value in _settings(device) if value not in (False, "none", "ieee")
+    ]
+    for place, name, value in narrowed:
+        setattr(place, name, False if value is True else "ieee")
+    try:
+        if torch.is_autocast_enabled(device.type):
+            with torch.autocast(device.type, enabled=False):
+                yield
+        else:
+            yield
+    finally:
+        for place, name, value in narrowed:
+            setattr(place, name, value)
+
+
+def _settings(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
+    """Yield where torch keeps what it may do to float32 products on `device`, under which name, and its value."""
+    backends: Any = torch.backends
+    if device.type == "cpu":
+        places = [getattr(backends.mkldnn, kind, None) for kind in ("matmul", "conv")]
+    else:
+        places = [backends.cuda.matmul, getattr(backends.cudnn, "conv", backends.cudnn)]
+    for place in places:
+        for name in ("fp32_precision", "allow_tf32"):  # the latter before torch 2.9
+            if hasattr(place, name):
+                yield place, name, getattr(place, name)
+                break

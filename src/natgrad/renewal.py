@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -11,14 +12,17 @@ from natgrad import gram
 from natgrad.blocks import Stack
 from natgrad.curvature import Part, Spec
 from natgrad.guard import Watch
-from natgrad.placement import Plan, Runtime, flatten, unflatten
+from natgrad.kept import along
+from natgrad.linalg import tensor_on
+from natgrad.placement import Layout, Plan, Runtime, narrower
+from natgrad.precision import full_products
 from natgrad.sums import Sums
 
 # Decompositions gain nothing from batching matrices beyond this many elements, and would hold them all at once.
 _BATCH = 2**18
 
 
-def fold(sums: Sums, watch: Watch) -> Tensor | None:
+def fold(sums: Sums, watch: Watch, seed: int) -> Tensor | None:
     """Add what arrived to the running averages: E ← d E + (1 - d) fresh (SPEC 1).
 
     Blocks that nobody saw, and those whose sums are not finite, stay as they are.
@@ -26,6 +30,7 @@ def fold(sums: Sums, watch: Watch) -> Tensor | None:
     Args:
         sums: The sums over all ranks.
         watch: Counts what was skipped.
+        seed: Of the rounding to narrow dtypes; the same on all ranks, another at each step.
 
     Returns:
         Whether any block was renewed (a lazy bool), or None if there are no blocks.
@@ -38,12 +43,16 @@ def fold(sums: Sums, watch: Watch) -> Tensor | None:
         finite = torch.stack([_finite(spec, piece.sums[spec.name]) for spec in stack.statistics]).all(0)
         fine = seen & finite
         decay = stack.curvature.factor_decay
+        generator = torch.Generator(stack.device).manual_seed(seed)
         for spec in stack.statistics:
-            fresh, average = piece.sums[spec.name], stack.averages[spec.name][blocks]
+            fresh = piece.sums[spec.name]
+            average = stack.averages.read(spec.name, blocks).to(stack.dtype)
             if spec.symmetric:
                 gram.symmetrize_(fresh)
             divisor = (piece.samples if spec.mean == "samples" else piece.rows).clamp(min=1)
             blend_(average, fresh, decay, (1 - decay) / divisor, fine)
+            if stack.averages.narrow(spec.name):
+                stack.averages.write(spec.name, blocks, average, generator)
         weight.copy_(torch.where(fine, decay * weight + (1 - decay), weight))
         watch.saw_factors(stack, blocks, seen & ~finite)
         renewed = fine.any() if renewed is None else renewed | fine.any().to(renewed.device)
@@ -70,8 +79,8 @@ def blend_(average: Tensor, fresh: Tensor, decay: float, share: Tensor, fine: Te
 
 def _finite(spec: Spec, sums: Tensor) -> Tensor:
     # No entry of a sum of x xᵀ exceeds its diagonal (Cauchy-Schwarz), so the diagonal tells of all.
-    values = sums.diagonal(dim1=-2, dim2=-1) if spec.symmetric else sums.flatten(1)
-    return values.sum(-1).isfinite()
+    values = sums.diagonal(dim1=-2, dim2=-1) if spec.symmetric else sums
+    return values.flatten(1).sum(1).isfinite()
 
 
 @dataclass
@@ -84,27 +93,45 @@ class _Job:
     start: int
     stop: int
 
-    def outputs(self) -> list[Tensor]:
-        return [self.stack.held[spec.name][self.start : self.stop] for spec in self.part.writes]
+    def numel(self, spec: Spec) -> int:
+        return (self.stop - self.start) * spec.numel
+
+    def read(self, spec: Spec) -> Tensor:
+        return self.stack.held.read(spec.name, slice(self.start, self.stop)).reshape(-1)
+
+    def write(self, spec: Spec, values: Tensor) -> None:
+        self.stack.held.write(spec.name, slice(self.start, self.stop), values.view(-1, *spec.shape))
 
     def run(self, damping: float) -> list[bool]:
         """Do the work into what is held; blocks that fail keep what they had."""
         size = sum(spec.numel for spec in self.part.writes)
         step = max(1, _BATCH // size)
         success: list[bool] = []
+        held, started = self.stack.held, perf_counter()
         for start in range(self.start, self.stop, step):
             blocks = slice(start, min(start + step, self.stop))
             averages = self.stack.corrected(blocks, self.part.reads)
-            written, fine = self.stack.curvature.renew(self.part.name, averages, damping)
+            with full_products(self.stack.device):
+                written, fine = self.stack.curvature.renew(self.part.name, averages, damping)
             flags: list[bool] = fine.tolist()
             for spec, fresh in zip(self.part.writes, written, strict=True):
-                held = self.stack.held[spec.name][blocks]
-                held.copy_(fresh if all(flags) else torch.where(fine.view(-1, *[1] * len(spec.shape)), fresh, held))
+                if not all(flags):
+                    fresh = torch.where(along(fine, len(spec.shape)), fresh, held.read(spec.name, blocks))  # noqa: PLW2901
+                held.write(spec.name, blocks, fresh)
             success += flags
+        members = [member for member in self.stack.members if self.start <= member.start < self.stop]
+        self.stack.charge(members, perf_counter() - started)
         return success
 
 
-def renew(stacks: list[Stack], plan: Plan[tuple[str, str]], runtime: Runtime, damping: float, watch: Watch) -> bool:
+def renew(
+    stacks: list[Stack],
+    plan: Plan[tuple[str, str]],
+    runtime: Runtime,
+    damping: float,
+    watch: Watch,
+    wire: torch.dtype | None = None,
+) -> bool:
     """Do all parts, each on its owner, and exchange the results.
 
     Args:
@@ -113,6 +140,7 @@ def renew(stacks: list[Stack], plan: Plan[tuple[str, str]], runtime: Runtime, da
         runtime: The ranks.
         damping: γ of this renewal.
         watch: Counts what failed.
+        wire: The dtype in which matrices travel, if narrower than that in which they are held.
 
     Returns:
         Whether there was anything to do: the same on every rank.
@@ -123,7 +151,7 @@ def renew(stacks: list[Stack], plan: Plan[tuple[str, str]], runtime: Runtime, da
         job.stack.allocate_held()
         success.append(job.run(damping) if job.owner == runtime.rank else [False] * (job.stop - job.start))
     if runtime.ranks > 1:
-        success = _exchange(jobs, success, runtime)
+        success = _exchange(jobs, success, runtime, wire)
     for job, flags in zip(jobs, success, strict=True):
         job.stack.renewed(job.part.name, job.start, flags)
         watch.saw_decompositions(job.stack, job.part.name, job.start, flags)
@@ -156,28 +184,72 @@ def _append(jobs: list[_Job], job: _Job) -> None:
         jobs.append(job)
 
 
-def _exchange(jobs: list[_Job], success: list[list[bool]], runtime: Runtime) -> list[list[bool]]:
-    """Send each owner's results to all: one message an owner, dtype and device, flags of success at its end."""
-    groups: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
-    for index, job in enumerate(jobs):
-        groups.setdefault((job.owner, job.stack.solve_dtype, job.stack.device), []).append(index)
+@dataclass
+class _Parcel:
+    """What one owner sends to all: matrices in the dtype of the wire, vectors and flags of success as they are."""
+
+    owner: int
+    device: torch.device
+    layout: Layout
+    jobs: list[int]
+    matrices: list[tuple[_Job, Spec]]
+    vectors: list[tuple[_Job, Spec]]
+
+    def send(self, flags: list[float]) -> Tensor:
+        """Return the message ``[1, size]``."""
+        vectors = [job.read(spec) for job, spec in self.vectors]
+        wide = torch.cat([*vectors, tensor_on(self.device, flags, self.layout.dtype)])
+        message = self.layout.empty(1, self.device)
+        self.layout.write(message, wide[None], [job.read(spec)[None] for job, spec in self.matrices])
+        return message
+
+    def receive(self, message: Tensor) -> list[float]:
+        """Write what arrived into what is held, and return the flags of success."""
+        wide, narrow = (numbers[0] for numbers in self.layout.read(message))
+        for outputs, numbers in ((self.vectors, wide), (self.matrices, narrow)):
+            sizes = [job.numel(spec) for job, spec in outputs]
+            for (job, spec), values in zip(outputs, numbers[: sum(sizes)].split(sizes), strict=True):
+                job.write(spec, values)
+        flags: list[float] = wide[sum(job.numel(spec) for job, spec in self.vectors) :].tolist()
+        return flags
+
+
+def _exchange(
+    jobs: list[_Job], success: list[list[bool]], runtime: Runtime, wire: torch.dtype | None
+) -> list[list[bool]]:
+    """Send each owner's results to all: one message an owner, device and dtypes, flags of success with it."""
+    parcels = _parcels(jobs, wire)
     messages = []
-    for (owner, dtype, device), indices in groups.items():
-        flags = torch.tensor([float(flag) for index in indices for flag in success[index]], dtype=dtype, device=device)
-        pieces = [piece for index in indices for piece in jobs[index].outputs()]
-        if owner == runtime.rank:
-            message = flatten([*pieces, flags])
-        else:
-            message = torch.empty(sum(map(torch.Tensor.numel, pieces)) + len(flags), dtype=dtype, device=device)
-        messages.append((owner, message, {"inverses": message.numel() - len(flags), "counters": len(flags)}))
+    for parcel in parcels:
+        flags = [float(flag) for index in parcel.jobs for flag in success[index]]
+        mine = parcel.owner == runtime.rank
+        message = parcel.send(flags) if mine else parcel.layout.empty(1, parcel.device)
+        counted = len(flags) * parcel.layout.dtype.itemsize
+        messages.append((parcel.owner, message, {"inverses": message.numel() - counted, "counters": counted}))
     runtime.broadcast_(messages)
     result = list(success)
-    for (owner, _, _), indices, (_, message, kinds) in zip(groups, groups.values(), messages, strict=True):
-        if owner == runtime.rank:
+    for parcel, (_, message, _) in zip(parcels, messages, strict=True):
+        if parcel.owner == runtime.rank and parcel.layout.lossless:
             continue
-        pieces = [piece for index in indices for piece in jobs[index].outputs()]
-        torch._foreach_copy_(pieces, unflatten(message[: kinds["inverses"]], pieces))
-        arrived = iter(message[kinds["inverses"] :].tolist())
-        for index in indices:
+        arrived = iter(parcel.receive(message))
+        for index in parcel.jobs:
             result[index] = [next(arrived) > 0 for _ in success[index]]
     return result
+
+
+def _parcels(jobs: list[_Job], wire: torch.dtype | None) -> list[_Parcel]:
+    groups: dict[tuple[int, torch.device, torch.dtype, torch.dtype], list[int]] = {}
+    for index, job in enumerate(jobs):
+        stack = job.stack
+        travels = narrower(wire, stack.held.dtype)
+        groups.setdefault((job.owner, stack.device, stack.work_dtype, travels), []).append(index)
+    parcels = []
+    for (owner, device, dtype, travels), indices in groups.items():
+        outputs = [(jobs[index], spec) for index in indices for spec in jobs[index].part.writes]
+        matrices = [output for output in outputs if len(output[1].shape) > 1]
+        vectors = [output for output in outputs if len(output[1].shape) <= 1]
+        flags = sum(jobs[index].stop - jobs[index].start for index in indices)
+        wide, narrow = (sum(job.numel(spec) for job, spec in some) for some in (vectors, matrices))
+        layout = Layout(wide=wide + flags, narrow=narrow, dtype=dtype, wire=travels)
+        parcels.append(_Parcel(owner, device, layout, indices, matrices, vectors))
+    return parcels

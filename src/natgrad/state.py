@@ -19,16 +19,21 @@ _FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "blocks
 
 
 def blocks(stacks: list[Stack]) -> Blocks:
-    """Return views of every block's tensors, all of them even before the first step: a template to load into."""
+    """Return every block's tensors, all of them even before the first step; views unless they are kept in float16."""
     result: Blocks = {}
     for stack in stacks:
         weight, held = stack.allocate_averages(), stack.allocate_held()
         for member in stack.members:
-            own = {name: tensor[member.blocks] for name, tensor in {**stack.averages, **held}.items()}
+            own = {name: kept.read(name, member.blocks) for kept in (stack.averages, held) for name in kept}
             own["weight"] = weight[member.blocks]
             own["renewed"] = torch.tensor([[stack.good[part.name][b] for part in stack.parts] for b in _range(member)])
             result[member.layer.key] = own
     return result
+
+
+def snapshot(given: Blocks) -> Blocks:
+    """Copy blocks to the host, where neither training nor a load that breaks off can reach them."""
+    return {key: {name: tensor.cpu().clone() for name, tensor in own.items()} for key, own in given.items()}
 
 
 def check(state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, Mapping[str, int]]) -> None:
@@ -75,11 +80,13 @@ def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> N
         present = [member for member in stack.members if member.layer.key in given]
         if not present:
             continue
-        tensors = {**stack.allocate_held(), "weight": stack.allocate_averages(), **stack.averages}
+        weight = stack.allocate_averages()
         for member in present:
             own = given[member.layer.key]
-            for name, tensor in tensors.items():
-                tensor[member.blocks] = own[name].to(tensor)
+            weight[member.blocks] = own["weight"].to(weight)
+            for kept in (stack.averages, stack.allocate_held()):
+                for name in kept:
+                    kept.write(name, member.blocks, own[name].to(weight.device))
             flags = own["renewed"].tolist()
             for column, part in enumerate(stack.parts):
                 stack.renewed(part.name, member.start, [bool(row[column]) for row in flags], forget=True)

@@ -138,7 +138,9 @@ class Sums:
         message.allocate()
         return message.views[layer]
 
-    def close(self, shares: dict[str, float], gain: float | Tensor) -> list[tuple[Tensor, dict[str, int]]]:
+    def close(
+        self, shares: dict[str, float], gain: float | Tensor, *, tidy: bool = False
+    ) -> list[tuple[Tensor, dict[str, int]]]:
         """Make the messages ready to travel: unseen layers become zeros, gradients per-sample ones, counters filled in.
 
         Each rank corrects its own sums, for its shares and its gain are its own.
@@ -146,6 +148,7 @@ class Sums:
         Args:
             shares: For a layer, the share of its positions that count (masked tokens); 1 where absent.
             gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
+            tidy: Clear what symmetric sums hold above their diagonals, which is anything.
 
         Returns:
             Each message with its elements by kind.
@@ -157,7 +160,9 @@ class Sums:
             for stack, member in message.members:
                 name = member.layer.name
                 tally, share = self.tallies[name], shares.get(name, 1.0)
-                _correct(stack, message.views[name], gain * share, seen=tally.rows > 0)
+                _correct(stack, message.views[name], gain * share, share, seen=tally.rows > 0)
+                if tidy:
+                    _tidy(stack, message.views[name])
                 counters += [tally.samples * share, tally.rows * share]
             buffer[-len(counters) :] = tensor_on(buffer.device, counters, buffer.dtype)
             ready.append((buffer, {"factors": message.numel - len(counters), "counters": len(counters)}))
@@ -178,8 +183,8 @@ class Sums:
             message.release()
 
 
-def _correct(stack: Stack, views: dict[str, Tensor], factor: float | Tensor, *, seen: bool) -> None:
-    """Multiply the gradients in a layer's sums by `factor`; a layer that was not seen gets zeros."""
+def _correct(stack: Stack, views: dict[str, Tensor], factor: float | Tensor, share: float, *, seen: bool) -> None:
+    """Multiply the gradients in a layer's sums by `factor`, counts by `share`; a layer not seen gets zeros."""
     # Sampled labels know nothing of the loss, its scale and its mean.
     plain = stack.curvature.likelihood is not None or (isinstance(factor, float) and factor == 1.0)
     for spec in stack.statistics:
@@ -187,3 +192,11 @@ def _correct(stack: Stack, views: dict[str, Tensor], factor: float | Tensor, *, 
             views[spec.name].zero_()
         elif spec.degree and not plain:
             views[spec.name].mul_(factor**spec.degree)
+        elif spec.counts:
+            views[spec.name].mul_(share)
+
+
+def _tidy(stack: Stack, views: dict[str, Tensor]) -> None:
+    for spec in stack.statistics:
+        if spec.symmetric:
+            views[spec.name].tril_()

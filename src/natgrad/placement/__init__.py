@@ -2,5 +2,6 @@
 
 from natgrad.placement.plan import PLACEMENTS, Plan, make_plan
 from natgrad.placement.runtime import Runtime, flatten, unflatten
+from natgrad.placement.wire import Layout, narrower
 
-__all__ = ["PLACEMENTS", "Plan", "Runtime", "flatten", "make_plan", "unflatten"]
+__all__ = ["PLACEMENTS", "Layout", "Plan", "Runtime", "flatten", "make_plan", "narrower", "unflatten"]

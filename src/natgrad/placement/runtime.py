@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from natgrad.placement.wire import Layout, cut, narrower
+
 
 class Runtime:
     """Messages within one process group; with a single rank every call is free.
@@ -32,18 +34,50 @@ class Runtime:
         """Return the bytes that this rank has sent so far, by kind of message."""
         return {kind: round(sent) for kind, sent in self._sent.items()}
 
-    def sum_(self, message: Tensor, kinds: dict[str, int]) -> None:
+    def sum_(self, message: Tensor, kinds: dict[str, int], wire: torch.dtype | None = None) -> None:
         """Sum `message` over the ranks, in place: 2 (P - 1) / P of its elements are sent by each.
 
         Args:
-            message: A contiguous tensor of the same size on every rank.
+            message: A contiguous vector of the same size on every rank.
             kinds: How many of its elements are of which kind, for `traffic`.
+            wire: The dtype in which all but "counters", its last elements, travel, if narrower than their own.
         """
+        if self.ranks > 1 and narrower(wire, message.dtype) != message.dtype:
+            self._sum_narrow(message, kinds, narrower(wire, message.dtype))
+            return
         self._count(kinds, message.element_size() * 2 * (self.ranks - 1) / self.ranks)
         if self.ranks > 1:
             started = perf_counter()
             dist.all_reduce(message, group=self.group)
             self.seconds += perf_counter() - started
+
+    def _sum_narrow(self, message: Tensor, kinds: dict[str, int], wire: torch.dtype) -> None:
+        """Sum by reduce-scatter and all-gather of narrow numbers, each rank summing its piece in the message's dtype.
+
+        The sum of a piece is rounded once, by the rank that made it, which keeps what the others receive: all ranks
+        end with the same bits.
+        """
+        kind, counters = next(kind for kind in kinds if kind != "counters"), kinds.get("counters", 0)
+        halves = message.split([len(message) - counters, counters])
+        narrow, wide = (cut(half, self.ranks) for half in halves)
+        layout = Layout(wide=wide.shape[1], narrow=narrow.shape[1], dtype=message.dtype, wire=wire)
+        counted = layout.wide * message.element_size()
+        self._count({kind: layout.size - counted, "counters": counted}, 2 * (self.ranks - 1))
+        sent = layout.empty(self.ranks, message.device)
+        layout.write(sent, wide, [narrow])
+        arrived = torch.empty_like(sent)
+        started = perf_counter()
+        dist.all_to_all_single(arrived, sent, group=self.group)
+        self.seconds += perf_counter() - started
+        counts, values = layout.read(arrived)
+        values[self.rank] = narrow[self.rank]  # the own ones have not travelled
+        own = layout.empty(1, message.device)
+        layout.write(own, counts.sum(0, keepdim=True), [values.sum(0, keepdim=True)])
+        started = perf_counter()
+        _all_gather(arrived, own, self.group)
+        self.seconds += perf_counter() - started
+        for half, summed in zip(halves, reversed(layout.read(arrived)), strict=True):
+            half.copy_(summed.flatten()[: len(half)])
 
     def broadcast_(self, messages: Iterable[tuple[int, Tensor, dict[str, int]]]) -> None:
         """Send each message from its owner to all others, all at once: the owner sends (P - 1) times its elements.
@@ -64,9 +98,33 @@ class Runtime:
             work.wait()
         self.seconds += perf_counter() - started
 
+    def gather(self, message: Tensor, kinds: dict[str, int], group: dist.ProcessGroup | None) -> Tensor:
+        """Collect the messages of all S ranks of `group`, in its order: each sends (S - 1) times its elements.
+
+        Args:
+            message: A contiguous vector, of the same size on every rank.
+            kinds: How many of its elements are of which kind, for `traffic`.
+            group: Some of the ranks.
+
+        Returns:
+            ``[S, n]``.
+        """
+        ranks = dist.get_world_size(group)
+        self._count(kinds, message.element_size() * (ranks - 1))
+        arrived = message.new_empty(ranks * len(message))
+        started = perf_counter()
+        _all_gather(arrived, message, group)
+        self.seconds += perf_counter() - started
+        return arrived.view(ranks, -1)
+
     def _count(self, kinds: dict[str, int], weight: float) -> None:
         for kind, elements in kinds.items():
             self._sent[kind] = self._sent.get(kind, 0.0) + elements * weight
+
+
+def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Collect the messages of all ranks: torch's call, by the name that it has in this version."""
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(arrived, message, group=group)
 
 
 def flatten(tensors: list[Tensor]) -> Tensor:

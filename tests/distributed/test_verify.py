@@ -1,0 +1,118 @@
+"""`verify` on real ranks: under DistributedDataParallel, FSDP2 and natgrad's own reduction, with uneven batches."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad
+from tests.distributed.jobs import Job, Training, batch, place, share
+
+SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
+
+
+def loss_of(model, batch):
+    outputs = model(batch[0])
+    return cross_entropy(outputs, batch[1]), outputs
+
+
+def verify_in_training(job, tolerance, changed=False):
+    """Look in the middle of training; return the last parameters, and those of training without the look."""
+    ends = []
+    for look in (False, True):
+        training = Training(job)
+        for step in range(4):
+            training.step(step)
+            if look and step == 1:
+                own = tuple(share(tensor, ragged=job.ragged) for tensor in batch(7))
+                before = copy.deepcopy((training.preconditioner.state_dict(), training.preconditioner.traffic()))
+                gradients = [(p.grad, p.grad.clone()) for p in training.model.parameters()]
+                report = training.preconditioner.verify(own, loss_of)
+                assert report.worst < tolerance, str(report)
+                assert not changed or report.worst > 1e-6
+                after = (training.preconditioner.state_dict(), training.preconditioner.traffic())
+                assert repr(after) == repr(before)
+                for p, (gradient, values) in zip(training.model.parameters(), gradients, strict=True):
+                    assert p.grad is gradient
+                    assert torch.equal(gradient, values)
+        ends.append(torch.cat([p.detach().flatten() for p in training.model.parameters()]))
+    assert torch.equal(*ends)
+    return report.worst
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(),
+        Job(ragged=True, curvature={"form": "inverse"}),
+        Job(ragged=True, curvature=SAMPLED),
+        Job(ragged=True, wrapped=False, options={"gradients": "reduce"}),
+        Job(reduction="sum"),
+        Job(wrapper={"gradient_as_bucket_view": True}),
+    ],
+    ids=["ddp", "ragged", "sampled", "reduce", "sum", "bucket view"],
+)
+def test_ranks_equal_one_process(ranks, job):
+    worst = ranks.run(2, verify_in_training, job, 1e-9)
+    assert worst[0] == worst[1]
+
+
+def test_a_narrow_wire_shows(ranks):
+    ranks.run(2, verify_in_training, Job(options={"precision": natgrad.Precision(wire=torch.bfloat16)}), 0.5, True)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def verify_sharded(curvature):
+    model = network()
+    whole = [p.detach().clone() for p in model.parameters()]
+    for layer in (model[0], model[3]):
+        fully_shard(layer)
+    fully_shard(model)
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**curvature), damping=0.05)
+    generator = torch.Generator().manual_seed(place()[0])
+    own = torch.randn(5, 6, generator=generator, dtype=torch.float64), torch.randint(3, (5,), generator=generator)
+    report = preconditioner.verify(own, loss_of)
+    assert report.worst < 1e-9, str(report)
+    for parameter, before in zip(model.parameters(), whole, strict=True):
+        assert parameter.grad is None
+        assert torch.equal(parameter.full_tensor(), before)
+    loss, outputs = loss_of(model, own)
+    preconditioner.backward(loss, outputs)
+    preconditioner.step()
+    return report.worst
+
+
+@pytest.mark.parametrize("curvature", [{}, {"form": "inverse"}, SAMPLED])
+def test_fsdp2(ranks, curvature):
+    assert len(set(ranks.run(2, verify_sharded, curvature))) == 1
+
+
+def verify_a_broken_placement():
+    """One rank that adds something to its sums is found by all."""
+    model = DistributedDataParallel(network())
+    preconditioner = natgrad.Preconditioner(model, damping=0.05)
+    close = preconditioner._capture.sums.close
+    if dist.get_rank() == 1:
+
+        def wrong(*args, **kwargs):
+            preconditioner._capture.sums.of("3")["A"].mul_(1.5)
+            return close(*args, **kwargs)
+
+        preconditioner._capture.sums.close = wrong
+    x, y = torch.randn(4, 6, dtype=torch.float64), torch.randint(3, (4,))
+    rows = {row.layer: row for row in preconditioner.verify((x, y), loss_of).rows}
+    assert rows["3"].factors > 0.05
+    assert rows["0"].factors < 1e-9
+
+
+def test_what_is_wrong_is_found(ranks):
+    ranks.run(2, verify_a_broken_placement)

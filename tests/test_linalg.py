@@ -1,0 +1,47 @@
+"""Decompositions read lower triangles only and leave what they are given as it was."""
+
+import pytest
+import torch
+
+from natgrad import linalg
+
+DAMPING = torch.tensor([0.1, 0.2, 0.3])
+
+
+def matrices():
+    rows = torch.randn(3, 50, 20, generator=torch.Generator().manual_seed(0))
+    return rows.mT @ rows / 50
+
+
+def test_damped_inverse_inverts_and_restores_the_diagonal():
+    given, before = matrices(), matrices()
+    inverses, fine = linalg.damped_inverse(given, DAMPING)
+    exact = torch.linalg.inv(before.double() + torch.diag_embed(DAMPING.double()[:, None].expand(3, 20)))
+    assert fine.all()
+    assert torch.equal(given, before)
+    torch.testing.assert_close(inverses.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spoil", [lambda block: block.diagonal().sub_(5.0), lambda block: block.fill_(float("nan"))])
+def test_what_cannot_be_inverted_is_zero_and_harms_no_other(spoil):
+    given = matrices()
+    expected, _ = linalg.damped_inverse(given, DAMPING)
+    spoil(given[1])
+    before = given.clone()
+    inverses, fine = linalg.damped_inverse(given, DAMPING)
+    assert fine.tolist() == [True, False, True]
+    assert not inverses[1].any()
+    assert torch.equal(inverses[::2], expected[::2])
+    torch.testing.assert_close(given, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "decompose",
+    [lambda given: linalg.damped_inverse(given, DAMPING)[:1], lambda given: linalg.eigh(given)[:2]],
+    ids=["damped_inverse", "eigh"],
+)
+def test_only_lower_triangles_are_read(decompose):
+    given = matrices()
+    given[:, torch.ones(20, 20, dtype=torch.bool).triu(1)] = float("nan")
+    for found, expected in zip(decompose(given), decompose(matrices()), strict=True):
+        assert torch.equal(found, expected)

@@ -1,0 +1,217 @@
+"""`verify` finds no difference where there is none, finds what is wrong, and leaves everything as it was."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import natgrad
+
+SAMPLED = natgrad.KFAC(fisher="sampled", likelihood="categorical")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.PReLU(), nn.Dropout(0.5), nn.Flatten(1), nn.Linear(36, 5), nn.Tanh(),
+        nn.Linear(5, 3),
+    )  # fmt: skip
+
+
+def batch(samples=6, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, 2, 5, 5, generator=generator), torch.randint(3, (samples,), generator=generator)
+
+
+def loss_of(model, batch):
+    inputs, targets = batch
+    return cross_entropy(model(inputs), targets)
+
+
+def loss_and_outputs(model, batch):
+    outputs = model(batch[0])
+    return cross_entropy(outputs, batch[1]), outputs
+
+
+def training(curvature=None, **options):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    preconditioner = natgrad.Preconditioner(model, curvature, optimizer=optimizer, damping=0.01, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss, outputs = loss_and_outputs(model, batch(seed=step))
+        preconditioner.backward(loss, outputs)
+        preconditioner.step()
+        optimizer.step()
+    return model, optimizer, preconditioner
+
+
+@pytest.mark.parametrize("curvature", [None, natgrad.KFAC(form="inverse", sharing="reduce"), SAMPLED])
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_one_process_equals_itself(curvature, dtype):
+    _, _, preconditioner = training(curvature)
+    report = preconditioner.verify(batch(), loss_and_outputs, dtype=dtype)
+    assert report.worst < (1e-6 if dtype is None else 1e-3)
+    assert dtype is None or report.worst > 0
+    assert [row.layer for row in report.rows][:: len(report.rows) - 1] == ["0", "7"]
+    left = [row for row in report.rows if not row.curvature]
+    assert [row.layer for row in left] == ["2.weight"]
+    assert all(row.factors is None for row in left)
+    assert "7" in str(report)
+    assert f"{report.worst:.1e}" in str(report)
+
+
+def test_nothing_is_changed():
+    model, optimizer, preconditioner = training(natgrad.KFAC())
+
+    def everything():
+        metrics = preconditioner.metrics()
+        return copy.deepcopy(
+            {
+                "model": model.state_dict(),
+                "gradients": [p.grad for p in model.parameters()],
+                "optimizer": optimizer.state_dict(),
+                "preconditioner": preconditioner.state_dict(),
+                "metrics": {name: float(value) for name, value in metrics.items()},
+                "traffic": preconditioner.traffic(),
+                "rng": torch.get_rng_state(),
+                "modes": [module.training for module in model.modules()],
+            }
+        )
+
+    def same(left, right):
+        if isinstance(left, dict):
+            return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+        if isinstance(left, list):
+            return len(left) == len(right) and all(map(same, left, right))
+        return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+
+    gradients = [p.grad for p in model.parameters()]
+    before = everything()
+    preconditioner.verify(batch(), loss_of)
+    assert same(everything(), before)
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    torch.rand(3)  # as dropout would
+    with pytest.raises(RuntimeError, match="boom"):
+        preconditioner.verify(batch(), lambda model, batch: _fail(loss_of(model, batch)))
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    assert same(everything()["preconditioner"], before["preconditioner"])
+
+
+def _fail(loss):
+    raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("curvature", [natgrad.KFAC(), SAMPLED])
+def test_training_goes_on_as_if_nothing_had_been(curvature):
+    results = []
+    for look in (False, True):
+        model, optimizer, preconditioner = training(curvature, refresh=natgrad.Refresh(factors=2, inverses=3))
+        for step in range(3, 8):
+            if look:
+                preconditioner.verify(batch(seed=50 + step), loss_and_outputs)
+            optimizer.zero_grad()
+            loss, outputs = loss_and_outputs(model, batch(seed=step))
+            preconditioner.backward(loss, outputs)
+            preconditioner.step()
+            optimizer.step()
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*results)
+
+
+def test_what_is_wrong_is_found():
+    _, _, preconditioner = training()
+    scale = preconditioner._capture.sums.close
+
+    def wrong(*args, **kwargs):
+        preconditioner._capture.sums.of("5")["G"].mul_(1.1)
+        return scale(*args, **kwargs)
+
+    preconditioner._capture.sums.close = wrong
+    report = preconditioner.verify(batch(), loss_of)
+    rows = {row.layer: row for row in report.rows}
+    assert rows["5"].factors == pytest.approx(0.1, rel=1e-3)
+    assert rows["5"].gradient > 1e-3
+    assert rows["0"].factors < 1e-6
+    assert report.worst >= rows["5"].factors
+
+
+def test_what_was_frozen_meanwhile():
+    model, _, preconditioner = training()
+    model[5].requires_grad_(False)
+    report = preconditioner.verify(batch(), loss_of)
+    assert report.worst < 1e-6
+    assert "5" not in {row.layer for row in report.rows}
+    assert {"0.weight", "7.weight"} <= preconditioner.state_dict()["blocks"].keys()
+
+
+def test_a_compiled_model():
+    model = network()
+    compiled = torch.compile(model, backend="aot_eager")
+    preconditioner = natgrad.Preconditioner(compiled)
+    for _ in range(2):
+        assert preconditioner.verify(batch(), loss_of).worst < 1e-5
+    assert loss_of(compiled, batch()).requires_grad
+
+
+def test_before_the_first_step():
+    model = network()
+    preconditioner = natgrad.Preconditioner(model)
+    assert preconditioner.verify(batch(), loss_of).worst < 1e-6
+    assert all(p.grad is None for p in model.parameters())
+    assert preconditioner.metrics()["factor_updates"] == 0
+
+
+def test_batches_of_other_shapes():
+    model = network()
+    preconditioner = natgrad.Preconditioner(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs, targets = batch()
+    mapping = {"inputs": inputs, "more": [targets, "text", 3]}
+
+    def loss_of_mapping(model, batch):
+        return cross_entropy(model(batch["inputs"]), batch["more"][0])
+
+    assert preconditioner.verify(mapping, loss_of_mapping).worst < 1e-6
+    assert preconditioner.verify(inputs, lambda model, x: model(x).square().mean()).worst < 1e-6
+
+
+@pytest.mark.parametrize("bad", [None, 3, "batch", torch.tensor(1.0), (torch.ones(2, 3), torch.ones(4)), []])
+def test_bad_batches(bad):
+    preconditioner = natgrad.Preconditioner(network())
+    with pytest.raises(ValueError, match="batch"):
+        preconditioner.verify(bad, loss_of)
+
+
+def test_bad_losses():
+    preconditioner = natgrad.Preconditioner(network())
+    sampled = natgrad.Preconditioner(network(), SAMPLED)
+    for one, loss_fn in (
+        (preconditioner, None),
+        (preconditioner, lambda model, batch: model(batch[0])),
+        (preconditioner, lambda model, batch: 3.0),
+        (preconditioner, lambda model, batch: torch.tensor(3.0)),
+        (sampled, loss_of),
+    ):
+        with pytest.raises(ValueError, match="loss_fn"):
+            one.verify(batch(), loss_fn)
+    with pytest.raises(ValueError, match="dtype"):
+        preconditioner.verify(batch(), loss_of, dtype=torch.int64)
+
+
+def test_not_between_backward_and_step():
+    model = network()
+    preconditioner = natgrad.Preconditioner(model)
+    loss_of(model, batch()).backward()
+    with pytest.raises(ValueError, match="verify"):
+        preconditioner.verify(batch(), loss_of)
+    preconditioner.step()
+    preconditioner.verify(batch(), loss_of)
+
+
+def test_chance_inside_the_loss_function_leaves_torchs_generator_alone():
+    preconditioner = natgrad.Preconditioner(network())
+    before = torch.get_rng_state()
+    preconditioner.verify(batch(), lambda model, batch: loss_of(model, (batch[0] + torch.rand(()), batch[1])))
+    assert torch.equal(torch.get_rng_state(), before)
