@@ -18,6 +18,7 @@ from natgrad.placement import PLACEMENTS
 from natgrad.precision import Precision
 from natgrad.refresh import Refresh
 from natgrad.schedule import check_number, check_schedule
+from natgrad.sharding import check_model, find_mesh, mesh_group, reshard
 
 
 def check_arguments(
@@ -48,7 +49,9 @@ def check_arguments(
     require(
         not isinstance(model, DataParallel), "model", wrong, "plain or in DistributedDataParallel, not DataParallel"
     )
-    require(not _is_sharded(model), "model", wrong, "plain or in DistributedDataParallel: its parameters are sharded")
+    assert isinstance(model, nn.Module)
+    sharded = reshard(model)
+    check_model(model)
     if isinstance(curvature, Mapping):
         drawn: set[Likelihood] = set()
         for pattern, choice in curvature.items():
@@ -66,7 +69,7 @@ def check_arguments(
     fits = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
     require(fits, "optimizer", type(optimizer).__name__, "a torch.optim.Optimizer, or None")
     if isinstance(optimizer, torch.optim.Optimizer):
-        own = {id(parameter) for parameter in model.parameters()}  # type: ignore[attr-defined]
+        own = {id(parameter) for parameter in model.parameters()}
         fits = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
         require(fits, "optimizer", type(optimizer).__name__, "one that holds parameters of the model")
     check_schedule("damping", damping, "a number > 0", minimum=0, strict=True)
@@ -77,6 +80,9 @@ def check_arguments(
     _one_of("reduction", reduction, "mean", "tokens", "sum")
     _one_of("placement", placement, *PLACEMENTS)
     _one_of("gradients", gradients, "averaged", "reduce")
+    require(
+        not sharded or gradients == "averaged", "gradients", gradients, "'averaged' under FSDP2, which reduces them"
+    )
     _one_of("accumulation", accumulation, "mean", "sum")
     for name, value, kind in (
         ("refresh", refresh, Refresh),
@@ -99,16 +105,19 @@ def resolve_group(model: nn.Module, process_group: Any, mesh: Any) -> dist.Proce
         ValueError: if both are given, one contradicts the wrapper, or this process is in neither.
     """
     require(process_group is None or mesh is None, "mesh", mesh, "left out when process_group is given")
+    own = find_mesh(model)
     if mesh is not None:
-        fits = isinstance(mesh, dist.device_mesh.DeviceMesh) and mesh.ndim == 1
-        require(fits, "mesh", mesh, "a one-dimensional DeviceMesh")
-        process_group = mesh.get_group()
+        fits = isinstance(mesh, dist.device_mesh.DeviceMesh) and (mesh.ndim == 1 or own is not None)
+        require(fits, "mesh", mesh, "a one-dimensional DeviceMesh, or that of FSDP2")
+        process_group = mesh.get_group() if own is None else None
     if process_group is not None:
         require(
             dist.is_initialized(), "process_group", process_group, "left out unless torch.distributed is initialised"
         )
         fits = isinstance(process_group, dist.ProcessGroup) and dist.get_rank(process_group) >= 0
         require(fits, "process_group", process_group, "a group that this process belongs to")
+    if own is not None:
+        return mesh_group(own, process_group, mesh)
     if isinstance(model, DistributedDataParallel):
         agrees = process_group is None or process_group is model.process_group
         require(agrees, "process_group", process_group, "left out, or the group of DistributedDataParallel itself")
@@ -126,10 +135,6 @@ def unwrap(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
-
-
-def _is_sharded(model: object) -> bool:
-    return isinstance(model, nn.Module) and any(hasattr(parameter, "placements") for parameter in model.parameters())
 
 
 def _one_of(name: str, value: object, *allowed: str) -> None:

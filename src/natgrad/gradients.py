@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from natgrad.blocks import Member, Stack
+from natgrad.layers import Layer, Slot
 from natgrad.linalg import tensor_on
+from natgrad.placement import Runtime
+from natgrad.sharding import Piece, gather, is_sharded, own_rows, pairs
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# How many bytes of sharded gradients are gathered at once: enough to hide the latency of a message.
+_BUCKET = 2**26
 
 
 @dataclass
@@ -31,20 +42,36 @@ class Entry:
     V: Tensor = field(init=False)
     inner: Tensor = field(init=False)
 
-    def solve(self, damping: float) -> None:
-        """Gather the raw gradients and precondition them; a missing one of two (weight, bias) counts as zero."""
-        stack = self.stack
-        W = torch.empty(sum(self.blocks), stack.outputs, stack.inputs, dtype=stack.solve_dtype, device=stack.device)
+    def solve(self, damping: float, gathered: Mapping[int, list[Piece]]) -> None:
+        """Collect the raw gradients and precondition them; a missing one of two (weight, bias) counts as zero.
+
+        Args:
+            damping: γ.
+            gathered: The rows of those gradients that are sharded, by the parameter's ``id``.
+        """
+        stack, started = self.stack, perf_counter()
+        W = torch.empty(sum(self.blocks), stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
         targets, sources = [], []
-        for gradient, view in _views(self.members, W):
+        for layer, slot, view in _places(self.members, W):
+            gradient = slot.parameter.grad
             if gradient is None:
                 view.zero_()
-            else:
-                targets.append(view)
-                sources.append(gradient)
+                continue
+            pieces = gathered.get(id(slot.parameter))
+            for rows, place in _match(layer, slot, gradient, pieces, view):
+                targets.append(place)
+                sources.append(rows)
         torch._foreach_copy_(targets, sources)
         self.V = stack.curvature.solve(self.held(), W, damping) if self.ready else W
         self.inner = torch.bmm(self.V.flatten(1)[:, None, :], W.flatten(1)[:, :, None])[:, 0, 0]
+        stack.charge(self.members, perf_counter() - started)
+
+    def sharded(self) -> dict[int, tuple[str, DTensor]]:
+        """Return the sharded gradients with their names, by the parameter's ``id``."""
+        slots = [slot for member in self.members for slot in member.layer.slots]
+        return {
+            id(slot.parameter): (slot.name, slot.parameter.grad) for slot in slots if is_sharded(slot.parameter.grad)
+        }
 
     @property
     def blocks(self) -> list[int]:
@@ -59,11 +86,9 @@ class Entry:
 
     def held(self) -> dict[str, Tensor]:
         """Return what the solve needs, of these blocks only."""
-        places = self.places()
-        if places is None:
-            return self.stack.held
-        index = tensor_on(self.stack.device, places)
-        return {name: tensor.index_select(0, index) for name, tensor in self.stack.held.items()}
+        places, held = self.places(), self.stack.held
+        blocks = slice(None) if places is None else tensor_on(self.stack.device, places)
+        return {name: held.read(name, blocks) for name in held}
 
     def scale_(self, scale: float | Tensor, fine: Tensor) -> None:
         """Multiply V by `scale`, and by zero where not `fine` ``[N]``."""
@@ -96,19 +121,48 @@ class Gradients:
                 entries.append(Entry(stack, members, usable))
         return cls(entries)
 
-    def solve(self, damping: float) -> None:
-        """Precondition every stack; what has no curvature yet stays a plain gradient."""
+    def solve(self, damping: float, runtime: Runtime) -> None:
+        """Precondition every stack; what has no curvature yet stays a plain gradient.
+
+        Sharded gradients are whole for no longer than that takes: they travel some stacks at a time. At the peak this
+        costs the preconditioned gradients of all stacks, which the clip must see together, and beside them the gathered
+        and the raw ones of `_BUCKET` bytes or of the largest stack, whichever is more.
+        """
+        for bucket, sharded in self._buckets():
+            gathered = dict(zip(sharded, gather(list(sharded.values()), runtime), strict=True))
+            for entry in bucket:
+                entry.solve(damping, gathered)
+            del gathered  # before the next are there
+
+    def _buckets(self) -> Iterator[tuple[list[Entry], dict[int, tuple[str, DTensor]]]]:
+        """Yield stacks whose gradients travel together, with what there is to travel."""
+        bucket: list[Entry] = []
+        sharded: dict[int, tuple[str, DTensor]] = {}
+        size = 0
         for entry in self.entries:
-            entry.solve(damping)
+            own = entry.sharded()
+            more = sum(gradient.numel() * gradient.element_size() for _, gradient in own.values())
+            if size and size + more > _BUCKET:
+                yield bucket, sharded
+                bucket, sharded, size = [], {}, 0
+            bucket.append(entry)
+            sharded.update(own)
+            size += more
+        if bucket:
+            yield bucket, sharded
 
     def give(self) -> None:
         """Write the preconditioned gradients into ``.grad``, in place."""
         targets, sources = [], []
         for entry in self.entries:
-            for gradient, view in _views(entry.members, entry.V):
-                if gradient is not None:
-                    targets.append(gradient)
-                    sources.append(view)
+            for layer, slot, view in _places(entry.members, entry.V):
+                gradient = slot.parameter.grad
+                if gradient is None:
+                    continue
+                pieces = own_rows(slot.name, gradient) if is_sharded(gradient) else None
+                for rows, place in _match(layer, slot, gradient, pieces, view):
+                    targets.append(rows)
+                    sources.append(place)
         if targets:
             torch._foreach_copy_(targets, sources)
 
@@ -117,15 +171,20 @@ def _has_gradient(member: Member) -> bool:
     return any(slot.parameter.grad is not None for slot in member.layer.slots)
 
 
-def _views(members: list[Member], stacked: Tensor) -> Iterator[tuple[Tensor | None, Tensor]]:
-    """Yield the gradient of each parameter with its place in `stacked`, shaped alike."""
+def _places(members: list[Member], stacked: Tensor) -> Iterator[tuple[Layer, Slot, Tensor]]:
+    """Yield each parameter with its columns of `stacked`."""
     start = 0
     for member in members:
-        layer, stop = member.layer, start + member.stop - member.start
-        for slot in layer.slots:
-            parameter = slot.parameter
-            gradient, view = layer.align(
-                slot, parameter if parameter.grad is None else parameter.grad, stacked[start:stop, :, slot.columns]
-            )
-            yield None if parameter.grad is None else gradient, view
+        stop = start + member.stop - member.start
+        for slot in member.layer.slots:
+            yield member.layer, slot, stacked[start:stop, :, slot.columns]
         start = stop
+
+
+def _match(
+    layer: Layer, slot: Slot, gradient: Tensor, pieces: list[Piece] | None, blocks: Tensor
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return views of a gradient, or of pieces of a sharded one, and of `blocks`: alike in shape, pair by pair."""
+    if pieces is None:
+        return [layer.align(slot, gradient, blocks)]
+    return pairs(layer, slot, gradient.shape, pieces, blocks)

@@ -1,0 +1,143 @@
+"""FSDP2: one, two and four ranks with sharded parameters train like one plain process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.distributed.sharded_jobs import STEPS, Case, Training, Zoo, error, train
+
+SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
+
+
+def assert_equal_to_one_process(ranks, count: int, case: Case, tolerance: float = 1e-10) -> None:
+    expected, start = train(case), train(case, range(0))
+    assert error(start, expected) > 1e-3
+    for parameters in ranks.run(count, train, case):
+        assert error(parameters, expected) <= tolerance
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("wrapper", ["root", "layers"])
+@pytest.mark.parametrize("curvature", [{}, {"form": "inverse", "sharing": "reduce"}])
+def test_ranks_equal_one_process(ranks, count, wrapper, curvature):
+    assert_equal_to_one_process(ranks, count, Case(wrapper=wrapper, curvature=curvature))
+
+
+@pytest.mark.parametrize(("wrapper", "curvature"), [("root", {}), ("layers", {"form": "inverse"})])
+def test_every_kind_of_layer(ranks, wrapper, curvature):
+    case = Case(network=Zoo, wrapper=wrapper, curvature=curvature)
+    assert Training(case).preconditioner.explain().covered == 1
+    assert_equal_to_one_process(ranks, 4, case)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("wrapper", ["root", "layers"])
+def test_resharding_after_forward(ranks, reshard, wrapper):
+    assert_equal_to_one_process(ranks, 2, Case(wrapper=wrapper, sharding={"reshard_after_forward": reshard}))
+
+
+def test_resharding_to_a_part_of_the_ranks(ranks):
+    assert_equal_to_one_process(ranks, 4, Case(sharding={"reshard_after_forward": 2}, evaluate=True))
+
+
+@pytest.mark.parametrize(("count", "mesh"), [(4, (2, 2)), (2, (1, 2)), (2, (2, 1)), (4, (4,))])
+def test_meshes(ranks, count, mesh):
+    assert_equal_to_one_process(ranks, count, Case(mesh=mesh))
+
+
+@pytest.mark.parametrize("way", ["replicate", "group", "prefetch", "keep whole", "offload"])
+def test_other_ways_to_wrap(ranks, way):
+    assert_equal_to_one_process(ranks, 2, Case(wrapper=way))
+
+
+@pytest.mark.slow
+def test_a_compiled_model(ranks):
+    assert_equal_to_one_process(ranks, 2, Case(wrapper="compile"))
+
+
+@pytest.mark.parametrize(("mesh", "always"), [(None, False), (None, True), ((2, 2), False)])
+def test_accumulation(ranks, mesh, always):
+    case = Case(micro_batches=3, synchronise_always=always, mesh=mesh)
+    assert_equal_to_one_process(ranks, 4 if mesh else 2, case)
+
+
+def test_frozen_parameters(ranks):
+    frozen = ("encoder.0.weight", "middle.0.bias", "middle.2.weight", "middle.2.bias")
+    assert_equal_to_one_process(ranks, 4, Case(frozen=frozen))
+
+
+@pytest.mark.parametrize(("optimizer", "joined"), [("SGD", True), ("AdamW", False), ("AdamW", True)])
+def test_optimizers(ranks, optimizer, joined):
+    lr = 0.1 if optimizer == "SGD" else 1e-2
+    assert_equal_to_one_process(ranks, 4, Case(optimizer=optimizer, joined=joined, lr=lr), 1e-7)
+
+
+@pytest.mark.parametrize("wrapper", ["root", "layers"])
+@pytest.mark.parametrize("kind", ["REENTRANT", "NO_REENTRANT"])
+def test_activation_checkpointing(ranks, wrapper, kind):
+    assert_equal_to_one_process(ranks, 2, Case(wrapper=wrapper, checkpointing=kind))
+
+
+@pytest.mark.parametrize("wrapper", ["root", "layers"])
+def test_an_evaluation_before_the_step(ranks, wrapper):
+    assert_equal_to_one_process(ranks, 2, Case(wrapper=wrapper, evaluate=True))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(curvature=SAMPLED),
+        Case(curvature=SAMPLED, wrapper="root", sharding={"reshard_after_forward": True}),
+        Case(curvature=SAMPLED, micro_batches=3, sharding={"reshard_after_forward": False}),
+        Case(curvature=SAMPLED, micro_batches=3, mesh=(2, 2)),
+        Case(ragged=True),
+    ],
+)
+def test_sampled_labels_and_ragged_batches_equal_data_parallelism(ranks, case):
+    """Ranks draw labels of their own and weigh alike however many samples they have: the reference is DDP."""
+    count = 4 if case.mesh else 2
+    plain = replace(case, wrapper="ddp", mesh=None, sharding={})
+    expected = ranks.run(count, train, plain)[0]
+    for parameters in ranks.run(count, train, case):
+        assert error(parameters, expected) <= 1e-10
+
+
+@pytest.mark.parametrize("wrapper", ["root", "leaves"])
+@pytest.mark.parametrize(("reshard", "output"), [(True, torch.float64), (False, None)])
+def test_sharded_compute_in_another_dtype(ranks, wrapper, reshard, output):
+    """Master parameters in float64, computation in float32: factors and solves stay in float64."""
+    policy = {"param_dtype": torch.float32, "reduce_dtype": torch.float64, "output_dtype": output}
+    case = Case(wrapper=wrapper, policy=policy, sharding={"reshard_after_forward": reshard})
+    assert_equal_to_one_process(ranks, 2, case, tolerance=1e-5)
+    wide = ranks.run(2, dtypes_and_messages, Case(wrapper="ddp"))
+    for (dtypes, sent), (_, expected) in zip(ranks.run(2, dtypes_and_messages, case), wide, strict=True):
+        assert dtypes == {torch.float64}
+        assert sent == expected  # the sums were float64 too
+
+
+def dtypes_and_messages(case):
+    training = Training(case)
+    for step in range(2):
+        training.step(step)
+    blocks = training.preconditioner.state_dict()["blocks"].values()
+    dtypes = {tensor.dtype for own in blocks for name, tensor in own.items() if name != "renewed"}
+    return dtypes, training.preconditioner.traffic()["factors"]
+
+
+def change(case, steps=STEPS):
+    """How far training moves the parameters."""
+    start, end = train(case, range(0)), train(case, steps)
+    return torch.cat([(end[name] - start[name]).flatten() for name in start])
+
+
+@pytest.mark.parametrize(("count", "wrapper"), [(1, "root"), (2, "root"), (2, "layers")])
+def test_mixed_precision(ranks, count, wrapper):
+    """Parameters and reduction in float32, computation in bfloat16, of which the steps bear the rounding: 2⁻⁸."""
+    policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    case = Case(wrapper=wrapper, policy=policy, dtype=torch.float32)
+    narrow, exact = change(replace(case, wrapper="narrow")), change(replace(case, wrapper="layers"))
+    for moved in ranks.run(count, change, case):
+        assert (moved - narrow).norm() <= 0.02 * narrow.norm()
+        assert (moved - exact).norm() <= 0.05 * exact.norm()
+        assert (moved - exact).norm() > 1e-4 * exact.norm()
