@@ -7,35 +7,56 @@ gradient has come: activations are never hoarded.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from natgrad import compiled
 from natgrad.blocks import Stack
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError
-from natgrad.layers import Handle, Layer, Rows
+from natgrad.layers import Handle, Layer, Rows, Slot
 from natgrad.layers.rows import DenseRows
+from natgrad.precision import full_products
+from natgrad.saved import Saved, outline
+from natgrad.sharding import is_sharded, owners
 from natgrad.sums import Sums
-from natgrad.upstream import sources
+from natgrad.taps import EndTap, Forward, LayerTap, Pass, RootTap
+from natgrad.upstream import mark, marked, reached, sources
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
-@dataclass
+_REENTRANT = "fisher='sampled' needs checkpoint(..., use_reentrant=False)"
+
+
+@dataclass(eq=False)
 class _Use:
-    """One use of a layer, from its forward to its gradient; what it shows counts as that of `primary`."""
+    """One use of a layer, from its forward to its gradient; what it shows counts as that of `primary`.
+
+    Attributes:
+        inputs: The layer's inputs; None once they have been seen, or where nobody wants to.
+        outline: A tensor of their shape.
+        batch: The batch size of the model's own input; -1: none.
+        forward: The model's own forward pass that this is part of, if known.
+        outer_task: The backward pass that recomputes a reentrant checkpoint; -1: none.
+        traced: Whether it comes out of a compiled graph, which tells of no use before its gradient.
+    """
 
     primary: Layer
     layer: Layer
     curvature: Curvature
-    inputs: Tensor | None
-    batch: int | None
+    inputs: Saved | None
+    outline: Tensor
+    batch: int
+    forward: Pass | None
     outer_task: int
-    sampled: bool = False
+    traced: bool = False
 
 
 @dataclass
@@ -65,29 +86,36 @@ class Capture:
         self._reduction, self._counting = reduction, counting
         self._root = root
         self._handles: list[Handle] = []
-        self._batch: int | None = None
-        self._inside = False  # the model's own forward
+        self._forward = Forward()
         self._layers: dict[str, tuple[Layer, Curvature]] = {}
-        self._pooled: dict[str, _Pooled] = {}
-        self._unsampled: list[tuple[GradientEdge, _Use]] = []
+        self._owners: dict[nn.Module, FSDPModule] = {}
+        self._pooled: dict[str, dict[bool, _Pooled]] = {}  # one for lookups of a tied embedding, one for other uses
+        self._uses: dict[str, weakref.WeakSet[_Use]] = {}  # those whose gradient may come yet, of layers that pool
+        self._marks: weakref.WeakValueDictionary[int, _Use] = weakref.WeakValueDictionary()
+        self._loss: int | None = None  # the last backward pass that turned out to be the loss's
         self.wanted = True
         self.sampling = False
         self.sums = Sums([], fused=False)
         self.backwards: dict[int, int] = {}
+        self._drawn: dict[int, int] = {}  # the same of sampled labels
         self.seconds = 0.0
 
     def attach(self, stacks: list[Stack], *, fused: bool) -> None:
         """Set the hooks on the layers of `stacks`, in place of those set before; `fused` is that of `Sums`."""
         self.detach()
         self.sums = Sums(stacks, fused=fused)
-        self._handles.append(self._root.register_forward_pre_hook(_RootTap(self), with_kwargs=True))
+        self._owners = owners(self._root)
+        self._handles.append(self._root.register_forward_pre_hook(RootTap(self._forward), with_kwargs=True))
         for stack in stacks:
             for member in stack.members:
                 self._layers[member.layer.name] = (member.layer, stack.curvature)
                 for index, layer in enumerate((member.layer, *member.layer.others)):
-                    self._handles += layer.tap(_LayerTap(self, member.layer.name, index))
+                    self._handles += layer.tap(LayerTap(self, self._forward, member.layer.name, index))
         # Set last: where the model is itself a layer, its forward ends after that layer's.
-        self._handles.append(self._root.register_forward_hook(_EndTap(self)))
+        self._handles.append(self._root.register_forward_hook(EndTap(self._forward), always_call=True))
+        compiled.forget(self._root)
+        if any(stack.curvature.likelihood is not None for stack in stacks):
+            compiled.allow_two_passes()
 
     def detach(self) -> None:
         """Remove every hook."""
@@ -96,7 +124,7 @@ class Capture:
         self._handles.clear()
         self._layers.clear()
         self._pooled.clear()
-        self._unsampled.clear()
+        self._uses.clear()
 
     @property
     def samples(self) -> int:
@@ -107,7 +135,7 @@ class Capture:
     def missing_samples(self) -> bool:
         """Whether statistics are due from sampled labels, and the loss was differentiated without them."""
         sampled = [name for name, (_, curvature) in self._layers.items() if curvature.likelihood is not None]
-        unseen = not any(self.sums.tallies[name].rows for name in sampled)
+        unseen = not any(self.sums.tallies[name].rows or name in self._pooled for name in sampled)
         return self.wanted and bool(sampled) and bool(self.backwards) and unseen
 
     def sampled_pass(self, outputs: Tensor, score: Tensor) -> None:
@@ -117,16 +145,28 @@ class Capture:
             outputs: What the model returned.
             score: The derivative of that loss by `outputs`.
         """
-        if not self._unsampled:
+        ends = [] if outputs.grad_fn is None else self._sampled_places(outputs.grad_fn)
+        if not ends:
             return
-        ends = sources([edge for edge, _ in self._unsampled])
         self.sampling = True
         try:
             torch.autograd.grad(outputs, ends, score.to(outputs.dtype), retain_graph=True, allow_unused=True)
         finally:
             self.sampling = False
-        # What these outputs do not depend on belongs to another forward pass, whose backward is still to come.
-        self._unsampled = [(edge, use) for edge, use in self._unsampled if not use.sampled]
+
+    def _sampled_places(self, root: Node) -> list[GradientEdge]:
+        """Return where a pass must go so that it visits every use, below `root`, of layers with a sampled Fisher."""
+        below = reached(root)
+        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in below):
+            raise NatgradError(_REENTRANT)
+        found = [(edge, name) for edge, (capture, name) in marked(below, self._marks) if capture() is self]
+        ends, seen = sources([edge for edge, _ in found]), {name for _, name in found}
+        # In a compiled graph no place is that of a layer: go through all of it, down to the layer's parameters.
+        for name, (layer, curvature) in self._layers.items():
+            if curvature.likelihood is not None and name not in seen:
+                edges = [get_gradient_edge(slot.parameter) for slot in layer.slots if slot.parameter.requires_grad]
+                ends += [edge for edge in edges if edge.node in below]
+        return ends
 
     def finish(self) -> None:
         """Complete the sums of the step."""
@@ -136,83 +176,103 @@ class Capture:
     def reset(self, *, wanted: bool) -> None:
         """Begin the next step."""
         self.wanted = wanted
-        self._unsampled.clear()
         self.discard()
 
     def discard(self) -> None:
         """Forget what backward passes have shown; forward passes may still be differentiated."""
         self._pooled.clear()
+        self._loss = None
         self.backwards.clear()
+        self._drawn.clear()
         self.sums.reset()
-
-    def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note the batch size of the model's own input, in whose terms every layer's rows are samples x positions."""
-        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0)
-        first = next(tensors, None)
-        self._batch = None if first is None else first.shape[0]
-        self._inside = True
-
-    def leave(self) -> None:
-        """Note that the model's own forward is over: a layer called by itself says nothing of an earlier batch."""
-        self._inside = False
 
     def watch(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
         """Keep the inputs of one use of a layer, or of the one tied to it, until the gradient of its output comes."""
         if not (self.wanted or self._counting) or not torch.is_grad_enabled() or not output.requires_grad:
             return
         primary, curvature = self._layers[name]
-        layer = (primary, *primary.others)[index]
+        layer = (primary, *primary.others)[index].current()
         outer_task = torch._C._current_graph_task_id()  # that of a backward pass that recomputes checkpoints
-        batch = self._batch if self._inside or outer_task != -1 else None
-        use = _Use(primary, layer, curvature, inputs.detach(), batch, outer_task)
+        forward = self._forward.current
+        batch = int(self._forward.batch) if forward is not None or outer_task != -1 else -1
+        # Statistics need the inputs themselves, the number of samples only their shape.
+        saved = Saved(inputs) if self.wanted else None
+        shape = outline(inputs) if saved is None else saved.outline
+        use = _Use(primary, layer, curvature, saved, shape, batch, forward, outer_task)
         output.register_hook(lambda gradient: self._gradient(use, gradient))
-        if self.wanted and curvature.likelihood is not None:
-            self._unsampled.append((get_gradient_edge(output), use))
+        if curvature.pools:
+            self._uses.setdefault(name, weakref.WeakSet()).add(use)
+        if self.wanted and curvature.likelihood is not None and outer_task == -1:
+            self._marks[mark(output, (weakref.ref(self), name))] = use
+
+    def receive(self, name: str, index: int, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
+        """Note the gradient of one use of a layer in a compiled graph, whose forward `watch` did not see."""
+        if (self.wanted or self._counting) and name in self._layers:
+            primary, curvature = self._layers[name]
+            layer = (primary, *primary.others)[index].current()
+            use = _Use(primary, layer, curvature, Saved(inputs), inputs, int(batch), None, -1, traced=True)
+            self._gradient(use, gradient)
 
     def _gradient(self, use: _Use, gradient: Tensor) -> None:
         # Gradients with a graph of their own are derivatives inside the model (as in physics), not the loss's.
-        if torch.is_grad_enabled() or use.inputs is None:
+        if torch.is_grad_enabled():
             return
+        self._gather(use.layer.slots[0])
         task = use.outer_task if use.outer_task != -1 else torch._C._current_graph_task_id()
-        if not self.sampling and task not in self.backwards and not _reaches_parameters(use.layer):
+        if not self.sampling and task != self._loss and not _reaches_parameters(use):
             return  # a pass down to the model's inputs, as attacks and saliency maps make, is none of the loss
         if use.outer_task != -1 and use.curvature.likelihood is not None:
-            raise NatgradError("fisher='sampled' needs checkpoint(..., use_reentrant=False)")
+            raise NatgradError(_REENTRANT)
         started = perf_counter()
-        inputs = use.inputs
+        inputs, first = use.inputs, self._first_task(use, task)
         if not self.sampling:
+            self._loss = task
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 use.inputs = None
-            self._count_backward(use, task, inputs, gradient)
-        use.sampled = use.sampled or self.sampling
-        current = self._layers.get(use.primary.name) == (
-            use.primary,
-            use.curvature,
-        )  # the coverage may have changed since
-        if self.wanted and current and self.sampling == (use.curvature.likelihood is not None):
-            self._observe(use, task, inputs, gradient)
-        self.seconds += perf_counter() - started
+        self._count_backward(use, first, gradient)
+        current = self._layers.get(use.primary.name) == (use.primary, use.curvature)  # else the coverage has changed
+        wanted = self.wanted and current and self.sampling == (use.curvature.likelihood is not None)
+        if wanted and inputs is not None:
+            with full_products(gradient.device):
+                self._observe(use, first, inputs.get(), gradient)
+        spent = perf_counter() - started
+        self.seconds += spent
+        use.primary.seconds += spent
 
-    def _count_backward(self, use: _Use, task: int, inputs: Tensor, gradient: Tensor) -> None:
+    def _gather(self, slot: Slot) -> None:
+        """Have FSDP2 gather the layer's parameters now: its own hook may come after, and the pass is told by them."""
+        owner = self._owners.get(slot.module)
+        if owner is not None and is_sharded(slot.parameter):
+            owner.unshard()
+
+    def _first_task(self, use: _Use, task: int) -> int:
+        """Return the first backward pass of the same forward pass: losses differentiated one by one make one sum."""
+        if use.forward is None:
+            return task
+        if use.forward.first is None:
+            use.forward.first = task
+        return use.forward.first
+
+    def _count_backward(self, use: _Use, task: int, gradient: Tensor) -> None:
         # The mean that the loss took is over the model's samples, of which this layer may have seen a part.
-        whole = self._reduction != "tokens" and use.layer.batched(inputs) and use.batch
-        samples = whole or self._samples(use, inputs, gradient)
-        self.backwards[task] = max(samples, self.backwards.get(task, 0))
+        whole = self._reduction != "tokens" and use.layer.batched(use.outline) and max(0, use.batch)
+        samples = whole or self._samples(use, gradient)
+        counts = self._drawn if self.sampling else self.backwards
+        counts[task] = max(samples, counts.get(task, 0))
 
-    def _samples(self, use: _Use, inputs: Tensor, gradient: Tensor) -> int:
+    def _samples(self, use: _Use, gradient: Tensor) -> int:
         if self._reduction == "tokens":
             return use.layer.positions(gradient)
         # A layer that sees windows or frames of a sample as a longer batch still sees the model's samples.
-        own = use.layer.samples(inputs)
-        return use.batch if use.batch and own % use.batch == 0 else own
+        own = use.layer.samples(use.outline)
+        return use.batch if use.batch > 0 and own % use.batch == 0 else own
 
     def _observe(self, use: _Use, task: int, inputs: Tensor, gradient: Tensor) -> None:
         layer, curvature, name = use.layer, use.curvature, use.primary.name
-        samples = self._samples(use, inputs, gradient)
+        samples = self._samples(use, gradient)
         if samples == 0:
             return
-        gradients = layer.gradient_rows(gradient, samples)
-        rows: Rows = layer.input_rows(inputs, gradient, samples)
+        rows, gradients = layer.rows(inputs, gradient, samples)
         if self._reduction == "tokens":
             counted = gradients.nonzero()
             if counted.device.type != "cpu" or not bool(counted.all()):
@@ -220,76 +280,63 @@ class Capture:
         scale = 1.0 if self.sampling or self._reduction == "sum" else float(self.backwards[task])
         if curvature.pools:
             self._pool(use, task, rows, gradients, samples, scale)
+            if not self._awaits(use):
+                self._flush(name)
             return
         tally = self.sums.tallies[name]
         sums = self.sums.of(name)
         curvature.observe(sums, rows, gradients, scale=scale, first=tally.rows == 0)
-        tally.count(task, samples, layer.positions(gradient))
+        tally.count(task, self._stood_for(task, rows, samples), layer.positions(gradient))
 
     def _pool(self, use: _Use, task: int, inputs: Rows, gradients: Rows, samples: int, scale: float) -> None:
         name = use.primary.name
-        before = self._pooled.get(name)
+        before = self._pooled.get(name, {}).get(inputs.one_hot)
         if before and (before.task, before.inputs.shape[1]) != (task, samples):
             self._flush(name)
         dtype = next(iter(self.sums.of(name).values())).dtype
-        a, g = (rows.pool().to(dtype).unflatten(1, (samples, -1)).sum(2) for rows in (inputs, gradients))
+        a, g = (_pooled_by_sample(rows, samples).to(dtype) for rows in (inputs, gradients))
         positions = inputs.samples * inputs.positions // samples
-        if name not in self._pooled:
-            self._pooled[name] = _Pooled(task, a, g, positions, scale)
+        kinds = self._pooled.setdefault(name, {})
+        if inputs.one_hot not in kinds:
+            kinds[inputs.one_hot] = _Pooled(task, a, g, positions, scale)
             return
-        pooled = self._pooled[name]
+        pooled = kinds[inputs.one_hot]
         pooled.inputs, pooled.gradients = pooled.inputs + a, pooled.gradients + g
         pooled.positions += positions
 
+    def _awaits(self, use: _Use) -> bool:
+        """Tell whether other uses of the layer may show more of the same samples."""
+        if use.traced:  # compiled uses show themselves too late; rows of every position are too many to be kept
+            return self._reduction != "tokens"
+        if use.outer_task != -1:
+            return True  # those of further checkpoints do not exist yet
+        uses = self._uses.get(use.primary.name, ())
+        return any(other.inputs is not None for other in uses if not (self.sampling and other is use))
+
     def _flush(self, name: str) -> None:
-        pooled = self._pooled.pop(name)
         _, curvature = self._layers[name]
         tally = self.sums.tallies[name]
-        inputs = DenseRows((pooled.inputs / pooled.positions)[:, :, None])
-        gradients = DenseRows(pooled.gradients[:, :, None])
-        curvature.observe(self.sums.of(name), inputs, gradients, scale=pooled.scale, first=tally.rows == 0)
-        tally.count(pooled.task, inputs.samples, inputs.samples)
+        for one_hot, pooled in self._pooled.pop(name).items():
+            inputs = DenseRows((pooled.inputs / pooled.positions)[:, :, None], one_hot=one_hot)
+            gradients = DenseRows(pooled.gradients[:, :, None])
+            with full_products(pooled.inputs.device):
+                curvature.observe(self.sums.of(name), inputs, gradients, scale=pooled.scale, first=tally.rows == 0)
+            tally.count(pooled.task, self._stood_for(pooled.task, inputs, inputs.samples), inputs.samples)
+
+    def _stood_for(self, task: int, inputs: Rows, samples: int) -> int:
+        """Return for how many samples rows stand: what is looked up once (positions) serves all of the batch."""
+        return self._drawn.get(task, self.backwards.get(task, samples)) if inputs.one_hot else samples
 
 
-def _reaches_parameters(layer: Layer) -> bool:
-    """Tell whether the backward pass under way goes down to the parameters of `layer`."""
-    parameter = layer.slots[0].parameter
+def _pooled_by_sample(rows: Rows, samples: int) -> Tensor:
+    pooled = rows.pool()
+    return pooled if pooled.shape[1] == samples else pooled.unflatten(1, (samples, -1)).sum(2)
+
+
+def _reaches_parameters(use: _Use) -> bool:
+    """Tell whether the backward pass under way goes down to the parameters of the layer."""
+    parameter = use.layer.slots[0].parameter
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     except RuntimeError:  # asked for by name in torch.autograd.grad, or frozen meanwhile
         return True
-
-
-class _Tap:
-    """A hook that copies and pickles with its model as one that does nothing."""
-
-    def __init__(self, capture: Capture | None = None, layer: str = "", index: int = 0) -> None:
-        self._capture = weakref.ref(capture) if capture is not None else lambda: None
-        self._layer, self._index = layer, index
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), ())
-
-
-class _RootTap(_Tap):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        capture = self._capture()
-        if capture is not None:
-            capture.enter(args, kwargs)
-
-
-class _EndTap(_Tap):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        capture = self._capture()
-        if capture is not None:
-            capture.leave()
-
-
-class _LayerTap(_Tap):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self.see(args[0] if args else kwargs["input"], output)
-
-    def see(self, inputs: Tensor, output: Tensor) -> None:
-        capture = self._capture()
-        if capture is not None:
-            capture.watch(self._layer, self._index, inputs, output)

@@ -24,6 +24,8 @@ class Row:
         curvature: What approximates its Fisher block; empty when it is left to the optimizer.
         owners: The rank that does each part of its renewal.
         share: Its layer's share of the work of a renewal, given on the layer's first parameter.
+        time: The share of the time of all steps so far that its layer's curvature took on this rank's host; likewise.
+            None before the second step.
         bytes: What its layer keeps on this rank: factors and what is made of them; likewise.
         reason: Why it is left to the optimizer; empty when it is preconditioned.
     """
@@ -33,6 +35,7 @@ class Row:
     curvature: str = ""
     owners: dict[str, int] | None = None
     share: float = 0.0
+    time: float | None = None
     bytes: int = 0
     reason: str = ""
 
@@ -61,6 +64,7 @@ class Explanation:
         table.add_column("curvature", overflow="fold")
         table.add_column("owners")
         table.add_column("work", justify="right")
+        table.add_column("time", justify="right")
         table.add_column("memory", justify="right")
         for row in self.rows:
             owners = " ".join(f"{part}:{rank}" for part, rank in (row.owners or {}).items())
@@ -70,6 +74,7 @@ class Explanation:
                 escape(row.curvature) or f"[dim]optimizer: {escape(row.reason)}[/dim]",
                 owners,
                 f"{row.share:.1%}" if row.owners else "",
+                f"{row.time:.1%}" if row.time is not None else "",
                 f"{row.bytes / 2**20:.2f} MiB" if row.owners else "",
             )
         return table
@@ -82,32 +87,34 @@ class Explanation:
         return capture.get()
 
 
-def explain(stacks: list[Stack], coverage: Coverage, plan: Plan[tuple[str, str]], note: str) -> Explanation:
+def explain(
+    stacks: list[Stack], coverage: Coverage, plan: Plan[tuple[str, str]], seconds: float, note: str
+) -> Explanation:
     """Describe all parameters of a model.
 
     Args:
         stacks: What is preconditioned.
         coverage: What else there is, and the order of the model.
         plan: The owners.
+        seconds: What all steps have taken so far.
         note: The state of the KL clip, in words.
     """
     rows = []
     total = sum(part.cost * stack.size for stack in stacks for part in stack.parts) or 1.0
     for stack in stacks:
-        kept = sum(spec.numel for spec in stack.statistics) * stack.dtype.itemsize
-        held = sum(spec.numel for part in stack.parts for spec in part.writes) * stack.solve_dtype.itemsize
         work = sum(part.cost for part in stack.parts)
         for member in stack.members:
             layer = member.layer
             for first, slot in zip((True, *[False] * len(layer.slots)), layer.slots, strict=False):
                 rows.append(
                     Row(
-                        parameter=slot.name,
-                        shape=tuple(slot.parameter.shape),
+                        parameter=slot.label,
+                        shape=slot.shape,
                         curvature=repr(stack.curvature),
                         owners={p.name: plan.owners[layer.key, p.name] for p in stack.parts} if first else None,
                         share=work * layer.blocks / total if first else 0.0,
-                        bytes=(kept + held) * layer.blocks if first else 0,
+                        time=layer.seconds / seconds if first and seconds else None,
+                        bytes=stack.bytes_per_block() * layer.blocks if first else 0,
                     )
                 )
     rows += [Row(parameter=one.parameter, shape=one.shape, reason=one.reason) for one in coverage.left]

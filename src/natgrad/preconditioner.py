@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Literal, NoReturn
@@ -22,6 +22,7 @@ from natgrad.coverage import cover, idle_patterns
 from natgrad.curvature import KFAC, Curvature
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.explanation import Explanation, explain
+from natgrad.given import Given
 from natgrad.gradients import Gradients
 from natgrad.guard import Guard, Watch
 from natgrad.linalg import tensor_on
@@ -32,6 +33,8 @@ from natgrad.refresh import Refresh
 from natgrad.renewal import fold, renew
 from natgrad.sampling import LabelSampler
 from natgrad.schedule import Schedule, value_at
+from natgrad.sharding import check_layers, reshard
+from natgrad.verification import Verification, verify
 
 # Told apart from a value that the user gives by its identity: only the latter insists on an optimizer.
 _DEFAULT_KL_CLIP = float("1e-3")
@@ -72,8 +75,8 @@ class Preconditioner:
         """Cover the layers of `model`; neither tensors are made nor messages sent before the first step.
 
         Args:
-            model: The model, plain or in ``DistributedDataParallel``.
-            curvature: What approximates the Fisher: one `Curvature` for all linear and convolutional layers (default
+            model: The model, plain, in ``DistributedDataParallel`` or sharded by FSDP2 (``fully_shard``) before.
+            curvature: What approximates the Fisher: one `Curvature` for all layers that it has a form for (default
                 ``KFAC()``), or a mapping from fnmatch patterns of module names to curvatures, of which the first match
                 wins; None as a value leaves a layer to the optimizer.
             optimizer: Where the KL clip reads the learning rates, live.
@@ -84,11 +87,11 @@ class Preconditioner:
                 are the first dimension of the first tensor that the model is called with.
             refresh: When statistics are captured and decomposed.
             placement: Where curvature is computed: "auto" or "comm-opt".
-            precision: The dtypes of factors and solves.
+            precision: The dtypes of factors, of messages and of solves.
             process_group: The ranks, if the model's wrapper does not say; default: the world.
-            mesh: A one-dimensional ``DeviceMesh`` in place of `process_group`.
+            mesh: A one-dimensional ``DeviceMesh`` in place of `process_group`, or that of FSDP2.
             guard: How far numerical trouble is tolerated.
-            gradients: "averaged": ``.grad`` is averaged over the ranks already (``DistributedDataParallel`` does).
+            gradients: "averaged": ``.grad`` is averaged over the ranks already (``DistributedDataParallel``, FSDP2).
                 "reduce": natgrad averages it, weighted by samples; under ``DistributedDataParallel`` its communication
                 hook is replaced.
             accumulation: With K backward passes a step, whether the user divides the loss by K ("mean") or not ("sum").
@@ -119,8 +122,9 @@ class Preconditioner:
             scaler=scaler,
             seed=seed,
         )
+        self._model, self._root = model, unwrap(model)
+        check_layers(layer for layer, _ in cover(self._root, curvature).layers)
         group = resolve_group(model, process_group, mesh)
-        self._root = unwrap(model)
         self._curvature, self._precision, self._placement = curvature, precision, placement
         self._damping, self._refresh = damping, refresh
         self._reduction, self._accumulation, self._reduces = reduction, accumulation, gradients == "reduce"
@@ -128,6 +132,7 @@ class Preconditioner:
         self._runtime = Runtime(group)
         self._watch = Watch(guard)
         self._clip = Clip(optimizer, kl_clip)
+        self._given = Given()
         counting = reduction == "sum" or accumulation == "sum" or self._reduces
         self._capture = Capture(self._root, reduction=reduction, counting=counting)
         self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=reduction)
@@ -136,10 +141,12 @@ class Preconditioner:
         self._last_factors: int | None = None
         self._last_inverses: int | None = None
         self._last_damping = math.nan
+        self._began = self._ended = 0.0
         self._updates = {"factor_updates": 0, "inverse_updates": 0}
         self._seconds = dict.fromkeys(("capture", "reduce", "renew", "solve"), 0.0)
         if self._reduces:
             take_over_reduction(model)
+        self._sharded = reshard(self._root)
         self._build()
         idle = idle_patterns(self._root, curvature)
         if idle or not self._coverage.layers:
@@ -175,6 +182,7 @@ class Preconditioner:
         """Make ``.grad`` the natural gradient.
 
         Call it after ``backward`` (and ``scaler.unscale_``), before the user's own clipping and ``optimizer.step()``.
+        Gradients that the last call wrote and nobody has touched since stay as they are, with a warning.
 
         Args:
             count: For token losses with masks: how many positions of this rank counted since the last step.
@@ -201,8 +209,14 @@ class Preconditioner:
         self._rebuild_if_changed()
         self._last_damping = damping
         self._warn_if_blind()
+        # A rank without samples has no backward pass, and where natgrad reduces it takes part all the same.
+        if not self._reduces and not self._capture.backwards and self._given.untouched():
+            warnings.warn("natgrad: step() without a backward pass since the last one", NatgradWarning, stacklevel=3)
+            return
         if self._runtime.ranks == 1 and not self._capture.backwards and self._last_factors is None:
             return  # a checkpoint loader's step, before any forward
+        if not self._began:
+            self._begin()
         scale = self._gradient_scale(count)
         if self._capture.wanted:
             self._update_factors(count)
@@ -211,7 +225,14 @@ class Preconditioner:
         self._precondition(damping, scale)
         self._step += 1
         self._capture.reset(wanted=self._refresh.factors_due(self._step, self._last_factors))
+        self._ended = perf_counter()
         self._watch.check()
+
+    def _begin(self) -> None:
+        """Start the clock by which `explain` tells each layer's share of the time of a step."""
+        self._began = self._ended = perf_counter()
+        for layer, _ in self._coverage.layers:
+            layer.seconds = 0.0
 
     def _warn_if_blind(self) -> None:
         """Warn at the second step (a checkpoint loader may do one) with gradients that no hook has seen come."""
@@ -221,8 +242,9 @@ class Preconditioner:
         self._blind += any(slot.parameter.grad is not None for layer in layers for slot in layer.slots)
         if self._blind == 2:
             warnings.warn(
-                "natgrad has seen no backward pass of its layers yet and leaves their gradients as they are: build the "
-                "Preconditioner before a compiled model is first called, and differentiate without create_graph=True",
+                "natgrad has seen no backward pass of its layers yet and leaves their gradients as they are: "
+                "differentiate without create_graph=True, and build the Preconditioner before a compiled function "
+                "calls the model",
                 NatgradWarning,
                 stacklevel=4,  # past the decorator of `step`
             )
@@ -256,10 +278,12 @@ class Preconditioner:
         with self._phase("reduce"):
             positions = {name: tally.samples for name, tally in self._capture.sums.tallies.items()}
             shares = {} if count is None else {name: count / n for name, n in positions.items() if n}
-            for message, kinds in self._capture.sums.close(shares, self._gain()):
-                self._runtime.sum_(message, kinds)
+            wire = self._precision.wire
+            # A scale is shared by neighbours.
+            for message, kinds in self._capture.sums.close(shares, self._gain(), tidy=wire == torch.float16):
+                self._runtime.sum_(message, kinds, wire)
         with self._phase("renew"):
-            renewed = fold(self._capture.sums, self._watch)
+            renewed = fold(self._capture.sums, self._watch, self._step)
             # The answer is waited for only before the first renewal: a checkpoint loader may step before any forward,
             # and a first batch may be poisoned.
             if renewed is not None and (self._last_factors is not None or bool(renewed)):
@@ -274,18 +298,19 @@ class Preconditioner:
 
     def _update_inverses(self, damping: float) -> None:
         with self._phase("renew"):
-            if renew(self._stacks, self._plan, self._runtime, damping, self._watch):
+            if renew(self._stacks, self._plan, self._runtime, damping, self._watch, self._precision.wire):
                 self._last_inverses = self._step
                 self._updates["inverse_updates"] += 1
 
     def _precondition(self, damping: float, scale: float | Tensor) -> None:
         with self._phase("solve"):
             gradients = Gradients.take(self._stacks)
-            gradients.solve(damping)
+            gradients.solve(damping, self._runtime)
             finite = self._clip.apply(gradients, scale)
             for entry, fine in zip(gradients.entries, finite, strict=True):
                 self._watch.saw_gradients(entry.stack, entry.places(), ~fine)
             gradients.give()
+            self._given.note(self._stacks)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -297,6 +322,16 @@ class Preconditioner:
         self._seconds[name] += perf_counter() - started - messages
 
     # --- What the user may ask ----------------------------------------------------------------------------------
+
+    @property
+    def has_curvature(self) -> bool:
+        """Whether statistics were ever captured, here or before a checkpoint."""
+        return self._last_factors is not None
+
+    @property
+    def saw_backward(self) -> bool:
+        """Whether a backward pass of this rank since the last step was noticed; some steps need to notice none."""
+        return bool(self._capture.backwards)
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Return a flat dict of plain numbers and lazy tensors; nothing waits for the device until one is read."""
@@ -311,17 +346,45 @@ class Preconditioner:
         }
 
     def traffic(self) -> dict[str, int]:
-        """Return the bytes that this rank has sent so far, by kind of message."""
+        """Return the bytes that this rank has sent so far, by kind of message; "padding" evens out FSDP2's shards."""
         return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self._runtime.traffic()}
 
     def explain(self) -> Explanation:
         """Tell each parameter's curvature, owners and cost, or why it is left to the optimizer."""
-        return explain(self._stacks, self._coverage, self._plan, self._clip.describe())
+        return explain(self._stacks, self._coverage, self._plan, self._ended - self._began, self._clip.describe())
+
+    def verify(
+        self, batch: Any, loss_fn: Callable[[nn.Module, Any], Any], *, dtype: torch.dtype | None = None
+    ) -> Verification:
+        """Compare this placement and wrapper with the plain computation, on this model and this process group.
+
+        A first step from no curvature, with the present damping, is done twice: by all ranks together, and by each rank
+        alone on a whole, unwrapped copy of the model with the batches of all ranks. Dropout is off and norms use their
+        running statistics meanwhile; sampled labels are the same for both. Collective: every rank calls it, when no
+        step is under way. Parameters, gradients, optimizer, buffers, torch's generators, factors and counters stay as
+        they are. It takes the memory of a second model with its factors on every rank.
+
+        Args:
+            batch: What this rank gives to `loss_fn`: a tensor, or tensors in tuples, lists and dicts, samples first;
+                the number of samples may differ between ranks.
+            loss_fn: A function of model and batch that returns the loss, or (loss, outputs) if labels are sampled.
+            dtype: That of the plain computation; None: the model's. In float64 rounding shows as a difference too.
+
+        Returns:
+            The largest relative difference per layer; ``worst`` is the largest of all.
+
+        Raises:
+            ValueError: if an argument is not allowed, or backward passes wait for their step.
+        """
+        return verify(self, self._model, batch, loss_fn, dtype)
 
     # --- State --------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        """Return the state, keyed by the qualified names of parameters; tensors are not copied.
+        """Return a copy of the state, on the host and keyed by the qualified names of parameters.
+
+        Training may go on while it is written (``dcp.async_save``), and a load into it that breaks off, of a truncated
+        file say, leaves the preconditioner as it was.
 
         Args:
             gather: Collect the blocks of all ranks first (collective). Under "comm-opt" every rank holds all of them.
@@ -335,7 +398,7 @@ class Preconditioner:
             "last_factors": -1 if self._last_factors is None else self._last_factors,
             "last_inverses": -1 if self._last_inverses is None else self._last_inverses,
             "updates": dict(self._updates),
-            "blocks": states.blocks(self._stacks),
+            "blocks": states.snapshot(states.blocks(self._stacks)),
             "watch": self._watch.state_dict(),
         }
 
@@ -374,9 +437,12 @@ class Preconditioner:
         self._plan = make_plan(self._placement, costs, self._runtime.ranks)
         self._capture.attach(self._stacks, fused=self._runtime.ranks > 1)
         self._watch.forget()
+        self._began = self._ended = 0.0
 
     def _rebuild_if_changed(self) -> None:
         """Follow parameters that were moved, frozen or thawed; blocks of unchanged shape keep their state."""
+        if reshard(self._root) and not self._sharded:
+            raise NatgradError("the model was sharded after its Preconditioner was built: call fully_shard before")
         moved = [stack.follow() for stack in self._stacks]
         if any(moved):
             self._watch.forget()

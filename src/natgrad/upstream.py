@@ -1,10 +1,45 @@
-"""Which places of an autograd graph must be asked for so that a pass visits all of them."""
+"""Places of an autograd graph: written on, found again, and which must be asked for so that a pass visits all of them.
+
+What is written on a graph goes when the graph does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any
 
-from torch.autograd.graph import GradientEdge, Node
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+_KEY = "natgrad"
+
+
+def mark(output: Tensor, note: object) -> int:
+    """Write `note` on the place of `output` in its graph; return its node's number, which few other nodes share."""
+    place = get_gradient_edge(output)
+    notes: dict[Any, Any] = place.node.metadata  # type: ignore[assignment]
+    notes[_KEY] = (*notes.get(_KEY, ()), (place.output_nr, note))
+    return place.node._sequence_nr()
+
+
+def marked(nodes: Iterable[Node], numbers: Container[int]) -> Iterator[tuple[GradientEdge, Any]]:
+    """Yield every place at `nodes` that was written on, with what was; only nodes with such a number are looked at."""
+    for node in nodes:
+        if node._sequence_nr() not in numbers:
+            continue  # to ask a node for what is written on it is slow where nothing is
+        notes: dict[Any, Any] = node.metadata  # type: ignore[assignment]
+        for output, note in notes.get(_KEY, ()):
+            yield GradientEdge(node, output), note
+
+
+def reached(root: Node) -> set[Node]:
+    """Return `root` and every node upstream of it."""
+    seen, pending = {root}, [root]
+    while pending:
+        fresh = {following for following, _ in pending.pop().next_functions if following is not None} - seen
+        seen |= fresh
+        pending += fresh
+    return seen
 
 
 def sources(edges: Sequence[GradientEdge]) -> list[GradientEdge]:

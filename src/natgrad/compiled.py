@@ -1,0 +1,88 @@
+"""``torch.compile``: an operator in the backward graph through which gradients leave it, one for each use of a layer.
+
+The graph holds nothing that changes from step to step, and of a layer only a tensor with its number: nothing is guarded
+that would make Dynamo compile anew, neither over steps nor for the equal blocks of a model that are compiled one by
+one. Whether and how the gradient counts is decided outside, when it comes.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import count
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+
+class Receiver(Protocol):
+    """What gradients that leave a compiled graph are handed to."""
+
+    def receive(self, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
+        """Take the inputs of a layer, the gradient of its output, and the tensor that `on_gradient` was given."""
+
+
+_RECEIVERS: WeakValueDictionary[int, Receiver] = WeakValueDictionary()
+_NUMBERS = count()
+
+
+def register(receiver: Receiver) -> Tensor:
+    """Return a number for `receiver`, as long as it lives: a tensor, for Dynamo would compile anew for each number."""
+    number = next(_NUMBERS)
+    _RECEIVERS[number] = receiver
+    return torch.tensor(number)
+
+
+def on_gradient(output: Tensor, inputs: Tensor, number: Tensor, batch: Tensor) -> None:
+    """Have the gradient of `output` handed to a receiver: to be called while Dynamo traces a forward pass."""
+    kept = inputs.detach()
+
+    def hook(gradient: Tensor) -> Tensor:
+        _leave(gradient, kept, number, batch)
+        return gradient
+
+    output.register_hook(hook)
+
+
+@torch.library.custom_op(
+    "natgrad::leave", mutates_args=(), schema="(Tensor gradient, Tensor inputs, Tensor number, Tensor batch) -> ()"
+)
+def _leave(gradient: Tensor, inputs: Tensor, number: Tensor, batch: Tensor) -> None:
+    receiver = _RECEIVERS.get(int(number))
+    if receiver is None:
+        return
+    # Within an operator autograd is out of reach, of which receivers ask where the pass under way goes.
+    hidden = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), hidden):
+        receiver.receive(inputs, gradient, batch)
+
+
+@_leave.register_fake
+def _(gradient: Tensor, inputs: Tensor, number: Tensor, batch: Tensor) -> None:
+    return None
+
+
+if hasattr(_leave, "register_effect"):
+    # Without outputs it would be thought idle, and dropped.
+    _leave.register_effect(torch._library.effects.EffectType.ORDERED)
+
+
+def forget(model: nn.Module) -> None:
+    """Have Dynamo trace `model` anew if it has been before: it does not notice new hooks."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return
+    inline = dynamo.external_utils.wrap_inline(forget)  # the frame in which Dynamo traces torch's own modules
+    frames = {nn.Module._call_impl.__code__, inline.__code__}
+    frames |= {code for module in model.modules() if (code := getattr(module.forward, "__code__", None)) is not None}
+    for frame in frames:
+        if dynamo.eval_frame._debug_get_cache_entry_list(frame):
+            dynamo.eval_frame.remove_from_cache(frame)
+
+
+def allow_two_passes() -> None:
+    """Have compiled graphs be differentiable twice, which they are not by default: a backward pass reuses buffers."""
+    import torch._functorch.config  # noqa: PLC0415 - only where it is needed
+
+    torch._functorch.config.donated_buffer = False

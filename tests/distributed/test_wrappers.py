@@ -1,0 +1,167 @@
+"""DistributedDataParallel with its options, compiled and checkpointed: always the plain single-process result."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import natgrad
+from tests.distributed.jobs import batch, place, share
+
+SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
+
+
+class Network(nn.Module):
+    """Two layers, a checkpoint around one of them, and a branch that no step uses unless it is told to."""
+
+    def __init__(self, checkpointed=None):
+        super().__init__()
+        self.convolution, self.hidden, self.spare = nn.Conv1d(2, 4, 3, stride=2), nn.Linear(12, 5), nn.Linear(12, 5)
+        self.head = nn.Linear(5, 3)
+        self.checkpointed, self.branching = checkpointed, False
+
+    def forward(self, x):
+        x = self.convolution(x).tanh().flatten(1)
+        if self.checkpointed is not None:
+            x = checkpoint(self.hidden, x, use_reentrant=self.checkpointed)
+        else:
+            x = (self.spare if self.branching else self.hidden)(x)
+        return self.head(x.tanh())
+
+
+def wrap(model, wrapper, way, options):
+    """Return what the loop calls and what natgrad is given."""
+    compiled = {"backend": "aot_eager"}
+    if way == "compiled inside" and wrapper:
+        model = torch.compile(model, **compiled)
+    if way == "compiled in place":
+        model.compile(**compiled)
+    wrapped = DistributedDataParallel(model, **options) if wrapper else model
+    return torch.compile(wrapped, **compiled) if way == "compiled outside" else wrapped
+
+
+def train(way=None, options=None, curvature=None, micro_batches=1, checkpointed=None, branches=(), steps=4):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Network(checkpointed).double()
+    if not branches and not (options or {}).get("find_unused_parameters"):
+        model.spare.requires_grad_(False)
+    called = wrap(model, dist.is_initialized(), way, options or {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    preconditioner = natgrad.Preconditioner(
+        called,
+        natgrad.KFAC(**(curvature or {})),
+        optimizer=optimizer,
+        damping=0.05,
+        refresh=natgrad.Refresh(factors=2, inverses=2),
+    )
+    for step in range(steps):
+        model.branching = step in branches
+        x, y = (share(tensor) for tensor in batch(step))
+        optimizer.zero_grad()
+        for index, (xs, ys) in enumerate(zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True)):
+            synchronised = index == micro_batches - 1 or not isinstance(called, DistributedDataParallel)
+            # PyTorch's own limit: with static_graph the very first backward pass must synchronise.
+            synchronised |= (options or {}).get("static_graph", False) and step == 0
+            with nullcontext() if synchronised else called.no_sync():
+                outputs = called(xs)
+                preconditioner.backward(cross_entropy(outputs, ys) / micro_batches, outputs)
+        preconditioner.step()
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}, place()
+
+
+def assert_all_equal(results, expected, tolerance=1e-9):
+    for actual, _ in results:
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, rtol=tolerance, atol=1e-11, msg=name)
+
+
+OPTIONS = {
+    "plain": {},
+    "static": {"static_graph": True},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "all": {"static_graph": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001},
+}
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_of_ddp(ranks, size, options):
+    expected, _ = train()
+    assert_all_equal(ranks.run(size, train, None, options), expected)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_accumulation_without_synchronisation(ranks, options):
+    expected, _ = train()
+    assert_all_equal(ranks.run(2, train, None, options, None, 3), expected)
+
+
+def test_layers_that_a_step_does_not_use(ranks):
+    options = {"find_unused_parameters": True}
+    expected, _ = train(branches=(1, 2), options=options)
+    results = ranks.run(2, train, None, options, None, 1, None, (1, 2))
+    assert_all_equal(results, expected)
+
+
+@pytest.mark.parametrize("way", ["compiled inside", "compiled in place", "compiled outside"])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_compiled_ddp(ranks, way, micro_batches):
+    expected, _ = train()
+    assert_all_equal(ranks.run(2, train, way, {}, None, micro_batches), expected)
+
+
+@pytest.mark.parametrize("way", ["compiled inside", "compiled in place", "compiled outside"])
+def test_a_sampled_fisher_under_compiled_ddp(ranks, way):
+    """Each rank draws its own labels, compiled or not; the pass for them leaves DDP's gradients alone."""
+    expected = ranks.run(2, train, None, {}, SAMPLED)
+    for result in ranks.run(2, train, way, {}, SAMPLED):
+        assert_all_equal([result], expected[0][0])
+
+
+@pytest.mark.parametrize(("reentrant", "static"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_checkpoints_under_ddp(ranks, reentrant, static, micro_batches):
+    expected, _ = train()
+    results = ranks.run(2, train, None, {"static_graph": static}, None, micro_batches, reentrant)
+    assert_all_equal(results, expected)
+
+
+def poisoned():
+    """Four steps with a GradScaler, of which one meets an infinite loss on one rank only."""
+    torch.manual_seed(0)
+    model = Network().double()
+    model.spare.requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preconditioner = natgrad.Preconditioner(wrapped, optimizer=optimizer, damping=0.05, scaler=scaler)
+    kept = []
+    for step in range(4):
+        x, y = (share(tensor) for tensor in batch(step))
+        optimizer.zero_grad()
+        scaler.scale(cross_entropy(wrapped(x), y) * (float("inf") if (step, place()[0]) == (2, 1) else 1)).backward()
+        scaler.unscale_(optimizer)
+        preconditioner.step()
+        scaler.step(optimizer)
+        scaler.update()
+        blocks = preconditioner.state_dict()["blocks"]
+        kept.append({f"{name}/{key}": block[key].clone() for name, block in blocks.items() for key in ("A", "G")})
+    return kept, {name: value.clone() for name, value in model.state_dict().items()}, scaler.get_scale()
+
+
+def test_infinite_gradients_of_one_rank_leave_the_factors_of_all(ranks):
+    first, second = ranks.run(2, poisoned)
+    for kept, weights, scale in (first, second):
+        assert all(torch.equal(kept[1][name], kept[2][name]) for name in kept[1])
+        assert not any(torch.equal(kept[2][name], kept[3][name]) for name in kept[1])
+        assert all(torch.equal(value, first[1][name]) for name, value in weights.items())
+        assert all(value.isfinite().all() for value in weights.values())
+        assert scale == 2.0**7
