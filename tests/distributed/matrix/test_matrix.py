@@ -1,0 +1,50 @@
+"""Every model, wrapper, precision, checkpointing and accumulation gives what the plain way gives."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.matrix.cells import CELLS, RANKS, TOLERANCE, Cell, difference, pairwise, train
+
+QUICK = pairwise(CELLS)
+PATH = Path(__file__).parents[3] / "docs" / "compatibility.md"
+
+
+@cache
+def reference(cell: Cell):
+    return train(cell)
+
+
+def measure(ranks, cell: Cell) -> float:
+    """The difference of a cell from its reference; all ranks agree to the last bit."""
+    results = [train(cell)] if cell.wrapper == "plain" else ranks.run(RANKS[cell.wrapper], train, cell)
+    for other in results[1:]:
+        assert all(tensor.equal(other[name]) for name, tensor in results[0].items())
+    return difference(cell, results[0], reference(cell.reference()))
+
+
+@pytest.mark.parametrize("cell", QUICK, ids=str)
+def test_pairs(ranks, cell):
+    assert measure(ranks, cell) < TOLERANCE[cell.precision]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in QUICK], ids=str)
+def test_the_rest(ranks, cell):
+    assert measure(ranks, cell) < TOLERANCE[cell.precision]
+
+
+def test_pairwise_covers_every_pair():
+    for first in CELLS:
+        for a in ("model", "wrapper", "precision", "checkpointing", "accumulation"):
+            for b in ("model", "wrapper", "precision", "checkpointing", "accumulation"):
+                assert any(getattr(c, a) == getattr(first, a) and getattr(c, b) == getattr(first, b) for c in QUICK)
+
+
+def test_the_document_shows_every_cell_within_its_tolerance():
+    rows = [line.split("|")[1:-1] for line in PATH.read_text().splitlines() if line.startswith("| ") and "e-" in line]
+    assert len(rows) == len(CELLS) // 4
+    for _, precision, *values in rows:
+        assert len(values) == 4
+        assert all(float(value) < TOLERANCE[precision.strip()] for value in values)
