@@ -30,6 +30,7 @@ test-slow: $(READY)  ## Run the tests that take minutes
 bench: $(READY)  ## Run every benchmark; results go to benchmarks/results
 	$(RUN)python -m benchmarks.gram
 	$(RUN)python -m benchmarks.step
+	$(RUN)python -m benchmarks.memory
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

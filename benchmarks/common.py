@@ -90,18 +90,27 @@ def _rank(call: Callable[[], R]) -> R:
         dist.destroy_process_group()
 
 
-def peak_memory(run: Callable[[], object]) -> int | None:
+def peak_memory(run: Callable[[], object]) -> int:
     """Return the greatest resident memory of this process in bytes while `run` runs.
 
-    Linux keeps the high-water mark (`VmHWM`), and writing 5 to `clear_refs` resets it; None on other systems.
+    Linux keeps the high-water mark (`VmHWM`), and writing 5 to `clear_refs` resets it.
+
+    Raises:
+        OSError: on other systems.
     """
-    reset = Path("/proc/self/clear_refs")
-    if not reset.exists():
-        return None
-    reset.write_text("5")
+    Path("/proc/self/clear_refs").write_text("5")
     run()
+    return _status("VmHWM")
+
+
+def resident_memory() -> int:
+    """Return the resident memory of this process in bytes, on Linux."""
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) * 1024
+    return int(status[name].split()[0]) * 1024
 
 
 def median(values: Seconds) -> float:

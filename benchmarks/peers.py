@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
@@ -47,9 +48,17 @@ class Preconditioner(Protocol):
 class Trainer:
     """A user's training loop on one workload: model, SGD and, once attached, a preconditioner."""
 
-    def __init__(self, workload: Workload, clock: Callable[[], float] = perf_counter) -> None:
-        """Build the workload's model and SGD with momentum for it; `clock` times the steps."""
-        self.workload, self.clock = workload, clock
+    def __init__(
+        self, workload: Workload, clock: Callable[[], float] = perf_counter, *, micro_batches: int = 1
+    ) -> None:
+        """Build the workload's model and SGD with momentum for it.
+
+        Args:
+            workload: Its model and batch.
+            clock: Times the steps.
+            micro_batches: How often a step runs forward and backward, each time on the whole batch.
+        """
+        self.workload, self.clock, self.micro_batches = workload, clock, micro_batches
         self.model = workload.model()
         if dist.is_initialized():
             self.model = DistributedDataParallel(self.model)
@@ -60,7 +69,8 @@ class Trainer:
     def step(self) -> None:
         """Run one step of training."""
         self.optimizer.zero_grad()
-        torch.autograd.backward(self.workload.loss(self.model(self.inputs), self.labels))
+        for _ in range(self.micro_batches):
+            torch.autograd.backward(self.workload.loss(self.model(self.inputs), self.labels) / self.micro_batches)
         if self.preconditioner is not None:
             self.preconditioner.step()
         self.optimizer.step()
@@ -87,12 +97,14 @@ Method = Callable[[Trainer], Preconditioner]
 
 
 def natgrad_kfac(form: Form) -> Method:
-    """Return natgrad's K-FAC in the given form."""
+    """Return natgrad's K-FAC in the given form, on the layers that all peers know: linear ones and convolutions."""
 
     def attach(trainer: Trainer) -> Preconditioner:
+        curvature = natgrad.KFAC(form=form, fisher="empirical", factor_decay=FACTOR_DECAY)
+        own = trainer.model.module if isinstance(trainer.model, DistributedDataParallel) else trainer.model
         return natgrad.Preconditioner(
             trainer.model,
-            natgrad.KFAC(form=form, fisher="empirical", factor_decay=FACTOR_DECAY),
+            {name: curvature for name, module in own.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))},
             optimizer=trainer.optimizer,
             damping=DAMPING,
             kl_clip=KL_CLIP,
@@ -117,6 +129,7 @@ def kfac_pytorch(form: Form) -> Method:
             damping=DAMPING,
             factor_decay=FACTOR_DECAY,
             kl_clip=KL_CLIP,
+            accumulation_steps=trainer.micro_batches,
             lr=lambda _: trainer.optimizer.param_groups[0]["lr"],
             compute_method=form,
         )

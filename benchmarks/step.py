@@ -6,8 +6,7 @@ Every method runs cycles of three steps: one that renews everything, one that re
 nothing. The mean step at the intervals (factors, inverses) is the average of those three in their proportions, so that
 (10, 100) needs no runs of hundreds of steps. All methods and the limit's bare calls are timed in turn, round by round,
 in one process on one thread; ratios are taken within a round, then their median. What natgrad's time goes to, by its
-own metrics, is shown for two gloo ranks too, since one rank sends nothing. Memory is the greatest resident memory over
-two cycles minus that over SGD steps alone, the median of three fresh processes, with the system's allocator as it is.
+own metrics, is shown for two gloo ranks too, since one rank sends nothing. Memory is `benchmarks.memory`'s.
 """
 
 from __future__ import annotations
@@ -20,18 +19,16 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.common import CLOCKS, Clock, Seconds, Subject, conditions, interleave, launch, median, peak_memory, save
+from benchmarks.common import CLOCKS, Clock, Seconds, Subject, conditions, interleave, launch, median, save
 from benchmarks.limit import Limit
 from benchmarks.models import WORKLOADS, Name
 from benchmarks.peers import FORMS, KFAC_PYTORCH, PARTS, PHASES, Method, Trainer, methods
-from benchmarks.step_report import Cost, Figure, Memory, Parts, Result, print_result
+from benchmarks.step_report import Cost, Figure, Parts, Result, print_result
 
 OVER_SGD = {("resnet32", "(10, 100)"): 1.15}  # elsewhere the bare products alone cost more
 OVER_LIMIT = 1.3
 OVER_PEER = {"(1, 1)": 0.5, "(1, 10)": 0.5}
-OVER_PEER_MEMORY = 0.7
 RANKS = 2  # on which the messages are timed
-MEMORY_RUNS = 3
 
 
 @dataclass(frozen=True)
@@ -85,17 +82,6 @@ def cycles(workload: Name, clock: Clock, chosen: Mapping[str, Method]) -> dict[s
     return {name: trainer.cycle for name, trainer in trainers.items()}
 
 
-def added_memory(workload: Name, method: str) -> float | None:
-    """Return the MiB by which a method raises the peak of SGD's resident memory; to be called in a fresh process."""
-    torch.set_num_threads(1)
-    trainer = Trainer(WORKLOADS[workload])
-    trainer.cycle()
-    alone = peak_memory(trainer.cycle)
-    trainer.preconditioner = methods()[method](trainer)
-    preconditioned = peak_memory(lambda: (trainer.cycle(), trainer.cycle()))
-    return None if alone is None or preconditioned is None else (preconditioned - alone) / 2**20
-
-
 def cost(workload: Name, times: Mapping[str, Seconds], form: str, setting: Intervals) -> Cost:
     """Return natgrad's cost in one form at one setting, beside the limit's and kfac-pytorch's."""
     sgd, intervals = sgd_seconds(times), str(setting)
@@ -135,21 +121,6 @@ def sgd_seconds(times: Mapping[str, Seconds]) -> Seconds:
     return mean
 
 
-def memory(workload: Name, form: str) -> Memory:
-    """Measure the added peak memory of natgrad and kfac-pytorch in one form."""
-    own = fresh_memory(workload, f"natgrad {form}")
-    peer = fresh_memory(workload, f"kfac-pytorch {form}") if KFAC_PYTORCH else None
-    ratio = None if own is None or peer is None else Figure(own / peer, OVER_PEER_MEMORY)
-    return Memory(form=form, natgrad_mib=own, peer_mib=peer, over_peer=ratio)
-
-
-def fresh_memory(workload: Name, method: str) -> float | None:
-    """Return the median of `added_memory` over fresh processes: where freed memory lies differs from run to run."""
-    runs = [launch(1, added_memory, workload, method) for _ in range(MEMORY_RUNS)]
-    known = [mib for mib in runs if mib is not None]
-    return median(np.array(known)) if known else None
-
-
 def main(
     workload: Annotated[Name | None, typer.Option(help="The one to run; all unless given.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over which the medians are taken.")] = 10,
@@ -168,7 +139,6 @@ def main(
             sgd_ms=1e3 * median(sgd_seconds(times)),
             costs=[cost(name, times, form, setting) for form in FORMS for setting in SETTINGS],
             parts=[parts(ranked[ranks], ranks, form, each) for ranks in ranked for form in FORMS for each in SETTINGS],
-            memory=[memory(name, form) for form in FORMS],
             laps_ms={lap: 1e3 * median(seconds) for lap, seconds in times.items()},
         )
         print_result(results[name])

@@ -50,24 +50,13 @@ class Parts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Added peak memory in one form, in MiB (None where it cannot be measured or kfac-pytorch is missing)."""
-
-    form: str
-    natgrad_mib: float | None
-    peer_mib: float | None
-    over_peer: Figure | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Result:
-    """One workload: times, memory, and the medians of every lap in milliseconds."""
+    """One workload: times and the medians of every lap in milliseconds."""
 
     title: str
     sgd_ms: float
     costs: list[Cost]
     parts: list[Parts]
-    memory: list[Memory]
     laps_ms: dict[str, float]
 
 
@@ -77,7 +66,6 @@ def print_result(result: Result) -> None:
     console.print(cost_table(result))
     if result.parts:
         console.print(parts_table(result))
-    console.print(memory_table(result))
 
 
 def cost_table(result: Result) -> Table:
@@ -105,14 +93,6 @@ def parts_table(result: Result) -> Table:
     for row in result.parts:
         shares = (f"{share:.1%}" for share in row.shares.values())
         table.add_row(str(row.ranks), row.form, row.intervals, f"{row.step_ms:.1f}", *shares)
-    return table
-
-
-def memory_table(result: Result) -> Table:
-    """Return the table of added peak memory."""
-    table = Table("form", "natgrad MiB", "kfac-pytorch MiB", "ratio", title="Added peak memory")
-    for row in result.memory:
-        table.add_row(row.form, _number(row.natgrad_mib, ".0f"), _number(row.peer_mib, ".0f"), str(row.over_peer or ""))
     return table
 
 

@@ -1,0 +1,144 @@
+"""What memory a preconditioner adds to SGD's: at its peak, between steps, and with every further micro-batch.
+
+    python -m benchmarks.memory [--workload resnet32|encoder] [--runs 3]
+
+Each figure is the greatest resident memory of a fresh process over two cycles of three steps (all renewed, factors
+renewed, nothing renewed) minus that over SGD's steps alone. *Resident* is with the system's allocator as it is, whose
+holes move the figure by some MiB from run to run: the median of several processes. *Live* is with an allocator that
+gives every tensor back when it is freed (glibc's ``MALLOC_MMAP_THRESHOLD_``): what the method needs but for holes.
+*Kept* is what stays between steps. With more micro-batches a step, each as large as before, nothing may be added.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from typing import Annotated, Literal, get_args
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import conditions, launch, median, peak_memory, resident_memory, save
+from benchmarks.models import WORKLOADS, Name
+from benchmarks.peers import FORMS, KFAC_PYTORCH, Form, Trainer, methods
+
+OVER_PEER = 0.7
+MICRO_BATCHES = (1, 4)
+PEERS = ("natgrad", "kfac-pytorch") if KFAC_PYTORCH else ("natgrad",)
+Allocator = Literal["resident", "live"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """MiB that a method adds to SGD.
+
+    Attributes:
+        method: Whose.
+        form: Of its curvature.
+        micro_batches: Backward passes a step.
+        resident: At the peak, as the system counts it.
+        live: At the peak, without holes of freed memory.
+        kept: Between steps, without such holes.
+    """
+
+    method: str
+    form: Form
+    micro_batches: int
+    resident: float
+    live: float
+    kept: float
+
+
+def measure(workload: Name, method: str, micro_batches: int) -> tuple[float, float]:
+    """Return the MiB that a method adds at its peak and between steps; to be called in a fresh process."""
+    torch.set_num_threads(1)
+    trainer = Trainer(WORKLOADS[workload], micro_batches=micro_batches)
+    trainer.cycle()
+    peak_alone, kept_alone = peak_memory(trainer.cycle), settled_memory(trainer)
+    trainer.preconditioner = methods()[method](trainer)
+    peak = peak_memory(lambda: (trainer.cycle(), trainer.cycle()))
+    return (peak - peak_alone) / 2**20, (settled_memory(trainer) - kept_alone) / 2**20
+
+
+def settled_memory(trainer: Trainer) -> int:
+    """Return the resident memory between steps, gradients dropped."""
+    trainer.optimizer.zero_grad()
+    gc.collect()
+    return resident_memory()
+
+
+@contextmanager
+def allocator(kind: Allocator) -> Iterator[None]:
+    """Have processes started meanwhile use an allocator of that kind."""
+    name = "MALLOC_MMAP_THRESHOLD_"
+    if kind == "live":
+        os.environ[name] = str(2**16)
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+def fresh(workload: Name, method: str, micro_batches: int, kind: Allocator, runs: int) -> tuple[float, float]:
+    """Return the medians of `measure` over fresh processes."""
+    with allocator(kind):
+        values = [launch(1, measure, workload, method, micro_batches) for _ in range(runs)]
+    peaks, kept = zip(*values, strict=True)
+    return median(np.array(peaks)), median(np.array(kept))
+
+
+def compare(workload: Name, runs: int) -> list[Memory]:
+    """Measure every method on a workload."""
+    rows = []
+    for form, peer, micro_batches in product(FORMS, PEERS, MICRO_BATCHES):
+        added = partial(fresh, workload, f"{peer} {form}", micro_batches)
+        resident, _ = added("resident", runs)
+        live, kept = added("live", 1)
+        row = Memory(method=peer, form=form, micro_batches=micro_batches, resident=resident, live=live, kept=kept)
+        rows.append(row)
+    return rows
+
+
+def show(title: str, rows: list[Memory]) -> Table:
+    """Return the table of a workload, with natgrad's shares of kfac-pytorch's figures."""
+    table = Table(
+        *("form", "micro-batches", "method", "resident MiB", "live MiB", "kept MiB", "resident / kfac-pytorch"),
+        title=f"{title}: memory added to SGD's",
+    )
+    peers = {(row.form, row.micro_batches): row for row in rows if row.method != "natgrad"}
+    for row in rows:
+        peer = peers.get((row.form, row.micro_batches))
+        share = ""
+        if row.method == "natgrad" and peer:
+            met = row.resident <= OVER_PEER * peer.resident
+            share = f"{row.resident / peer.resident:.2f} (≤ {OVER_PEER}: {'met' if met else 'not met'})"
+        figures = (f"{value:.0f}" for value in (row.resident, row.live, row.kept))
+        table.add_row(row.form, str(row.micro_batches), row.method, *figures, share)
+    return table
+
+
+def main(
+    workload: Annotated[Name | None, typer.Option(help="The one to run; both unless given.")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Processes a figure.")] = 3,
+) -> None:
+    """Measure, print the tables, and write benchmarks/results/memory.json."""
+    results = {}
+    for name in get_args(Name):
+        if workload in (None, name):
+            results[name] = compare(name, runs)
+            Console(width=120).print(show(WORKLOADS[name].title, results[name]))
+    rows = {name: [asdict(row) for row in result] for name, result in results.items()}
+    path = save("memory", conditions() | {"runs": runs, "kfac-pytorch": KFAC_PYTORCH or "not installed"} | rows)
+    typer.echo(f"Written to {path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
