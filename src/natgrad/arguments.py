@@ -95,6 +95,22 @@ def check_arguments(
     require(isinstance(seed, int) and not isinstance(seed, bool), "seed", seed, "a whole number")
 
 
+def check_count(count: object, reduction: str, seen: int) -> None:
+    """Check the argument of `natgrad.Preconditioner.step`.
+
+    Args:
+        count: How many positions counted.
+        reduction: That of the loss.
+        seen: How many there were; 0: not counted.
+
+    Raises:
+        ValueError: if it is no number of positions.
+    """
+    whole = isinstance(count, int) and not isinstance(count, bool) and count >= 0
+    require(whole and reduction == "tokens", "count", count, "a whole number >= 0, with reduction='tokens'")
+    require(not seen or count <= seen, "count", count, f"at most {seen}, the positions of the step")  # type: ignore[operator]
+
+
 def resolve_group(model: nn.Module, process_group: Any, mesh: Any) -> dist.ProcessGroup | None:
     """Return the ranks that share the model: the wrapper's, else `process_group` or `mesh`, else the world.
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any, Literal, NoReturn
 
@@ -14,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from natgrad import state as states
-from natgrad.arguments import check_arguments, resolve_group, unwrap
-from natgrad.blocks import stack
+from natgrad.arguments import check_arguments, check_count, resolve_group, unwrap
+from natgrad.blocks import Stack
 from natgrad.capture import Capture
 from natgrad.clip import Clip
 from natgrad.coverage import cover, idle_patterns
@@ -25,15 +23,16 @@ from natgrad.explanation import Explanation, explain
 from natgrad.given import Given
 from natgrad.gradients import Gradients
 from natgrad.guard import Guard, Watch
-from natgrad.linalg import tensor_on
-from natgrad.placement import Runtime, make_plan
+from natgrad.placement import Runtime
 from natgrad.precision import Precision
-from natgrad.reduction import reduce_gradients, take_over_reduction
+from natgrad.progress import Progress
+from natgrad.reduction import reduce_gradients, sum_scale, take_over_reduction
 from natgrad.refresh import Refresh
 from natgrad.renewal import fold, renew
 from natgrad.sampling import LabelSampler
 from natgrad.schedule import Schedule, value_at
-from natgrad.sharding import check_layers, reshard
+from natgrad.sharding import check_layers
+from natgrad.structure import Structure
 from natgrad.verification import Verification, verify
 
 # Told apart from a value that the user gives by its identity: only the latter insists on an optimizer.
@@ -125,7 +124,7 @@ class Preconditioner:
         self._model, self._root = model, unwrap(model)
         check_layers(layer for layer, _ in cover(self._root, curvature).layers)
         group = resolve_group(model, process_group, mesh)
-        self._curvature, self._precision, self._placement = curvature, precision, placement
+        self._curvature, self._precision = curvature, precision
         self._damping, self._refresh = damping, refresh
         self._reduction, self._accumulation, self._reduces = reduction, accumulation, gradients == "reduce"
         self._scaler = scaler
@@ -136,20 +135,14 @@ class Preconditioner:
         counting = reduction == "sum" or accumulation == "sum" or self._reduces
         self._capture = Capture(self._root, reduction=reduction, counting=counting)
         self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=reduction)
+        self._progress = Progress()
         self._blind = 0
-        self._step = 0
-        self._last_factors: int | None = None
-        self._last_inverses: int | None = None
-        self._last_damping = math.nan
-        self._began = self._ended = 0.0
-        self._updates = {"factor_updates": 0, "inverse_updates": 0}
-        self._seconds = dict.fromkeys(("capture", "reduce", "renew", "solve"), 0.0)
         if self._reduces:
             take_over_reduction(model)
-        self._sharded = reshard(self._root)
-        self._build()
+        self._structure = Structure(self._root, curvature, precision, placement=placement, ranks=self._runtime.ranks)
+        self._begin()
         idle = idle_patterns(self._root, curvature)
-        if idle or not self._coverage.layers:
+        if idle or not self._structure.coverage.layers:
             what = f"the patterns {idle} decide for no module" if idle else "no layer of the model is covered"
             warnings.warn(f"natgrad: {what}; see explain()", NatgradWarning, stacklevel=2)
 
@@ -173,7 +166,7 @@ class Preconditioner:
         if likelihood is not None and self._capture.wanted:
             fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.requires_grad
             require(fits, "outputs", describe(outputs), "a tensor with samples first and a graph")
-            score = self._sampler.score(likelihood, outputs.detach(), mask, self._step)
+            score = self._sampler.score(likelihood, outputs.detach(), mask, self._progress.step)
             self._capture.sampled_pass(outputs, score)
         loss.backward()
 
@@ -194,51 +187,47 @@ class Preconditioner:
             CurvatureError: if a layer has been in trouble for longer than the guard allows.
         """
         if count is not None:
-            whole = isinstance(count, int) and not isinstance(count, bool) and count >= 0
-            require(
-                whole and self._reduction == "tokens", "count", count, "a whole number >= 0, with reduction='tokens'"
-            )
-            seen = self._capture.samples
-            require(not seen or count <= seen, "count", count, f"at most {seen}, the positions of the step")
+            check_count(count, self._reduction, self._capture.samples)
         if self._capture.missing_samples:
             raise NatgradError(
                 "fisher='sampled' needs preconditioner.backward(loss, outputs) in place of loss.backward()"
             )
         damping = self._damping_now()
-        self._refresh.check(self._step)
-        self._rebuild_if_changed()
-        self._last_damping = damping
+        self._refresh.check(self._progress.step)
+        self._follow()
+        self._progress.damping = damping
         self._warn_if_blind()
         # A rank without samples has no backward pass, and where natgrad reduces it takes part all the same.
         if not self._reduces and not self._capture.backwards and self._given.untouched():
             warnings.warn("natgrad: step() without a backward pass since the last one", NatgradWarning, stacklevel=3)
             return
-        if self._runtime.ranks == 1 and not self._capture.backwards and self._last_factors is None:
+        progress = self._progress
+        if self._runtime.ranks == 1 and not self._capture.backwards and progress.last_factors is None:
             return  # a checkpoint loader's step, before any forward
-        if not self._began:
-            self._begin()
+        self._start_clock()
         scale = self._gradient_scale(count)
         if self._capture.wanted:
             self._update_factors(count)
-        if self._last_factors is not None and self._refresh.inverses_due(self._step, self._last_inverses):
+        if progress.last_factors is not None and self._refresh.inverses_due(progress.step, progress.last_inverses):
             self._update_inverses(damping)
         self._precondition(damping, scale)
-        self._step += 1
-        self._capture.reset(wanted=self._refresh.factors_due(self._step, self._last_factors))
-        self._ended = perf_counter()
+        progress.step += 1
+        self._capture.reset(wanted=self._refresh.factors_due(progress.step, progress.last_factors))
+        progress.ended = perf_counter()
         self._watch.check()
 
-    def _begin(self) -> None:
-        """Start the clock by which `explain` tells each layer's share of the time of a step."""
-        self._began = self._ended = perf_counter()
-        for layer, _ in self._coverage.layers:
-            layer.seconds = 0.0
+    def _start_clock(self) -> None:
+        """Start, at the first step, the clock by which `explain` tells each layer's share of the time of a step."""
+        if not self._progress.began:
+            self._progress.began = self._progress.ended = perf_counter()
+            for layer, _ in self._structure.coverage.layers:
+                layer.seconds = 0.0
 
     def _warn_if_blind(self) -> None:
         """Warn at the second step (a checkpoint loader may do one) with gradients that no hook has seen come."""
-        if self._last_factors is not None or self._capture.backwards:
+        if self._progress.last_factors is not None or self._capture.backwards:
             return
-        layers = [layer for layer, _ in self._coverage.layers]
+        layers = [layer for layer, _ in self._structure.coverage.layers]
         self._blind += any(slot.parameter.grad is not None for layer in layers for slot in layer.slots)
         if self._blind == 2:
             warnings.warn(
@@ -255,40 +244,36 @@ class Preconditioner:
 
     def _gradient_scale(self, count: int | None) -> float | Tensor:
         """Reduce gradients if that is ours to do, and return what makes them those of the mean loss."""
-        backwards = max(1, len(self._capture.backwards))
         samples = self._capture.samples if count is None else count
+        summed = self._reduction == "sum"
         scale: float | Tensor = 1.0
         if self._reduces:
-            with self._phase("reduce"):
-                scale = reduce_gradients(self._root, self._runtime, samples, summed=self._reduction == "sum")
-        elif self._reduction == "sum" and self._stacks:
-            total = tensor_on(self._stacks[0].device, [float(samples)], torch.float32)
-            self._runtime.sum_(total, {"counters": 1})
-            scale = self._runtime.ranks / total[0].clamp(min=1)
-        if self._accumulation == "sum" and self._reduction != "sum":
-            scale = scale / backwards
-        if self._accumulation == "mean" and self._reduction == "sum":
-            scale = scale * backwards
-        return scale
+            with self._progress.phase("reduce", self._runtime):
+                scale = reduce_gradients(self._root, self._runtime, samples, summed=summed)
+        elif summed and self._stacks:
+            scale = sum_scale(self._runtime, samples, self._stacks[0].device)
+        backwards = max(1, len(self._capture.backwards))
+        if summed:
+            return scale * backwards if self._accumulation == "mean" else scale
+        return scale / backwards if self._accumulation == "sum" else scale
 
     def _update_factors(self, count: int | None) -> None:
         self._capture.finish()
         if self._runtime.ranks == 1 and self._capture.sums.empty:
             return
-        with self._phase("reduce"):
+        with self._progress.phase("reduce", self._runtime):
             positions = {name: tally.samples for name, tally in self._capture.sums.tallies.items()}
             shares = {} if count is None else {name: count / n for name, n in positions.items() if n}
             wire = self._precision.wire
             # A scale is shared by neighbours.
             for message, kinds in self._capture.sums.close(shares, self._gain(), tidy=wire == torch.float16):
                 self._runtime.sum_(message, kinds, wire)
-        with self._phase("renew"):
-            renewed = fold(self._capture.sums, self._watch, self._step)
+        with self._progress.phase("renew", self._runtime):
+            renewed = fold(self._capture.sums, self._watch, self._progress.step)
             # The answer is waited for only before the first renewal: a checkpoint loader may step before any forward,
             # and a first batch may be poisoned.
-            if renewed is not None and (self._last_factors is not None or bool(renewed)):
-                self._last_factors = self._step
-                self._updates["factor_updates"] += 1
+            if renewed is not None and (self._progress.last_factors is not None or bool(renewed)):
+                self._progress.renewed_factors()
 
     def _gain(self) -> float | Tensor:
         """Return what makes the loss's captured gradients those of per-sample losses, beside the batch size."""
@@ -297,13 +282,13 @@ class Preconditioner:
         return gain if scale is None else gain / scale
 
     def _update_inverses(self, damping: float) -> None:
-        with self._phase("renew"):
-            if renew(self._stacks, self._plan, self._runtime, damping, self._watch, self._precision.wire):
-                self._last_inverses = self._step
-                self._updates["inverse_updates"] += 1
+        with self._progress.phase("renew", self._runtime):
+            plan, wire = self._structure.plan, self._precision.wire
+            if renew(self._stacks, plan, self._runtime, damping, self._watch, wire):
+                self._progress.renewed_inverses()
 
     def _precondition(self, damping: float, scale: float | Tensor) -> None:
-        with self._phase("solve"):
+        with self._progress.phase("solve", self._runtime):
             gradients = Gradients.take(self._stacks)
             gradients.solve(damping, self._runtime)
             finite = self._clip.apply(gradients, scale)
@@ -312,21 +297,12 @@ class Preconditioner:
             gradients.give()
             self._given.note(self._stacks)
 
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Count the host seconds of a phase of the step, those spent in collectives as "reduce"."""
-        started, before = perf_counter(), self._runtime.seconds
-        yield
-        messages = self._runtime.seconds - before
-        self._seconds["reduce"] += messages
-        self._seconds[name] += perf_counter() - started - messages
-
     # --- What the user may ask ----------------------------------------------------------------------------------
 
     @property
     def has_curvature(self) -> bool:
         """Whether statistics were ever captured, here or before a checkpoint."""
-        return self._last_factors is not None
+        return self._progress.last_factors is not None
 
     @property
     def saw_backward(self) -> bool:
@@ -335,12 +311,13 @@ class Preconditioner:
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Return a flat dict of plain numbers and lazy tensors; nothing waits for the device until one is read."""
-        seconds = {**self._seconds, "capture": self._capture.seconds}
+        progress = self._progress
+        seconds = {**progress.seconds, "capture": self._capture.seconds}
         return {
-            "step": self._step,
-            "damping": self._last_damping,
+            "step": progress.step,
+            "damping": progress.damping,
             "kl_scale": self._clip.last,
-            **self._updates,
+            **progress.updates,
             **self._watch.metrics(),
             **{f"seconds/{phase}": spent for phase, spent in seconds.items()},
         }
@@ -351,7 +328,8 @@ class Preconditioner:
 
     def explain(self) -> Explanation:
         """Tell each parameter's curvature, owners and cost, or why it is left to the optimizer."""
-        return explain(self._stacks, self._coverage, self._plan, self._ended - self._began, self._clip.describe())
+        structure, seconds = self._structure, self._progress.ended - self._progress.began
+        return explain(structure.stacks, structure.coverage, structure.plan, seconds, self._clip.describe())
 
     def verify(
         self, batch: Any, loss_fn: Callable[[nn.Module, Any], Any], *, dtype: torch.dtype | None = None
@@ -394,10 +372,7 @@ class Preconditioner:
         """
         return {
             "format": states.FORMAT,
-            "step": self._step,
-            "last_factors": -1 if self._last_factors is None else self._last_factors,
-            "last_inverses": -1 if self._last_inverses is None else self._last_inverses,
-            "updates": dict(self._updates),
+            **self._progress.state_dict(),
             "blocks": states.snapshot(states.blocks(self._stacks)),
             "watch": self._watch.state_dict(),
         }
@@ -408,15 +383,12 @@ class Preconditioner:
         Raises:
             ValueError: if blocks are missing, unknown or of another shape; then nothing was changed.
         """
-        self._rebuild_if_changed()
-        states.check(state, self._stacks, {"updates": self._updates, "watch": self._watch.state_dict()})
+        self._follow()
+        states.check(state, self._stacks, {"updates": self._progress.updates, "watch": self._watch.state_dict()})
         states.restore(state["blocks"], self._stacks)
-        self._step = int(state["step"])
-        self._last_factors = None if state["last_factors"] < 0 else int(state["last_factors"])
-        self._last_inverses = None if state["last_inverses"] < 0 else int(state["last_inverses"])
-        self._updates = {name: int(number) for name, number in state["updates"].items()}
+        self._progress.load_state_dict(state)
         self._watch.load_state_dict(state["watch"])
-        self._capture.reset(wanted=self._refresh.factors_due(self._step, self._last_factors))
+        self._capture.reset(wanted=self._refresh.factors_due(self._progress.step, self._progress.last_factors))
 
     def __reduce__(self) -> NoReturn:
         """Refuse copies: their hooks would be those of the original."""
@@ -424,33 +396,22 @@ class Preconditioner:
 
     # --- Structure ----------------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
-        self._coverage = cover(self._root, self._curvature)
-        self._signature = self._coverage.signature()
-        self._stacks = stack(self._coverage.layers, self._precision)
-        costs = {
-            (member.layer.key, part.name): part.cost * member.layer.blocks
-            for one in self._stacks
-            for member in one.members
-            for part in one.parts
-        }
-        self._plan = make_plan(self._placement, costs, self._runtime.ranks)
+    @property
+    def _stacks(self) -> list[Stack]:
+        return self._structure.stacks
+
+    def _begin(self) -> None:
+        """Set the hooks on the layers as they are now."""
         self._capture.attach(self._stacks, fused=self._runtime.ranks > 1)
         self._watch.forget()
-        self._began = self._ended = 0.0
+        self._progress.began = self._progress.ended = 0.0
 
-    def _rebuild_if_changed(self) -> None:
-        """Follow parameters that were moved, frozen or thawed; blocks of unchanged shape keep their state."""
-        if reshard(self._root) and not self._sharded:
-            raise NatgradError("the model was sharded after its Preconditioner was built: call fully_shard before")
-        moved = [stack.follow() for stack in self._stacks]
-        if any(moved):
+    def _follow(self) -> None:
+        """Follow what has happened to the model's parameters since."""
+        if self._structure.move():
             self._watch.forget()
-        if self._coverage.signature() == self._signature:
-            return
-        before = states.blocks(self._stacks)
-        self._build()
-        states.restore(states.fitting(before, self._stacks), self._stacks)
+        if self._structure.follow():
+            self._begin()
 
     def _damping_now(self) -> float:
-        return value_at("damping", self._damping, self._step, "a number > 0", minimum=0, strict=True)
+        return value_at("damping", self._damping, self._progress.step, "a number > 0", minimum=0, strict=True)

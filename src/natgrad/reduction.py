@@ -47,6 +47,19 @@ def reduce_gradients(model: nn.Module, runtime: Runtime, samples: int, *, summed
     return scale
 
 
+def sum_scale(runtime: Runtime, samples: int, device: torch.device) -> Tensor:
+    """Return what makes the average over ranks of the gradients of sum losses that of the mean loss: P / all samples.
+
+    Args:
+        runtime: The ranks.
+        samples: This rank's samples of the step.
+        device: Where.
+    """
+    total = tensor_on(device, [float(samples)], torch.float32)
+    runtime.sum_(total, {"counters": 1})
+    return runtime.ranks / total[0].clamp(min=1)
+
+
 def _spread(message: Tensor, parameters: list[nn.Parameter], pieces: list[Tensor], complete: bool) -> None:
     reduced = unflatten(message[: sum(piece.numel() for piece in pieces)], pieces)
     if not complete:

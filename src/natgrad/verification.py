@@ -24,8 +24,10 @@ from natgrad.errors import NatgradWarning, require
 from natgrad.guard import Guard, Watch
 from natgrad.kept import Kept
 from natgrad.placement import Runtime
+from natgrad.progress import Progress
 from natgrad.refresh import Refresh
 from natgrad.sharding import is_sharded, reshard
+from natgrad.structure import Structure
 
 if TYPE_CHECKING:
     from natgrad.preconditioner import Preconditioner
@@ -105,7 +107,7 @@ def verify(
     pending = preconditioner.saw_backward
     require(not pending, "verify()", "called between backward and step", "called when no step is under way")
     root, runtime = preconditioner._root, preconditioner._runtime
-    preconditioner._rebuild_if_changed()
+    preconditioner._follow()
     reshard(root)
     accelerators = sorted({p.device.index for p in root.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=accelerators):
@@ -200,15 +202,12 @@ def _sampler(preconditioner: Preconditioner, change: Callable[..., Tensor]) -> I
 def _restored(preconditioner: Preconditioner, root: nn.Module) -> Iterator[None]:
     """Begin as a new preconditioner would, and leave everything as it was found."""
     capture, sampler, runtime = preconditioner._capture, preconditioner._sampler, preconditioner._runtime
-    saved = [
-        _fields(stack, "averages", "weight", "held", "good", "ready") for stack in preconditioner._stacks
-    ] + [
-        _fields(runtime, "_sent", "seconds"), _fields(sampler, "_last"), _fields(capture, "seconds"),
-        _fields(
-            preconditioner, "_step", "_last_factors", "_last_inverses", "_last_damping", "_updates", "_seconds",
-            "_blind", "_watch", "_clip", "_scaler", "_given",
-        ),
-    ]  # fmt: skip
+    saved = [_fields(stack, "averages", "weight", "held", "good", "ready") for stack in preconditioner._stacks] + [
+        _fields(runtime, "_sent", "seconds"),
+        _fields(sampler, "_last"),
+        _fields(capture, "seconds"),
+        _fields(preconditioner, "_progress", "_blind", "_watch", "_clip", "_scaler", "_given"),
+    ]
     wanted = capture.wanted
     gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in root.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in root.buffers()]
@@ -217,8 +216,8 @@ def _restored(preconditioner: Preconditioner, root: nn.Module) -> Iterator[None]
         stack.good = {part: [False] * stack.size for part in stack.good}
         stack.ready = [False] * len(stack.ready)
     runtime._sent = dict(runtime._sent)
-    preconditioner._updates, preconditioner._seconds = dict(preconditioner._updates), dict(preconditioner._seconds)
-    preconditioner._last_factors = preconditioner._last_inverses = preconditioner._scaler = None
+    preconditioner._progress = Progress(step=preconditioner._progress.step)
+    preconditioner._scaler = None
     preconditioner._watch = Watch(Guard(limit=None))
     preconditioner._clip = Clip(preconditioner._clip.optimizer, preconditioner._clip.bound)
     capture.reset(wanted=True)
@@ -351,7 +350,8 @@ def _alone(preconditioner: Preconditioner, root: nn.Module, plain: nn.Module) ->
             guard=Guard(limit=None),
         )
     alone._runtime = Runtime(None)
-    alone._build()
+    alone._structure = Structure(plain, alone._curvature, alone._precision, placement="auto", ranks=1)
+    alone._begin()
     return alone
 
 

@@ -19,8 +19,15 @@ import torch.distributed as dist
 GRACE = 5.0  # seconds the other ranks get to end once one has failed
 
 
+ATTEMPTS = 3  # at forming a group: on a busy machine gloo's connections break now and then
+
+
 class RankError(AssertionError):
     """A function failed on a rank; the message holds that rank's traceback."""
+
+
+class GroupError(RankError):
+    """The ranks did not come together; the function was not called on all of them."""
 
 
 class Ranks:
@@ -47,6 +54,15 @@ class Ranks:
         Raises:
             RankError: if a rank raises, dies or does not end in time.
         """
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return self._run(ranks, function, args, limit)
+            except GroupError:
+                if attempt == ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _run(self, ranks: int, function: Callable[..., Any], args: tuple[Any, ...], limit: float) -> list[Any]:
         while len(self._workers) < ranks:
             self._start()
         self._runs += 1
@@ -79,24 +95,26 @@ class Ranks:
         waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
+        joined = True
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - monotonic()))
             if not ready:
                 late = "" if failures else f"no answer from ranks {sorted(waiting.values())} in time"
-                raise RankError("\n".join([late, *failures.values()]).strip())
+                raise (RankError if joined else GroupError)("\n".join([late, *failures.values()]).strip())
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
                     success, answer = pickle.loads(connection.recv_bytes())
                 except EOFError:
                     success, answer = False, "died\n"
+                joined = joined and success is not None
                 if success:
                     results[rank] = answer
                 else:
                     failures[rank] = f"rank {rank}: {answer}"
                     deadline = min(deadline, monotonic() + GRACE)
         if failures:
-            raise RankError("\n".join(failures.values()))
+            raise (RankError if joined else GroupError)("\n".join(failures.values()))
         return [results[rank] for rank in range(len(workers))]
 
 
@@ -107,12 +125,14 @@ def _serve(connection: Connection) -> None:
             rank, ranks, rendezvous, limit, function, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        success = None
         try:
             timeout = timedelta(seconds=limit)
             dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks, timeout=timeout)
+            success = False
             answer = pickle.dumps((True, function(*args)))
         except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
+            answer = pickle.dumps((success, traceback.format_exc()))
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

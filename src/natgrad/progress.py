@@ -1,0 +1,82 @@
+"""How far a training has come: steps, renewals, and the time they took."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from natgrad.placement import Runtime
+
+_PHASES = ("capture", "reduce", "renew", "solve")
+
+
+@dataclass
+class Progress:
+    """What a preconditioner counts.
+
+    Attributes:
+        step: Completed steps.
+        last_factors: The step at which factors were renewed last; None: never.
+        last_inverses: The step at which they were decomposed last; None: never.
+        damping: γ of the last step.
+        factor_updates: How often factors were renewed.
+        inverse_updates: How often they were decomposed.
+        seconds: Host seconds by phase.
+        began: When the clock of `explain` started; 0: not yet.
+        ended: When the last step ended.
+    """
+
+    step: int = 0
+    last_factors: int | None = None
+    last_inverses: int | None = None
+    damping: float = math.nan
+    factor_updates: int = 0
+    inverse_updates: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PHASES, 0.0))
+    began: float = 0.0
+    ended: float = 0.0
+
+    def renewed_factors(self) -> None:
+        """Note that factors were renewed at this step."""
+        self.last_factors = self.step
+        self.factor_updates += 1
+
+    def renewed_inverses(self) -> None:
+        """Note that factors were decomposed at this step."""
+        self.last_inverses = self.step
+        self.inverse_updates += 1
+
+    @property
+    def updates(self) -> dict[str, int]:
+        """How often what was renewed."""
+        return {"factor_updates": self.factor_updates, "inverse_updates": self.inverse_updates}
+
+    @contextmanager
+    def phase(self, name: str, runtime: Runtime) -> Iterator[None]:
+        """Count the host seconds of a phase of the step, those spent in collectives as "reduce"."""
+        started, before = perf_counter(), runtime.seconds
+        yield
+        messages = runtime.seconds - before
+        self.seconds["reduce"] += messages
+        self.seconds[name] += perf_counter() - started - messages
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed training goes on from, as plain numbers; -1 for never."""
+        last = {"last_factors": self.last_factors, "last_inverses": self.last_inverses}
+        return {
+            "step": self.step,
+            **{name: -1 if step is None else step for name, step in last.items()},
+            "updates": self.updates,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, checked before."""
+        self.step = int(state["step"])
+        self.last_factors, self.last_inverses = (
+            None if state[name] < 0 else int(state[name]) for name in ("last_factors", "last_inverses")
+        )
+        self.factor_updates, self.inverse_updates = (int(state["updates"][name]) for name in self.updates)

@@ -1,0 +1,76 @@
+"""The blocks of a model and the owners of their work; built anew when the model has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from natgrad import state as states
+from natgrad.blocks import stack
+from natgrad.coverage import cover
+from natgrad.curvature import Curvature
+from natgrad.errors import NatgradError
+from natgrad.placement import make_plan
+from natgrad.precision import Precision
+from natgrad.sharding import reshard
+
+
+class Structure:
+    """Which layers a model has, the stacks of their blocks, and who renews which.
+
+    Attributes:
+        coverage: Which parameter has which curvature.
+        stacks: The blocks.
+        plan: The owners.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        curvature: Curvature | Mapping[str, Curvature | None],
+        precision: Precision,
+        *,
+        placement: str,
+        ranks: int,
+    ) -> None:
+        """Cover the layers of `root`; no tensor is made."""
+        self._root, self._curvature, self._precision = root, curvature, precision
+        self._placement, self._ranks = placement, ranks
+        self._sharded = reshard(root)
+        self._build()
+
+    def _build(self) -> None:
+        self.coverage = cover(self._root, self._curvature)
+        self._signature = self.coverage.signature()
+        self.stacks = stack(self.coverage.layers, self._precision)
+        costs = {
+            (member.layer.key, part.name): part.cost * member.layer.blocks
+            for one in self.stacks
+            for member in one.members
+            for part in one.parts
+        }
+        self.plan = make_plan(self._placement, costs, self._ranks)
+
+    def follow(self) -> bool:
+        """Follow parameters that were moved, frozen, thawed or replaced; blocks of unchanged shape keep their state.
+
+        Returns:
+            Whether the stacks are new ones.
+
+        Raises:
+            NatgradError: if the model was sharded meanwhile.
+        """
+        if reshard(self._root) and not self._sharded:
+            raise NatgradError("the model was sharded after its Preconditioner was built: call fully_shard before")
+        if self.coverage.signature() == self._signature:
+            return False
+        before = states.blocks(self.stacks)
+        self._build()
+        states.restore(states.fitting(before, self.stacks), self.stacks)
+        return True
+
+    def move(self) -> bool:
+        """Move all tensors to where the parameters are now; tell whether any was elsewhere."""
+        moved = [one.follow() for one in self.stacks]  # all of them, not only up to the first
+        return any(moved)
