@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from natgrad.curvature import Curvature, Spec
-from natgrad.kept import Kept, along, spec_dtype
+from natgrad.kept import Kept, along, kept_shape, spec_dtype
 from natgrad.layers import Layer
 from natgrad.precision import Precision, at_least_float32
 from natgrad.sharding import is_sharded
@@ -102,7 +103,7 @@ class Stack:
         if self.weight is None:
             self.weight = torch.zeros(self.size, dtype=self.dtype, device=self.device)
             dtype = self._precision.factor_dtype(self._parameter)
-            self.averages = Kept(self.statistics, self.size, dtype, self.device)
+            self.averages = Kept(self.statistics, self.size, dtype, self.device, pack=True)
         return self.weight
 
     def allocate_held(self) -> Kept:
@@ -113,20 +114,29 @@ class Stack:
         return self.held
 
     def corrected(self, blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """Return bias-corrected running averages of some blocks, in the dtype of decompositions."""
+        """Return bias-corrected running averages of some blocks, in the dtype of decompositions.
+
+        Of symmetric matrices only the lower triangles are there; what is above is undefined.
+        """
         assert self.weight is not None
-        weight = self.weight[blocks]
-        return {
-            spec.name: (self.averages.read(spec.name, blocks) / along(weight, len(spec.shape))).to(self.work_dtype)
-            for spec in self.statistics
-            if spec.name in names
-        }
+        weight, result = self.weight[blocks], {}
+        for spec in self.statistics:
+            if spec.name in names:
+                average = self.averages.read(spec.name, blocks)
+                whole = torch.empty(len(weight), *spec.shape, dtype=self.work_dtype, device=self.device)
+                for kept, part in self.averages.pairs(spec.name, average, whole):
+                    torch.div(kept, along(weight, kept.ndim - 1), out=part)
+                result[spec.name] = whole
+        return result
 
     def bytes_per_block(self) -> int:
         """Return what is kept for one block, factors and what is made of them."""
         factors, held = (f(self._parameter) for f in (self._precision.factor_dtype, self._precision.solve_dtype))
-        pairs = [*((spec, factors) for spec in self.statistics), *((spec, held) for spec in self._written())]
-        return sum(spec.numel * spec_dtype(spec, dtype).itemsize for spec, dtype in pairs)
+        kept = [
+            *((spec, factors, True) for spec in self.statistics),
+            *((spec, held, False) for spec in self._written()),
+        ]
+        return sum(prod(kept_shape(spec, pack=pack)) * spec_dtype(spec, dtype).itemsize for spec, dtype, pack in kept)
 
     def charge(self, members: Sequence[Member], seconds: float) -> None:
         """Share the host seconds of work on some layers out among them, by their blocks."""

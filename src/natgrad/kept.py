@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from natgrad import triangle
 from natgrad.curvature import Spec
 from natgrad.narrow import power_of_two, round_stochastically
 from natgrad.precision import at_least_float32
@@ -22,6 +23,7 @@ class Kept(dict[str, Tensor]):
 
     Attributes:
         dtype: That of the matrices.
+        packed: Which are kept as panels of their lower triangles ``[N, length(d)]`` (see `natgrad.triangle`).
     """
 
     def __init__(
@@ -30,15 +32,19 @@ class Kept(dict[str, Tensor]):
         size: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
+        *,
+        pack: bool = False,
     ) -> None:
-        """Make N = `size` blocks of zeros."""
+        """Make N = `size` blocks of zeros; with `pack` the symmetric matrices among them are packed."""
         super().__init__()
         self.dtype = dtype
+        self.packed = {spec.name for spec in specs if kept_shape(spec, pack=pack) != spec.shape}
         self._specs, self._size = specs, size
+        self._shapes = {spec.name: spec.shape for spec in specs}
         self._scales: dict[str, Tensor] = {}
         for spec in specs:
             own = spec_dtype(spec, dtype)
-            self[spec.name] = torch.zeros(size, *spec.shape, dtype=own, device=device)
+            self[spec.name] = torch.zeros(size, *kept_shape(spec, pack=pack), dtype=own, device=device)
             if own == torch.float16:
                 self._scales[spec.name] = torch.ones(size, device=device)
 
@@ -58,7 +64,7 @@ class Kept(dict[str, Tensor]):
         Args:
             name: The tensor.
             blocks: Which.
-            values: Finite numbers ``[n, *shape]``.
+            values: Finite numbers ``[n, *shape]``, packed where `packed` says so.
             generator: The source of chance where rounding to a narrow dtype is stochastic; None: to the nearest.
         """
         target = self[name][blocks]
@@ -70,16 +76,37 @@ class Kept(dict[str, Tensor]):
             values = round_stochastically(values, target.dtype, generator)
         target.copy_(values)
 
+    def whole(self, name: str, blocks: slice) -> Tensor:
+        """Return some blocks of a tensor ``[n, *shape]`` as `read` does, packed ones unpacked."""
+        own = self.read(name, blocks)
+        return triangle.unpack(own, self._shapes[name][0]) if name in self.packed else own
+
+    def write_whole(self, name: str, blocks: slice, values: Tensor) -> None:
+        """Write some blocks of a tensor, of whole ``[n, *shape]``."""
+        self.write(name, blocks, triangle.pack(values) if name in self.packed else values)
+
+    def pairs(self, name: str, kept: Tensor, whole: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """Match what `read` returned with whole tensors ``[n, *shape]``: views of both, alike in shape.
+
+        Of packed matrices the views cover the lower triangles only.
+        """
+        return triangle.panels(kept, whole) if name in self.packed else [(kept, whole)]
+
     def narrow(self, name: str) -> bool:
         """Tell whether a tensor is kept in fewer than 32 bits."""
         return self[name].dtype.itemsize < 4
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Kept:
         """Return the same in another dtype or elsewhere."""
-        moved = Kept(self._specs, self._size, dtype, device)
+        moved = Kept(self._specs, self._size, dtype, device, pack=bool(self.packed))
         for name in self:
             moved.write(name, slice(None), self.read(name, slice(None)).to(device))
         return moved
+
+
+def kept_shape(spec: Spec, *, pack: bool) -> tuple[int, ...]:
+    """Return the shape in which a block of `spec` is kept; with `pack`, symmetric matrices are packed."""
+    return (triangle.length(spec.shape[0]),) if pack and spec.symmetric and len(spec.shape) == 2 else spec.shape
 
 
 def spec_dtype(spec: Spec, dtype: torch.dtype) -> torch.dtype:

@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from natgrad import gram
+from natgrad import gram, triangle
 from natgrad.blocks import Stack
 from natgrad.curvature import Part, Spec
 from natgrad.guard import Watch
@@ -47,10 +47,13 @@ def fold(sums: Sums, watch: Watch, seed: int) -> Tensor | None:
         for spec in stack.statistics:
             fresh = piece.sums[spec.name]
             average = stack.averages.read(spec.name, blocks).to(stack.dtype)
-            if spec.symmetric:
+            if spec.name in stack.averages.packed:
+                triangle.clear_(fresh)  # garbage there might be no number
+            elif spec.symmetric:
                 gram.symmetrize_(fresh)
             divisor = (piece.samples if spec.mean == "samples" else piece.rows).clamp(min=1)
-            blend_(average, fresh, decay, (1 - decay) / divisor, fine)
+            for old, new in stack.averages.pairs(spec.name, average, fresh):
+                blend_(old, new, decay, (1 - decay) / divisor, fine)
             if stack.averages.narrow(spec.name):
                 stack.averages.write(spec.name, blocks, average, generator)
         weight.copy_(torch.where(fine, decay * weight + (1 - decay), weight))

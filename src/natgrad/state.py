@@ -19,12 +19,12 @@ _FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "blocks
 
 
 def blocks(stacks: list[Stack]) -> Blocks:
-    """Return every block's tensors, all of them even before the first step; views unless they are kept in float16."""
+    """Return every block's tensors, all of them even before the first step; views where they are kept as they are."""
     result: Blocks = {}
     for stack in stacks:
         weight, held = stack.allocate_averages(), stack.allocate_held()
         for member in stack.members:
-            own = {name: kept.read(name, member.blocks) for kept in (stack.averages, held) for name in kept}
+            own = {name: kept.whole(name, member.blocks) for kept in (stack.averages, held) for name in kept}
             own["weight"] = weight[member.blocks]
             own["renewed"] = torch.tensor([[stack.good[part.name][b] for part in stack.parts] for b in _range(member)])
             result[member.layer.key] = own
@@ -86,7 +86,7 @@ def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> N
             weight[member.blocks] = own["weight"].to(weight)
             for kept in (stack.averages, stack.allocate_held()):
                 for name in kept:
-                    kept.write(name, member.blocks, own[name].to(weight.device))
+                    kept.write_whole(name, member.blocks, own[name].to(weight.device))
             flags = own["renewed"].tolist()
             for column, part in enumerate(stack.parts):
                 stack.renewed(part.name, member.start, [bool(row[column]) for row in flags], forget=True)
