@@ -6,7 +6,7 @@ Each figure is the greatest resident memory of a fresh process over two cycles o
 renewed, nothing renewed) minus that over SGD's steps alone. *Resident* is with the system's allocator as it is, whose
 holes move the figure by some MiB from run to run: the median of several processes. *Live* is with an allocator that
 gives every tensor back when it is freed (glibc's ``MALLOC_MMAP_THRESHOLD_``): what the method needs but for holes.
-*Kept* is what stays between steps. With more micro-batches a step, each as large as before, nothing may be added.
+*Kept* is what stays between steps. More backward passes a step, each on as large a batch, may add nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.models import WORKLOADS, Name
 from benchmarks.peers import FORMS, KFAC_PYTORCH, Form, Trainer, methods
 
 OVER_PEER = 0.7
-MICRO_BATCHES = (1, 4)
+MICRO_BATCHES = 4
 PEERS = ("natgrad", "kfac-pytorch") if KFAC_PYTORCH else ("natgrad",)
 Allocator = Literal["resident", "live"]
 
@@ -43,17 +43,17 @@ class Memory:
     Attributes:
         method: Whose.
         form: Of its curvature.
-        micro_batches: Backward passes a step.
         resident: At the peak, as the system counts it.
         live: At the peak, without holes of freed memory.
+        accumulated: Likewise, with `MICRO_BATCHES` backward passes a step.
         kept: Between steps, without such holes.
     """
 
     method: str
     form: Form
-    micro_batches: int
     resident: float
     live: float
+    accumulated: float
     kept: float
 
 
@@ -98,30 +98,32 @@ def fresh(workload: Name, method: str, micro_batches: int, kind: Allocator, runs
 def compare(workload: Name, runs: int) -> list[Memory]:
     """Measure every method on a workload."""
     rows = []
-    for form, peer, micro_batches in product(FORMS, PEERS, MICRO_BATCHES):
-        added = partial(fresh, workload, f"{peer} {form}", micro_batches)
-        resident, _ = added("resident", runs)
-        live, kept = added("live", 1)
-        row = Memory(method=peer, form=form, micro_batches=micro_batches, resident=resident, live=live, kept=kept)
-        rows.append(row)
+    for form, peer in product(FORMS, PEERS):
+        added = partial(fresh, workload, f"{peer} {form}")
+        resident, _ = added(1, "resident", runs)
+        live, kept = added(1, "live", 1)
+        accumulated, _ = added(MICRO_BATCHES, "live", 1)
+        figures = {"resident": resident, "live": live, "accumulated": accumulated, "kept": kept}
+        rows.append(Memory(method=peer, form=form, **figures))
     return rows
 
 
 def show(title: str, rows: list[Memory]) -> Table:
     """Return the table of a workload, with natgrad's shares of kfac-pytorch's figures."""
     table = Table(
-        *("form", "micro-batches", "method", "resident MiB", "live MiB", "kept MiB", "resident / kfac-pytorch"),
+        *("form", "method", "resident MiB", "live MiB", f"live, {MICRO_BATCHES} backwards", "kept MiB"),
+        "resident / kfac-pytorch's",
         title=f"{title}: memory added to SGD's",
     )
-    peers = {(row.form, row.micro_batches): row for row in rows if row.method != "natgrad"}
+    peers = {row.form: row for row in rows if row.method != "natgrad"}
     for row in rows:
-        peer = peers.get((row.form, row.micro_batches))
+        peer = peers.get(row.form)
         share = ""
         if row.method == "natgrad" and peer:
             met = row.resident <= OVER_PEER * peer.resident
             share = f"{row.resident / peer.resident:.2f} (≤ {OVER_PEER}: {'met' if met else 'not met'})"
-        figures = (f"{value:.0f}" for value in (row.resident, row.live, row.kept))
-        table.add_row(row.form, str(row.micro_batches), row.method, *figures, share)
+        figures = (f"{value:.0f}" for value in (row.resident, row.live, row.accumulated, row.kept))
+        table.add_row(row.form, row.method, *figures, share)
     return table
 
 
