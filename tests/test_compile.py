@@ -4,7 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch._dynamo.testing
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -161,6 +164,62 @@ def test_accumulation_in_a_compiled_model(curvature):
     assert_same(Training(model, compiled, curvature=curvature, micro_batches=3).steps(3), expected)
 
 
+class Frames(nn.Module):
+    """A batch in a dict, whose frames a layer sees as a longer batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.frame, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, batch):
+        x = batch["x"]
+        return self.head(self.frame(x.mT.flatten(0, 1)).tanh().view(len(x), -1, 4).mean(1))
+
+    def predict(self, x):
+        return self.forward({"x": x})
+
+
+@pytest.mark.parametrize("curvature", FISHERS)
+def test_the_batch_size_of_a_compiled_model(curvature):
+    """That of a tensor in a dict, which shrinks and grows."""
+    plain, model = Frames().double(), Frames().double()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    expected = Training(plain, lambda x: plain({"x": x}), curvature=curvature)
+    actual = Training(model, lambda x: compiled({"x": x}), curvature=curvature)
+    counts = []
+    for step, samples in enumerate([6, 4, 8, 6, 5]):
+        expected.step(step, samples)
+        actual.step(step, samples)
+        counts.append(counter.frame_count)
+    assert_same(model.state_dict(), plain.state_dict())
+    assert counts[1] == counts[-1]
+
+
+@pytest.mark.parametrize("curvature", FISHERS)
+def test_a_compiled_method_knows_no_batch_size(curvature):
+    """The layer nearest to the loss decides, not what the model was called with last."""
+    plain, model = Frames().double(), Frames().double()
+    expected = Training(plain, lambda x: plain({"x": x}), curvature=curvature).steps(3)
+    training = Training(model, torch.compile(model.predict, backend="aot_eager", fullgraph=True), curvature=curvature)
+    with torch.no_grad():
+        model({"x": batch(9, samples=1)[0]})
+    with pytest.warns(natgrad.NatgradWarning, match="does not know the batch size"):
+        training.steps(3)
+    assert_same(model.state_dict(), expected)
+
+
+@pytest.mark.parametrize("curvature", FISHERS)
+def test_positions_of_the_loss_in_a_compiled_model(curvature):
+    """A head that sees fewer positions than what comes before it."""
+    plain, model = Frames().double(), Frames().double()
+    expected = Training(plain, lambda x: plain({"x": x}), curvature=curvature, reduction="tokens").steps(3)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    training = Training(model, lambda x: compiled({"x": x}), curvature=curvature, reduction="tokens")
+    assert_same(training.steps(3), expected)
+
+
 @pytest.mark.parametrize("curvature", FISHERS[2:])
 def test_checkpoints_inside_a_compiled_model(curvature):
     plain, model = network(), network(checkpointed=True)
@@ -284,3 +343,52 @@ def test_a_model_with_hooks_is_exported_without_them():
     program = torch.export.export(model, (x,))
     assert "natgrad" not in str(program.graph)
     torch.testing.assert_close(program.module()(x), expected)
+
+
+class Attending(nn.Module):
+    """Modules whose own forward gives way to one that shows their projections."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.cell = nn.MultiheadAttention(4, 2, batch_first=True), nn.LSTMCell(4, 3)
+
+    def forward(self, x):
+        return self.cell(self.attention(x, x, x, need_weights=False)[0][:, 0])[0]
+
+
+@pytest.mark.parametrize("part", [None, "attention", "cell"])
+def test_a_model_with_other_forwards_is_exported(part):
+    model = Attending()
+    x = torch.randn(2, 3, 4)
+    module = model if part is None else getattr(model, part)
+    inputs = {None: (x,), "attention": (x, x, x), "cell": (x[:, 0],)}[part]
+    expected = module(*inputs)
+    preconditioner = natgrad.Preconditioner(module)
+    program = torch.export.export(module, inputs)
+    torch.testing.assert_close(program.module()(*inputs), expected)
+    assert "forward" in vars(model.cell if part is None else module)
+    assert preconditioner.explain().covered > 0
+
+
+def leaves(model):
+    """How many gradients leave the backward graph of a compiled model."""
+    found = []
+
+    def compile_backward(graph, _):
+        found.append(str(graph.graph).count("natgrad.leave"))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=compile_backward)
+    torch.compile(model, backend=backend)(batch(0)[0]).sum().backward()
+    return sum(found)
+
+
+def test_graphs_hold_nothing_for_those_who_are_gone():
+    model = network()
+    preconditioner = natgrad.Preconditioner(model)
+    assert leaves(model) > 0
+    assert leaves(copy.deepcopy(model)) == 0
+    preconditioner.detach()
+    assert leaves(model) == 0
+    natgrad.Preconditioner(model)  # and nobody keeps it
+    assert leaves(model) == 0

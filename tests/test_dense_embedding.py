@@ -268,3 +268,105 @@ def test_a_large_vocabulary_takes_no_more_than_its_weight(options):
     assert largest.elements <= 50_000 * 8 * 2
     assert sum(tensor.numel() for tensor in state["blocks"]["0.weight"].values()) < 3 * 50_000
     assert model[0].weight.grad.isfinite().all()
+
+
+class Offset(nn.Embedding):
+    """Positions as BART has them: they count tokens rather than look them up."""
+
+    def forward(self, ids):
+        return super().forward(torch.arange(ids.shape[1]) + 2)
+
+
+class Sliced(nn.Embedding):
+    """Positions as Whisper has them."""
+
+    def forward(self, ids):
+        return self.weight[: ids.shape[1]]
+
+
+@pytest.mark.parametrize("kind", [Offset, Sliced])
+def test_an_embedding_with_a_forward_of_its_own_is_left_alone(kind):
+    model = nn.ModuleDict({"table": nn.Embedding(V, D), "positions": kind(8, D)})
+    preconditioner = natgrad.Preconditioner(model, damping=0.3)
+    ids = torch.randint(V, (4, 5))
+    total_loss(model["table"](ids) + model["positions"](ids), 4).backward()
+    raw = model["positions"].weight.grad.clone()
+    preconditioner.step()
+    assert torch.equal(model["positions"].weight.grad, raw)
+    assert [row.reason for row in preconditioner.explain().rows] == ["", "its forward is not that of Embedding"]
+
+
+class FunctionalHead(nn.Module):
+    """A language model whose head is no module."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(V, D)
+        self.middle = nn.Linear(D, D)
+
+    def forward(self, ids):
+        return nn.functional.linear(self.middle(self.table(ids)).tanh(), self.table.weight)
+
+
+def language_step(model, preconditioner, ids):
+    model.zero_grad()
+    cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    raw = model.table.weight.grad.clone()
+    preconditioner.step()
+    return raw
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_a_table_that_is_a_head_without_a_module_stays_plain(sharing):
+    """Rows that nothing looks up would be divided by the damping alone."""
+    model, few = FunctionalHead(), torch.randint(3, (4, 5), generator=torch.Generator().manual_seed(0))
+    refresh = natgrad.Refresh(factors=2, inverses=3)
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(sharing=sharing), refresh=refresh)
+    with pytest.warns(
+        natgrad.NatgradWarning, match=r"table\.weight as they are: some rows have one without any lookup"
+    ):
+        raw = language_step(model, preconditioner, few)
+    for _ in range(5):
+        assert torch.equal(model.table.weight.grad, raw)
+        raw = language_step(model, preconditioner, few)
+    rows = {row.parameter: row for row in preconditioner.explain().rows}
+    assert "more than lookups" in rows["table.weight"].reason
+    assert not rows["middle.weight"].reason
+    assert preconditioner.metrics()["plain_layers"] == 1
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_such_a_table_stays_plain_when_resumed(steps):
+    """Also where decompositions are due before the next statistics."""
+    refresh = natgrad.Refresh(factors=4, inverses=3)
+
+    def train(steps, state=None):
+        model, few = FunctionalHead(), torch.randint(3, (4, 5), generator=torch.Generator().manual_seed(0))
+        preconditioner = natgrad.Preconditioner(model, refresh=refresh)
+        if state is not None:
+            preconditioner.load_state_dict(state)
+        for _ in range(steps):
+            raw = language_step(model, preconditioner, few)
+            assert torch.equal(model.table.weight.grad, raw)
+        return preconditioner.state_dict()
+
+    with pytest.warns(natgrad.NatgradWarning, match="as they are"):
+        state = train(steps)
+    with pytest.warns(natgrad.NatgradWarning, match="as they are"):
+        train(8, state)
+
+
+def test_tables_that_only_lookups_use_are_left_in_peace():
+    """A padding index, a row that nobody looks up, lookups whose gradient is zero, and a table thawed on the way."""
+    model = Bag(padding_idx=0)
+    model.table.requires_grad_(False)
+    preconditioner = natgrad.Preconditioner(model, reduction="tokens", refresh=natgrad.Refresh(factors=1, inverses=2))
+    for step in range(5):
+        if step == 2:
+            model.table.requires_grad_(True)
+        model.zero_grad()
+        model(torch.tensor([[0, 1], [2, 2], [3, 1]]))[:2].square().sum().backward()
+        preconditioner.step()
+    assert not any(row.reason for row in preconditioner.explain().rows)
+    assert preconditioner.metrics()["plain_layers"] == 0

@@ -220,7 +220,8 @@ def test_metrics_have_the_documented_keys():
     preconditioner = natgrad.Preconditioner(model)
     cross_entropy(model(x), y).backward()
     preconditioner.step()
-    counters = ["skipped_factors", "skipped_gradients", "failed_decompositions", "factor_updates", "inverse_updates"]
+    updates, plain = ["factor_updates", "inverse_updates"], ["plain_layers"]
+    counters = ["skipped_factors", "skipped_gradients", "failed_decompositions", *updates, *plain]
     seconds = [f"seconds/{phase}" for phase in ("capture", "reduce", "renew", "solve")]
     metrics = preconditioner.metrics()
     assert metrics.keys() == {"step", "damping", "kl_scale", *counters, *seconds}
@@ -431,6 +432,57 @@ def test_a_parametrised_layer_is_left_alone():
     preconditioner.explain()
     assert before
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+class Bypassed(nn.Module):
+    """One of its layers serves as a pair of parameters only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.called = False
+
+    def forward(self, x):
+        y = self.first(x).tanh()
+        return self.second(y) if self.called else nn.functional.linear(y, self.second.weight, self.second.bias)
+
+
+def test_layers_that_are_never_called_are_told_and_stay_plain_until_they_are():
+    model = Bypassed()
+    refresh = natgrad.Refresh(factors=1, inverses=2)
+    preconditioner = natgrad.Preconditioner(model, refresh=refresh)
+
+    def step():
+        model.zero_grad()
+        model(torch.randn(5, 3)).square().mean().backward()
+        raw = model.second.weight.grad.clone()
+        preconditioner.step()
+        plain = torch.equal(model.second.weight.grad, raw)
+        reasons = {row.parameter for row in preconditioner.explain().rows if "never called" in row.reason}
+        assert reasons == ({"second.weight", "second.bias"} if plain else set())
+        assert preconditioner.metrics()["plain_layers"] == int(plain)
+        return plain
+
+    with pytest.warns(natgrad.NatgradWarning, match=r"second\.weight as they are: their layers were never called"):
+        assert step()
+    covered = preconditioner.explain().covered
+    assert all(step() for _ in range(3))
+    model.called = True
+    assert not step()
+    assert preconditioner.explain().covered > covered
+
+
+def test_layers_that_are_not_used_at_all_are_none_of_these():
+    """Such as experts that no token has chosen, whose gradients are none, or zero."""
+    model, (x, y) = nn.ModuleDict({"used": network(), "idle": nn.Linear(3, 3).double()}), data()
+    preconditioner = natgrad.Preconditioner(model, refresh=natgrad.Refresh(factors=1, inverses=1))
+    for gradient in (None, torch.zeros(3, 3).double()):
+        model.zero_grad()
+        model["idle"].weight.grad = gradient
+        cross_entropy(model["used"](x), y).backward()
+        preconditioner.step()
+    assert preconditioner.metrics()["plain_layers"] == 0
 
 
 @pytest.mark.parametrize("curvature", [{}, {"haed": natgrad.KFAC()}, {"*": natgrad.KFAC(), "0": None}, {"0": None}])

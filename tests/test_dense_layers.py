@@ -489,3 +489,98 @@ def test_a_batch_of_many_more_samples_than_rows():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.Tanh()).double()
     assert_preconditioned(model, torch.randn(math.prod((8, 8)), 2, 9).double(), {})
+
+
+class Flagged(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), True
+
+
+class Padded(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(nn.functional.pad(x, (0, 1, 0, 1)))
+
+
+class Standardised(nn.Conv1d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight - weight.mean((1, 2), keepdim=True), bias)
+
+
+class Cropped(nn.ConvTranspose1d):
+    def forward(self, x):
+        return super().forward(x)[..., :-1]
+
+
+class Permuted(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.mT).mT
+
+
+class Renamed(nn.Linear):
+    """A subclass that computes the same."""
+
+
+@pytest.mark.parametrize(
+    ("module", "size"),
+    [
+        (Flagged(3, 2), (3,)),
+        (Padded(1, 2, 2), (1, 4, 4)),
+        (Standardised(2, 2, 3), (2, 5)),
+        (Cropped(2, 2, 3), (2, 5)),
+        (Permuted(4), (4, 3)),
+    ],
+)
+def test_a_subclass_with_a_forward_of_its_own_is_left_alone(module, size):
+    """What its weight meets, or what becomes of the output, only that forward knows."""
+    model = nn.ModuleDict({"own": module, "other": Renamed(3, 2)})
+    preconditioner = natgrad.Preconditioner(model, damping=0.3)
+    outputs = module(torch.randn(4, *size))
+    outputs = outputs[0] if isinstance(outputs, tuple) else outputs
+    (outputs.square().mean() + model["other"](torch.randn(4, 3)).square().mean()).backward()
+    raw = {name: p.grad.clone() for name, p in model.named_parameters()}
+    preconditioner.step()
+    reasons = {row.parameter: row.reason for row in preconditioner.explain().rows}
+    for name, p in model.named_parameters():
+        assert ("its forward is not that of" in reasons[name]) == torch.equal(p.grad, raw[name]) == ("own" in name)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_hooks_of_the_user_make_of_an_output_is_not_the_layers(first):
+    """Whether they were there before the preconditioner or came later."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    reference, x = dense.twin(model), torch.randn(5, 3).double()
+
+    def triple():
+        model[0].register_forward_hook(lambda module, inputs, output: 3 * output)
+
+    if first:
+        triple()
+    preconditioner = natgrad.Preconditioner(model, damping=0.3)
+    if not first:
+        triple()
+    (total_loss(model(x), 5) / 5).backward()
+    preconditioner.step()
+    rows = dense.capture(reference, lambda model: total_loss(model[1](3 * model[0](x)), 5))
+    dense.assert_equal(dense.gradients(model), dense.KFAC(damping=0.3).step(rows))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_elements_are_left_alone():
+    model = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 2), nn.Linear(2, 2))
+    preconditioner = natgrad.Preconditioner(model)
+    model(torch.randn(4, 3)).square().mean().backward()
+    preconditioner.step()
+    reasons = [row.reason for row in preconditioner.explain().rows]
+    assert reasons == ["a parameter of it has no elements"] * 4 + [""] * 2
+
+
+def test_nested_tensors_are_refused_in_the_forward_pass():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    natgrad_of_it = natgrad.Preconditioner(model)
+    x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(5, 3)], layout=torch.jagged)
+    with pytest.raises(natgrad.NatgradError, match=r"0 was given a nested tensor"):
+        model(x)
+    with torch.no_grad():
+        assert model(x).is_nested
+    assert natgrad_of_it.metrics()["step"] == 0

@@ -622,3 +622,21 @@ def test_many_more_gradients_than_are_squared_at_once():
     (model(x).pow(3).sum() / 3600).backward()
     preconditioner.step()
     assert_solved(model, {"0": norm.gradient / (squares + 0.05)})
+
+
+def test_running_statistics_are_those_of_the_forward_pass():
+    """Though another forward pass moves them, and the mode is another, before the gradient comes."""
+    found = []
+    for moved in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double().eval()
+        x = torch.randn(6, 3, dtype=torch.float64)
+        preconditioner = natgrad.Preconditioner(model, kl_clip=None)
+        loss = model(x).square().sum(1).mean()
+        if moved:
+            with torch.no_grad():
+                model.train()(50 * x + 9)
+        loss.backward()
+        preconditioner.step()
+        found.append(preconditioner.state_dict()["blocks"]["1.weight"]["F"])
+    torch.testing.assert_close(*found)

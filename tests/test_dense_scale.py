@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
+from natgrad.sampling import LabelSampler
 from tests import dense
 
 FORMS = [{"form": "eigen"}, {"form": "inverse"}, {"form": "eigen", "sharing": "reduce"}]
@@ -225,3 +226,228 @@ def test_autocast_computes_factors_in_full_precision():
     loss.backward()
     preconditioner.step()
     dense.assert_equal(dense.gradients(model), expected, 0.05)
+
+
+def test_every_pixel_is_a_sample_of_a_reduced_convolution():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Conv2d(3, 4, 1)).double()
+    x, y = torch.randn(3, 1, 4, 4).double(), torch.randint(4, (3, 3, 3))
+    rows = dense.capture(dense.twin(model), lambda model: cross_entropy(model(x), y, reduction="sum"))
+    expected = dense.KFAC(damping=0.05).step({name: seen.positions() for name, seen in rows.items()})
+    actual = solved(
+        model, lambda model: cross_entropy(model(x), y), curvature={"sharing": "reduce"}, reduction="tokens"
+    )
+    dense.assert_equal(actual, expected)
+
+
+class Windows(nn.Module):
+    """Frames, and windows of a convolution, that two layers see as a longer batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.frame, self.window = nn.Linear(3, 4), nn.Conv1d(4, 5, 2)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, batch):
+        x = batch
+        while not isinstance(x, torch.Tensor):
+            x = next(iter(x.values())) if isinstance(x, dict) else x[-1]
+        frames = self.frame(x.flatten(0, 1)).tanh()  # [B 6, 4]
+        windows = self.window(frames.view(-1, 2, 4).mT).tanh()  # [B 3, 5, 1]
+        return self.head(windows.view(len(x), 3, 5).mean(1))
+
+    def training_step(self, x, y):
+        return cross_entropy(self.forward(x), y)
+
+
+def frames(samples=4, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 6, 3, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (samples,), generator=generator)
+
+
+def windows_reference(curvature, x, y):
+    """Rows that lie behind one another are positions of their sample."""
+    rows = dense.capture(Windows().double(), lambda model: cross_entropy(model(x), y, reduction="sum"))
+    by_sample = {
+        name: dense.Rows(*(tensor.reshape(1, len(x), -1, tensor.shape[-1]) for tensor in (seen.a, seen.g)))
+        for name, seen in rows.items()
+    }
+    return dense.KFAC(damping=0.05, **curvature).step(by_sample)
+
+
+PACKED = {
+    "dict": lambda x: {"x": x},
+    "tuple": lambda x: (x,),
+    "nested": lambda x: {"inputs": [None, "name", x]},
+    "behind a number": lambda x: (torch.tensor([0.5]), x),
+}
+
+
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("curvature", FORMS)
+def test_a_batch_inside_containers(packed, curvature):
+    x, y = frames()
+    for call in (lambda model: model(PACKED[packed](x)), lambda model: model(batch=PACKED[packed](x))):
+        actual = solved(Windows().double(), lambda model, call=call: cross_entropy(call(model), y), curvature=curvature)
+        dense.assert_equal(actual, windows_reference(curvature, x, y))
+
+
+class Box:
+    """A container that nobody knows."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def values(self):
+        return [self.x]
+
+
+class Boxed(Windows):
+    """A model that takes one."""
+
+    def forward(self, batch):
+        return super().forward(batch.x if isinstance(batch, Box) else batch)
+
+
+WITHOUT_A_BATCH = {
+    "another entry": lambda model, x, y: model.training_step(x, y),
+    "an unknown container": lambda model, x, y: cross_entropy(model(Box(x)), y),
+}
+
+
+@pytest.mark.parametrize("entry", WITHOUT_A_BATCH)
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("curvature", FORMS)
+def test_without_a_batch_size_the_layer_nearest_to_the_loss_decides(entry, parts, curvature):
+    x, y = frames()
+    losses = [
+        lambda model, x=xs, y=ys: WITHOUT_A_BATCH[entry](model, x, y) / parts
+        for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True)
+    ]
+    with pytest.warns(natgrad.NatgradWarning, match="does not know the batch size") as caught:
+        actual = solved(Boxed().double(), *losses, curvature=curvature)
+    assert len(caught) == 1
+    dense.assert_equal(actual, windows_reference(curvature, x, y))
+
+
+def test_layers_that_agree_on_the_batch_need_no_model():
+    x, y = images()
+    actual = solved(classifier(), lambda model: cross_entropy(model.forward(x), y))
+    dense.assert_equal(actual, reference(classifier(), x, y, {}))
+
+
+class Translation(nn.Module):
+    """An encoder of `source` positions, a decoder of fewer or more, a head that may come in pieces."""
+
+    def __init__(self, pieces=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.decoder, self.head = nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(4, 5)
+        self.pieces = pieces
+
+    def forward(self, source, target):
+        keys, queries = self.encoder(source).tanh(), self.decoder(target).tanh()
+        x = queries + (queries @ keys.mT).softmax(-1) @ keys
+        return torch.cat([self.head(piece) for piece in x.chunk(self.pieces, 1)], 1)
+
+
+def sentences(source, target=4, samples=3, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x, z = (torch.randn(samples, length, 3, generator=generator, dtype=torch.float64) for length in (source, target))
+    y = torch.randint(5, (samples, target), generator=generator)
+    masked = torch.rand(samples, target, generator=generator) < 0.4
+    return x, z, y, y.masked_fill(masked, IGNORED)
+
+
+def translation_loss(model, x, z, y, reduction="mean"):
+    return cross_entropy(model(x, z).flatten(0, 1), y.flatten(), reduction=reduction, ignore_index=IGNORED)
+
+
+def translation_factors(x, z, total, mask=None):
+    """G is a mean over rows, A one over the terms of the loss, or over the rows of a layer that has fewer.
+
+    The encoder's rows are not those that the mask is about. Where it has no more than the loss, the mask is taken to
+    leave out as large a part of them.
+    """
+    rows = dense.capture(Translation().double(), total)
+    keep = torch.ones(z.shape[:2], dtype=torch.bool) if mask is None else mask
+    factors = {}
+    for name, seen in rows.items():
+        a, g = (t.flatten(1, 2) if name == "encoder" else t[:, keep] for t in (seen.a, seen.g))
+        share = float(keep.double().mean()) if name == "encoder" and a.shape[1] <= keep.numel() else 1.0
+        count = a.shape[1] * share
+        factors[name] = (a.mT @ a / min(int(keep.sum()), count), g.mT @ g / count)
+    return factors
+
+
+def translation_reference(W, factors, curvature):
+    solve = dense.solve_inverse if curvature.get("form") == "inverse" else dense.solve_eigen
+    return {name: solve(W[name], *pair, 0.05) for name, pair in factors.items()}
+
+
+@pytest.mark.parametrize("source", [2, 4, 7, 12])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("curvature", FORMS)
+def test_an_encoder_of_more_positions_than_the_loss_has(source, masked, pieces, curvature):
+    x, z, whole, partial = sentences(source)
+    y = partial if masked else whole
+    mask = y != IGNORED
+    if pieces > 1 and "sharing" in curvature:
+        return  # what several uses show of the same position is pooled
+    model = Translation(pieces).double()
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**curvature), damping=0.05, reduction="tokens")
+    translation_loss(model, x, z, y).backward()
+    W = dense.gradients(model)
+    preconditioner.step(count=int(mask.sum()) if masked else None)
+    factors = translation_factors(x, z, lambda model: translation_loss(model, x, z, y, "sum"), mask)
+    dense.assert_equal(dense.gradients(model), translation_reference(W, factors, curvature))
+
+
+@pytest.mark.parametrize("source", [2, 7])
+@pytest.mark.parametrize("accumulation", ["mean", "sum"])
+def test_sequences_in_several_backward_passes(source, accumulation):
+    x, z, y, _ = sentences(source, samples=4)
+    model = Translation().double()
+    preconditioner = natgrad.Preconditioner(model, damping=0.05, reduction="tokens", accumulation=accumulation)
+    for part in (slice(0, 2), slice(2, 4)):
+        (translation_loss(model, x[part], z[part], y[part]) / (2 if accumulation == "mean" else 1)).backward()
+    W = dense.gradients(model)
+    preconditioner.step()
+    factors = translation_factors(x, z, lambda model: translation_loss(model, x, z, y, "sum"))
+    dense.assert_equal(dense.gradients(model), translation_reference(W, factors, {}))
+
+
+@pytest.mark.parametrize("source", [2, 7])
+@pytest.mark.parametrize("curvature", FORMS[:2])
+def test_sampled_labels_of_sequences(source, curvature):
+    x, z, y, _ = sentences(source)
+    likelihood = natgrad.Categorical()
+    model = Translation().double()
+    score = LabelSampler(seed=0, rank=0, reduction="tokens").score(likelihood, model(x, z).detach(), None, 0)
+    sampled = natgrad.KFAC(fisher="sampled", likelihood=likelihood, **curvature)
+    preconditioner = natgrad.Preconditioner(model, sampled, damping=0.05, reduction="tokens")
+    outputs = model(x, z)
+    preconditioner.backward(cross_entropy(outputs.flatten(0, 1), y.flatten()), outputs)
+    W = dense.gradients(model)
+    preconditioner.step()
+    factors = translation_factors(x, z, lambda model: (model(x, z) * score).sum())
+    dense.assert_equal(dense.gradients(model), translation_reference(W, factors, curvature))
+
+
+def test_a_count_beyond_what_the_nearest_layer_saw():
+    """A head step by step: the loss has as many positions as all its uses together."""
+
+    def run(stepwise):
+        model = token_model()
+        x, y = tokens()
+        y = y.clamp(min=0)
+        preconditioner = natgrad.Preconditioner(model, damping=0.05, reduction="tokens")
+        outputs = torch.stack([model(x[:, t]) for t in range(6)], 1) if stepwise else model(x)
+        cross_entropy(outputs.flatten(0, 1), y.flatten()).backward()
+        preconditioner.step(count=24)
+        return dense.gradients(model)
+
+    dense.assert_equal(run(stepwise=True), run(stepwise=False))

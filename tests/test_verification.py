@@ -215,3 +215,29 @@ def test_chance_inside_the_loss_function_leaves_torchs_generator_alone():
     before = torch.get_rng_state()
     preconditioner.verify(batch(), lambda model, batch: loss_of(model, (batch[0] + torch.rand(()), batch[1])))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_natural_gradients_stay_natural():
+    """A step after it, without a backward pass, leaves them as it would have before."""
+    model, _, preconditioner = training()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    preconditioner.verify(batch(), loss_of)
+    with pytest.warns(natgrad.NatgradWarning, match="without a backward pass"):
+        preconditioner.step()
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), gradients, strict=True))
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        p.grad.copy_(2 * gradient)
+    preconditioner.verify(batch(), loss_of)
+    preconditioner.step()  # not untouched, before as after
+    assert not torch.equal(model[5].weight.grad, 2 * gradients[5])
+
+
+def test_the_time_that_layers_take_is_that_of_training():
+    _, _, preconditioner = training()
+    before = [row.time for row in preconditioner.explain().rows]
+    assert any(before)
+    preconditioner.verify(batch(), loss_of)
+    assert [row.time for row in preconditioner.explain().rows] == before
+    new = natgrad.Preconditioner(network())
+    new.verify(batch(), loss_of)
+    assert not any(row.time for row in new.explain().rows)

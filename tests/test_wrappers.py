@@ -4,12 +4,13 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, softplus
 
 import natgrad
 from tests import dense
@@ -271,6 +272,132 @@ def test_two_heads_whose_losses_are_differentiated_one_by_one():
         torch.testing.assert_close(found[1][name], found[0][name])
 
 
+# --- Gradients that were thrown away ------------------------------------------------------------------------------
+
+
+class Rivals:
+    """A generator and a discriminator, each with an optimizer and a preconditioner."""
+
+    def __init__(self, **options):
+        torch.manual_seed(0)
+        self.models = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, out)).double() for out in (3, 1)]
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in self.models]
+        self.preconditioners = [
+            precondition(model, optimizer=optimizer, **options)
+            for model, optimizer in zip(self.models, self.optimizers, strict=True)
+        ]
+
+    def play(self, steps, *, to_none, discard, passes):
+        """Let each learn in turn, the discriminator from one or two backward passes; return all parameters."""
+        (generator, discriminator), random = self.models, torch.Generator().manual_seed(1)
+        for _ in range(steps):
+            real, noise = torch.randn(2, 6, 3, generator=random, dtype=torch.float64)
+            fake = generator(noise)
+            if discard:
+                self.preconditioners[1].discard()
+            self.optimizers[1].zero_grad(set_to_none=to_none)
+            losses = [softplus(-discriminator(real)).mean() / 2, softplus(discriminator(fake.detach())).mean() / 2]
+            for loss in [sum(losses)] if passes == 1 else losses:
+                loss.backward()
+            self.preconditioners[1].step()
+            self.optimizers[1].step()
+            self.optimizers[0].zero_grad(set_to_none=to_none)
+            softplus(-discriminator(fake)).mean().backward()
+            self.preconditioners[0].step()
+            self.optimizers[0].step()
+        return {f"{index}": vector(model) for index, model in enumerate(self.models)}
+
+
+def vector(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_the_pass_of_a_rivals_loss_counts_for_nothing(passes, interval):
+    """As if `discard` had been called: what ``zero_grad`` has thrown away is no gradient."""
+    options = {"factors": interval, "inverses": interval}
+    expected = Rivals(**options).play(4, to_none=True, discard=True, passes=passes)
+    assert_same(Rivals(**options).play(4, to_none=True, discard=False, passes=passes), expected, 0)
+    assert_same(Rivals(**options).play(4, to_none=False, discard=True, passes=passes), expected)
+
+
+@pytest.mark.parametrize("curvature", FISHERS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_first_pass_of_sharpness_aware_minimization_counts_for_nothing(curvature, reduction):
+    results = []
+    for first in (False, True):
+        model = network()
+        preconditioner = precondition(model, curvature, reduction=reduction, kl_clip=None)
+        for step in (7, 0) if first else (0,):
+            model.zero_grad()
+            preconditioner._sampler._last = (-1, 0)  # the labels are the same, first or not
+            x, y = batch(step)
+            outputs = model(x)
+            preconditioner.backward(cross_entropy(outputs, y, reduction=reduction), outputs)
+        preconditioner.step()
+        results.append({"gradients": gradients(model), "blocks": blocks(preconditioner)})
+    assert_same(results[1], results[0], 0)
+
+
+@pytest.mark.parametrize("way", ["torch.autograd.grad", "one forward pass"])
+def test_gradients_that_are_added_by_hand_are_not_thrown_away(way):
+    """Though ``.grad`` is None before the second pass, as it is where gradients of several tasks are reconciled."""
+    results = []
+    for by_hand in (False, True):
+        model = network()
+        preconditioner = precondition(model, kl_clip=None)
+        parameters, found = list(model.parameters()), []
+        outputs = model(batch(0)[0])
+        others = outputs if way == "one forward pass" else model(batch(1)[0])
+        for loss in (outputs.square().sum(1).mean() / 2, others.exp().sum(1).mean() / 2):
+            if by_hand and way == "torch.autograd.grad":
+                found.append(torch.autograd.grad(loss, parameters))
+                continue
+            loss.backward(retain_graph=True)
+            if by_hand:
+                found.append([parameter.grad for parameter in parameters])
+                model.zero_grad()
+        for parameter, *own in zip(parameters, *found, strict=True) if by_hand else ():
+            parameter.grad = sum(own)
+        preconditioner.step()
+        results.append({"gradients": gradients(model), "blocks": blocks(preconditioner)})
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("interval", [1, 5])
+def test_gradients_written_through_data_are_preconditioned(interval):
+    """Their version counters tell nothing."""
+    model = network()
+    preconditioner = precondition(model, factors=interval, inverses=interval, kl_clip=None)
+    differentiate(preconditioner, model, 0)
+    preconditioner.step()
+    for step in range(1, 7):
+        x, y = batch(step)
+        raw = torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), raw, strict=True):
+            parameter.grad.data.copy_(gradient)
+        preconditioner.step()
+        assert not any(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), raw, strict=True))
+        assert preconditioner.metrics()["step"] == step + 1
+    assert preconditioner.metrics()["factor_updates"] == (7 if interval == 1 else 2)
+
+
+@pytest.mark.parametrize("curvature", FISHERS)
+def test_activations_in_place(curvature):
+    """After a linear layer with positions too, whose output is a view: an operation in place drops the hooks of it."""
+    results = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace=inplace), nn.Flatten(), nn.Linear(8, 3)).double()
+        preconditioner = precondition(model, curvature, kl_clip=None)
+        differentiate(preconditioner, model, 0)
+        preconditioner.step()
+        results.append({"gradients": gradients(model), "blocks": blocks(preconditioner)})
+    assert float(results[0]["blocks"]["0.weight"]["weight"]) > 0
+    assert_same(*results)
+
+
 # --- A model that changes -----------------------------------------------------------------------------------------
 
 
@@ -450,6 +577,7 @@ def test_memory_is_flat_in_the_number_of_micro_batches(curvature, reduction):
         held = []
         for micro in range(6):
             differentiate(preconditioner, model, 10 * step + micro)
+            gradients(model)  # the garbage collector knows no gradient that Python has not seen
             held.append(live_bytes())
         assert len(set(held)) == 1, held
         preconditioner.step()
@@ -469,3 +597,118 @@ def test_a_layer_called_after_an_exception_belongs_to_no_batch():
     rows = dense.capture(reference, lambda model: model[4](x).square().sum())
     expected = dense.KFAC(damping=0.1).step(rows)
     dense.assert_equal({"4": dense.gradients(model)["4"]}, {"4": expected["4"]})
+
+
+# --- The end of a preconditioner ------------------------------------------------------------------------------------
+
+
+class Attending(nn.Module):
+    """Hooks of modules, and forwards in place of theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.cell, self.linear = nn.GRUCell(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.linear(self.cell(self.attention(x, x, x)[0][:, 0]))
+
+
+def traces(model):
+    """What hooks and forwards of natgrad's there are."""
+    hooks = [hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    return hooks + [module.forward for module in model.modules() if "forward" in vars(module)]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("end", ["detach", "delete", "warning"])
+def test_nothing_stays_on_the_model(end):
+    model = Attending()
+    if end == "warning":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(natgrad.NatgradWarning, match="typo"):
+                natgrad.Preconditioner(model, {"typo": natgrad.KFAC(), "*": natgrad.KFAC()})
+        assert not traces(model)
+        return
+    preconditioner = natgrad.Preconditioner(model)
+    model(torch.randn(2, 3, 4)).sum().backward()
+    assert len(traces(model)) == 2 + 1 + 2
+    if end == "detach":
+        preconditioner.detach()
+        assert preconditioner.state_dict()["step"] == 0
+        with pytest.raises(natgrad.NatgradError, match="detach"):
+            preconditioner.step()
+    gc.disable()
+    try:
+        del preconditioner
+        assert not traces(model)
+    finally:
+        gc.enable()
+    torch.jit.script(model.cell)
+    natgrad.Preconditioner(model)
+
+
+def test_a_default_device_is_for_the_users_tensors():
+    model, (x, y) = network(), batch(0)
+    torch.set_default_device("meta")
+    try:
+        preconditioner = precondition(model, SAMPLED)
+        outputs = model(x)
+        preconditioner.backward(cross_entropy(outputs, y), outputs)
+        preconditioner.step()
+        assert preconditioner.state_dict()["blocks"]["4.weight"]["renewed"].device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_forgotten_unscale_is_refused_and_leaves_the_gradients():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device="cpu")
+    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, scaler=scaler)
+    scaler.scale(model(torch.randn(6, 2, 5, dtype=torch.float64)).square().mean()).backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    with pytest.raises(natgrad.NatgradError, match="unscale_"):
+        preconditioner.step()
+    assert all(a.equal(b.grad) for a, b in zip(before, model.parameters(), strict=True))
+    scaler.unscale_(optimizer)
+    preconditioner.step()
+    both = natgrad.PreconditionedOptimizer(optimizer, preconditioner)
+    scaler.update()
+    both.zero_grad()
+    scaler.scale(model(torch.randn(6, 2, 5, dtype=torch.float64)).square().mean()).backward()
+    scaler.step(both)  # unscales by itself
+    assert preconditioner.metrics()["step"] == 2
+
+
+def test_one_optimizer_of_two_must_be_of_one_model():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer)
+    with pytest.raises(ValueError, match="the one that the preconditioner was given"):
+        natgrad.PreconditionedOptimizer(torch.optim.Adam(model.parameters()), preconditioner)
+    preconditioner.detach()
+    unknown = natgrad.Preconditioner(model)
+    with pytest.raises(ValueError, match="one of the preconditioner's model"):
+        natgrad.PreconditionedOptimizer(torch.optim.Adam(nn.Linear(2, 2).parameters()), unknown)
+
+
+def test_a_second_preconditioner_of_a_model_warns_while_the_first_lives():
+    model = network()
+    first = natgrad.Preconditioner(model)
+    with pytest.warns(natgrad.NatgradWarning, match="another Preconditioner"):
+        natgrad.Preconditioner(model)
+    first.detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        natgrad.Preconditioner(model)
+
+
+def test_tables_print_as_plain_text(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "90")
+    text = str(natgrad.Preconditioner(network()).explain())
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 90

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
+from natgrad.aside import aside
 from natgrad.curvature import Curvature, Spec
 from natgrad.kept import Kept, along, kept_shape, spec_dtype
 from natgrad.layers import Layer
@@ -97,6 +99,16 @@ class Stack:
         self.averages = self.averages.to(self._precision.factor_dtype(self._parameter), self.device)
         self.held = self.held.to(self._precision.solve_dtype(self._parameter), self.device)
         return True
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Be without curvature meanwhile, and as before afterwards."""
+        good, ready = {part: [False] * self.size for part in self.good}, [False] * len(self.ready)
+        with ExitStack() as stack:
+            for member in self.members:
+                stack.enter_context(aside(member.layer, seconds=0.0))
+            stack.enter_context(aside(self, averages=Kept(), weight=None, held=Kept(), good=good, ready=ready))
+            yield
 
     def allocate_averages(self) -> Tensor:
         """Make the running averages unless they exist, and return the weights."""

@@ -6,7 +6,10 @@ gradient has come: activations are never hoarded.
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
@@ -16,9 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from natgrad import compiled
+from natgrad.aside import aside
 from natgrad.blocks import Stack
 from natgrad.curvature import Curvature
-from natgrad.errors import NatgradError
+from natgrad.errors import NatgradError, NatgradWarning
 from natgrad.layers import Handle, Layer, Rows, Slot
 from natgrad.layers.rows import DenseRows
 from natgrad.precision import full_products
@@ -93,12 +97,16 @@ class Capture:
         self._uses: dict[str, weakref.WeakSet[_Use]] = {}  # those whose gradient may come yet, of layers that pool
         self._marks: weakref.WeakValueDictionary[int, _Use] = weakref.WeakValueDictionary()
         self._loss: int | None = None  # the last backward pass that turned out to be the loss's
+        self._fills = False  # whether it writes into ``.grad``
         self.wanted = True
         self.sampling = False
         self.sums = Sums([], fused=False)
         self.backwards: dict[int, int] = {}
         self._drawn: dict[int, int] = {}  # the same of sampled labels
+        self._rows: dict[str, int] = {}  # the positions that each layer has shown since the last step (token losses)
+        self._warned = False
         self.seconds = 0.0
+        weakref.finalize(self, _remove, self._handles).atexit = False
 
     def attach(self, stacks: list[Stack], *, fused: bool) -> None:
         """Set the hooks on the layers of `stacks`, in place of those set before; `fused` is that of `Sums`."""
@@ -119,17 +127,25 @@ class Capture:
 
     def detach(self) -> None:
         """Remove every hook."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        _remove(self._handles)
         self._layers.clear()
         self._pooled.clear()
         self._uses.clear()
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing has made gradients since the last step; where hooks need not look, forward passes tell."""
+        return not (self.backwards or (self._forward.began and not (self.wanted or self._counting)))
+
+    @property
     def samples(self) -> int:
         """The samples (token losses: positions) of this rank since the last step."""
         return sum(self.backwards.values())
+
+    @property
+    def positions(self) -> int:
+        """The most positions that a layer has shown since the last step (token losses): no loss has more."""
+        return max(self._rows.values(), default=0)
 
     @property
     def missing_samples(self) -> bool:
@@ -182,15 +198,30 @@ class Capture:
         """Forget what backward passes have shown; forward passes may still be differentiated."""
         self._pooled.clear()
         self._loss = None
+        self._forward.began = False
         self.backwards.clear()
         self._drawn.clear()
+        self._rows.clear()
         self.sums.reset()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Want statistics meanwhile, and know nothing of it afterwards; to be called between steps."""
+        wanted = self.wanted
+        self.reset(wanted=True)
+        try:
+            with aside(self, seconds=0.0):
+                yield
+        finally:
+            self.reset(wanted=wanted)
 
     def watch(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
         """Keep the inputs of one use of a layer, or of the one tied to it, until the gradient of its output comes."""
         if not (self.wanted or self._counting) or not torch.is_grad_enabled() or not output.requires_grad:
             return
         primary, curvature = self._layers[name]
+        if inputs.is_nested or output.is_nested:
+            raise NatgradError(f"{name} was given a nested tensor: pad its samples to one length, or leave it out")
         layer = (primary, *primary.others)[index].current()
         outer_task = torch._C._current_graph_task_id()  # that of a backward pass that recomputes checkpoints
         forward = self._forward.current
@@ -199,7 +230,10 @@ class Capture:
         saved = Saved(inputs) if self.wanted else None
         shape = outline(inputs) if saved is None else saved.outline
         use = _Use(primary, layer, curvature, saved, shape, batch, forward, outer_task)
-        output.register_hook(lambda gradient: self._gradient(use, gradient))
+        if forward is not None and self._reduction == "tokens":
+            forward.note(name, layer.positions(output))
+        size, output = output.shape, _whole(output)
+        output.register_hook(lambda gradient: self._gradient(use, gradient.reshape(size)))
         if curvature.pools:
             self._uses.setdefault(name, weakref.WeakSet()).add(use)
         if self.wanted and curvature.likelihood is not None and outer_task == -1:
@@ -219,14 +253,19 @@ class Capture:
             return
         self._gather(use.layer.slots[0])
         task = use.outer_task if use.outer_task != -1 else torch._C._current_graph_task_id()
-        if not self.sampling and task != self._loss and not _reaches_parameters(use):
+        begins = not self.sampling and task != self._loss
+        destination = _destination(use) if begins else ""
+        if begins and not destination:
             return  # a pass down to the model's inputs, as attacks and saliency maps make, is none of the loss
         if use.outer_task != -1 and use.curvature.likelihood is not None:
             raise NatgradError(_REENTRANT)
         started = perf_counter()
         inputs, first = use.inputs, self._first_task(use, task)
+        if first not in self.backwards and first not in self._drawn and self._thrown_away():
+            self.discard()
         if not self.sampling:
-            self._loss = task
+            if begins:
+                self._loss, self._fills = task, destination == "grad"
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 use.inputs = None
         self._count_backward(use, first, gradient)
@@ -238,6 +277,13 @@ class Capture:
         spent = perf_counter() - started
         self.seconds += spent
         use.primary.seconds += spent
+
+    def _thrown_away(self) -> bool:
+        """Tell whether the gradients of all passes counted so far were set to None since (``zero_grad``)."""
+        if not self.backwards or not self._fills or self._owners:  # FSDP2 may have them elsewhere in between
+            return False
+        slots = (slot for layer, _ in self._layers.values() for slot in layer.slots)
+        return all(slot.parameter.grad is None for slot in slots)
 
     def _gather(self, slot: Slot) -> None:
         """Have FSDP2 gather the layer's parameters now: its own hook may come after, and the pass is told by them."""
@@ -254,22 +300,47 @@ class Capture:
         return use.forward.first
 
     def _count_backward(self, use: _Use, task: int, gradient: Tensor) -> None:
-        # The mean that the loss took is over the model's samples, of which this layer may have seen a part.
-        whole = self._reduction != "tokens" and use.layer.batched(use.outline) and max(0, use.batch)
-        samples = whole or self._samples(use, gradient)
+        """Settle how many terms the loss is the mean of, before any layer's gradient is scaled by it."""
         counts = self._drawn if self.sampling else self.backwards
-        counts[task] = max(samples, counts.get(task, 0))
+        if self._reduction == "tokens":
+            own, name = use.layer.positions(gradient), use.primary.name
+            if not self.sampling:
+                self._rows[name] = self._rows.get(name, 0) + own
+            # The layer nearest to the loss decides: an encoder may see more positions than the loss has.
+            whole = use.forward.positions(name, own) if use.forward is not None and own else own
+            counts[task] = counts.get(task) or whole
+        elif use.batch > 0 and use.layer.batched(use.outline):
+            # The mean that the loss took is over the model's samples, of which this layer may have seen a part.
+            counts[task] = max(use.batch, counts.get(task, 0))
+        else:
+            own = use.layer.samples(use.outline)
+            counts[task] = counts.get(task) or own  # the layer nearest to the loss decides
+            self._warn_of_guess(use, own, counts[task])
 
-    def _samples(self, use: _Use, gradient: Tensor) -> int:
+    def _warn_of_guess(self, use: _Use, own: int, taken: int) -> None:
+        known = use.batch > 0 or own == taken or use.layer.form == "one-hot" or not use.layer.batched(use.outline)
+        if known or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"natgrad does not know the batch size: the model itself was not called, or with no tensor. It takes the "
+            f"{taken} samples that the layer nearest to the loss saw, though {use.layer.name} saw {own}: call the "
+            f"model, not a method or a part of it",
+            NatgradWarning,
+            stacklevel=2,
+        )
+
+    def _samples(self, use: _Use, task: int, gradient: Tensor) -> int:
         if self._reduction == "tokens":
             return use.layer.positions(gradient)
         # A layer that sees windows or frames of a sample as a longer batch still sees the model's samples.
         own = use.layer.samples(use.outline)
-        return use.batch if use.batch > 0 and own % use.batch == 0 else own
+        batch = use.batch if use.batch > 0 else (self._drawn if self.sampling else self.backwards)[task]
+        return batch if batch > 0 and own % batch == 0 else own
 
     def _observe(self, use: _Use, task: int, inputs: Tensor, gradient: Tensor) -> None:
         layer, curvature, name = use.layer, use.curvature, use.primary.name
-        samples = self._samples(use, gradient)
+        samples = self._samples(use, task, gradient)
         if samples == 0:
             return
         rows, gradients = layer.rows(inputs, gradient, samples)
@@ -286,7 +357,7 @@ class Capture:
         tally = self.sums.tallies[name]
         sums = self.sums.of(name)
         curvature.observe(sums, rows, gradients, scale=scale, first=tally.rows == 0)
-        tally.count(task, self._stood_for(task, rows, samples), layer.positions(gradient))
+        self._count(name, task, rows, samples, layer.positions(gradient))
 
     def _pool(self, use: _Use, task: int, inputs: Rows, gradients: Rows, samples: int, scale: float) -> None:
         name = use.primary.name
@@ -321,22 +392,42 @@ class Capture:
             gradients = DenseRows(pooled.gradients[:, :, None])
             with full_products(pooled.inputs.device):
                 curvature.observe(self.sums.of(name), inputs, gradients, scale=pooled.scale, first=tally.rows == 0)
-            tally.count(pooled.task, self._stood_for(pooled.task, inputs, inputs.samples), inputs.samples)
+            self._count(name, pooled.task, inputs, inputs.samples, inputs.samples)
 
-    def _stood_for(self, task: int, inputs: Rows, samples: int) -> int:
-        """Return for how many samples rows stand: what is looked up once (positions) serves all of the batch."""
-        return self._drawn.get(task, self.backwards.get(task, samples)) if inputs.one_hot else samples
+    def _count(self, name: str, task: int, inputs: Rows, samples: int, rows: int) -> None:
+        """Count rows that show `samples` of those of the loss: no more than it has, and those of lookups all of them.
+
+        What is looked up once (positions) serves all of the batch.
+        """
+        whole, tally = self._drawn.get(task, self.backwards.get(task, samples)), self.sums.tallies[name]
+        beyond, before = samples > whole, tally.known(task) if self._reduction == "tokens" else 0  # a head in pieces
+        tally.count(task, whole if inputs.one_hot else min(before + samples, whole), rows, beyond=beyond)
+
+
+def _whole(output: Tensor) -> Tensor:
+    """Return what `output` is a view of, if all of it: an operation in place would drop the hooks of the view."""
+    base = output._base
+    # F.linear returns a view where samples have positions.
+    same = base is not None and base.requires_grad and base.numel() == output.numel()
+    return base if base is not None and same and base.is_contiguous() and output.is_contiguous() else output
+
+
+def _remove(handles: list[Handle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 def _pooled_by_sample(rows: Rows, samples: int) -> Tensor:
-    pooled = rows.pool()
+    # Where positions are samples (token losses), each is a row of its own.
+    pooled = rows.pool() if rows.samples >= samples else rows.dense().flatten(1, 2)
     return pooled if pooled.shape[1] == samples else pooled.unflatten(1, (samples, -1)).sum(2)
 
 
-def _reaches_parameters(use: _Use) -> bool:
-    """Tell whether the backward pass under way goes down to the parameters of the layer."""
+def _destination(use: _Use) -> Literal["grad", "caller", ""]:
+    """Tell where the backward pass under way takes the gradients of the layer's parameters; empty: it does not."""
     parameter = use.layer.slots[0].parameter
     try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+        return "grad" if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node) else ""
     except RuntimeError:  # asked for by name in torch.autograd.grad, or frozen meanwhile
-        return True
+        return "caller"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from natgrad.gradients import Gradients
 from natgrad.linalg import tensor_on
@@ -25,6 +25,12 @@ class Clip:
         self.optimizer = optimizer
         self.bound = bound if optimizer is not None else None
         self.last: float | Tensor = 1.0
+
+    def twin(self, copies: Mapping[int, nn.Parameter]) -> Clip:
+        """Return a new clip with the present learning rates for copies of parameters, by the ``id`` of these."""
+        rates = self._rates() if self.bound is not None else {}
+        groups = [{"params": [copy], "lr": rates[key]} for key, copy in copies.items() if key in rates]
+        return Clip(torch.optim.SGD(groups) if groups else None, self.bound)
 
     def describe(self) -> str:
         """Say in words whether the clip is on."""

@@ -31,7 +31,7 @@ def register(receiver: Receiver) -> Tensor:
     """Return a number for `receiver`, as long as it lives: a tensor, for Dynamo would compile anew for each number."""
     number = next(_NUMBERS)
     _RECEIVERS[number] = receiver
-    return torch.tensor(number)
+    return torch.tensor(number, device="cpu")
 
 
 def on_gradient(output: Tensor, inputs: Tensor, number: Tensor, batch: Tensor) -> None:
@@ -69,7 +69,11 @@ if hasattr(_leave, "register_effect"):
 
 
 def forget(model: nn.Module) -> None:
-    """Have Dynamo trace `model` anew if it has been before: it does not notice new hooks."""
+    """Have Dynamo trace `model` anew if it has been before: it does not notice hooks that come or go.
+
+    Dynamo keeps what it has traced by the code of functions, and modules of torch's own are traced in functions that
+    all of them share: other compiled models in this process may be traced anew too, once.
+    """
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
         return

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from natgrad.blocks import Stack
 from natgrad.coverage import Coverage
 from natgrad.placement import Plan
+from natgrad.printed import Printed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Row:
     reason: str = ""
 
 
-class Explanation:
+class Explanation(Printed):
     """A table that Rich renders, ``str()`` prints, and ``rows`` holds as data.
 
     Attributes:
@@ -79,22 +80,25 @@ class Explanation:
             )
         return table
 
-    def __str__(self) -> str:
-        """Return the table as text."""
-        console = Console(width=120)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
+    def __repr__(self) -> str:
+        """Say how much is covered."""
+        return f"<Explanation of {len(self.rows)} parameters: {self.covered:.1%} preconditioned; {self.note}>"
 
 
 def explain(
-    stacks: list[Stack], coverage: Coverage, plan: Plan[tuple[str, str]], seconds: float, note: str
+    stacks: list[Stack],
+    coverage: Coverage,
+    reasons: Mapping[str, str],
+    plan: Plan[tuple[str, str]],
+    seconds: float,
+    note: str,
 ) -> Explanation:
     """Describe all parameters of a model.
 
     Args:
         stacks: What is preconditioned.
         coverage: What else there is, and the order of the model.
+        reasons: Why layers stay plain although they are covered, by their keys.
         plan: The owners.
         seconds: What all steps have taken so far.
         note: The state of the KL clip, in words.
@@ -105,6 +109,10 @@ def explain(
         work = sum(part.cost for part in stack.parts)
         for member in stack.members:
             layer = member.layer
+            if layer.key in reasons:
+                plain = reasons[layer.key]
+                rows += [Row(parameter=slot.label, shape=slot.shape, reason=plain) for slot in layer.slots]
+                continue
             for first, slot in zip((True, *[False] * len(layer.slots)), layer.slots, strict=False):
                 rows.append(
                     Row(

@@ -68,7 +68,8 @@ class Watch:
     def saw_decompositions(self, stack: Stack, part: str, start: int, success: list[bool]) -> None:
         """Count the blocks from `start` on whose decomposition failed."""
         blocks = slice(start, start + len(success))
-        self._count("failed_decompositions", f"decomposition of {part}", stack, blocks, ~torch.tensor(success))
+        bad = ~torch.tensor(success, device="cpu")
+        self._count("failed_decompositions", f"decomposition of {part}", stack, blocks, bad)
 
     def check(self) -> None:
         """Raise if a layer has been in trouble more often in a row than the guard allows.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 def tensor_on(device: torch.device, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
     """Return `values` as a tensor on `device`; unlike ``torch.tensor(values, device=...)`` the host does not wait."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,13 +30,19 @@ class PreconditionedOptimizer(Optimizer):
             preconditioner: The preconditioner of the same model.
 
         Raises:
-            ValueError: if either is of another type.
+            ValueError: if either is of another type, or they are not of the same model.
         """
         fits = isinstance(optimizer, Optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
         allowed = "a torch.optim.Optimizer that steps without a closure"
         require(fits, "optimizer", type(optimizer).__name__, allowed)
         fits = isinstance(preconditioner, Preconditioner)
         require(fits, "preconditioner", type(preconditioner).__name__, "a natgrad.Preconditioner")
+        known = preconditioner.optimizer
+        allowed = "the one that the preconditioner was given, and reads the learning rate of"
+        require(known is None or known is optimizer, "optimizer", repr(optimizer), allowed)
+        own = {id(parameter) for parameter in preconditioner.parameters()}
+        fits = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        require(fits or not own, "optimizer", repr(optimizer), "one of the preconditioner's model")
         self.optimizer, self.preconditioner = optimizer, preconditioner
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
 from typing import Any, Literal, NoReturn
 
@@ -11,29 +11,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from natgrad import compiled
 from natgrad import state as states
-from natgrad.arguments import check_arguments, check_count, resolve_group, unwrap
+from natgrad.arguments import check_arguments, check_count, check_unscaled, resolve_group, unwrap
 from natgrad.blocks import Stack
 from natgrad.capture import Capture
 from natgrad.clip import Clip
+from natgrad.comparison import Verification
 from natgrad.coverage import cover, idle_patterns
 from natgrad.curvature import KFAC, Curvature
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.explanation import Explanation, explain
-from natgrad.given import Given
+from natgrad.given import Given, Unseen
 from natgrad.gradients import Gradients
 from natgrad.guard import Guard, Watch
+from natgrad.inspection import Inspection
 from natgrad.placement import Runtime
 from natgrad.precision import Precision
 from natgrad.progress import Progress
 from natgrad.reduction import reduce_gradients, sum_scale, take_over_reduction
 from natgrad.refresh import Refresh
-from natgrad.renewal import fold, renew
+from natgrad.renewal import fold, observed, renew
 from natgrad.sampling import LabelSampler
 from natgrad.schedule import Schedule, value_at
 from natgrad.sharding import check_layers
 from natgrad.structure import Structure
-from natgrad.verification import Verification, verify
+from natgrad.taps import watched
+from natgrad.verification import verify
 
 # Told apart from a value that the user gives by its identity: only the latter insists on an optimizer.
 _DEFAULT_KL_CLIP = float("1e-3")
@@ -83,7 +87,11 @@ class Preconditioner:
             kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16); None: off. Without an optimizer the default is
                 off too, and a value given is an error.
             reduction: How the loss combines its terms: "mean" over samples, "tokens" over all positions, "sum". Samples
-                are the first dimension of the first tensor that the model is called with.
+                are the first dimension of the first tensor that the model is called with, also inside tuples and dicts,
+                so put samples first, not time. Where the model itself is not called (``model.loss(x)``), or with no
+                such tensor, they are those that the layer nearest to the loss saw. Positions are always those of that
+                layer; where the loss takes others (of logits resized, or of a head that some tokens skip), tell `step`
+                the ``count``.
             refresh: When statistics are captured and decomposed.
             placement: Where curvature is computed: "auto" or "comm-opt".
             precision: The dtypes of factors, of messages and of solves.
@@ -132,19 +140,29 @@ class Preconditioner:
         self._watch = Watch(guard)
         self._clip = Clip(optimizer, kl_clip)
         self._given = Given()
+        self._inspection = Inspection()
         counting = reduction == "sum" or accumulation == "sum" or self._reduces
         self._capture = Capture(self._root, reduction=reduction, counting=counting)
         self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=reduction)
         self._progress = Progress()
-        self._blind = 0
-        if self._reduces:
-            take_over_reduction(model)
+        self._unseen = Unseen()
+        self._detached = False
         self._structure = Structure(self._root, curvature, precision, placement=placement, ranks=self._runtime.ranks)
-        self._begin()
         idle = idle_patterns(self._root, curvature)
         if idle or not self._structure.coverage.layers:
             what = f"the patterns {idle} decide for no module" if idle else "no layer of the model is covered"
             warnings.warn(f"natgrad: {what}; see explain()", NatgradWarning, stacklevel=2)
+        if any(watched(layer.module) for layer, _ in self._structure.coverage.layers):
+            warnings.warn(
+                "natgrad: another Preconditioner of this model is alive, and both will precondition its gradients; "
+                "detach() the one that is not wanted",
+                NatgradWarning,
+                stacklevel=2,
+            )
+        # Last, for the warnings may be errors.
+        if self._reduces:
+            take_over_reduction(model)
+        self._begin()
 
     # --- The life of a step -------------------------------------------------------------------------------------
 
@@ -183,28 +201,34 @@ class Preconditioner:
         Raises:
             ValueError: if `count` is no number of positions, or given with another reduction than "tokens", or a
                 schedule returns what is not allowed; then nothing was changed.
-            NatgradError: if sampled labels are due and ``backward`` of this object was not used.
+            NatgradError: if sampled labels are due and ``backward`` of this object was not used, if ``scaler.unscale_``
+                was not, or after `detach`.
             CurvatureError: if a layer has been in trouble for longer than the guard allows.
         """
         if count is not None:
-            check_count(count, self._reduction, self._capture.samples)
+            check_count(count, self._reduction, self._capture.positions)
+        if self._detached:
+            raise NatgradError("step() after detach(): build another Preconditioner, and load the state of this one")
         if self._capture.missing_samples:
             raise NatgradError(
                 "fisher='sampled' needs preconditioner.backward(loss, outputs) in place of loss.backward()"
             )
+        if self._capture.backwards:
+            check_unscaled(self._scaler)
         damping = self._damping_now()
         self._refresh.check(self._progress.step)
         self._follow()
         self._progress.damping = damping
-        self._warn_if_blind()
+        if self._progress.last_factors is None and not self._capture.backwards:
+            self._unseen.check(self._stacks)
         # A rank without samples has no backward pass, and where natgrad reduces it takes part all the same.
-        if not self._reduces and not self._capture.backwards and self._given.untouched():
+        if not self._reduces and self._capture.idle and self._given.untouched():
             warnings.warn("natgrad: step() without a backward pass since the last one", NatgradWarning, stacklevel=3)
             return
         progress = self._progress
         if self._runtime.ranks == 1 and not self._capture.backwards and progress.last_factors is None:
             return  # a checkpoint loader's step, before any forward
-        self._start_clock()
+        progress.start_clock(layer for layer, _ in self._structure.coverage.layers)
         scale = self._gradient_scale(count)
         if self._capture.wanted:
             self._update_factors(count)
@@ -214,33 +238,27 @@ class Preconditioner:
         progress.step += 1
         self._capture.reset(wanted=self._refresh.factors_due(progress.step, progress.last_factors))
         progress.ended = perf_counter()
+        self._inspection.report()
         self._watch.check()
 
-    def _start_clock(self) -> None:
-        """Start, at the first step, the clock by which `explain` tells each layer's share of the time of a step."""
-        if not self._progress.began:
-            self._progress.began = self._progress.ended = perf_counter()
-            for layer, _ in self._structure.coverage.layers:
-                layer.seconds = 0.0
-
-    def _warn_if_blind(self) -> None:
-        """Warn at the second step (a checkpoint loader may do one) with gradients that no hook has seen come."""
-        if self._progress.last_factors is not None or self._capture.backwards:
-            return
-        layers = [layer for layer, _ in self._structure.coverage.layers]
-        self._blind += any(slot.parameter.grad is not None for layer in layers for slot in layer.slots)
-        if self._blind == 2:
-            warnings.warn(
-                "natgrad has seen no backward pass of its layers yet and leaves their gradients as they are: "
-                "differentiate without create_graph=True, and build the Preconditioner before a compiled function "
-                "calls the model",
-                NatgradWarning,
-                stacklevel=4,  # past the decorator of `step`
-            )
-
     def discard(self) -> None:
-        """Forget the backward passes since the last step, where the step itself is skipped (a loss that is NaN)."""
+        """Forget the backward passes since the last step, whose gradients were thrown away.
+
+        Where ``zero_grad`` has set all ``.grad`` to None before the next pass this happens by itself. It is to be
+        called under FSDP2 and with ``zero_grad(set_to_none=False)``: after another model's loss was differentiated
+        through this one (GANs), after the first pass of SAM, and after attacks that call ``backward``.
+        """
         self._capture.discard()
+
+    def detach(self) -> None:
+        """Take every hook off the model, for good: for what does not bear them, as ``torch.jit.script``.
+
+        It happens by itself when this object is deleted. Afterwards `step` raises a `natgrad.NatgradError`; the state
+        may still be saved. The communication hook of ``gradients="reduce"`` stays, which torch cannot remove.
+        """
+        self._capture.detach()
+        compiled.forget(self._root)
+        self._detached = True
 
     def _gradient_scale(self, count: int | None) -> float | Tensor:
         """Reduce gradients if that is ours to do, and return what makes them those of the mean loss."""
@@ -262,12 +280,12 @@ class Preconditioner:
         if self._runtime.ranks == 1 and self._capture.sums.empty:
             return
         with self._progress.phase("reduce", self._runtime):
-            positions = {name: tally.samples for name, tally in self._capture.sums.tallies.items()}
-            shares = {} if count is None else {name: count / n for name, n in positions.items() if n}
+            share = 1.0 if count is None else count / max(1, self._capture.samples)
             wire = self._precision.wire
             # A scale is shared by neighbours.
-            for message, kinds in self._capture.sums.close(shares, self._gain(), tidy=wire == torch.float16):
+            for message, kinds in self._capture.sums.close(share, self._gain(), tidy=wire == torch.float16):
                 self._runtime.sum_(message, kinds, wire)
+            self._inspection.look(self._stacks, self._capture.sums, self._runtime)
         with self._progress.phase("renew", self._runtime):
             renewed = fold(self._capture.sums, self._watch, self._progress.step)
             # The answer is waited for only before the first renewal: a checkpoint loader may step before any forward,
@@ -284,7 +302,9 @@ class Preconditioner:
     def _update_inverses(self, damping: float) -> None:
         with self._progress.phase("renew", self._runtime):
             plan, wire = self._structure.plan, self._precision.wire
-            if renew(self._stacks, plan, self._runtime, damping, self._watch, wire):
+            seen, captured = observed(self._stacks), self._capture.wanted
+            usable = self._inspection.usable(self._stacks, seen, captured=captured)
+            if renew(self._stacks, plan, self._runtime, usable, damping, self._watch, wire):
                 self._progress.renewed_inverses()
 
     def _precondition(self, damping: float, scale: float | Tensor) -> None:
@@ -298,6 +318,15 @@ class Preconditioner:
             self._given.note(self._stacks)
 
     # --- What the user may ask ----------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose learning rates the KL clip reads."""
+        return self._clip.optimizer
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that are preconditioned."""
+        return (slot.parameter for layer, _ in self._structure.coverage.layers for slot in layer.slots)
 
     @property
     def has_curvature(self) -> bool:
@@ -319,6 +348,7 @@ class Preconditioner:
             "kl_scale": self._clip.last,
             **progress.updates,
             **self._watch.metrics(),
+            "plain_layers": len(self._inspection.reasons),
             **{f"seconds/{phase}": spent for phase, spent in seconds.items()},
         }
 
@@ -329,7 +359,8 @@ class Preconditioner:
     def explain(self) -> Explanation:
         """Tell each parameter's curvature, owners and cost, or why it is left to the optimizer."""
         structure, seconds = self._structure, self._progress.ended - self._progress.began
-        return explain(structure.stacks, structure.coverage, structure.plan, seconds, self._clip.describe())
+        reasons, note = self._inspection.reasons, self._clip.describe()
+        return explain(structure.stacks, structure.coverage, reasons, structure.plan, seconds, note)
 
     def verify(
         self, batch: Any, loss_fn: Callable[[nn.Module, Any], Any], *, dtype: torch.dtype | None = None
@@ -402,7 +433,8 @@ class Preconditioner:
 
     def _begin(self) -> None:
         """Set the hooks on the layers as they are now."""
-        self._capture.attach(self._stacks, fused=self._runtime.ranks > 1)
+        if not self._detached:
+            self._capture.attach(self._stacks, fused=self._runtime.ranks > 1)
         self._watch.forget()
         self._progress.began = self._progress.ended = 0.0
 
@@ -412,6 +444,7 @@ class Preconditioner:
             self._watch.forget()
         if self._structure.follow():
             self._begin()
+            self._inspection.restart()
 
     def _damping_now(self) -> float:
         return value_at("damping", self._damping, self._progress.step, "a number > 0", minimum=0, strict=True)

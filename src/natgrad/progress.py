@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from natgrad.layers import Layer
 from natgrad.placement import Runtime
 
 _PHASES = ("capture", "reduce", "renew", "solve")
@@ -54,6 +55,13 @@ class Progress:
     def updates(self) -> dict[str, int]:
         """How often what was renewed."""
         return {"factor_updates": self.factor_updates, "inverse_updates": self.inverse_updates}
+
+    def start_clock(self, layers: Iterable[Layer]) -> None:
+        """Start, at the first step, the clock by which `explain` tells each layer's share of the time of a step."""
+        if not self.began:
+            self.began = self.ended = perf_counter()
+            for layer in layers:
+                layer.seconds = 0.0
 
     @contextmanager
     def phase(self, name: str, runtime: Runtime) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -127,20 +128,31 @@ class _Job:
         return success
 
 
+def observed(stacks: list[Stack]) -> set[str]:
+    """Return the keys of the layers with statistics; this waits for the device."""
+    known = [stack for stack in stacks if stack.weight is not None]
+    weights = [stack.weight for stack in known if stack.weight is not None]
+    seen = iter(torch.cat([weight.to(weights[0]) for weight in weights]).tolist() if weights else [])
+    blocks = [(stack, [next(seen) > 0 for _ in range(stack.size)]) for stack in known]
+    return {member.layer.key for stack, own in blocks for member in stack.members if all(own[member.blocks])}
+
+
 def renew(
     stacks: list[Stack],
     plan: Plan[tuple[str, str]],
     runtime: Runtime,
+    keys: Collection[str],
     damping: float,
     watch: Watch,
     wire: torch.dtype | None = None,
 ) -> bool:
-    """Do all parts, each on its owner, and exchange the results.
+    """Do all parts of some layers, each on its owner, and exchange the results.
 
     Args:
         stacks: All stacks.
         plan: The owner of each part, keyed by layer key and part name.
         runtime: The ranks.
+        keys: The layers, which have statistics; the same on every rank.
         damping: γ of this renewal.
         watch: Counts what failed.
         wire: The dtype in which matrices travel, if narrower than that in which they are held.
@@ -148,7 +160,7 @@ def renew(
     Returns:
         Whether there was anything to do: the same on every rank.
     """
-    jobs = _jobs(stacks, plan)
+    jobs = _jobs(stacks, plan, keys)
     success: list[list[bool]] = []
     for job in jobs:
         job.stack.allocate_held()
@@ -161,18 +173,13 @@ def renew(
     return bool(jobs)
 
 
-def _jobs(stacks: list[Stack], plan: Plan[tuple[str, str]]) -> list[_Job]:
-    """Return all jobs: neighbouring layers of one owner together, layers never seen left out."""
-    weights = [stack.weight for stack in stacks if stack.weight is not None]
-    if not weights:
-        return []
-    seen = iter(torch.cat([weight.to(weights[0]) for weight in weights]).tolist())
+def _jobs(stacks: list[Stack], plan: Plan[tuple[str, str]], keys: Collection[str]) -> list[_Job]:
+    """Return all jobs: neighbouring layers of one owner together."""
     jobs: list[_Job] = []
     for stack in stacks:
-        known = [next(seen) > 0 for _ in range(stack.size)] if stack.weight is not None else [False] * stack.size
         for part in stack.parts:
             for member in stack.members:
-                if all(known[member.blocks]):
+                if member.layer.key in keys:
                     owner = plan.owners[member.layer.key, part.name]
                     _append(jobs, _Job(owner, stack, part, member.start, member.stop))
     return jobs

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
+from natgrad.aside import aside
 from natgrad.errors import describe, require
 from natgrad.likelihood import Likelihood
 
@@ -24,6 +27,11 @@ class LabelSampler:
         """
         self._seed, self._rank, self._reduction = seed, rank, reduction
         self._last = (-1, 0)  # step, and draws in it
+        self._change: Callable[[Tensor], Tensor] | None = None
+
+    def aside(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+        """Have what `score` finds pass through `change` meanwhile; the draws are drawn again afterwards."""
+        return aside(self, _last=self._last, _change=change)
 
     def score(self, likelihood: Likelihood, outputs: Tensor, mask: Tensor | None, step: int) -> Tensor:
         """Return the derivative, by the outputs, of the loss at drawn labels.
@@ -52,7 +60,7 @@ class LabelSampler:
             kept = mask.view(*mask.shape, *[1] * (last.ndim - mask.ndim))
             score = (last * kept).movedim(-1, likelihood.dim)
         self._last = (step, draw)
-        return score
+        return score if self._change is None else self._change(score)
 
     def _generator(self, step: int, draw: int, device: torch.device) -> torch.Generator:
         digest = hashlib.blake2b(repr((self._seed, self._rank, step, draw)).encode(), digest_size=8).digest()

@@ -34,7 +34,7 @@ def outline(tensor: Tensor) -> Tensor:
 
 
 # What makes the output of `_Save` have a node; nothing is ever differentiated down to it.
-_LEAF = torch.zeros((), requires_grad=True)
+_LEAF = torch.zeros((), device="cpu", requires_grad=True)
 
 
 class _Save(torch.autograd.Function):

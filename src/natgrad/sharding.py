@@ -8,6 +8,7 @@ FSDP: Zhao et al. 2023, arXiv 2304.11277.
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -274,3 +275,38 @@ class _Spread:
     def numel(self, rank: int) -> int:
         """Return how many elements `rank` holds."""
         return (self.start(rank + 1) - self.start(rank)) * math.prod(self.shape[1:])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor with the rows of all ranks; collective if it is sharded."""
+    gathered: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return gathered.detach().clone()
+
+
+def plain_copy(root: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Return a copy of `root` with whole parameters, without wrappers, compilation and hooks of FSDP2."""
+    memo: dict[int, Any] = {}
+    for parameter in root.parameters():
+        memo[id(parameter)] = nn.Parameter(whole(parameter), requires_grad=parameter.requires_grad)
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    sharded = [module for module in root.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule)]
+    classes = [type(module) for module in sharded]
+    absent = _Absent()
+    memo.update((id(module._get_fsdp_state()), absent) for module in sharded)
+    try:
+        for module in sharded:
+            module.__class__ = type(module).__mro__[2]  # fully_shard put its own class before it
+        plain = copy.deepcopy(root, memo)
+    finally:
+        for module, kind in zip(sharded, classes, strict=True):
+            module.__class__ = kind
+    for module in plain.modules():
+        module._compiled_call_impl = None
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is absent]:
+                hooks.pop(key)
+    return plain if dtype is None else plain.to(dtype)
+
+
+class _Absent:
+    """Stands in for FSDP2's state in a copy."""

@@ -26,7 +26,8 @@ def blocks(stacks: list[Stack]) -> Blocks:
         for member in stack.members:
             own = {name: kept.whole(name, member.blocks) for kept in (stack.averages, held) for name in kept}
             own["weight"] = weight[member.blocks]
-            own["renewed"] = torch.tensor([[stack.good[part.name][b] for part in stack.parts] for b in _range(member)])
+            good = [[stack.good[part.name][block] for part in stack.parts] for block in _range(member)]
+            own["renewed"] = torch.tensor(good, device="cpu")
             result[member.layer.key] = own
     return result
 

@@ -19,21 +19,28 @@ class Tally:
     Attributes:
         samples: Samples; a layer used several times in one backward pass sees the same samples each time.
         rows: Samples times positions, over all uses.
+        beyond: Those of uses that saw more rows than the loss has terms (token losses), of whose masks it says nothing.
         task: The backward pass that came last.
         task_samples: The samples counted for that pass.
     """
 
     samples: int = 0
     rows: int = 0
+    beyond: int = 0
     task: int | None = None
     task_samples: int = 0
 
-    def count(self, task: int, samples: int, rows: int) -> None:
+    def known(self, task: int) -> int:
+        """Return the samples counted for the backward pass `task`, if none came after it."""
+        return self.task_samples if task == self.task else 0
+
+    def count(self, task: int, samples: int, rows: int, *, beyond: bool) -> None:
         """Count one use in the backward pass `task`."""
-        known = self.task_samples if task == self.task else 0
+        known = self.known(task)
         self.samples += max(0, samples - known)
         self.task, self.task_samples = task, max(samples, known)
         self.rows += rows
+        self.beyond += rows if beyond else 0
 
 
 @dataclass
@@ -138,15 +145,13 @@ class Sums:
         message.allocate()
         return message.views[layer]
 
-    def close(
-        self, shares: dict[str, float], gain: float | Tensor, *, tidy: bool = False
-    ) -> list[tuple[Tensor, dict[str, int]]]:
+    def close(self, share: float, gain: float | Tensor, *, tidy: bool = False) -> list[tuple[Tensor, dict[str, int]]]:
         """Make the messages ready to travel: unseen layers become zeros, gradients per-sample ones, counters filled in.
 
-        Each rank corrects its own sums, for its shares and its gain are its own.
+        Each rank corrects its own sums, for its share and its gain are its own.
 
         Args:
-            shares: For a layer, the share of its positions that count (masked tokens); 1 where absent.
+            share: How many positions of the loss count (masked tokens) of those that it was taken to have.
             gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
             tidy: Clear what symmetric sums hold above their diagonals, which is anything.
 
@@ -159,11 +164,11 @@ class Sums:
             counters: list[float] = []
             for stack, member in message.members:
                 name = member.layer.name
-                tally, share = self.tallies[name], shares.get(name, 1.0)
+                tally = self.tallies[name]
                 _correct(stack, message.views[name], gain * share, share, seen=tally.rows > 0)
                 if tidy:
                     _tidy(stack, message.views[name])
-                counters += [tally.samples * share, tally.rows * share]
+                counters += [tally.samples * share, tally.beyond + (tally.rows - tally.beyond) * min(share, 1.0)]
             buffer[-len(counters) :] = tensor_on(buffer.device, counters, buffer.dtype)
             ready.append((buffer, {"factors": message.numel - len(counters), "counters": len(counters)}))
         return ready
@@ -177,7 +182,7 @@ class Sums:
     def reset(self) -> None:
         """Begin the next step."""
         for tally in self.tallies.values():
-            tally.samples = tally.rows = tally.task_samples = 0
+            tally.samples = tally.rows = tally.beyond = tally.task_samples = 0
             tally.task = None
         for message in self._messages:
             message.release()

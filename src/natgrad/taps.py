@@ -8,11 +8,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from natgrad import compiled
 
 # The batch size where there is none.
-NO_BATCH = torch.tensor(-1)
+NO_BATCH = torch.tensor(-1, device="cpu")
 
 
 class Watcher(Protocol):
@@ -32,7 +33,24 @@ class Pass:
         first: The backward pass that differentiated it first.
     """
 
-    first: int | None = None
+    def __init__(self) -> None:
+        """Begin before the first layer."""
+        self.first: int | None = None
+        self._rows: dict[str, int] = {}
+        self._lengths: set[int] = set()
+
+    def note(self, layer: str, rows: int) -> None:
+        """Note the rows of one use of a layer."""
+        self._rows[layer] = self._rows.get(layer, 0) + rows
+        self._lengths.add(rows)
+
+    def positions(self, layer: str, rows: int) -> int:
+        """Return how many positions a layer saw that saw `rows` in one of its uses.
+
+        Where another saw at once what this one saw in all its uses, they were pieces (of the tokens before a head).
+        """
+        whole = self._rows.get(layer, 0)
+        return whole if whole in self._lengths else rows
 
 
 class Forward:
@@ -42,18 +60,26 @@ class Forward:
         batch: The batch size of the last pass, -1 if its input has none. A tensor: Dynamo would compile anew for every
             new number.
         current: The pass that is under way.
+        began: Whether a pass with gradients has begun since it was set to False.
     """
 
     def __init__(self) -> None:
         """Begin before the first pass."""
         self.batch = NO_BATCH
         self.current: Pass | None = None
+        self.began = False
 
     def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Begin a pass; its batch size is that of the first tensor that the model is called with."""
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0]
-        self.batch = torch.tensor(tensors[0].shape[0] if tensors else -1)
+        """Begin a pass; its batch size is that of the first tensor, in whatever containers, that the model gets.
+
+        One number in brackets, as the time of a diffusion, is no batch beside other tensors.
+        """
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim > 0]
+        tensors = [leaf for leaf in leaves if leaf.ndim > 1 or leaf.shape[0] != 1] or leaves
+        self.batch = torch.tensor(tensors[0].shape[0] if tensors else -1, device="cpu")
         self.current = Pass()
+        if torch.is_grad_enabled():
+            self.began = True
 
     def leave(self) -> None:
         """End the pass: a layer called by itself says nothing of an earlier batch."""
@@ -93,18 +119,26 @@ class LayerTap:
         """Tell `watcher`, as long as it lives, of the layer called `layer`, or of the one tied to it at `index`."""
         self._watcher = weakref.ref(watcher) if watcher is not None else _nobody
         self._forward = Forward() if forward is None else forward
-        self._layer, self._index = layer, index
+        self._layer, self._index, self._deaf = layer, index, watcher is None
         self._number = compiled.register(self)
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Be a forward hook."""
         self.see(args[0] if args else kwargs["input" if "input" in kwargs else "x"], output)
+        if self._deaf or not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            return None
+        # F.linear returns a view where samples have positions, and an operation in place would drop its hook. The
+        # compiler takes the copy out again where there is none.
+        return output.clone() if isinstance(module, nn.Linear) and output.ndim > 2 else None
 
     def see(self, inputs: Tensor, output: Tensor) -> None:
         """See `natgrad.layers.Tap.see`."""
+        if self._deaf:
+            return
         if torch.compiler.is_compiling():
             if output.requires_grad and not torch.compiler.is_exporting():
-                compiled.on_gradient(output, inputs, self._number, self._forward.batch)
+                batch = NO_BATCH if self._forward.current is None else self._forward.batch
+                compiled.on_gradient(output, inputs, self._number, batch)
             return
         watcher = self._watcher()
         if watcher is not None:
@@ -119,6 +153,16 @@ class LayerTap:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle with the model as one that tells nobody."""
         return (type(self), ())
+
+    @property
+    def watcher(self) -> Watcher | None:
+        """Who is told; None: nobody, or nobody any more."""
+        return self._watcher()
+
+
+def watched(module: nn.Module) -> bool:
+    """Tell whether a living preconditioner has a hook on `module`."""
+    return any(isinstance(hook, LayerTap) and hook.watcher is not None for hook in module._forward_hooks.values())
 
 
 def _nobody() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.distributed.sharded_jobs import STEPS, Case, Training, Zoo, error, train
+from tests.distributed.sharded_jobs import STEPS, Case, FunctionalHead, Training, Zoo, error, train
 
 SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
 
@@ -35,6 +35,23 @@ def test_every_kind_of_layer(ranks, wrapper, curvature):
 @pytest.mark.parametrize("wrapper", ["root", "layers"])
 def test_resharding_after_forward(ranks, reshard, wrapper):
     assert_equal_to_one_process(ranks, 2, Case(wrapper=wrapper, sharding={"reshard_after_forward": reshard}))
+
+
+def plain_layers(case):
+    training = Training(case)
+    training.step(0)
+    return training.preconditioner.explain().rows[0].reason, training.preconditioner.metrics()["plain_layers"]
+
+
+@pytest.mark.filterwarnings("ignore:natgrad leaves the gradients of table.weight")
+@pytest.mark.parametrize("wrapper", ["ddp", "root", "layers"])
+def test_a_table_that_is_a_head_without_a_module_stays_plain(ranks, wrapper):
+    """The first rank holds no row whose gradient tells so; all must agree, and then equal one process."""
+    case = Case(network=FunctionalHead, wrapper=wrapper)
+    assert (
+        ranks.run(4, plain_layers, case) == [plain_layers(case)] * 4 == [("its weight serves more than lookups", 1)] * 4
+    )
+    assert_equal_to_one_process(ranks, 4, case)
 
 
 def test_resharding_to_a_part_of_the_ranks(ranks):

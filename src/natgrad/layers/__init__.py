@@ -11,7 +11,7 @@ from natgrad.layers.base import Handle, Layer, Maker, Slot, Tap, is_trained, qua
 from natgrad.layers.cells import CELLS, cell_layers
 from natgrad.layers.convolution import ConvolutionLayer
 from natgrad.layers.embedding import embedding_layers
-from natgrad.layers.linear import Conv1DLayer, LinearLayer, is_conv1d
+from natgrad.layers.linear import Conv1DLayer, LinearLayer, conv1d_of
 from natgrad.layers.norm import NORMS, norm_layers
 from natgrad.layers.rows import Rows
 from natgrad.layers.transposed import TransposedConvolutionLayer
@@ -40,6 +40,9 @@ _LEAVES: dict[type[nn.Module], tuple[str, ...]] = {
     nn.RNNCellBase: ("weight_ih", "weight_hh"),
 }
 
+# These have more to tell of a forward that is not their own.
+_REVEALED = (nn.MultiheadAttention, *CELLS)
+
 
 def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) -> Sequence[Layer] | str:
     """Return the layers of `module`, or the reason why it has none.
@@ -49,10 +52,10 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
         module: The module.
         parent: The module that holds it.
     """
-    make = _maker(module)
+    base = _base(module)
     if isinstance(module, nn.RNNBase):
         return f"the fused kernel of nn.{module.mode.partition('_')[0]} hides its gates: use cells, such as nn.LSTMCell"
-    if make is None:
+    if base is None:
         return f"no layer type covers {type(module).__name__}"
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         return "its sizes are unknown before the first forward (lazy module)"
@@ -64,9 +67,14 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
         return "complex weights have no Fisher block here"
     if not any(parameter.requires_grad for parameter in parameters):
         return "frozen"
+    if any(parameter.numel() == 0 for parameter in parameters):
+        return "a parameter of it has no elements"
+    if base not in _REVEALED and _differs(type(module), base):
+        # Such as learned positions that count tokens, convolutions that pad or standardise, and norms that permute.
+        return f"its forward is not that of {base.__name__}"
     if isinstance(parent, nn.MultiheadAttention) and parent.out_proj is module:
         return output_layers(name, module, parent)
-    return make(name, module)
+    return _MAKERS[base](name, module) if base in _MAKERS else [Conv1DLayer(name, module)]
 
 
 def reason_for(module: nn.Module, leaf: str) -> str:
@@ -77,10 +85,14 @@ def reason_for(module: nn.Module, leaf: str) -> str:
 
 def is_known(module: nn.Module) -> bool:
     """Tell whether a layer type exists for `module`."""
-    return _maker(module) is not None
+    return _base(module) is not None
 
 
-def _maker(module: nn.Module) -> Maker | None:
-    if is_conv1d(module):
-        return lambda name, module: [Conv1DLayer(name, module)]
-    return next((make for base, make in _MAKERS.items() if isinstance(module, base)), None)
+def _base(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class whose forward the layer type of `module` knows."""
+    return conv1d_of(module) or next((base for base in _MAKERS if isinstance(module, base)), None)
+
+
+def _differs(kind: type[nn.Module], base: type[nn.Module]) -> bool:
+    """Tell whether a subclass computes something else than `base`."""
+    return any(getattr(kind, each, None) is not getattr(base, each, None) for each in ("forward", "_conv_forward"))

@@ -23,7 +23,7 @@ class Handle(Protocol):
 class Tap(Protocol):
     """Looks on while a layer is used."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Be a forward hook: the inputs are the first argument, or the one called "input" or "x"."""
 
     def see(self, inputs: Tensor, output: Tensor) -> None:
@@ -160,7 +160,8 @@ class Layer(ABC):
 
     def tap(self, tap: Tap) -> list[Handle]:
         """Have `tap` called at each use of the layer, until the handles are removed."""
-        return [self.module.register_forward_hook(tap, with_kwargs=True)]
+        # First of all: a hook of the user's may return something else than the layer's own output.
+        return [self.module.register_forward_hook(tap, with_kwargs=True, prepend=True)]
 
     def current(self) -> Layer:
         """Return the layer as its module works in the mode it has now: itself, or one that the mode decides on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -71,6 +72,12 @@ class RevealingForward(ABC):
         """Prepare for `module`."""
         self._module = weakref.ref(module)
         self._taps: dict[str, list[Tap]] = {}
+        # What torch's tools (``torch.export``) ask of a forward: that of the class, as a method.
+        own = type(module).forward
+        self.__name__, self.__code__, self.__globals__ = own.__name__, own.__code__, own.__globals__
+        self.__signature__ = inspect.signature(own).replace(
+            parameters=[*inspect.signature(own).parameters.values()][1:]
+        )
 
     @classmethod
     def reveal(cls, module: nn.Module, part: str, tap: Tap) -> Handle:

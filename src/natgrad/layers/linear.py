@@ -56,7 +56,7 @@ class Conv1DLayer(LinearLayer):
         return super().align(slot, tensor, blocks) if slot.leaf == "bias" else (tensor, blocks[0].mT)
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """Tell whether `module` is transformers' ``Conv1D``, without importing transformers."""
+def conv1d_of(module: nn.Module) -> type[nn.Module] | None:
+    """Return transformers' ``Conv1D`` if `module` is one, without importing transformers."""
     kind = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    return isinstance(kind, type) and isinstance(module, kind)
+    return kind if isinstance(kind, type) and isinstance(module, kind) else None

@@ -113,21 +113,22 @@ class BatchNormLayer(ChannelNormLayer):
 
     def _lay_out(self) -> None:
         super()._lay_out()
-        self._running = False
-        self._evaluated = copy(self)
-        self._evaluated._running = True
+        self._running: tuple[Tensor, Tensor] | None = None  # the mean and the variance of an evaluation
 
     def current(self) -> Layer:
-        """See `Layer.current`: by the time of its gradient, the module may be in another mode."""
-        return self if self.module.training or self.module.running_mean is None else self._evaluated
+        """See `Layer.current`: by the time of its gradient, mode and running statistics may be others."""
+        mean, variance = (self.module._buffers[name] for name in ("running_mean", "running_var"))
+        if self.module.training or mean is None or variance is None:
+            return self
+        evaluated = copy(self)
+        evaluated._running = (mean.clone(), variance.clone())
+        return evaluated
 
     def _normalise(self, inputs: Tensor) -> Tensor:
         maps = inputs if self.batched(inputs) else inputs[None]
-        if not self._running:
+        if self._running is None:
             return self._normalise_by_own(maps)
-        mean, variance = (self.module._buffers[name] for name in ("running_mean", "running_var"))
-        assert mean is not None
-        assert variance is not None
+        mean, variance = self._running
         return F.batch_norm(maps, mean.to(maps.dtype), variance.to(maps.dtype), eps=self.module.eps)
 
     def _normalise_by_own(self, maps: Tensor) -> Tensor:
@@ -177,12 +178,9 @@ def norm_layers(name: str, module: nn.Module) -> Sequence[Layer] | str:
         name: Its qualified name.
         module: An instance of one of `NORMS`.
     """
-    base, layer = next((base, layer) for base, layer in _LAYERS.items() if isinstance(module, base))
+    layer = next(layer for base, layer in _LAYERS.items() if isinstance(module, base))
     if isinstance(layer, str):
         return layer
-    if type(module).forward is not base.forward:
-        # Such as torchvision's LayerNorm2d, which permutes, and timm's BatchNormAct2d, which has an activation.
-        return f"its forward is not that of nn.{base.__name__}"
     if module._parameters["weight"] is None:
         return "it has no weight"
     return [layer(name, module)]

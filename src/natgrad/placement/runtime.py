@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from natgrad.aside import aside
 from natgrad.placement.wire import Layout, cut, narrower
 
 
@@ -29,6 +31,10 @@ class Runtime:
         self.ranks = dist.get_world_size(group) if group is not None else 1
         self.seconds = 0.0
         self._sent: dict[str, float] = {}
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Count what is sent meanwhile for nobody."""
+        return aside(self, _sent=dict(self._sent), seconds=self.seconds)
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by kind of message."""

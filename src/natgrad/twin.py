@@ -1,0 +1,76 @@
+"""A preconditioner as new for a while, and another of the same settings in this process alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from natgrad.aside import aside
+from natgrad.clip import Clip
+from natgrad.errors import NatgradWarning
+from natgrad.given import Given, Unseen
+from natgrad.guard import Guard, Watch
+from natgrad.inspection import Inspection
+from natgrad.placement import Runtime
+from natgrad.progress import Progress
+from natgrad.refresh import Refresh
+from natgrad.structure import Structure
+
+if TYPE_CHECKING:
+    from natgrad.preconditioner import Preconditioner
+
+
+@contextmanager
+def as_new(original: Preconditioner) -> Iterator[None]:
+    """Have a preconditioner begin anew at the step that it has come to, and go on as before afterwards.
+
+    Whoever changes ``.grad`` meanwhile restores it before the end.
+    """
+    untouched = original._given.untouched()
+    with ExitStack() as stack:
+        if untouched:
+            stack.callback(lambda: original._given.note(original._stacks))
+        for owner in original._stacks:
+            stack.enter_context(owner.aside())
+        stack.enter_context(original._runtime.aside())
+        stack.enter_context(original._capture.aside())
+        fresh = aside(
+            original,
+            _progress=Progress(step=original._progress.step),
+            _watch=Watch(Guard(limit=None)),
+            _inspection=Inspection(silent=True),
+            _clip=Clip(original._clip.optimizer, original._clip.bound),
+            _given=Given(),
+            _scaler=None,
+            _unseen=Unseen(),
+        )
+        stack.enter_context(fresh)
+        yield
+
+
+def twin(original: Preconditioner, model: nn.Module) -> Preconditioner:
+    """Return a new preconditioner with the settings of another, for a plain copy of its model."""
+    copies = zip(original._root.parameters(), model.parameters(), strict=True)
+    clip = original._clip.twin({id(parameter): copy for parameter, copy in copies})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NatgradWarning)  # what it has to say has been said
+        alone = type(original)(
+            model,
+            original._curvature,
+            optimizer=clip.optimizer,
+            damping=original._damping_now(),
+            kl_clip=clip.bound,
+            reduction=original._reduction,
+            refresh=Refresh(factors=1, inverses=1),
+            precision=replace(original._precision, wire=None),
+            guard=Guard(limit=None),
+        )
+    alone._runtime, alone._inspection = Runtime(None), Inspection(silent=True)
+    alone._structure = Structure(model, alone._curvature, alone._precision, placement="auto", ranks=1)
+    alone._begin()
+    return alone
