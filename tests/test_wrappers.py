@@ -697,13 +697,16 @@ def test_one_optimizer_of_two_must_be_of_one_model():
 
 def test_a_second_preconditioner_of_a_model_warns_while_the_first_lives():
     model = network()
-    first = natgrad.Preconditioner(model)
+    first, second = natgrad.Preconditioner(model), natgrad.Preconditioner(model)
+    model(torch.randn(6, 2, 5, dtype=torch.float64)).square().mean().backward()
     with pytest.warns(natgrad.NatgradWarning, match="another Preconditioner"):
-        natgrad.Preconditioner(model)
+        second.step()
     first.detach()
+    second = natgrad.Preconditioner(model)  # its forerunner dies with its name
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        natgrad.Preconditioner(model)
+        model(torch.randn(6, 2, 5, dtype=torch.float64)).square().mean().backward()
+        second.step()
 
 
 def test_tables_print_as_plain_text(monkeypatch):

@@ -29,38 +29,15 @@ from natgrad.precision import full_products
 from natgrad.saved import Saved, outline
 from natgrad.sharding import is_sharded, owners
 from natgrad.sums import Sums
-from natgrad.taps import EndTap, Forward, LayerTap, Pass, RootTap
+from natgrad.taps import EndTap, Forward, LayerTap, RootTap, watchers
 from natgrad.upstream import mark, marked, reached, sources
+from natgrad.uses import Terms, Use
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
 _REENTRANT = "fisher='sampled' needs checkpoint(..., use_reentrant=False)"
-
-
-@dataclass(eq=False)
-class _Use:
-    """One use of a layer, from its forward to its gradient; what it shows counts as that of `primary`.
-
-    Attributes:
-        inputs: The layer's inputs; None once they have been seen, or where nobody wants to.
-        outline: A tensor of their shape.
-        batch: The batch size of the model's own input; -1: none.
-        forward: The model's own forward pass that this is part of, if known.
-        outer_task: The backward pass that recomputes a reentrant checkpoint; -1: none.
-        traced: Whether it comes out of a compiled graph, which tells of no use before its gradient.
-    """
-
-    primary: Layer
-    layer: Layer
-    curvature: Curvature
-    inputs: Saved | None
-    outline: Tensor
-    batch: int
-    forward: Pass | None
-    outer_task: int
-    traced: bool = False
 
 
 @dataclass
@@ -81,7 +58,6 @@ class Capture:
         wanted: Whether the coming step needs statistics.
         sampling: Whether the backward pass under way differentiates a loss of sampled labels.
         sums: The raw sums.
-        backwards: The samples seen by each backward pass of the loss since the last step.
         seconds: Host seconds spent in the gradient hooks.
     """
 
@@ -94,17 +70,14 @@ class Capture:
         self._layers: dict[str, tuple[Layer, Curvature]] = {}
         self._owners: dict[nn.Module, FSDPModule] = {}
         self._pooled: dict[str, dict[bool, _Pooled]] = {}  # one for lookups of a tied embedding, one for other uses
-        self._uses: dict[str, weakref.WeakSet[_Use]] = {}  # those whose gradient may come yet, of layers that pool
-        self._marks: weakref.WeakValueDictionary[int, _Use] = weakref.WeakValueDictionary()
+        self._uses: dict[str, weakref.WeakSet[Use]] = {}  # those whose gradient may come yet, of layers that pool
+        self._marks: weakref.WeakValueDictionary[int, Use] = weakref.WeakValueDictionary()
         self._loss: int | None = None  # the last backward pass that turned out to be the loss's
         self._fills = False  # whether it writes into ``.grad``
         self.wanted = True
         self.sampling = False
         self.sums = Sums([], fused=False)
-        self.backwards: dict[int, int] = {}
-        self._drawn: dict[int, int] = {}  # the same of sampled labels
-        self._rows: dict[str, int] = {}  # the positions that each layer has shown since the last step (token losses)
-        self._warned = False
+        self._terms = Terms(reduction)
         self.seconds = 0.0
         weakref.finalize(self, _remove, self._handles).atexit = False
 
@@ -133,6 +106,11 @@ class Capture:
         self._uses.clear()
 
     @property
+    def backwards(self) -> dict[int, int]:
+        """The terms of each backward pass of the loss since the last step."""
+        return self._terms.of_loss
+
+    @property
     def idle(self) -> bool:
         """Whether nothing has made gradients since the last step; where hooks need not look, forward passes tell."""
         return not (self.backwards or (self._forward.began and not (self.wanted or self._counting)))
@@ -145,7 +123,7 @@ class Capture:
     @property
     def positions(self) -> int:
         """The most positions that a layer has shown since the last step (token losses): no loss has more."""
-        return max(self._rows.values(), default=0)
+        return self._terms.most
 
     @property
     def missing_samples(self) -> bool:
@@ -153,6 +131,16 @@ class Capture:
         sampled = [name for name, (_, curvature) in self._layers.items() if curvature.likelihood is not None]
         unseen = not any(self.sums.tallies[name].rows or name in self._pooled for name in sampled)
         return self.wanted and bool(sampled) and bool(self.backwards) and unseen
+
+    def warn_of_others(self) -> None:
+        """Warn where another living preconditioner looks on at the same layers; called by the step itself."""
+        if any(len(watchers(layer.module)) > 1 for layer, _ in self._layers.values()):
+            warnings.warn(
+                "natgrad: another Preconditioner of this model is alive, and both precondition its gradients; "
+                "detach() the one that is not wanted",
+                NatgradWarning,
+                stacklevel=4,  # past the decorator of `step`
+            )
 
     def sampled_pass(self, outputs: Tensor, score: Tensor) -> None:
         """Differentiate the loss of sampled labels down to the layers' outputs; parameters' ``.grad`` stay untouched.
@@ -199,9 +187,7 @@ class Capture:
         self._pooled.clear()
         self._loss = None
         self._forward.began = False
-        self.backwards.clear()
-        self._drawn.clear()
-        self._rows.clear()
+        self._terms.clear()
         self.sums.reset()
 
     @contextmanager
@@ -229,7 +215,7 @@ class Capture:
         # Statistics need the inputs themselves, the number of samples only their shape.
         saved = Saved(inputs) if self.wanted else None
         shape = outline(inputs) if saved is None else saved.outline
-        use = _Use(primary, layer, curvature, saved, shape, batch, forward, outer_task)
+        use = Use(primary, layer, curvature, saved, shape, batch, forward, outer_task)
         if forward is not None and self._reduction == "tokens":
             forward.note(name, layer.positions(output))
         size, output = output.shape, _whole(output)
@@ -244,10 +230,10 @@ class Capture:
         if (self.wanted or self._counting) and name in self._layers:
             primary, curvature = self._layers[name]
             layer = (primary, *primary.others)[index].current()
-            use = _Use(primary, layer, curvature, Saved(inputs), inputs, int(batch), None, -1, traced=True)
+            use = Use(primary, layer, curvature, Saved(inputs), inputs, int(batch), None, -1, traced=True)
             self._gradient(use, gradient)
 
-    def _gradient(self, use: _Use, gradient: Tensor) -> None:
+    def _gradient(self, use: Use, gradient: Tensor) -> None:
         # Gradients with a graph of their own are derivatives inside the model (as in physics), not the loss's.
         if torch.is_grad_enabled():
             return
@@ -260,15 +246,15 @@ class Capture:
         if use.outer_task != -1 and use.curvature.likelihood is not None:
             raise NatgradError(_REENTRANT)
         started = perf_counter()
-        inputs, first = use.inputs, self._first_task(use, task)
-        if first not in self.backwards and first not in self._drawn and self._thrown_away():
+        inputs, first = use.inputs, use.first_task(task)
+        if first not in self._terms and self._thrown_away():
             self.discard()
         if not self.sampling:
             if begins:
                 self._loss, self._fills = task, destination == "grad"
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 use.inputs = None
-        self._count_backward(use, first, gradient)
+        self._terms.settle(use, first, gradient, drawn=self.sampling)
         current = self._layers.get(use.primary.name) == (use.primary, use.curvature)  # else the coverage has changed
         wanted = self.wanted and current and self.sampling == (use.curvature.likelihood is not None)
         if wanted and inputs is not None:
@@ -291,56 +277,9 @@ class Capture:
         if owner is not None and is_sharded(slot.parameter):
             owner.unshard()
 
-    def _first_task(self, use: _Use, task: int) -> int:
-        """Return the first backward pass of the same forward pass: losses differentiated one by one make one sum."""
-        if use.forward is None:
-            return task
-        if use.forward.first is None:
-            use.forward.first = task
-        return use.forward.first
-
-    def _count_backward(self, use: _Use, task: int, gradient: Tensor) -> None:
-        """Settle how many terms the loss is the mean of, before any layer's gradient is scaled by it."""
-        counts = self._drawn if self.sampling else self.backwards
-        if self._reduction == "tokens":
-            own, name = use.layer.positions(gradient), use.primary.name
-            if not self.sampling:
-                self._rows[name] = self._rows.get(name, 0) + own
-            # The layer nearest to the loss decides: an encoder may see more positions than the loss has.
-            whole = use.forward.positions(name, own) if use.forward is not None and own else own
-            counts[task] = counts.get(task) or whole
-        elif use.batch > 0 and use.layer.batched(use.outline):
-            # The mean that the loss took is over the model's samples, of which this layer may have seen a part.
-            counts[task] = max(use.batch, counts.get(task, 0))
-        else:
-            own = use.layer.samples(use.outline)
-            counts[task] = counts.get(task) or own  # the layer nearest to the loss decides
-            self._warn_of_guess(use, own, counts[task])
-
-    def _warn_of_guess(self, use: _Use, own: int, taken: int) -> None:
-        known = use.batch > 0 or own == taken or use.layer.form == "one-hot" or not use.layer.batched(use.outline)
-        if known or self._warned:
-            return
-        self._warned = True
-        warnings.warn(
-            f"natgrad does not know the batch size: the model itself was not called, or with no tensor. It takes the "
-            f"{taken} samples that the layer nearest to the loss saw, though {use.layer.name} saw {own}: call the "
-            f"model, not a method or a part of it",
-            NatgradWarning,
-            stacklevel=2,
-        )
-
-    def _samples(self, use: _Use, task: int, gradient: Tensor) -> int:
-        if self._reduction == "tokens":
-            return use.layer.positions(gradient)
-        # A layer that sees windows or frames of a sample as a longer batch still sees the model's samples.
-        own = use.layer.samples(use.outline)
-        batch = use.batch if use.batch > 0 else (self._drawn if self.sampling else self.backwards)[task]
-        return batch if batch > 0 and own % batch == 0 else own
-
-    def _observe(self, use: _Use, task: int, inputs: Tensor, gradient: Tensor) -> None:
+    def _observe(self, use: Use, task: int, inputs: Tensor, gradient: Tensor) -> None:
         layer, curvature, name = use.layer, use.curvature, use.primary.name
-        samples = self._samples(use, task, gradient)
+        samples = self._terms.samples(use, task, gradient, drawn=self.sampling)
         if samples == 0:
             return
         rows, gradients = layer.rows(inputs, gradient, samples)
@@ -359,7 +298,7 @@ class Capture:
         curvature.observe(sums, rows, gradients, scale=scale, first=tally.rows == 0)
         self._count(name, task, rows, samples, layer.positions(gradient))
 
-    def _pool(self, use: _Use, task: int, inputs: Rows, gradients: Rows, samples: int, scale: float) -> None:
+    def _pool(self, use: Use, task: int, inputs: Rows, gradients: Rows, samples: int, scale: float) -> None:
         name = use.primary.name
         before = self._pooled.get(name, {}).get(inputs.one_hot)
         if before and (before.task, before.inputs.shape[1]) != (task, samples):
@@ -375,7 +314,7 @@ class Capture:
         pooled.inputs, pooled.gradients = pooled.inputs + a, pooled.gradients + g
         pooled.positions += positions
 
-    def _awaits(self, use: _Use) -> bool:
+    def _awaits(self, use: Use) -> bool:
         """Tell whether other uses of the layer may show more of the same samples."""
         if use.traced:  # compiled uses show themselves too late; rows of every position are too many to be kept
             return self._reduction != "tokens"
@@ -399,7 +338,7 @@ class Capture:
 
         What is looked up once (positions) serves all of the batch.
         """
-        whole, tally = self._drawn.get(task, self.backwards.get(task, samples)), self.sums.tallies[name]
+        whole, tally = self._terms.whole(task, samples), self.sums.tallies[name]
         beyond, before = samples > whole, tally.known(task) if self._reduction == "tokens" else 0  # a head in pieces
         tally.count(task, whole if inputs.one_hot else min(before + samples, whole), rows, beyond=beyond)
 
@@ -424,7 +363,7 @@ def _pooled_by_sample(rows: Rows, samples: int) -> Tensor:
     return pooled if pooled.shape[1] == samples else pooled.unflatten(1, (samples, -1)).sum(2)
 
 
-def _destination(use: _Use) -> Literal["grad", "caller", ""]:
+def _destination(use: Use) -> Literal["grad", "caller", ""]:
     """Tell where the backward pass under way takes the gradients of the layer's parameters; empty: it does not."""
     parameter = use.layer.slots[0].parameter
     try:

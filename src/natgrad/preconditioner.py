@@ -36,7 +36,6 @@ from natgrad.sampling import LabelSampler
 from natgrad.schedule import Schedule, value_at
 from natgrad.sharding import check_layers
 from natgrad.structure import Structure
-from natgrad.taps import watched
 from natgrad.verification import verify
 
 # Told apart from a value that the user gives by its identity: only the latter insists on an optimizer.
@@ -152,14 +151,7 @@ class Preconditioner:
         if idle or not self._structure.coverage.layers:
             what = f"the patterns {idle} decide for no module" if idle else "no layer of the model is covered"
             warnings.warn(f"natgrad: {what}; see explain()", NatgradWarning, stacklevel=2)
-        if any(watched(layer.module) for layer, _ in self._structure.coverage.layers):
-            warnings.warn(
-                "natgrad: another Preconditioner of this model is alive, and both will precondition its gradients; "
-                "detach() the one that is not wanted",
-                NatgradWarning,
-                stacklevel=2,
-            )
-        # Last, for the warnings may be errors.
+        # Last, for the warning may be an error.
         if self._reduces:
             take_over_reduction(model)
         self._begin()
@@ -228,7 +220,8 @@ class Preconditioner:
         progress = self._progress
         if self._runtime.ranks == 1 and not self._capture.backwards and progress.last_factors is None:
             return  # a checkpoint loader's step, before any forward
-        progress.start_clock(layer for layer, _ in self._structure.coverage.layers)
+        if progress.start_clock(layer for layer, _ in self._structure.coverage.layers):
+            self._capture.warn_of_others()
         scale = self._gradient_scale(count)
         if self._capture.wanted:
             self._update_factors(count)

@@ -56,12 +56,14 @@ class Progress:
         """How often what was renewed."""
         return {"factor_updates": self.factor_updates, "inverse_updates": self.inverse_updates}
 
-    def start_clock(self, layers: Iterable[Layer]) -> None:
-        """Start, at the first step, the clock by which `explain` tells each layer's share of the time of a step."""
-        if not self.began:
-            self.began = self.ended = perf_counter()
-            for layer in layers:
-                layer.seconds = 0.0
+    def start_clock(self, layers: Iterable[Layer]) -> bool:
+        """Start the clock by which `explain` tells each layer's share of the time of a step; tell whether it stood."""
+        if self.began:
+            return False
+        self.began = self.ended = perf_counter()
+        for layer in layers:
+            layer.seconds = 0.0
+        return True
 
     @contextmanager
     def phase(self, name: str, runtime: Runtime) -> Iterator[None]:

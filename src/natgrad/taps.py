@@ -160,9 +160,10 @@ class LayerTap:
         return self._watcher()
 
 
-def watched(module: nn.Module) -> bool:
-    """Tell whether a living preconditioner has a hook on `module`."""
-    return any(isinstance(hook, LayerTap) and hook.watcher is not None for hook in module._forward_hooks.values())
+def watchers(module: nn.Module) -> list[Watcher]:
+    """Return who is told of the uses of `module`, once each."""
+    told = [hook.watcher for hook in module._forward_hooks.values() if isinstance(hook, LayerTap)]
+    return [watcher for index, watcher in enumerate(told) if watcher is not None and watcher not in told[:index]]
 
 
 def _nobody() -> None:

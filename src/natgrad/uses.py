@@ -1,0 +1,130 @@
+"""The uses of layers, and what they tell of the size of the loss."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from natgrad.curvature import Curvature
+from natgrad.errors import NatgradWarning
+from natgrad.layers import Layer
+from natgrad.saved import Saved
+from natgrad.taps import Pass
+
+
+@dataclass(eq=False)
+class Use:
+    """One use of a layer, from its forward to its gradient; what it shows counts as that of `primary`.
+
+    Attributes:
+        inputs: The layer's inputs; None once they have been seen, or where nobody wants to.
+        outline: A tensor of their shape.
+        batch: The batch size of the model's own input; -1: none.
+        forward: The model's own forward pass that this is part of, if known.
+        outer_task: The backward pass that recomputes a reentrant checkpoint; -1: none.
+        traced: Whether it comes out of a compiled graph, which tells of no use before its gradient.
+    """
+
+    primary: Layer
+    layer: Layer
+    curvature: Curvature
+    inputs: Saved | None
+    outline: Tensor
+    batch: int
+    forward: Pass | None
+    outer_task: int
+    traced: bool = False
+
+    def first_task(self, task: int) -> int:
+        """Return the first backward pass of the same forward pass: losses differentiated one by one make one sum."""
+        if self.forward is None:
+            return task
+        if self.forward.first is None:
+            self.forward.first = task
+        return self.forward.first
+
+
+class Terms:
+    """How many terms (samples; token losses: positions) the losses since the last step are the mean of.
+
+    Attributes:
+        of_loss: By backward pass of the loss.
+        of_drawn: By backward pass of sampled labels.
+    """
+
+    def __init__(self, reduction: Literal["mean", "tokens", "sum"]) -> None:
+        """Begin before the first pass."""
+        self._tokens = reduction == "tokens"
+        self.of_loss: dict[int, int] = {}
+        self.of_drawn: dict[int, int] = {}
+        self._rows: dict[str, int] = {}  # the positions that each layer has shown (token losses)
+        self._warned = False
+
+    def clear(self) -> None:
+        """Forget all passes."""
+        self.of_loss.clear()
+        self.of_drawn.clear()
+        self._rows.clear()
+
+    def __contains__(self, task: int) -> bool:
+        """Tell whether the terms of a pass are settled."""
+        return task in self.of_loss or task in self.of_drawn
+
+    @property
+    def most(self) -> int:
+        """The most positions that a layer has shown (token losses): no loss has more."""
+        return max(self._rows.values(), default=0)
+
+    def whole(self, task: int, samples: int) -> int:
+        """Return the terms of a pass; `samples` if it is unknown."""
+        return self.of_drawn.get(task, self.of_loss.get(task, samples))
+
+    def settle(self, use: Use, task: int, gradient: Tensor, *, drawn: bool) -> None:
+        """Settle the terms of a pass, before any layer's gradient is scaled by them.
+
+        Args:
+            use: One use of a layer that the pass has come to.
+            task: The pass.
+            gradient: That of the layer's output.
+            drawn: Whether its labels are sampled.
+        """
+        terms = self.of_drawn if drawn else self.of_loss
+        if self._tokens:
+            own, name = use.layer.positions(gradient), use.primary.name
+            if not drawn:
+                self._rows[name] = self._rows.get(name, 0) + own
+            # The layer nearest to the loss decides: an encoder may see more positions than the loss has.
+            whole = use.forward.positions(name, own) if use.forward is not None and own else own
+            terms[task] = terms.get(task) or whole
+        elif use.batch > 0 and use.layer.batched(use.outline):
+            # The mean that the loss took is over the model's samples, of which this layer may have seen a part.
+            terms[task] = max(use.batch, terms.get(task, 0))
+        else:
+            own = use.layer.samples(use.outline)
+            terms[task] = terms.get(task) or own  # the layer nearest to the loss decides
+            self._warn_of_guess(use, own, terms[task])
+
+    def samples(self, use: Use, task: int, gradient: Tensor, *, drawn: bool) -> int:
+        """Return how many samples the rows of one use are of."""
+        if self._tokens:
+            return use.layer.positions(gradient)
+        # A layer that sees windows or frames of a sample as a longer batch still sees the model's samples.
+        own = use.layer.samples(use.outline)
+        batch = use.batch if use.batch > 0 else (self.of_drawn if drawn else self.of_loss)[task]
+        return batch if batch > 0 and own % batch == 0 else own
+
+    def _warn_of_guess(self, use: Use, own: int, taken: int) -> None:
+        known = use.batch > 0 or own == taken or use.layer.form == "one-hot" or not use.layer.batched(use.outline)
+        if known or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"natgrad does not know the batch size: the model itself was not called, or with no tensor. It takes the "
+            f"{taken} samples that the layer nearest to the loss saw, though {use.layer.name} saw {own}: call the "
+            f"model, not a method or a part of it",
+            NatgradWarning,
+            stacklevel=2,
+        )
