@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)  ## Compare natural gradient with its rivals on two embedded tasks (about 5 minutes)
-	$(RUN)natgrad compare autoencoder digits --workers 2 --out runs/demo
+	$(RUN)natgrad compare autoencoder digits --workers 2 --first-seed 100 --out runs/demo
 
 test: $(READY)  ## Run the tests
 	$(RUN)python -m pytest -m "not slow"

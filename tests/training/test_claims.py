@@ -19,7 +19,7 @@ def test_the_autoencoder_takes_a_quarter_of_tuned_adamws_steps(tmp_path):
     assert row.crossings["loss"].steps.median <= full / 4
 
 
-@pytest.mark.parametrize("task", ["autoencoder", "digits", "glyphs", "poisson", "tabular"])
+@pytest.mark.parametrize("task", ["autoencoder", "digits", "glyphs", "poisson", "tabular", "text"])
 def test_committed_settings_come_from_equal_searches_and_have_a_target(task):
     known = tuned.read(task)
     assert known is not None
