@@ -715,3 +715,17 @@ def test_tables_print_as_plain_text(monkeypatch):
     text = str(natgrad.Preconditioner(network()).explain())
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 90
+
+
+@pytest.mark.parametrize("curvature", FISHERS)
+def test_no_activation_outlives_the_backward_pass_while_the_loss_does(curvature):
+    model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)).double()
+    preconditioner = precondition(model, curvature)
+    outputs = model(torch.randn(13, 7, dtype=torch.float64))
+    loss = cross_entropy(outputs, torch.zeros(13, dtype=torch.long))
+    preconditioner.backward(loss, outputs)
+    del outputs
+    gc.collect()
+    kept = [one for one in gc.get_objects() if type(one) is torch.Tensor and tuple(one.shape) in {(13, 7), (13, 9)}]
+    assert loss.grad_fn is not None
+    assert not [one for one in kept if one.untyped_storage().nbytes() >= 13 * 7 * 8]

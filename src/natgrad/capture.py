@@ -253,7 +253,8 @@ class Capture:
             if begins:
                 self._loss, self._fills = task, destination == "grad"
             if not torch._C._autograd._get_current_graph_task_keep_graph():
-                use.inputs = None
+                # The graph may live on as long as the loss does, and with it this use.
+                use.inputs, use.outline = None, outline(use.outline)
         self._terms.settle(use, first, gradient, drawn=self.sampling)
         current = self._layers.get(use.primary.name) == (use.primary, use.curvature)  # else the coverage has changed
         wanted = self.wanted and current and self.sampling == (use.curvature.likelihood is not None)
