@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.curvature import Curvature
-from natgrad.errors import NatgradError, require
+from natgrad.errors import require
 from natgrad.guard import Guard
 from natgrad.likelihood import Likelihood
 from natgrad.placement import PLACEMENTS
@@ -109,19 +109,6 @@ def check_count(count: object, reduction: str, seen: int) -> None:
     whole = isinstance(count, int) and not isinstance(count, bool) and count >= 0
     require(whole and reduction == "tokens", "count", count, "a whole number >= 0, with reduction='tokens'")
     require(not seen or count <= seen, "count", count, f"at most {seen}, the positions of the step")  # type: ignore[operator]
-
-
-def check_unscaled(scaler: torch.amp.GradScaler | None) -> None:
-    """Check that the gradients carry the scale of the loss no more.
-
-    Raises:
-        NatgradError: if ``unscale_`` was not called since the last update of `scaler`.
-    """
-    if scaler is None or not scaler.is_enabled():
-        return
-    stages = [state["stage"].name for state in scaler._per_optimizer_states.values()]
-    if "UNSCALED" not in stages:
-        raise NatgradError("the gradients are scaled: call scaler.unscale_(optimizer) before preconditioner.step()")
 
 
 def resolve_group(model: nn.Module, process_group: Any, mesh: Any) -> dist.ProcessGroup | None:

@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from natgrad import compiled
 from natgrad import state as states
-from natgrad.arguments import check_arguments, check_count, check_unscaled, resolve_group, unwrap
+from natgrad.arguments import check_arguments, check_count, resolve_group, unwrap
 from natgrad.blocks import Stack
 from natgrad.capture import Capture
 from natgrad.clip import Clip
-from natgrad.comparison import Verification
 from natgrad.coverage import cover, idle_patterns
 from natgrad.curvature import KFAC, Curvature
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
@@ -29,14 +27,14 @@ from natgrad.inspection import Inspection
 from natgrad.placement import Runtime
 from natgrad.precision import Precision
 from natgrad.progress import Progress
-from natgrad.reduction import reduce_gradients, sum_scale, take_over_reduction
+from natgrad.reduction import Scaling, take_over_reduction
 from natgrad.refresh import Refresh
 from natgrad.renewal import fold, observed, renew
 from natgrad.sampling import LabelSampler
 from natgrad.schedule import Schedule, value_at
 from natgrad.sharding import check_layers
 from natgrad.structure import Structure
-from natgrad.verification import verify
+from natgrad.verification import Verification, verify
 
 # Told apart from a value that the user gives by its identity: only the latter insists on an optimizer.
 _DEFAULT_KL_CLIP = float("1e-3")
@@ -133,15 +131,14 @@ class Preconditioner:
         group = resolve_group(model, process_group, mesh)
         self._curvature, self._precision = curvature, precision
         self._damping, self._refresh = damping, refresh
-        self._reduction, self._accumulation, self._reduces = reduction, accumulation, gradients == "reduce"
-        self._scaler = scaler
+        self._reduction, self._reduces = reduction, gradients == "reduce"
+        self._scaling = Scaling(reduction, accumulation=accumulation, reduces=self._reduces, scaler=scaler)
         self._runtime = Runtime(group)
         self._watch = Watch(guard)
         self._clip = Clip(optimizer, kl_clip)
         self._given = Given()
         self._inspection = Inspection()
-        counting = reduction == "sum" or accumulation == "sum" or self._reduces
-        self._capture = Capture(self._root, reduction=reduction, counting=counting)
+        self._capture = Capture(self._root, reduction=reduction, counting=self._scaling.counts)
         self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=reduction)
         self._progress = Progress()
         self._unseen = Unseen()
@@ -206,7 +203,7 @@ class Preconditioner:
                 "fisher='sampled' needs preconditioner.backward(loss, outputs) in place of loss.backward()"
             )
         if self._capture.backwards:
-            check_unscaled(self._scaler)
+            self._scaling.check()
         damping = self._damping_now()
         self._refresh.check(self._progress.step)
         self._follow()
@@ -222,7 +219,7 @@ class Preconditioner:
             return  # a checkpoint loader's step, before any forward
         if progress.start_clock(layer for layer, _ in self._structure.coverage.layers):
             self._capture.warn_of_others()
-        scale = self._gradient_scale(count)
+        scale = self._scale_gradients(count)
         if self._capture.wanted:
             self._update_factors(count)
         if progress.last_factors is not None and self._refresh.inverses_due(progress.step, progress.last_inverses):
@@ -250,23 +247,13 @@ class Preconditioner:
         may still be saved. The communication hook of ``gradients="reduce"`` stays, which torch cannot remove.
         """
         self._capture.detach()
-        compiled.forget(self._root)
         self._detached = True
 
-    def _gradient_scale(self, count: int | None) -> float | Tensor:
-        """Reduce gradients if that is ours to do, and return what makes them those of the mean loss."""
+    def _scale_gradients(self, count: int | None) -> float | Tensor:
         samples = self._capture.samples if count is None else count
-        summed = self._reduction == "sum"
-        scale: float | Tensor = 1.0
-        if self._reduces:
-            with self._progress.phase("reduce", self._runtime):
-                scale = reduce_gradients(self._root, self._runtime, samples, summed=summed)
-        elif summed and self._stacks:
-            scale = sum_scale(self._runtime, samples, self._stacks[0].device)
-        backwards = max(1, len(self._capture.backwards))
-        if summed:
-            return scale * backwards if self._accumulation == "mean" else scale
-        return scale / backwards if self._accumulation == "sum" else scale
+        device = self._stacks[0].device if self._stacks else None
+        with self._progress.phase("reduce", self._runtime):
+            return self._scaling.of_gradients(self._root, self._runtime, samples, len(self._capture.backwards), device)
 
     def _update_factors(self, count: int | None) -> None:
         self._capture.finish()
@@ -274,9 +261,9 @@ class Preconditioner:
             return
         with self._progress.phase("reduce", self._runtime):
             share = 1.0 if count is None else count / max(1, self._capture.samples)
-            wire = self._precision.wire
+            wire, gain = self._precision.wire, self._scaling.of_captured(len(self._capture.backwards))
             # A scale is shared by neighbours.
-            for message, kinds in self._capture.sums.close(share, self._gain(), tidy=wire == torch.float16):
+            for message, kinds in self._capture.sums.close(share, gain, tidy=wire == torch.float16):
                 self._runtime.sum_(message, kinds, wire)
             self._inspection.look(self._stacks, self._capture.sums, self._runtime)
         with self._progress.phase("renew", self._runtime):
@@ -285,12 +272,6 @@ class Preconditioner:
             # and a first batch may be poisoned.
             if renewed is not None and (self._progress.last_factors is not None or bool(renewed)):
                 self._progress.renewed_factors()
-
-    def _gain(self) -> float | Tensor:
-        """Return what makes the loss's captured gradients those of per-sample losses, beside the batch size."""
-        gain = float(max(1, len(self._capture.backwards))) if self._accumulation == "mean" else 1.0
-        scale = getattr(self._scaler, "_scale", None)
-        return gain if scale is None else gain / scale
 
     def _update_inverses(self, damping: float) -> None:
         with self._progress.phase("renew", self._runtime):

@@ -1,13 +1,83 @@
-"""``gradients="reduce"``: natgrad averages the gradients itself, each rank weighted by its samples."""
+"""What makes gradients those of the mean loss: scales, and with ``gradients="reduce"`` the average over the ranks."""
 
 # No postponed annotations here: DistributedDataParallel inspects those of its communication hook.
+from copy import copy
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from natgrad.errors import NatgradError
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime, flatten, unflatten
+
+
+class Scaling:
+    """How the user's loss is scaled: by its reduction, over backward passes, over ranks and by a ``GradScaler``.
+
+    Attributes:
+        counts: Whether the samples of every step have to be counted.
+    """
+
+    def __init__(
+        self, reduction: str, *, accumulation: str, reduces: bool, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        """Wrap the arguments of `natgrad.Preconditioner` of these names."""
+        self._summed, self._divided = reduction == "sum", accumulation == "mean"
+        self._reduces, self._scaler = reduces, scaler
+        self.counts = self._summed or reduces or not self._divided
+
+    def unscaled(self) -> "Scaling":
+        """Return the same without a ``GradScaler``."""
+        twin = copy(self)
+        twin._scaler = None
+        return twin
+
+    def check(self) -> None:
+        """Check that the gradients carry the scale of the loss no more.
+
+        Raises:
+            NatgradError: if ``unscale_`` was not called since the last update of the scaler.
+        """
+        if self._scaler is None or not self._scaler.is_enabled():
+            return
+        stages = [state["stage"].name for state in self._scaler._per_optimizer_states.values()]
+        if "UNSCALED" not in stages:
+            raise NatgradError("the gradients are scaled: call scaler.unscale_(optimizer) before preconditioner.step()")
+
+    def of_captured(self, backwards: int) -> float | Tensor:
+        """Return what makes captured gradients those of per-sample losses, beside the batch size.
+
+        Args:
+            backwards: The backward passes of this rank since the last step.
+        """
+        gain = float(max(1, backwards)) if self._divided else 1.0
+        scale = getattr(self._scaler, "_scale", None)
+        return gain if scale is None else gain / scale
+
+    def of_gradients(
+        self, model: nn.Module, runtime: Runtime, samples: int, backwards: int, device: torch.device | None
+    ) -> float | Tensor:
+        """Reduce ``.grad`` if that is ours to do, and return what makes it the gradient of the mean loss.
+
+        Args:
+            model: The model.
+            runtime: The ranks.
+            samples: This rank's samples (token losses: positions) of the step.
+            backwards: Its backward passes since the last step.
+            device: That of what is preconditioned; None: nothing is.
+        """
+        scale: float | Tensor = 1.0
+        if self._reduces:
+            scale = reduce_gradients(model, runtime, samples, summed=self._summed)
+        elif self._summed and device is not None:
+            total = tensor_on(device, [float(samples)], torch.float32)
+            runtime.sum_(total, {"counters": 1})
+            scale = runtime.ranks / total[0].clamp(min=1)  # what DDP has averaged is a sum over P
+        if self._summed:
+            return scale * max(1, backwards) if self._divided else scale
+        return scale if self._divided else scale / max(1, backwards)
 
 
 def reduce_gradients(model: nn.Module, runtime: Runtime, samples: int, *, summed: bool) -> float | Tensor:
@@ -45,19 +115,6 @@ def reduce_gradients(model: nn.Module, runtime: Runtime, samples: int, *, summed
             message[:-counters].div_(total)
         _spread(message, parameters, pieces, all(used))
     return scale
-
-
-def sum_scale(runtime: Runtime, samples: int, device: torch.device) -> Tensor:
-    """Return what makes the average over ranks of the gradients of sum losses that of the mean loss: P / all samples.
-
-    Args:
-        runtime: The ranks.
-        samples: This rank's samples of the step.
-        device: Where.
-    """
-    total = tensor_on(device, [float(samples)], torch.float32)
-    runtime.sum_(total, {"counters": 1})
-    return runtime.ranks / total[0].clamp(min=1)
 
 
 def _spread(message: Tensor, parameters: list[nn.Parameter], pieces: list[Tensor], complete: bool) -> None:

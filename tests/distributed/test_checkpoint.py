@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import natgrad
 from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, place, train
+from tests.distributed.test_state import load_and_train
 
 OPTIMIZERS = {
     "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -126,20 +127,10 @@ def save_while_training(folder):
     saving.result()
 
 
-def load_and_train(folder, steps):
-    training = Training(Job(momentum=0.0))
-    state = {"model": training.model.state_dict(), "preconditioner": training.preconditioner}
-    dcp.load(state, checkpoint_id=folder)
-    training.model.load_state_dict(state["model"])
-    for step in steps:
-        training.step(step)
-    return training.result()
-
-
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1)])
 def test_asynchronous_saving_keeps_the_moment(ranks, tmp_path, before, after):
     ranks.run(before, save_while_training, str(tmp_path))
-    resumed = ranks.run(after, load_and_train, str(tmp_path), range(4, 7))
+    resumed = ranks.run(after, load_and_train, Job(momentum=0.0), range(4, 7), str(tmp_path))
     assert_bit_identical(resumed)
     assert_close(resumed[0], train(Job(momentum=0.0), range(7)))
 

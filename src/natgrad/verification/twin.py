@@ -46,7 +46,7 @@ def as_new(original: Preconditioner) -> Iterator[None]:
             _inspection=Inspection(silent=True),
             _clip=Clip(original._clip.optimizer, original._clip.bound),
             _given=Given(),
-            _scaler=None,
+            _scaling=original._scaling.unscaled(),
             _unseen=Unseen(),
         )
         stack.enter_context(fresh)

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from natgrad.comparison import Outcome, Verification, compare
 from natgrad.errors import require
 from natgrad.placement import Runtime
 from natgrad.sharding import plain_copy, reshard, whole
-from natgrad.twin import as_new, twin
+from natgrad.verification.report import Outcome, Verification, compare
+from natgrad.verification.twin import as_new, twin
 
 if TYPE_CHECKING:
     from natgrad.preconditioner import Preconditioner

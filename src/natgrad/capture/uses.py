@@ -8,11 +8,11 @@ from typing import Literal
 
 from torch import Tensor
 
+from natgrad.capture.saved import Saved
+from natgrad.capture.taps import Pass
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer
-from natgrad.saved import Saved
-from natgrad.taps import Pass
 
 
 @dataclass(eq=False)

@@ -18,20 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from natgrad import compiled
 from natgrad.aside import aside
 from natgrad.blocks import Stack
+from natgrad.capture import compiled
+from natgrad.capture.saved import Saved, outline
+from natgrad.capture.taps import EndTap, Forward, LayerTap, RootTap, watchers
+from natgrad.capture.upstream import mark, marked, reached, sources
+from natgrad.capture.uses import Terms, Use
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError, NatgradWarning
 from natgrad.layers import Handle, Layer, Rows, Slot
 from natgrad.layers.rows import DenseRows
 from natgrad.precision import full_products
-from natgrad.saved import Saved, outline
 from natgrad.sharding import is_sharded, owners
 from natgrad.sums import Sums
-from natgrad.taps import EndTap, Forward, LayerTap, RootTap, watchers
-from natgrad.upstream import mark, marked, reached, sources
-from natgrad.uses import Terms, Use
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -83,7 +83,7 @@ class Capture:
 
     def attach(self, stacks: list[Stack], *, fused: bool) -> None:
         """Set the hooks on the layers of `stacks`, in place of those set before; `fused` is that of `Sums`."""
-        self.detach()
+        self._forget()
         self.sums = Sums(stacks, fused=fused)
         self._owners = owners(self._root)
         self._handles.append(self._root.register_forward_pre_hook(RootTap(self._forward), with_kwargs=True))
@@ -100,6 +100,10 @@ class Capture:
 
     def detach(self) -> None:
         """Remove every hook."""
+        self._forget()
+        compiled.forget(self._root)
+
+    def _forget(self) -> None:
         _remove(self._handles)
         self._layers.clear()
         self._pooled.clear()

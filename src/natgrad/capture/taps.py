@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from natgrad import compiled
+from natgrad.capture import compiled
 
 # The batch size where there is none.
 NO_BATCH = torch.tensor(-1, device="cpu")
@@ -145,7 +145,7 @@ class LayerTap:
             watcher.watch(self._layer, self._index, inputs, output)
 
     def receive(self, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
-        """See `natgrad.compiled.Receiver`."""
+        """See `natgrad.capture.compiled.Receiver`."""
         watcher = self._watcher()
         if watcher is not None:
             watcher.receive(self._layer, self._index, inputs, gradient, batch)

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from natgrad.upstream import mark, marked, reached, sources
+from natgrad.capture.upstream import mark, marked, reached, sources
 
 
 def test_only_what_has_nothing_upstream_is_asked_for():
