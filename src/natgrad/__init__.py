@@ -24,6 +24,8 @@ _HOMES = {
     "Likelihood": "natgrad.likelihood",
     "NatgradError": "natgrad.errors",
     "NatgradWarning": "natgrad.errors",
+    "Link": "natgrad.placement",
+    "Placement": "natgrad.placement",
     "Precision": "natgrad.precision",
     "PreconditionedOptimizer": "natgrad.optimizer",
     "Preconditioner": "natgrad.preconditioner",
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from natgrad.likelihood import Gaussian as Gaussian
     from natgrad.likelihood import Likelihood as Likelihood
     from natgrad.optimizer import PreconditionedOptimizer as PreconditionedOptimizer
+    from natgrad.placement import Link as Link
+    from natgrad.placement import Placement as Placement
     from natgrad.precision import Precision as Precision
     from natgrad.preconditioner import Preconditioner as Preconditioner
     from natgrad.refresh import Refresh as Refresh

@@ -14,7 +14,7 @@ from natgrad.curvature import Curvature
 from natgrad.errors import require
 from natgrad.guard import Guard
 from natgrad.likelihood import Likelihood
-from natgrad.placement import PLACEMENTS
+from natgrad.placement import resolve
 from natgrad.precision import Precision
 from natgrad.refresh import Refresh
 from natgrad.schedule import check_number, check_schedule
@@ -78,7 +78,7 @@ def check_arguments(
         missing = clip_is_explicit and optimizer is None
         require(not missing, "kl_clip", kl_clip, "left out or None without an optimizer, whose learning rate it needs")
     _one_of("reduction", reduction, "mean", "tokens", "sum")
-    _one_of("placement", placement, *PLACEMENTS)
+    resolve(placement)
     _one_of("gradients", gradients, "averaged", "reduce")
     require(
         not sharded or gradients == "averaged", "gradients", gradients, "'averaged' under FSDP2, which reduces them"

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from natgrad.aside import aside
 from natgrad.curvature import Curvature, Spec
-from natgrad.kept import Kept, along, kept_shape, spec_dtype
+from natgrad.kept import Kept, along, packed_shape, spec_dtype, unpack
 from natgrad.layers import Layer
+from natgrad.placement import Plan, Seat, Work
 from natgrad.precision import Precision, at_least_float32
 from natgrad.sharding import is_sharded
 
@@ -32,8 +33,39 @@ class Member:
         return slice(self.start, self.stop)
 
 
+@dataclass(frozen=True)
+class Role:
+    """What a rank has to do with some layers, all of which have the same workers.
+
+    Attributes:
+        seat: Their workers, and where their sums go; without owners.
+        server: The worker that gives this rank their preconditioned gradients.
+        works: Whether it is this rank itself.
+        receives: Whether this rank receives their sums, and keeps their running averages.
+        captures: Whether its samples count in them.
+    """
+
+    seat: Seat
+    server: int
+    works: bool
+    receives: bool
+    captures: bool
+
+    @classmethod
+    def of(cls, plan: Plan[str], key: str, rank: int) -> Role:
+        """Read it off a plan."""
+        seat = Seat(plan.seats[key].workers, {}, plan.seats[key].sums)
+        works, receives, captures = (ask(key, rank) for ask in (plan.works, plan.receives, plan.captures))
+        return cls(seat, plan.server(key, rank), works, receives, captures)
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What is equal for layers whose blocks may be stored together."""
+        return self.seat.workers, self.seat.sums
+
+
 class Stack:
-    """All blocks with one curvature and one size: N blocks ``[o, i]`` of one or more layers.
+    """All blocks with one curvature, one size and the same workers: N blocks ``[o, i]`` of one or more layers.
 
     Attributes:
         curvature: Their curvature.
@@ -45,10 +77,12 @@ class Stack:
         held: What the last renewal made ``[N, *shape]``; empty before the first.
         good: For each part and block, whether `held` has a result of it.
         ready: For each member, whether `held` is complete.
+        role: What this rank has to do with its layers.
     """
 
-    def __init__(self, curvature: Curvature, layers: list[Layer], precision: Precision) -> None:
+    def __init__(self, curvature: Curvature, layers: list[Layer], precision: Precision, role: Role) -> None:
         """Lay out the blocks of `layers`; no tensor is made."""
+        self.role = role
         self.curvature = curvature
         self.outputs, self.inputs = layers[0].outputs, layers[0].inputs
         self.statistics = curvature.statistics(self.outputs, self.inputs)
@@ -135,20 +169,18 @@ class Stack:
         for spec in self.statistics:
             if spec.name in names:
                 average = self.averages.read(spec.name, blocks)
-                whole = torch.empty(len(weight), *spec.shape, dtype=self.work_dtype, device=self.device)
-                for kept, part in self.averages.pairs(spec.name, average, whole):
-                    torch.div(kept, along(weight, kept.ndim - 1), out=part)
-                result[spec.name] = whole
+                corrected = torch.div(average, along(weight, average.ndim - 1)).to(self.work_dtype)
+                result[spec.name] = unpack(corrected, spec, lower=True)
         return result
 
     def bytes_per_block(self) -> int:
-        """Return what is kept for one block, factors and what is made of them."""
+        """Return what this rank keeps for one block, factors and what is made of them."""
         factors, held = (f(self._parameter) for f in (self._precision.factor_dtype, self._precision.solve_dtype))
         kept = [
-            *((spec, factors, True) for spec in self.statistics),
-            *((spec, held, False) for spec in self._written()),
+            *((packed_shape(spec), spec_dtype(spec, factors)) for spec in self.statistics if self.role.receives),
+            *((spec.shape, spec_dtype(spec, held)) for spec in self._written() if self.role.works),
         ]
-        return sum(prod(kept_shape(spec, pack=pack)) * spec_dtype(spec, dtype).itemsize for spec, dtype, pack in kept)
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in kept)
 
     def charge(self, members: Sequence[Member], seconds: float) -> None:
         """Share the host seconds of work on some layers out among them, by their blocks."""
@@ -167,11 +199,32 @@ class Stack:
         self.ready = [all(all(good[member.blocks]) for good in self.good.values()) for member in self.members]
 
 
-def stack(layers: list[tuple[Layer, Curvature]], precision: Precision) -> list[Stack]:
-    """Put layers with the same curvature, sizes, dtype and device into one stack, in the order of the model."""
-    groups: dict[tuple[object, ...], tuple[Curvature, list[Layer]]] = {}
+def stack(layers: list[tuple[Layer, Curvature]], precision: Precision, plan: Plan[str], rank: int) -> list[Stack]:
+    """Put layers with the same curvature, sizes, dtype, device and workers into one stack, in the order of the model.
+
+    Args:
+        layers: The layers.
+        precision: The dtypes.
+        plan: Their workers.
+        rank: This process's rank.
+    """
+    groups: dict[tuple[object, ...], tuple[Curvature, list[Layer], Role]] = {}
     for layer, curvature in layers:
-        parameter = layer.slots[0].parameter
-        key = (id(curvature), layer.outputs, layer.inputs, parameter.dtype, parameter.device)
-        groups.setdefault(key, (curvature, []))[1].append(layer)
-    return [Stack(curvature, equal, precision) for curvature, equal in groups.values()]
+        parameter, role = layer.slots[0].parameter, Role.of(plan, layer.key, rank)
+        key = (id(curvature), layer.outputs, layer.inputs, parameter.dtype, parameter.device, *role.shape)
+        groups.setdefault(key, (curvature, [], role))[1].append(layer)
+    return [Stack(curvature, equal, precision, role) for curvature, equal, role in groups.values()]
+
+
+def work(layer: Layer, curvature: Curvature) -> Work:
+    """Return what a layer asks of a placement."""
+    sizes = layer.outputs, layer.inputs
+    parts, n = curvature.parts(*sizes), layer.blocks
+    return Work(
+        parts={part.name: part.cost * n for part in parts},
+        sums=n * sum(prod(packed_shape(spec)) for spec in curvature.statistics(*sizes)),
+        results={part.name: n * sum(prod(packed_shape(spec)) for spec in part.writes) for part in parts},
+        gradients=n * prod(sizes),
+        itemsize=at_least_float32(layer.slots[0].parameter.dtype).itemsize,
+        alone=layer.form != "one-hot",
+    )

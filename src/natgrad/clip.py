@@ -54,18 +54,18 @@ class Clip:
         for entry in gradients.entries:
             inner = entry.inner
             finite.append(inner.isfinite())
-            if self.bound is not None and entry.ready:
+            if self.bound is not None and entry.ready is not False:
                 firsts = [member.layer.slots[0].parameter for member in entry.members]
                 rate = _rate(rates, firsts, entry.blocks, inner)
-                share = torch.where(finite[-1], inner.abs(), 0).mul_(rate * rate).sum()
+                counted = finite[-1] if entry.ready is True else finite[-1] & (entry.ready > 0)
+                share = torch.where(counted, inner.abs(), 0).mul_(rate * rate).sum()
                 total = share if total is None else total + share.to(total)
         nu: float | Tensor = 1.0
         if total is not None and self.bound is not None:
             nu = (self.bound / (total * scale * scale)).sqrt_().clamp_(max=1.0)
             self.last = nu
         for entry, fine in zip(gradients.entries, finite, strict=True):
-            own = nu.to(fine.device) if isinstance(nu, Tensor) else nu
-            entry.scale_(own if entry.ready else 1.0, fine)
+            entry.scale_(nu.to(fine.device) if isinstance(nu, Tensor) else nu, fine)
         return finite
 
     def _rates(self) -> dict[int, float | Tensor]:

@@ -34,7 +34,7 @@ class Row:
     parameter: str
     shape: tuple[int, ...]
     curvature: str = ""
-    owners: dict[str, int] | None = None
+    owners: dict[str, int | None] | None = None
     share: float = 0.0
     time: float | None = None
     bytes: int = 0
@@ -68,7 +68,7 @@ class Explanation(Printed):
         table.add_column("time", justify="right")
         table.add_column("memory", justify="right")
         for row in self.rows:
-            owners = " ".join(f"{part}:{rank}" for part, rank in (row.owners or {}).items())
+            owners = " ".join(f"{part}:{'all' if rank is None else rank}" for part, rank in (row.owners or {}).items())
             table.add_row(
                 escape(row.parameter),
                 "x".join(map(str, row.shape)),
@@ -89,7 +89,7 @@ def explain(
     stacks: list[Stack],
     coverage: Coverage,
     reasons: Mapping[str, str],
-    plan: Plan[tuple[str, str]],
+    plan: Plan[str],
     seconds: float,
     note: str,
 ) -> Explanation:
@@ -119,7 +119,7 @@ def explain(
                         parameter=slot.label,
                         shape=slot.shape,
                         curvature=repr(stack.curvature),
-                        owners={p.name: plan.owners[layer.key, p.name] for p in stack.parts} if first else None,
+                        owners=dict(plan.seats[layer.key].owners) if first else None,
                         share=work * layer.blocks / total if first else 0.0,
                         time=layer.seconds / seconds if first and seconds else None,
                         bytes=stack.bytes_per_block() * layer.blocks if first else 0,

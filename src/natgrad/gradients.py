@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import product
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -26,19 +25,19 @@ _BUCKET = 2**26
 
 @dataclass
 class Entry:
-    """The gradients of those layers of a stack that have one, and whose curvature is ready or else is not.
+    """The gradients of some layers of a stack.
 
     Attributes:
         stack: The stack.
         members: The layers.
-        ready: Whether there is curvature.
+        ready: Whether they have curvature: all, none, or a number for each block ``[N]``, 1 where it has.
         V: Preconditioned gradients ``[N, o, i]``, once solved; the raw ones W where there is no curvature yet.
         inner: ⟨V, W⟩ of each block ``[N]``; not finite where the gradient is not.
     """
 
     stack: Stack
     members: list[Member]
-    ready: bool
+    ready: bool | Tensor = False
     V: Tensor = field(init=False)
     inner: Tensor = field(init=False)
 
@@ -62,9 +61,31 @@ class Entry:
                 targets.append(place)
                 sources.append(rows)
         torch._foreach_copy_(targets, sources)
-        self.V = stack.curvature.solve(self.held(), W, damping) if self.ready else W
+        self.V = self._solved(W, damping)
         self.inner = torch.bmm(self.V.flatten(1)[:, None, :], W.flatten(1)[:, :, None])[:, 0, 0]
         stack.charge(self.members, perf_counter() - started)
+
+    def _solved(self, W: Tensor, damping: float) -> Tensor:
+        stack, places = self.stack, self.places()
+        flags = [stack.ready[stack.members.index(member)] for member in self.members]
+        self.ready = all(flags)
+        if not any(flags):
+            return W
+        if self.ready:
+            blocks = slice(None) if places is None else tensor_on(stack.device, places)
+            return stack.curvature.solve(self._held(blocks), W, damping)
+        # Some layers have none yet, or are left plain: their gradients pass through.
+        every = [flag for flag, count in zip(flags, self.blocks, strict=True) for _ in range(count)]
+        own = tensor_on(stack.device, [index for index, flag in enumerate(every) if flag])
+        blocks = own if places is None else tensor_on(stack.device, places)[own]
+        V = W.clone()
+        V[own] = stack.curvature.solve(self._held(blocks), W[own], damping)
+        self.ready = tensor_on(stack.device, [float(flag) for flag in every], W.dtype)
+        return V
+
+    def _held(self, blocks: slice | Tensor) -> dict[str, Tensor]:
+        held = self.stack.held
+        return {name: held.read(name, blocks) for name in held}
 
     def sharded(self) -> dict[int, tuple[str, DTensor]]:
         """Return the sharded gradients with their names, by the parameter's ``id``."""
@@ -84,18 +105,14 @@ class Entry:
             return None
         return [block for member in self.members for block in range(member.start, member.stop)]
 
-    def held(self) -> dict[str, Tensor]:
-        """Return what the solve needs, of these blocks only."""
-        places, held = self.places(), self.stack.held
-        blocks = slice(None) if places is None else tensor_on(self.stack.device, places)
-        return {name: held.read(name, blocks) for name in held}
-
     def scale_(self, scale: float | Tensor, fine: Tensor) -> None:
-        """Multiply V by `scale`, and by zero where not `fine` ``[N]``."""
+        """Multiply V by `scale`, where there is curvature, and by zero where not `fine` ``[N]``."""
         if fine.device.type != "cpu" or not bool(fine.all()):
             # A product would keep the NaN.
             self.V = torch.where(fine[:, None, None], self.V, 0)
-        if isinstance(scale, Tensor) or scale != 1.0:
+        if isinstance(self.ready, Tensor):
+            self.V.mul_(torch.where(self.ready > 0, scale, 1.0)[:, None, None])
+        elif self.ready and (isinstance(scale, Tensor) or scale != 1.0):
             self.V.mul_(scale)
 
 
@@ -111,18 +128,17 @@ class Gradients:
         self.entries = entries
 
     @classmethod
-    def take(cls, stacks: list[Stack]) -> Gradients:
-        """Find every layer with a ``.grad``."""
+    def take(cls, stacks: list[Stack], *, exchanged: bool) -> Gradients:
+        """Find every layer with a ``.grad``; all layers where results are to be exchanged, so that ranks agree."""
         entries = []
-        for stack, usable in product(stacks, (True, False)):
-            pairs = zip(stack.members, stack.ready, strict=True)
-            members = [member for member, ready in pairs if ready == usable and _has_gradient(member)]
+        for stack in stacks:
+            members = [member for member in stack.members if exchanged or _has_gradient(member)]
             if members:
-                entries.append(Entry(stack, members, usable))
+                entries.append(Entry(stack, members))
         return cls(entries)
 
     def solve(self, damping: float, runtime: Runtime) -> None:
-        """Precondition every stack; what has no curvature yet stays a plain gradient.
+        """Precondition the stacks that this rank works for; what has no curvature yet stays a plain gradient.
 
         Sharded gradients are whole for no longer than that takes: they travel some stacks at a time. At the peak this
         costs the preconditioned gradients of all stacks, which the clip must see together, and beside them the gathered
@@ -131,7 +147,8 @@ class Gradients:
         for bucket, sharded in self._buckets():
             gathered = dict(zip(sharded, gather(list(sharded.values()), runtime), strict=True))
             for entry in bucket:
-                entry.solve(damping, gathered)
+                if entry.stack.role.works:
+                    entry.solve(damping, gathered)
             del gathered  # before the next are there
 
     def _buckets(self) -> Iterator[tuple[list[Entry], dict[int, tuple[str, DTensor]]]]:

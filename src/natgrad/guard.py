@@ -39,6 +39,7 @@ class Guard:
 
 
 _KINDS = ("skipped_factors", "skipped_gradients", "failed_decompositions")
+_FACTORS, _DECOMPOSITION, _HEARD = "factors", "decomposition of ", "curvature"
 
 
 class Watch:
@@ -58,7 +59,7 @@ class Watch:
 
     def saw_factors(self, stack: Stack, blocks: slice, bad: Tensor) -> None:
         """Count the blocks ``[n]`` whose statistics were not finite."""
-        self._count("skipped_factors", "factors", stack, blocks, bad)
+        self._count("skipped_factors", _FACTORS, stack, blocks, bad)
 
     def saw_gradients(self, stack: Stack, blocks: list[int] | None, bad: Tensor) -> None:
         """Count the blocks ``[n]`` whose gradients were not finite; None: they are all of the stack."""
@@ -69,7 +70,21 @@ class Watch:
         """Count the blocks from `start` on whose decomposition failed."""
         blocks = slice(start, start + len(success))
         bad = ~torch.tensor(success, device="cpu")
-        self._count("failed_decompositions", f"decomposition of {part}", stack, blocks, bad)
+        self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", stack, blocks, bad)
+
+    def trouble(self, stack: Stack) -> Tensor:
+        """Return how often in a row the curvature of each layer of a stack could not be renewed ``[M]``."""
+        known = [streak for (kind, own), (_, streak) in self._streaks.items() if own == id(stack) and _is_renewal(kind)]
+        worst = torch.zeros(stack.size, dtype=torch.int32, device=stack.device)
+        for streak in known:
+            worst = torch.maximum(worst, streak.to(worst))
+        if not known or len(stack.members) == stack.size:
+            return worst[: len(stack.members)]
+        return torch.stack([worst[member.blocks].amax() for member in stack.members])
+
+    def heard(self, stack: Stack, trouble: Tensor) -> None:
+        """Note what the worker of a stack has told of the trouble of each block ``[N]``."""
+        self._streaks[_HEARD, id(stack)] = (stack, trouble)
 
     def check(self) -> None:
         """Raise if a layer has been in trouble more often in a row than the guard allows.
@@ -80,7 +95,9 @@ class Watch:
         self._checks += 1
         if self._limit is None:
             return
-        for (kind, _), (stack, streak) in self._streaks.items():
+        for (kind, own), (stack, streak) in self._streaks.items():
+            if _is_renewal(kind) and (_HEARD, own) in self._streaks:
+                continue  # all ranks go by what the worker tells, and raise together
             if streak.device.type != "cpu" and self._checks % self._PATIENCE:
                 continue
             worst = streak.tolist()
@@ -119,3 +136,7 @@ class Watch:
         self._streaks[key] = (stack, streak)
         before = self._totals[total]
         self._totals[total] = bad.sum() + (before.to(bad.device) if isinstance(before, Tensor) else before)
+
+
+def _is_renewal(kind: str) -> bool:
+    return kind == _FACTORS or kind.startswith(_DECOMPOSITION)

@@ -59,7 +59,13 @@ class Inspection:
         tables = [member.layer for _, member in _tables(stacks)]
         if not tables:
             return
-        strays = [_strays(layer, sums.of(layer.name)["D"][0]) for layer in tables]
+        # Of those whose sums went elsewhere, another rank tells.
+        strays = [
+            _strays(member.layer, sums.of(member.layer.name)["D"][0])
+            if stack.role.receives
+            else torch.zeros((), device=stack.device)
+            for stack, member in _tables(stacks)
+        ]
         found = torch.stack([stray.to(strays[0]) for stray in strays])
         runtime.sum_(found, {"counters": len(found)})
         self._misused = {layer.key for layer, stray in zip(tables, found.tolist(), strict=True) if stray > 0}
@@ -73,7 +79,8 @@ class Inspection:
             captured: Whether the hooks have looked on in this step.
         """
         if captured and not self._late:
-            unseen = (member.layer for stack in stacks for member in stack.members if member.layer.key not in seen)
+            received = (member.layer for stack in stacks if stack.role.receives for member in stack.members)
+            unseen = (layer for layer in received if layer.key not in seen)
             self._uncalled = {layer.key for layer in unseen if _has_gradient(layer)}
         # After a checkpoint was loaded: without curvature it may be one that was found before.
         waiting = [] if self._looked else [m.layer.key for s, m in _tables(stacks) if not s.ready[s.members.index(m)]]

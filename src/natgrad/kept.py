@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class Kept(dict[str, Tensor]):
 
     Attributes:
         dtype: That of the matrices.
-        packed: Which are kept as panels of their lower triangles ``[N, length(d)]`` (see `natgrad.triangle`).
+        packed: Which are kept as their lower triangles alone (see `packed_shape`).
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Kept(dict[str, Tensor]):
         """Make N = `size` blocks of zeros; with `pack` the symmetric matrices among them are packed."""
         super().__init__()
         self.dtype = dtype
-        self.packed = {spec.name for spec in specs if kept_shape(spec, pack=pack) != spec.shape}
-        self._specs, self._size = specs, size
-        self._shapes = {spec.name: spec.shape for spec in specs}
+        self.packed = {spec.name for spec in specs if pack and spec.symmetric}
+        self._specs, self._size = {spec.name: spec for spec in specs}, size
         self._scales: dict[str, Tensor] = {}
         for spec in specs:
             own = spec_dtype(spec, dtype)
-            self[spec.name] = torch.zeros(size, *kept_shape(spec, pack=pack), dtype=own, device=device)
+            shape = packed_shape(spec) if pack else spec.shape
+            self[spec.name] = torch.zeros(size, *shape, dtype=own, device=device)
             if own == torch.float16:
                 self._scales[spec.name] = torch.ones(size, device=device)
 
@@ -79,18 +79,11 @@ class Kept(dict[str, Tensor]):
     def whole(self, name: str, blocks: slice) -> Tensor:
         """Return some blocks of a tensor ``[n, *shape]`` as `read` does, packed ones unpacked."""
         own = self.read(name, blocks)
-        return triangle.unpack(own, self._shapes[name][0]) if name in self.packed else own
+        return unpack(own, self._specs[name]) if name in self.packed else own
 
     def write_whole(self, name: str, blocks: slice, values: Tensor) -> None:
         """Write some blocks of a tensor, of whole ``[n, *shape]``."""
-        self.write(name, blocks, triangle.pack(values) if name in self.packed else values)
-
-    def pairs(self, name: str, kept: Tensor, whole: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """Match what `read` returned with whole tensors ``[n, *shape]``: views of both, alike in shape.
-
-        Of packed matrices the views cover the lower triangles only.
-        """
-        return triangle.panels(kept, whole) if name in self.packed else [(kept, whole)]
+        self.write(name, blocks, pack(values, self._specs[name]) if name in self.packed else values)
 
     def narrow(self, name: str) -> bool:
         """Tell whether a tensor is kept in fewer than 32 bits."""
@@ -98,15 +91,31 @@ class Kept(dict[str, Tensor]):
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Kept:
         """Return the same in another dtype or elsewhere."""
-        moved = Kept(self._specs, self._size, dtype, device, pack=bool(self.packed))
+        moved = Kept(list(self._specs.values()), self._size, dtype, device, pack=bool(self.packed))
         for name in self:
             moved.write(name, slice(None), self.read(name, slice(None)).to(device))
         return moved
 
 
-def kept_shape(spec: Spec, *, pack: bool) -> tuple[int, ...]:
-    """Return the shape in which a block of `spec` is kept; with `pack`, symmetric matrices are packed."""
-    return (triangle.length(spec.shape[0]),) if pack and spec.symmetric and len(spec.shape) == 2 else spec.shape
+def packed_shape(spec: Spec) -> tuple[int, ...]:
+    """Return the shape in which a block of `spec` is summed, sent and averaged: of symmetric matrices a triangle."""
+    return (*spec.shape[:-2], triangle.length(spec.shape[-1])) if spec.symmetric else spec.shape
+
+
+def pack(whole: Tensor, spec: Spec, out: Tensor | None = None) -> Tensor:
+    """Return blocks ``[n, *spec.shape]``, of which lower triangles suffice, as ``[n, *packed_shape(spec)]``."""
+    if not spec.symmetric:
+        return whole if out is None else out.copy_(whole)
+    flat = None if out is None else out.view(-1, out.shape[-1])
+    return triangle.pack(whole.flatten(0, -3), flat).view(len(whole), *packed_shape(spec))
+
+
+def unpack(packed: Tensor, spec: Spec, *, lower: bool = False) -> Tensor:
+    """Undo `pack`; with `lower`, what is above the diagonal of a symmetric matrix is undefined."""
+    if not spec.symmetric:
+        return packed
+    undo = triangle.unpack_lower if lower else triangle.unpack
+    return undo(packed.reshape(-1, packed.shape[-1]), spec.shape[-1]).view(len(packed), *spec.shape)
 
 
 def spec_dtype(spec: Spec, dtype: torch.dtype) -> torch.dtype:

@@ -18,13 +18,14 @@ from natgrad.capture import Capture
 from natgrad.clip import Clip
 from natgrad.coverage import cover, idle_patterns
 from natgrad.curvature import KFAC, Curvature
+from natgrad.delivery import deliver
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.explanation import Explanation, explain
 from natgrad.given import Given, Unseen
 from natgrad.gradients import Gradients
 from natgrad.guard import Guard, Watch
 from natgrad.inspection import Inspection
-from natgrad.placement import Runtime
+from natgrad.placement import Placement, Runtime, resolve
 from natgrad.precision import Precision
 from natgrad.progress import Progress
 from natgrad.reduction import Scaling, take_over_reduction
@@ -62,7 +63,7 @@ class Preconditioner:
         kl_clip: float | None = _DEFAULT_KL_CLIP,
         reduction: Literal["mean", "tokens", "sum"] = "mean",
         refresh: Refresh | None = None,
-        placement: str = "auto",
+        placement: str | Placement = "auto",
         precision: Precision | None = None,
         process_group: dist.ProcessGroup | None = None,
         mesh: Any = None,
@@ -90,7 +91,8 @@ class Preconditioner:
                 layer; where the loss takes others (of logits resized, or of a head that some tokens skip), tell `step`
                 the ``count``.
             refresh: When statistics are captured and decomposed.
-            placement: Where curvature is computed: "auto" or "comm-opt".
+            placement: Where curvature is computed and what travels: a name, as "comm-opt" or "hybrid:0.5", or a
+                `natgrad.Placement`, which tells them all.
             precision: The dtypes of factors, of messages and of solves.
             process_group: The ranks, if the model's wrapper does not say; default: the world.
             mesh: A one-dimensional ``DeviceMesh`` in place of `process_group`, or that of FSDP2.
@@ -138,12 +140,16 @@ class Preconditioner:
         self._clip = Clip(optimizer, kl_clip)
         self._given = Given()
         self._inspection = Inspection()
-        self._capture = Capture(self._root, reduction=reduction, counting=self._scaling.counts)
+        where = resolve(placement)
+        # The positions that a loss has are told by the layer nearest to it, which another rank may capture.
+        counting = self._scaling.counts or (where.name == "dp" and reduction == "tokens")
+        self._capture = Capture(self._root, reduction=reduction, counting=counting)
         self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=reduction)
         self._progress = Progress()
         self._unseen = Unseen()
         self._detached = False
-        self._structure = Structure(self._root, curvature, precision, placement=placement, ranks=self._runtime.ranks)
+        rank, ranks = self._runtime.rank, self._runtime.ranks
+        self._structure = Structure(self._root, curvature, precision, placement=where, rank=rank, ranks=ranks)
         idle = idle_patterns(self._root, curvature)
         if idle or not self._structure.coverage.layers:
             what = f"the patterns {idle} decide for no module" if idle else "no layer of the model is covered"
@@ -262,15 +268,15 @@ class Preconditioner:
         with self._progress.phase("reduce", self._runtime):
             share = 1.0 if count is None else count / max(1, self._capture.samples)
             wire, gain = self._precision.wire, self._scaling.of_captured(len(self._capture.backwards))
-            # A scale is shared by neighbours.
-            for message, kinds in self._capture.sums.close(share, gain, tidy=wire == torch.float16):
-                self._runtime.sum_(message, kinds, wire)
+            self._capture.sums.close(share, gain)
+            self._capture.sums.travel(self._runtime, wire)
             self._inspection.look(self._stacks, self._capture.sums, self._runtime)
         with self._progress.phase("renew", self._runtime):
             renewed = fold(self._capture.sums, self._watch, self._progress.step)
             # The answer is waited for only before the first renewal: a checkpoint loader may step before any forward,
             # and a first batch may be poisoned.
-            if renewed is not None and (self._progress.last_factors is not None or bool(renewed)):
+            first = self._progress.last_factors is None
+            if self._agreed(bool(renewed)) if first else renewed is not None or self._exchanges:
                 self._progress.renewed_factors()
 
     def _update_inverses(self, damping: float) -> None:
@@ -278,13 +284,16 @@ class Preconditioner:
             plan, wire = self._structure.plan, self._precision.wire
             seen, captured = observed(self._stacks), self._capture.wanted
             usable = self._inspection.usable(self._stacks, seen, captured=captured)
-            if renew(self._stacks, plan, self._runtime, usable, damping, self._watch, wire):
+            renewed = renew(self._stacks, plan, self._runtime, usable, damping, self._watch, wire)
+            if renewed or self._exchanges:
                 self._progress.renewed_inverses()
 
     def _precondition(self, damping: float, scale: float | Tensor) -> None:
         with self._progress.phase("solve", self._runtime):
-            gradients = Gradients.take(self._stacks)
+            gradients = Gradients.take(self._stacks, exchanged=self._exchanges)
             gradients.solve(damping, self._runtime)
+            if self._exchanges:
+                deliver(gradients, self._structure.plan, self._runtime, self._watch)
             finite = self._clip.apply(gradients, scale)
             for entry, fine in zip(gradients.entries, finite, strict=True):
                 self._watch.saw_gradients(entry.stack, entry.places(), ~fine)
@@ -370,15 +379,18 @@ class Preconditioner:
         file say, leaves the preconditioner as it was.
 
         Args:
-            gather: Collect the blocks of all ranks first (collective). Under "comm-opt" every rank holds all of them.
+            gather: Collect the blocks of all ranks (collective). Under "comm-opt" every rank holds all of them.
 
         Returns:
             Nested dicts of tensors and plain numbers, as ``torch.save`` and ``torch.distributed.checkpoint`` take them.
         """
+        blocks = states.snapshot(states.blocks(self._stacks))
+        if gather and self._exchanges:
+            blocks = states.union(blocks, self._runtime)
         return {
             "format": states.FORMAT,
             **self._progress.state_dict(),
-            "blocks": states.snapshot(states.blocks(self._stacks)),
+            "blocks": blocks,
             "watch": self._watch.state_dict(),
         }
 
@@ -404,6 +416,14 @@ class Preconditioner:
     @property
     def _stacks(self) -> list[Stack]:
         return self._structure.stacks
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether ranks work for some layers only, and give each other what they have preconditioned."""
+        return self._structure.plan.columns > 1
+
+    def _agreed(self, flag: bool) -> bool:
+        return self._runtime.any(flag) if self._exchanges else flag
 
     def _begin(self) -> None:
         """Set the hooks on the layers as they are now."""

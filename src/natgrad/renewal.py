@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import prod
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from natgrad import gram, triangle
+from natgrad import triangle
 from natgrad.blocks import Stack
 from natgrad.curvature import Part, Spec
 from natgrad.guard import Watch
-from natgrad.kept import along
+from natgrad.kept import along, pack, packed_shape, unpack
 from natgrad.linalg import tensor_on
 from natgrad.placement import Layout, Plan, Runtime, narrower
 from natgrad.precision import full_products
@@ -48,13 +49,8 @@ def fold(sums: Sums, watch: Watch, seed: int) -> Tensor | None:
         for spec in stack.statistics:
             fresh = piece.sums[spec.name]
             average = stack.averages.read(spec.name, blocks).to(stack.dtype)
-            if spec.name in stack.averages.packed:
-                triangle.clear_(fresh)  # garbage there might be no number
-            elif spec.symmetric:
-                gram.symmetrize_(fresh)
             divisor = (piece.samples if spec.mean == "samples" else piece.rows).clamp(min=1)
-            for old, new in stack.averages.pairs(spec.name, average, fresh):
-                blend_(old, new, decay, (1 - decay) / divisor, fine)
+            blend_(average, fresh, decay, (1 - decay) / divisor, fine)
             if stack.averages.narrow(spec.name):
                 stack.averages.write(spec.name, blocks, average, generator)
         weight.copy_(torch.where(fine, decay * weight + (1 - decay), weight))
@@ -83,28 +79,30 @@ def blend_(average: Tensor, fresh: Tensor, decay: float, share: Tensor, fine: Te
 
 def _finite(spec: Spec, sums: Tensor) -> Tensor:
     # No entry of a sum of x xᵀ exceeds its diagonal (Cauchy-Schwarz), so the diagonal tells of all.
-    values = sums.diagonal(dim1=-2, dim2=-1) if spec.symmetric else sums
-    return values.flatten(1).sum(1).isfinite()
+    if spec.symmetric:
+        sums = triangle.diagonals(sums.reshape(-1, sums.shape[-1]), spec.shape[-1]).view(len(sums), -1)
+    return sums.flatten(1).sum(1).isfinite()
 
 
 @dataclass
 class _Job:
-    """A part of some neighbouring blocks of a stack, all on one owner."""
+    """A part of some neighbouring blocks of a stack, all on one owner; None: on every worker."""
 
-    owner: int
+    owner: int | None
     stack: Stack
     part: Part
     start: int
     stop: int
 
     def numel(self, spec: Spec) -> int:
-        return (self.stop - self.start) * spec.numel
+        return (self.stop - self.start) * prod(packed_shape(spec))
 
     def read(self, spec: Spec) -> Tensor:
-        return self.stack.held.read(spec.name, slice(self.start, self.stop)).reshape(-1)
+        return pack(self.stack.held.read(spec.name, slice(self.start, self.stop)), spec).reshape(-1)
 
     def write(self, spec: Spec, values: Tensor) -> None:
-        self.stack.held.write(spec.name, slice(self.start, self.stop), values.view(-1, *spec.shape))
+        whole = unpack(values.view(-1, *packed_shape(spec)), spec)
+        self.stack.held.write(spec.name, slice(self.start, self.stop), whole)
 
     def run(self, damping: float) -> list[bool]:
         """Do the work into what is held; blocks that fail keep what they had."""
@@ -139,48 +137,51 @@ def observed(stacks: list[Stack]) -> set[str]:
 
 def renew(
     stacks: list[Stack],
-    plan: Plan[tuple[str, str]],
+    plan: Plan[str],
     runtime: Runtime,
     keys: Collection[str],
     damping: float,
     watch: Watch,
     wire: torch.dtype | None = None,
 ) -> bool:
-    """Do all parts of some layers, each on its owner, and exchange the results.
+    """Do all parts of some layers, each on its owner, and exchange the results among the workers.
 
     Args:
         stacks: All stacks.
-        plan: The owner of each part, keyed by layer key and part name.
+        plan: The owner of each part.
         runtime: The ranks.
-        keys: The layers, which have statistics; the same on every rank.
+        keys: The layers, which have statistics; the same on every worker of theirs.
         damping: γ of this renewal.
         watch: Counts what failed.
         wire: The dtype in which matrices travel, if narrower than that in which they are held.
 
     Returns:
-        Whether there was anything to do: the same on every rank.
+        Whether there was anything to do.
     """
     jobs = _jobs(stacks, plan, keys)
     success: list[list[bool]] = []
     for job in jobs:
         job.stack.allocate_held()
-        success.append(job.run(damping) if job.owner == runtime.rank else [False] * (job.stop - job.start))
-    if runtime.ranks > 1:
-        success = _exchange(jobs, success, runtime, wire)
+        mine = job.owner in (None, runtime.rank)
+        success.append(job.run(damping) if mine else [False] * (job.stop - job.start))
+    if plan.columns < runtime.ranks:
+        success = _exchange(jobs, success, plan.column(runtime.rank), runtime, wire)
     for job, flags in zip(jobs, success, strict=True):
         job.stack.renewed(job.part.name, job.start, flags)
         watch.saw_decompositions(job.stack, job.part.name, job.start, flags)
     return bool(jobs)
 
 
-def _jobs(stacks: list[Stack], plan: Plan[tuple[str, str]], keys: Collection[str]) -> list[_Job]:
-    """Return all jobs: neighbouring layers of one owner together."""
+def _jobs(stacks: list[Stack], plan: Plan[str], keys: Collection[str]) -> list[_Job]:
+    """Return the jobs of the layers that this rank works for: neighbouring layers of one owner together."""
     jobs: list[_Job] = []
     for stack in stacks:
+        if not stack.role.works:
+            continue
         for part in stack.parts:
             for member in stack.members:
                 if member.layer.key in keys:
-                    owner = plan.owners[member.layer.key, part.name]
+                    owner = plan.seats[member.layer.key].owners[part.name]
                     _append(jobs, _Job(owner, stack, part, member.start, member.stop))
     return jobs
 
@@ -225,9 +226,9 @@ class _Parcel:
 
 
 def _exchange(
-    jobs: list[_Job], success: list[list[bool]], runtime: Runtime, wire: torch.dtype | None
+    jobs: list[_Job], success: list[list[bool]], workers: Sequence[int], runtime: Runtime, wire: torch.dtype | None
 ) -> list[list[bool]]:
-    """Send each owner's results to all: one message an owner, device and dtypes, flags of success with it."""
+    """Send each owner's results to all workers: one message an owner, device and dtypes, flags of success with it."""
     parcels = _parcels(jobs, wire)
     messages = []
     for parcel in parcels:
@@ -236,7 +237,7 @@ def _exchange(
         message = parcel.send(flags) if mine else parcel.layout.empty(1, parcel.device)
         counted = len(flags) * parcel.layout.dtype.itemsize
         messages.append((parcel.owner, message, {"inverses": message.numel() - counted, "counters": counted}))
-    runtime.broadcast_(messages)
+    runtime.broadcast_(messages, workers)
     result = list(success)
     for parcel, (_, message, _) in zip(parcels, messages, strict=True):
         if parcel.owner == runtime.rank and parcel.layout.lossless:
@@ -250,6 +251,8 @@ def _exchange(
 def _parcels(jobs: list[_Job], wire: torch.dtype | None) -> list[_Parcel]:
     groups: dict[tuple[int, torch.device, torch.dtype, torch.dtype], list[int]] = {}
     for index, job in enumerate(jobs):
+        if job.owner is None:
+            continue
         stack = job.stack
         travels = narrower(wire, stack.held.dtype)
         groups.setdefault((job.owner, stack.device, stack.work_dtype, travels), []).append(index)

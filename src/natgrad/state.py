@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from natgrad.blocks import Member, Stack
 from natgrad.errors import require
+from natgrad.placement import Runtime
 
 FORMAT = 1
 
@@ -19,22 +21,38 @@ _FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "blocks
 
 
 def blocks(stacks: list[Stack]) -> Blocks:
-    """Return every block's tensors, all of them even before the first step; views where they are kept as they are."""
+    """Return the tensors of this rank's blocks, even before the first step; views where they are kept as they are."""
     result: Blocks = {}
     for stack in stacks:
-        weight, held = stack.allocate_averages(), stack.allocate_held()
         for member in stack.members:
-            own = {name: kept.whole(name, member.blocks) for kept in (stack.averages, held) for name in kept}
-            own["weight"] = weight[member.blocks]
-            good = [[stack.good[part.name][block] for part in stack.parts] for block in _range(member)]
-            own["renewed"] = torch.tensor(good, device="cpu")
-            result[member.layer.key] = own
+            own: dict[str, Tensor] = {}
+            if stack.role.receives:
+                own["weight"] = stack.allocate_averages()[member.blocks]
+                own |= {name: stack.averages.whole(name, member.blocks) for name in stack.averages}
+            if stack.role.works:
+                held = stack.allocate_held()
+                own |= {name: held.whole(name, member.blocks) for name in held}
+                good = [[stack.good[part.name][block] for part in stack.parts] for block in _range(member)]
+                own["renewed"] = torch.tensor(good, device="cpu")
+            if own:
+                result[member.layer.key] = own
     return result
 
 
 def snapshot(given: Blocks) -> Blocks:
     """Copy blocks to the host, where neither training nor a load that breaks off can reach them."""
     return {key: {name: tensor.cpu().clone() for name, tensor in own.items()} for key, own in given.items()}
+
+
+def union(given: Blocks, runtime: Runtime) -> Blocks:
+    """Return the blocks of all ranks, on the host of each; collective."""
+    found: list[Any] = [None] * runtime.ranks
+    dist.all_gather_object(found, given, group=runtime.group)
+    whole: Blocks = {}
+    for own in reversed(found):  # the first to have something wins
+        for key, tensors in own.items():
+            whole[key] = {**whole.get(key, {}), **tensors}
+    return whole
 
 
 def check(state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, Mapping[str, int]]) -> None:
@@ -61,11 +79,12 @@ def check(state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, 
         fits = fits and all(map(_is_whole, state[name].values()))
         require(fits, f"state[{name!r}]", state[name], f"a whole number for each of {', '.join(counted)}")
     given, wanted = state["blocks"], _shapes(stacks)
+    known = {member.layer.key for stack in stacks for member in stack.members}
     fits = isinstance(given, Mapping) and all(isinstance(own, Mapping) for own in given.values())
     require(fits, "state['blocks']", type(given).__name__, "a dict of dicts of tensors")
     for verb, names in (
         ("is missing", set(wanted) - set(given)),
-        ("is unknown to the model", set(given) - set(wanted)),
+        ("is unknown to the model", set(given) - known),
     ):
         require(not names, "state['blocks']", sorted(names)[:5], f"those of the model: each of these {verb}")
     for key, shapes in wanted.items():
@@ -78,19 +97,23 @@ def check(state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, 
 def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> None:
     """Copy checked blocks into the stacks; blocks that are not given stay as they are."""
     for stack in stacks:
-        present = [member for member in stack.members if member.layer.key in given]
-        if not present:
-            continue
-        weight = stack.allocate_averages()
-        for member in present:
-            own = given[member.layer.key]
-            weight[member.blocks] = own["weight"].to(weight)
-            for kept in (stack.averages, stack.allocate_held()):
-                for name in kept:
-                    kept.write_whole(name, member.blocks, own[name].to(weight.device))
-            flags = own["renewed"].tolist()
-            for column, part in enumerate(stack.parts):
-                stack.renewed(part.name, member.start, [bool(row[column]) for row in flags], forget=True)
+        for member in stack.members:
+            own = given.get(member.layer.key, {})
+            if not own:
+                continue
+            kept = []
+            if stack.role.receives:
+                weight = stack.allocate_averages()
+                weight[member.blocks] = own["weight"].to(weight)
+                kept.append(stack.averages)
+            if stack.role.works:
+                kept.append(stack.allocate_held())
+                flags = own["renewed"].tolist()
+                for column, part in enumerate(stack.parts):
+                    stack.renewed(part.name, member.start, [bool(row[column]) for row in flags], forget=True)
+            for tensors in kept:
+                for name in tensors:
+                    tensors.write_whole(name, member.blocks, own[name].to(stack.device))
 
 
 def fitting(given: Blocks, stacks: list[Stack]) -> Blocks:
@@ -99,7 +122,7 @@ def fitting(given: Blocks, stacks: list[Stack]) -> Blocks:
     return {
         key: own
         for key, own in given.items()
-        if key in wanted and {name: tuple(tensor.shape) for name, tensor in own.items()} == wanted[key]
+        if key in wanted and {name: tuple(own[name].shape) for name in wanted[key] if name in own} == wanted[key]
     }
 
 
@@ -110,11 +133,16 @@ def _is_whole(value: object) -> bool:
 def _shapes(stacks: list[Stack]) -> dict[str, dict[str, tuple[int, ...]]]:
     wanted = {}
     for stack in stacks:
-        specs = [*stack.statistics, *(spec for part in stack.parts for spec in part.writes)]
         for member in stack.members:
             n = member.stop - member.start
-            shapes = {spec.name: (n, *spec.shape) for spec in specs}
-            wanted[member.layer.key] = {**shapes, "weight": (n,), "renewed": (n, len(stack.parts))}
+            shapes: dict[str, tuple[int, ...]] = {}
+            if stack.role.receives:
+                shapes |= {"weight": (n,), **{spec.name: (n, *spec.shape) for spec in stack.statistics}}
+            if stack.role.works:
+                written = (spec for part in stack.parts for spec in part.writes)
+                shapes |= {"renewed": (n, len(stack.parts)), **{spec.name: (n, *spec.shape) for spec in written}}
+            if shapes:
+                wanted[member.layer.key] = shapes
     return wanted
 
 

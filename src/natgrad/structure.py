@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from torch import nn
 
 from natgrad import state as states
-from natgrad.blocks import stack
+from natgrad.blocks import stack, work
 from natgrad.coverage import cover
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError
-from natgrad.placement import make_plan
+from natgrad.placement import Placement, Seat, make_plan
 from natgrad.precision import Precision
 from natgrad.sharding import reshard
 
@@ -22,7 +22,7 @@ class Structure:
     Attributes:
         coverage: Which parameter has which curvature.
         stacks: The blocks.
-        plan: The owners.
+        plan: Who does what.
     """
 
     def __init__(
@@ -31,26 +31,25 @@ class Structure:
         curvature: Curvature | Mapping[str, Curvature | None],
         precision: Precision,
         *,
-        placement: str,
+        placement: Placement,
+        rank: int,
         ranks: int,
     ) -> None:
         """Cover the layers of `root`; no tensor is made."""
         self._root, self._curvature, self._precision = root, curvature, precision
-        self._placement, self._ranks = placement, ranks
+        self._placement, self._rank, self._ranks = placement, rank, ranks
         self._sharded = reshard(root)
+        self._seated: dict[str, Seat] = {}
         self._build()
 
     def _build(self) -> None:
         self.coverage = cover(self._root, self._curvature)
         self._signature = self.coverage.signature()
-        self.stacks = stack(self.coverage.layers, self._precision)
-        costs = {
-            (member.layer.key, part.name): part.cost * member.layer.blocks
-            for one in self.stacks
-            for member in one.members
-            for part in one.parts
-        }
-        self.plan = make_plan(self._placement, costs, self._ranks)
+        works = {layer.key: work(layer, curvature) for layer, curvature in self.coverage.layers}
+        # Layers that stay keep their workers, who alone may have their curvature.
+        self.plan = make_plan(self._placement, works, self._ranks, self._seated)
+        self._seated.update(self.plan.seats)
+        self.stacks = stack(self.coverage.layers, self._precision, self.plan, self._rank)
 
     def follow(self) -> bool:
         """Follow parameters that were moved, frozen, thawed or replaced; blocks of unchanged shape keep their state.

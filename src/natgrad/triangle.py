@@ -1,55 +1,70 @@
-"""Symmetric matrices of which only the lower triangle is stored: rectangular panels of rows, end to end.
+"""Symmetric matrices of which only the lower triangle is stored, as a rectangle of d (d + 1) / 2 elements.
 
-A panel holds some rows up to the column of the last, so that it is copied and computed with as a rectangle; what lies
-above the diagonal in it is zero. At d = 1024 this takes 0.56 of the square; up to d = 128 it is one panel, the square.
+The left half of the columns is stored as it is; its upper corner, above the diagonal, holds the triangle of the right
+half, transposed (rectangular full packed format: Gustavson et al. 2010, ACM TOMS 37-2). So rectangles are copied, never
+indices, and sums of packed matrices are packed sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+import torch
 from torch import Tensor
-
-_ROWS = 128
 
 
 def length(size: int) -> int:
     """Return the number of elements that a matrix ``[size, size]`` takes."""
-    return sum((stop - start) * stop for start, stop in _panels(size))
+    return size * (size + 1) // 2
 
 
-def panels(packed: Tensor, matrices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the panels of packed ``[N, length(d)]`` and of full matrices ``[N, d, d]`` side by side, as views."""
-    offset = 0
-    for start, stop in _panels(matrices.shape[-1]):
-        end = offset + (stop - start) * stop
-        yield packed[:, offset:end].unflatten(1, (stop - start, stop)), matrices[:, start:stop, :stop]
-        offset = end
+def pack(matrices: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the lower triangles of matrices ``[N, d, d]``, packed ``[N, length(d)]``; anything may lie above them.
 
-
-def clear_(matrices: Tensor) -> None:
-    """Set to zero what lies above the diagonal of ``[N, d, d]`` within the panels."""
-    for start, stop in _panels(matrices.shape[-1]):
-        matrices[:, start:stop, start:stop].tril_()
-
-
-def pack(matrices: Tensor) -> Tensor:
-    """Return the panels ``[N, length(d)]`` of symmetric matrices ``[N, d, d]``."""
-    packed = matrices.new_empty(len(matrices), length(matrices.shape[-1]))
-    for panel, part in panels(packed, matrices):
-        panel.copy_(part)
-        panel[:, :, panel.shape[2] - panel.shape[1] :].tril_()
+    Args:
+        matrices: The matrices.
+        out: Where to write, if not into new memory.
+    """
+    size = matrices.shape[-1]
+    packed = matrices.new_empty(len(matrices), length(size)) if out is None else out
+    left, corner = _halves(packed, size)
+    half = size - corner.shape[-1]
+    left.copy_(matrices[:, :, :half])
+    # By a choice, not a product or a sum: what lies above a diagonal may be no number.
+    below = torch.ones(corner.shape[1:], dtype=torch.bool, device=packed.device).tril_(-1)
+    corner.copy_(torch.where(below, corner, matrices[:, half:, half:].mT))
     return packed
 
 
+def unpack_lower(packed: Tensor, size: int, out: Tensor | None = None) -> Tensor:
+    """Return matrices ``[N, size, size]`` of which only the lower triangles mean anything.
+
+    Args:
+        packed: ``[N, length(size)]``.
+        size: d.
+        out: Where to write, if not into new memory.
+    """
+    matrices = packed.new_empty(len(packed), size, size) if out is None else out
+    left, corner = _halves(packed, size)
+    half = size - corner.shape[-1]
+    matrices[:, :, :half].copy_(left)
+    matrices[:, half:, half:].copy_(corner.mT)
+    return matrices
+
+
 def unpack(packed: Tensor, size: int) -> Tensor:
-    """Return the symmetric matrices ``[N, size, size]`` of some panels."""
-    matrices = packed.new_zeros(len(packed), size, size)
-    for panel, part in panels(packed, matrices):
-        part.copy_(panel)
+    """Return the symmetric matrices ``[N, size, size]``."""
+    matrices = unpack_lower(packed, size).tril_()
     return matrices + matrices.tril(-1).mT
 
 
-def _panels(size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, size, _ROWS):
-        yield start, min(start + _ROWS, size)
+def diagonals(packed: Tensor, size: int) -> Tensor:
+    """Return the diagonals ``[N, size]``, in an order of their own."""
+    return torch.cat([half.diagonal(dim1=1, dim2=2) for half in _halves(packed, size)], 1)
+
+
+def _halves(packed: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return views of the left columns ``[N, size, size - n]``, and of the corner ``[N, n, n]`` over them."""
+    n = size // 2
+    rectangle = packed.unflatten(1, (-1, size - n))
+    if size % 2:
+        return rectangle, rectangle[:, :n, 1:]
+    return rectangle[:, 1:], rectangle[:, :n]

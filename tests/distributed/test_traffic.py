@@ -12,17 +12,18 @@ FACTOR_UPDATES, INVERSE_UPDATES = 4, 3  # steps 0 2 4 6 and 0 3 6
 
 
 def sizes():
-    """N_f, Σd and N_g: the elements of factors, eigenvalues and gradients; the number of layers and of blocks."""
-    factors = values = gradients = count = 0
+    """Elements of factors (triangles), eigenbases, eigenvalues and gradients; the number of layers and of blocks."""
+    factors = bases = values = gradients = count = 0
     layers = dense.trained_layers(network()).values()
     for module in layers:
         blocks = getattr(module, "groups", 1)
         outputs, inputs = module.weight.shape[0] // blocks, module.weight[0].numel() + 1
-        factors += blocks * (outputs**2 + inputs**2)
+        factors += blocks * (outputs * (outputs + 1) + inputs * (inputs + 1)) // 2
+        bases += blocks * (outputs**2 + inputs**2)
         values += blocks * (outputs + inputs)
         gradients += blocks * outputs * inputs
         count += blocks
-    return factors, values, gradients, len(layers), count
+    return factors, bases, values, gradients, len(layers), count
 
 
 def total(results):
@@ -33,9 +34,9 @@ def total(results):
 @pytest.mark.parametrize("form", ["eigen", "inverse"])
 def test_comm_opt(ranks, count, form):
     sent = total(ranks.run(count, train, Job(curvature={"form": form}, refresh=REFRESH), STEPS))
-    N_f, eigenvalues, _, layers, blocks = sizes()
+    N_f, bases, eigenvalues, _, layers, blocks = sizes()
     assert sent["factors"] == FACTOR_UPDATES * 2 * (count - 1) * N_f * BYTES
-    broadcast = N_f + eigenvalues if form == "eigen" else N_f
+    broadcast = bases + eigenvalues if form == "eigen" else N_f
     assert sent["inverses"] == INVERSE_UPDATES * (count - 1) * broadcast * BYTES
     assert sent["gradients"] == 0  # DistributedDataParallel's own
     # With the factors ride each layer's samples and rows, with the inverses the success of each A and G.
@@ -47,7 +48,7 @@ def test_comm_opt(ranks, count, form):
 def test_gradients_that_natgrad_reduces(ranks, count):
     job = Job(wrapped=False, options={"gradients": "reduce"}, refresh=REFRESH)
     sent = total(ranks.run(count, train, job, STEPS))
-    assert sent["gradients"] == len(STEPS) * 2 * (count - 1) * sizes()[2] * BYTES
+    assert sent["gradients"] == len(STEPS) * 2 * (count - 1) * sizes()[3] * BYTES
 
 
 def test_nothing_is_sent_without_a_refresh(ranks):

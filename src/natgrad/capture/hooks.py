@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
@@ -68,6 +69,7 @@ class Capture:
         self._handles: list[Handle] = []
         self._forward = Forward()
         self._layers: dict[str, tuple[Layer, Curvature]] = {}
+        self._captured: set[str] = set()  # those of them whose statistics are this rank's to capture
         self._owners: dict[nn.Module, FSDPModule] = {}
         self._pooled: dict[str, dict[bool, _Pooled]] = {}  # one for lookups of a tied embedding, one for other uses
         self._uses: dict[str, weakref.WeakSet[Use]] = {}  # those whose gradient may come yet, of layers that pool
@@ -90,6 +92,8 @@ class Capture:
         for stack in stacks:
             for member in stack.members:
                 self._layers[member.layer.name] = (member.layer, stack.curvature)
+                if stack.role.captures:
+                    self._captured.add(member.layer.name)
                 for index, layer in enumerate((member.layer, *member.layer.others)):
                     self._handles += layer.tap(LayerTap(self, self._forward, member.layer.name, index))
         # Set last: where the model is itself a layer, its forward ends after that layer's.
@@ -106,6 +110,7 @@ class Capture:
     def _forget(self) -> None:
         _remove(self._handles)
         self._layers.clear()
+        self._captured.clear()
         self._pooled.clear()
         self._uses.clear()
 
@@ -117,7 +122,8 @@ class Capture:
     @property
     def idle(self) -> bool:
         """Whether nothing has made gradients since the last step; where hooks need not look, forward passes tell."""
-        return not (self.backwards or (self._forward.began and not (self.wanted or self._counting)))
+        looks = self._counting or (self.wanted and bool(self._captured))
+        return not (self.backwards or (self._forward.began and not looks))
 
     @property
     def samples(self) -> int:
@@ -132,7 +138,7 @@ class Capture:
     @property
     def missing_samples(self) -> bool:
         """Whether statistics are due from sampled labels, and the loss was differentiated without them."""
-        sampled = [name for name, (_, curvature) in self._layers.items() if curvature.likelihood is not None]
+        sampled = [name for name in self._captured if self._layers[name][1].likelihood is not None]
         unseen = not any(self.sums.tallies[name].rows or name in self._pooled for name in sampled)
         return self.wanted and bool(sampled) and bool(self.backwards) and unseen
 
@@ -170,8 +176,9 @@ class Capture:
         found = [(edge, name) for edge, (capture, name) in marked(below, self._marks) if capture() is self]
         ends, seen = sources([edge for edge, _ in found]), {name for _, name in found}
         # In a compiled graph no place is that of a layer: go through all of it, down to the layer's parameters.
-        for name, (layer, curvature) in self._layers.items():
-            if curvature.likelihood is not None and name not in seen:
+        for name in self._captured - seen:
+            layer, curvature = self._layers[name]
+            if curvature.likelihood is not None:
                 edges = [get_gradient_edge(slot.parameter) for slot in layer.slots if slot.parameter.requires_grad]
                 ends += [edge for edge in edges if edge.node in below]
         return ends
@@ -207,7 +214,8 @@ class Capture:
 
     def watch(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
         """Keep the inputs of one use of a layer, or of the one tied to it, until the gradient of its output comes."""
-        if not (self.wanted or self._counting) or not torch.is_grad_enabled() or not output.requires_grad:
+        wanted = self.wanted and name in self._captured
+        if not (wanted or self._counting) or not torch.is_grad_enabled() or not output.requires_grad:
             return
         primary, curvature = self._layers[name]
         if inputs.is_nested or output.is_nested:
@@ -217,7 +225,7 @@ class Capture:
         forward = self._forward.current
         batch = int(self._forward.batch) if forward is not None or outer_task != -1 else -1
         # Statistics need the inputs themselves, the number of samples only their shape.
-        saved = Saved(inputs) if self.wanted else None
+        saved = Saved(inputs) if wanted else None
         shape = outline(inputs) if saved is None else saved.outline
         use = Use(primary, layer, curvature, saved, shape, batch, forward, outer_task)
         if forward is not None and self._reduction == "tokens":
@@ -226,12 +234,12 @@ class Capture:
         output.register_hook(lambda gradient: self._gradient(use, gradient.reshape(size)))
         if curvature.pools:
             self._uses.setdefault(name, weakref.WeakSet()).add(use)
-        if self.wanted and curvature.likelihood is not None and outer_task == -1:
+        if wanted and curvature.likelihood is not None and outer_task == -1:
             self._marks[mark(output, (weakref.ref(self), name))] = use
 
     def receive(self, name: str, index: int, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
         """Note the gradient of one use of a layer in a compiled graph, whose forward `watch` did not see."""
-        if (self.wanted or self._counting) and name in self._layers:
+        if (self._counting or (self.wanted and name in self._captured)) and name in self._layers:
             primary, curvature = self._layers[name]
             layer = (primary, *primary.others)[index].current()
             use = Use(primary, layer, curvature, Saved(inputs), inputs, int(batch), None, -1, traced=True)
@@ -261,7 +269,8 @@ class Capture:
                 use.inputs, use.outline = None, outline(use.outline)
         self._terms.settle(use, first, gradient, drawn=self.sampling)
         current = self._layers.get(use.primary.name) == (use.primary, use.curvature)  # else the coverage has changed
-        wanted = self.wanted and current and self.sampling == (use.curvature.likelihood is not None)
+        wanted = self.wanted and current and use.primary.name in self._captured
+        wanted = wanted and self.sampling == (use.curvature.likelihood is not None)
         if wanted and inputs is not None:
             with full_products(gradient.device):
                 self._observe(use, first, inputs.get(), gradient)
@@ -298,9 +307,7 @@ class Capture:
             if not self._awaits(use):
                 self._flush(name)
             return
-        tally = self.sums.tallies[name]
-        sums = self.sums.of(name)
-        curvature.observe(sums, rows, gradients, scale=scale, first=tally.rows == 0)
+        self.sums.add(name, task, partial(curvature.observe, inputs=rows, gradients=gradients, scale=scale))
         self._count(name, task, rows, samples, layer.positions(gradient))
 
     def _pool(self, use: Use, task: int, inputs: Rows, gradients: Rows, samples: int, scale: float) -> None:
@@ -330,12 +337,12 @@ class Capture:
 
     def _flush(self, name: str) -> None:
         _, curvature = self._layers[name]
-        tally = self.sums.tallies[name]
         for one_hot, pooled in self._pooled.pop(name).items():
             inputs = DenseRows((pooled.inputs / pooled.positions)[:, :, None], one_hot=one_hot)
             gradients = DenseRows(pooled.gradients[:, :, None])
             with full_products(pooled.inputs.device):
-                curvature.observe(self.sums.of(name), inputs, gradients, scale=pooled.scale, first=tally.rows == 0)
+                observe = partial(curvature.observe, inputs=inputs, gradients=gradients, scale=pooled.scale)
+                self.sums.add(name, pooled.task, observe)
             self._count(name, pooled.task, inputs, inputs.samples, inputs.samples)
 
     def _count(self, name: str, task: int, inputs: Rows, samples: int, rows: int) -> None:

@@ -18,7 +18,7 @@ def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0, overwrit
     """Add ``scale`` Σ_b Σ_t g gᵀ to ``out``, g being the n c channels of ``maps`` at one position, in n groups.
 
     Args:
-        out: ``[n, c, c]``. Its lower triangles are written; what is above is undefined until `symmetrize_`.
+        out: ``[n, c, c]``. Its lower triangles are written; what is above is undefined.
         maps: ``[B, n c, *spatial]``, of any strides and floating dtype; cast to that of ``out``.
         scale: Factor of the product.
         overwrite: Whether ``out`` is uninitialised memory, to be written rather than added to.
@@ -50,7 +50,7 @@ def add_patch_gram_(
 
     Args:
         out: ``[groups, i, i]`` with i = C/groups · Π kernel_size, one more when ``bias``. Its lower triangles are
-            written; what is above is undefined until `symmetrize_`.
+            written; what is above is undefined.
         maps: ``[B, C, *spatial]`` with 1, 2 or 3 spatial dimensions, of any strides and floating dtype; cast to that of
             ``out``.
         kernel_size: One entry a spatial dimension, as all the next.

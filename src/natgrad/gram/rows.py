@@ -18,7 +18,7 @@ def add_row_gram_(
 
     Args:
         out: ``[d, d]`` or stacked ``[N, d, d]``, with one more row and column when ``bias``. Its lower triangle is
-            written; what is above is undefined until `symmetrize_`.
+            written; what is above is undefined.
         rows: ``[m, d]`` or stacked ``[N, m, d]``, of any strides and floating dtype; cast to that of ``out``.
         scale: Factor of the product.
         bias: Whether the rows end in a 1.
@@ -78,15 +78,6 @@ def add_bias_row_(out: Tensor, rows: Tensor, count: int, *, scale: float = 1.0, 
     if overwrite:
         corner.zero_()
     corner.add_(scale * count)
-
-
-def symmetrize_(out: Tensor) -> None:
-    """Copy the lower triangle of ``out`` ``[..., d, d]`` onto the upper."""
-    size = out.shape[-1]
-    for start, stop in _panels(size, 128 if size > 256 else 256):  # in blocks, whose transposes stay in the cache
-        out[..., :start, start:stop] = out[..., start:stop, :start].transpose(-2, -1)
-        corner = out[..., start:stop, start:stop]
-        corner.copy_(corner.tril() + corner.tril(-1).transpose(-2, -1))
 
 
 def _panels(size: int, most: int) -> Iterator[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
 
@@ -31,6 +31,7 @@ class Runtime:
         self.ranks = dist.get_world_size(group) if group is not None else 1
         self.seconds = 0.0
         self._sent: dict[str, float] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.ranks)): group}
 
     def aside(self) -> AbstractContextManager[None]:
         """Count what is sent meanwhile for nobody."""
@@ -51,7 +52,7 @@ class Runtime:
         if self.ranks > 1 and narrower(wire, message.dtype) != message.dtype:
             self._sum_narrow(message, kinds, narrower(wire, message.dtype))
             return
-        self._count(kinds, message.element_size() * 2 * (self.ranks - 1) / self.ranks)
+        self.count(kinds, message.element_size() * 2 * (self.ranks - 1) / self.ranks)
         if self.ranks > 1:
             started = perf_counter()
             dist.all_reduce(message, group=self.group)
@@ -68,7 +69,7 @@ class Runtime:
         narrow, wide = (cut(half, self.ranks) for half in halves)
         layout = Layout(wide=wide.shape[1], narrow=narrow.shape[1], dtype=message.dtype, wire=wire)
         counted = layout.wide * message.element_size()
-        self._count({kind: layout.size - counted, "counters": counted}, 2 * (self.ranks - 1))
+        self.count({kind: layout.size - counted, "counters": counted}, 2 * (self.ranks - 1))
         sent = layout.empty(self.ranks, message.device)
         layout.write(sent, wide, [narrow])
         arrived = torch.empty_like(sent)
@@ -85,21 +86,104 @@ class Runtime:
         for half, summed in zip(halves, reversed(layout.read(arrived)), strict=True):
             half.copy_(summed.flatten()[: len(half)])
 
-    def broadcast_(self, messages: Iterable[tuple[int, Tensor, dict[str, int]]]) -> None:
+    def sum_to_(self, messages: Sequence[tuple[int, Tensor, dict[str, int]]], wire: torch.dtype | None = None) -> None:
+        """Sum each message over all ranks, in place, on one of them; on the others it stays as it is.
+
+        Every rank sends its addends to the rank that sums them, in the message's dtype: a reduce-scatter of uneven
+        pieces, which not every backend has, and whose sums would be as narrow as its wire. (P - 1) times a message's
+        elements travel.
+
+        Args:
+            messages: The rank that sums it, a contiguous vector, and its elements by kind, "counters" last; all of one
+                dtype and device, the same on every rank.
+            wire: The dtype in which all but "counters" travel, if narrower than their own.
+        """
+        outgoing: list[list[Tensor]] = [[] for _ in range(self.ranks)]
+        mine: list[tuple[Tensor, Layout]] = []
+        for rank, message, kinds in messages:
+            counters = kinds.get("counters", 0)
+            layout = Layout.tail(len(message), counters, message.dtype, narrower(wire, message.dtype))
+            if rank == self.rank:
+                mine.append((message, layout))
+                continue
+            outgoing[rank].append(layout.encode(message))
+            kind, counted = next(iter(kinds)), counters * message.element_size()
+            self.count({kind: layout.encoded - counted, "counters": counted}, 1)
+        sizes = [layout.encoded for _, layout in mine]
+        expected = [0 if rank == self.rank else sum(sizes) for rank in range(self.ranks)]
+        for arrived in self.exchange(outgoing, expected, messages[0][1].device):
+            if len(arrived):
+                for (message, layout), row in zip(mine, arrived.split(sizes), strict=True):
+                    layout.add_to_(message, row)
+
+    def exchange(
+        self,
+        outgoing: Sequence[Sequence[Tensor]],
+        sizes: Sequence[int],
+        device: torch.device,
+        ranks: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        """Send bytes to each of some ranks and receive some from each, in one message.
+
+        Args:
+            outgoing: For each of `ranks` the tensors of bytes that it is sent.
+            sizes: How many bytes come from each.
+            device: Where they are.
+            ranks: Those that take part, this one among them; None: all.
+
+        Returns:
+            The bytes that came from each.
+        """
+        group = self.subgroup(range(self.ranks) if ranks is None else ranks)
+        arrived = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        pieces = [tensor for own in outgoing for tensor in own]
+        sent = torch.cat(pieces) if pieces else arrived.new_empty(0)
+        splits = [sum(len(tensor) for tensor in own) for own in outgoing]
+        started = perf_counter()
+        dist.all_to_all_single(arrived, sent, list(sizes), splits, group=group)
+        self.seconds += perf_counter() - started
+        return list(arrived.split(list(sizes)))
+
+    def any(self, flag: bool) -> bool:
+        """Tell whether any rank says so; this waits."""
+        if self.ranks == 1:
+            return flag
+        device = _device(self.group)
+        said = torch.tensor([float(flag)], device=device)
+        self.sum_(said, {"counters": 1})
+        return bool(said > 0)
+
+    def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """Return the group of some ranks, this one among them; made once, by all of them together."""
+        key = tuple(ranks)
+        if key not in self._groups:
+            assert self.group is not None
+            members = [dist.get_global_rank(self.group, rank) for rank in key]
+            backend = dist.get_backend(self.group)
+            made = dist.new_group(members, backend=backend, use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup)
+            self._groups[key] = made
+        return self._groups[key]
+
+    def broadcast_(
+        self, messages: Iterable[tuple[int, Tensor, dict[str, int]]], ranks: Sequence[int] | None = None
+    ) -> None:
         """Send each message from its owner to all others, all at once: the owner sends (P - 1) times its elements.
 
         Args:
-            messages: Triples of the owner's rank in the group, the message, and its elements by kind.
+            messages: Triples of the owner's rank, the message, and its elements by kind.
+            ranks: Those that take part, this one among them; None: all.
         """
         works = []
+        ranks = range(self.ranks) if ranks is None else ranks
         started = perf_counter()
         for owner, message, kinds in messages:
             if owner == self.rank:
-                self._count(kinds, message.element_size() * (self.ranks - 1))
-            if self.ranks > 1:
+                self.count(kinds, message.element_size() * (len(ranks) - 1))
+            if len(ranks) > 1:
                 assert self.group is not None
                 source = dist.get_global_rank(self.group, owner)
-                works.append(dist.broadcast(message, src=source, group=self.group, async_op=True))
+                works.append(dist.broadcast(message, src=source, group=self.subgroup(ranks), async_op=True))
         for work in works:
             work.wait()
         self.seconds += perf_counter() - started
@@ -116,14 +200,15 @@ class Runtime:
             ``[S, n]``.
         """
         ranks = dist.get_world_size(group)
-        self._count(kinds, message.element_size() * (ranks - 1))
+        self.count(kinds, message.element_size() * (ranks - 1))
         arrived = message.new_empty(ranks * len(message))
         started = perf_counter()
         _all_gather(arrived, message, group)
         self.seconds += perf_counter() - started
         return arrived.view(ranks, -1)
 
-    def _count(self, kinds: dict[str, int], weight: float) -> None:
+    def count(self, kinds: dict[str, int], weight: float = 1.0) -> None:
+        """Count `weight` bytes for each element of some kinds that this rank has sent."""
         for kind, elements in kinds.items():
             self._sent[kind] = self._sent.get(kind, 0.0) + elements * weight
 
@@ -131,6 +216,13 @@ class Runtime:
 def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | None) -> None:
     """Collect the messages of all ranks: torch's call, by the name that it has in this version."""
     getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(arrived, message, group=group)
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where a group takes small messages from."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def flatten(tensors: list[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from natgrad.errors import NatgradWarning
 from natgrad.given import Given, Unseen
 from natgrad.guard import Guard, Watch
 from natgrad.inspection import Inspection
-from natgrad.placement import Runtime
+from natgrad.placement import Placement, Runtime
 from natgrad.progress import Progress
 from natgrad.refresh import Refresh
 from natgrad.structure import Structure
@@ -71,6 +71,6 @@ def twin(original: Preconditioner, model: nn.Module) -> Preconditioner:
             guard=Guard(limit=None),
         )
     alone._runtime, alone._inspection = Runtime(None), Inspection(silent=True)
-    alone._structure = Structure(model, alone._curvature, alone._precision, placement="auto", ranks=1)
+    alone._structure = Structure(model, alone._curvature, alone._precision, placement=Placement(), rank=0, ranks=1)
     alone._begin()
     return alone

@@ -1,0 +1,126 @@
+"""Which placement, and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from natgrad.errors import require
+from natgrad.placement.cost import Link
+
+Name = Literal["auto", "comm-opt", "mem-opt", "hybrid", "reduce-scatter", "dp", "pipelined", "background"]
+NAMES: tuple[str, ...] = get_args(Name)
+
+_BUCKET = 25 * 2**20
+_LINK = Link()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where curvature is computed, and what travels (SPEC 5).
+
+    The *workers* of a layer hold what its renewals make and precondition its gradients; the others receive the result
+    at every step.
+
+    - "comm-opt" (Pauloski 2022, section 4.1): all ranks are workers; factors are summed over all, each is decomposed by
+      one rank, and the results are sent to all.
+    - "mem-opt": each layer has one worker. "hybrid" (KAISA, Pauloski 2021): a `fraction` of the ranks.
+    - "reduce-scatter" (Osawa 2019): as "mem-opt", but factors travel to their worker only.
+    - "dp" (DP-KFAC, Zhang 2022): as "mem-opt", but a layer's only worker builds its factors, of its own samples.
+    - "pipelined" (SPD-KFAC, Shi 2021): as "comm-opt", but factors leave during the backward pass, and those that are
+      decomposed sooner than sent are decomposed by every rank.
+    - "background": as "comm-opt", but renewals happen beside the steps that follow, which go on with what there is.
+    - "auto": the one that costs the least by the model of `natgrad.placement.cost`.
+
+    Attributes:
+        name: Which.
+        fraction: Of the ranks that are workers of a layer ("hybrid" only), in (0, 1]. Where it is no divisor of the
+            number of ranks, the one nearest to it is taken.
+        owners: "balanced": work goes to the least-loaded rank, the largest first; "round-robin": in turn.
+        speeds: How fast each rank is compared with the others; None: all alike.
+        costs: Measured work by a layer's key, in any unit; None: modelled from the sizes.
+        bucket: Bytes of sums that leave together ("pipelined").
+        staleness: Steps after which what a renewal has made is used ("background"), by all ranks alike.
+        memory: Bytes that a rank may hold ("auto"); None: any.
+        link: What messages cost ("pipelined", "auto").
+
+    Raises:
+        ValueError: if one of them is not allowed.
+    """
+
+    name: Name = "auto"
+    fraction: float | None = None
+    owners: Literal["balanced", "round-robin"] = "balanced"
+    speeds: tuple[float, ...] | None = None
+    costs: Mapping[str, float] | None = None
+    bucket: int = _BUCKET
+    staleness: int = 1
+    memory: int | None = None
+    link: Link = _LINK
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        require(self.name in NAMES, "name", self.name, " or ".join(map(repr, NAMES)))
+        if self.name == "hybrid":
+            fits = _is_number(self.fraction) and 0 < self.fraction <= 1  # type: ignore[operator]
+            require(fits, "fraction", self.fraction, "a number in (0, 1]")
+        else:
+            require(self.fraction is None, "fraction", self.fraction, "left out unless name='hybrid'")
+        require(self.owners in ("balanced", "round-robin"), "owners", self.owners, "'balanced' or 'round-robin'")
+        for name, least in (("bucket", 1), ("staleness", 1)):
+            value = getattr(self, name)
+            require(_is_whole(value) and value >= least, name, value, f"a whole number >= {least}")
+        fits = self.memory is None or (_is_whole(self.memory) and self.memory >= 1)
+        require(fits, "memory", self.memory, "a number of bytes >= 1, or None")
+        if self.speeds is not None:
+            fits = isinstance(self.speeds, tuple) and all(_is_number(speed) and speed > 0 for speed in self.speeds)
+            require(fits, "speeds", self.speeds, "a tuple of a number > 0 for each rank, or None")
+        if self.costs is not None:
+            fits = isinstance(self.costs, Mapping) and all(_is_number(c) and c >= 0 for c in self.costs.values())
+            require(fits, "costs", self.costs, "a number >= 0 for each layer, or None")
+        require(isinstance(self.link, Link), "link", self.link, "a Link")
+
+    def workers(self, ranks: int) -> int:
+        """Return how many of P = `ranks` are workers of a layer: the divisor of P that is nearest to what is asked."""
+        if self.name in ("mem-opt", "reduce-scatter", "dp"):
+            return 1
+        if self.name != "hybrid":
+            return ranks
+        assert self.fraction is not None
+        wanted = self.fraction * ranks
+        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        return min(divisors, key=lambda n: (abs(n - wanted), n))
+
+    def __str__(self) -> str:
+        """Return the name, with the fraction of a hybrid."""
+        return self.name if self.fraction is None else f"{self.name}:{self.fraction:g}"
+
+
+def resolve(placement: object) -> Placement:
+    """Return the options that a name such as "mem-opt" or "hybrid:0.5" stands for, or those given.
+
+    Raises:
+        ValueError: if `placement` is neither.
+    """
+    if isinstance(placement, Placement):
+        return placement
+    allowed = f"{', '.join(map(repr, NAMES))} ('hybrid:0.5' with its fraction), or a natgrad.Placement"
+    require(isinstance(placement, str), "placement", placement, allowed)
+    name, colon, fraction = str(placement).partition(":")
+    require(name in NAMES and bool(colon) == (name == "hybrid"), "placement", placement, allowed)
+    if not colon:
+        return Placement(name=name)  # type: ignore[arg-type]
+    try:
+        return Placement(name="hybrid", fraction=float(fraction))
+    except ValueError:
+        require(False, "placement", placement, "'hybrid:' and a number in (0, 1]")
+        raise
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
