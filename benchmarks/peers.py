@@ -26,6 +26,8 @@ PARTS = {"capture": "factors", "renew": "decomposition", "solve": "preconditioni
 LEARNING_RATE, DAMPING, KL_CLIP, FACTOR_DECAY = 0.01, 3e-3, 1e-3, 0.95
 NEVER = 10**9
 Form = Literal["eigen", "inverse"]
+Reduction = Literal["averaged", "reduce"]
+Interval = Callable[[int], int]
 
 
 def factor_interval(step: int) -> int:
@@ -36,6 +38,9 @@ def factor_interval(step: int) -> int:
 def inverse_interval(step: int) -> int:
     """Return the interval that makes the inverses due in the first step of each cycle."""
     return 1 if step % 3 == 0 else NEVER
+
+
+CYCLE: tuple[Interval, Interval] = (factor_interval, inverse_interval)
 
 
 class Preconditioner(Protocol):
@@ -49,7 +54,12 @@ class Trainer:
     """A user's training loop on one workload: model, SGD and, once attached, a preconditioner."""
 
     def __init__(
-        self, workload: Workload, clock: Callable[[], float] = perf_counter, *, micro_batches: int = 1
+        self,
+        workload: Workload,
+        clock: Callable[[], float] = perf_counter,
+        *,
+        micro_batches: int = 1,
+        alone: bool = False,
     ) -> None:
         """Build the workload's model and SGD with momentum for it.
 
@@ -57,10 +67,11 @@ class Trainer:
             workload: Its model and batch.
             clock: Times the steps.
             micro_batches: How often a step runs forward and backward, each time on the whole batch.
+            alone: Whether to send nothing though there are other ranks: no `DistributedDataParallel`.
         """
         self.workload, self.clock, self.micro_batches = workload, clock, micro_batches
         self.model = workload.model()
-        if dist.is_initialized():
+        if dist.is_initialized() and not alone:
             self.model = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=0.9)
         self.inputs, self.labels = workload.data()
@@ -96,8 +107,22 @@ class Trainer:
 Method = Callable[[Trainer], Preconditioner]
 
 
-def natgrad_kfac(form: Form) -> Method:
-    """Return natgrad's K-FAC in the given form, on the layers that all peers know: linear ones and convolutions."""
+def natgrad_kfac(
+    form: Form,
+    *,
+    placement: str | natgrad.Placement = "auto",
+    gradients: Reduction = "averaged",
+    intervals: tuple[Interval, Interval] = CYCLE,
+) -> Method:
+    """Return natgrad's K-FAC in the given form, on the layers that all peers know: linear ones and convolutions.
+
+    Args:
+        form: Of its curvature.
+        placement: Where the work is done.
+        gradients: Who averages them over the ranks.
+        intervals: Those of factors and of inverses.
+    """
+    factors, inverses = intervals
 
     def attach(trainer: Trainer) -> Preconditioner:
         curvature = natgrad.KFAC(form=form, fisher="empirical", factor_decay=FACTOR_DECAY)
@@ -109,14 +134,23 @@ def natgrad_kfac(form: Form) -> Method:
             damping=DAMPING,
             kl_clip=KL_CLIP,
             reduction=trainer.workload.reduction,
-            refresh=natgrad.Refresh(factors=factor_interval, inverses=inverse_interval),
+            refresh=natgrad.Refresh(factors=factors, inverses=inverses),
+            placement=placement,
+            gradients=gradients,
         )
 
     return attach
 
 
-def kfac_pytorch(form: Form) -> Method:
-    """Return kfac-pytorch's preconditioner in the given form."""
+def kfac_pytorch(form: Form, *, fraction: float = 1.0, intervals: tuple[Interval, Interval] = CYCLE) -> Method:
+    """Return kfac-pytorch's preconditioner in the given form.
+
+    Args:
+        form: Of its curvature.
+        fraction: Of the ranks that precondition a layer: 1 is COMM-OPT, 0 stands for one rank, MEM-OPT.
+        intervals: Those of factors and of inverses.
+    """
+    factors, inverses = intervals
 
     def attach(trainer: Trainer) -> Preconditioner:
         for message in ("NVIDIA Apex is not installed", "Full backward hook is firing"):
@@ -124,14 +158,15 @@ def kfac_pytorch(form: Form) -> Method:
         library = import_module("kfac.preconditioner")
         preconditioner: Preconditioner = library.KFACPreconditioner(
             trainer.model,
-            factor_update_steps=factor_interval,
-            inv_update_steps=inverse_interval,
+            factor_update_steps=factors,
+            inv_update_steps=inverses,
             damping=DAMPING,
             factor_decay=FACTOR_DECAY,
             kl_clip=KL_CLIP,
             accumulation_steps=trainer.micro_batches,
             lr=lambda _: trainer.optimizer.param_groups[0]["lr"],
             compute_method=form,
+            grad_worker_fraction=fraction,
         )
         return preconditioner
 

@@ -1,15 +1,33 @@
 """What the benchmarks claim to time: the right mixture of steps, in turn, on the right matrices."""
 
+import subprocess
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import natgrad
 from benchmarks.common import interleave
 from benchmarks.limit import Limit
 from benchmarks.models import Workload
-from benchmarks.peers import NEVER, PHASES, Trainer, factor_interval, inverse_interval
+from benchmarks.peers import NEVER, PHASES, Trainer, factor_interval, inverse_interval, natgrad_kfac
+from benchmarks.placement import ALONE, DDP, WANTED_SLOW, Shares, Summary
+from benchmarks.placement_cycle import CYCLE, KINDS, SPANS, STEPS, Intervals, cycle, merge
+from benchmarks.placement_report import wanted
 from benchmarks.step import SETTINGS
+
+TWO_NODES = Path(__file__).parents[1] / "benchmarks" / "two_nodes.sh"
+
+
+def small() -> Workload:
+    return Workload(
+        title="small",
+        architecture=lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)),
+        batch=lambda: (torch.randn(8, 5), torch.randint(3, (8,))),
+        reduction="mean",
+    )
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
@@ -61,3 +79,103 @@ def test_limit_multiplies_the_rows_that_make_the_gradient():
         torch.testing.assert_close(layer.products[0], rows_A.T @ rows_A)
         torch.testing.assert_close(layer.products[1], rows_G.T @ rows_G)
     assert [tuple(layer.gradient.shape) for layer in limit.layers] == [(4, 27), (5, 5), (6, 81)]
+
+
+def placement_times(milliseconds, *, rounds=2):
+    """Laps of configurations whose every step takes the same time; of the bare work, 1 s a kind."""
+    names = {**milliseconds, ALONE: 1.0}
+    times = {
+        f"{n}/{s}/{q}": np.full(rounds, ms * STEPS[s]) for n, ms in names.items() for s in STEPS for q in QUANTITIES
+    }
+    return times | {f"limit/{kind}/seconds": np.ones(rounds) for kind in ("capture", "decomposition", "solve")}
+
+
+QUANTITIES = ("seconds", "cpu", "exposed", "sent", "wire")
+
+
+@pytest.mark.parametrize("spilled", [0.0, 4.0], ids=["at once", "left to the next step"])
+def test_placement_mean_is_that_of_a_hundred_steps(spilled):
+    cost = {"inverses": 30.0, "factors": 7.0, "plain": 1.0}
+
+    def seconds(kinds, before):
+        return [
+            cost[k] + (spilled if last == "inverses" else 0.0) for k, last in zip(kinds, [before, *kinds], strict=False)
+        ]
+
+    schedule = ["inverses" if step == 0 else "factors" if step % 10 == 0 else "plain" for step in range(100)]
+    taken, last, spans = 0, "plain", {}
+    steps = seconds(KINDS, "plain")
+    for span, kinds in SPANS:
+        spans[span] = np.array([sum(steps[taken : taken + len(kinds)])])
+        taken += len(kinds)
+        last = kinds[-1]
+    assert last == "plain"  # the next cycle begins at rest
+    assert Intervals(10, 100).mean(spans)[0] == pytest.approx(np.mean(seconds(schedule, "plain")))
+    assert Intervals(1, 1).mean(spans)[0] == pytest.approx(cost["inverses"] + spilled)
+
+
+def test_placement_cycle_renews_what_its_spans_say():
+    trainer = Trainer(small())
+    own = natgrad_kfac("eigen", placement="comm-opt", intervals=CYCLE)(trainer)
+    assert isinstance(own, natgrad.Preconditioner)
+    trainer.preconditioner = own
+    for repeat in (1, 2):
+        laps = cycle(trainer)
+        metrics = own.metrics()
+        assert metrics["inverse_updates"] == repeat * KINDS.count("inverses")
+        assert metrics["factor_updates"] == repeat * (len(KINDS) - KINDS.count("plain"))
+    assert {f"{span}/{quantity}" for span, _ in SPANS for quantity in QUANTITIES} == set(laps)
+
+
+def test_placement_ranks_merge_as_the_slowest_the_mean_and_the_sum():
+    ranks = [
+        {
+            "a/full/seconds": np.array([1.0, 5.0]),
+            "a/full/cpu": np.array([1.0, 5.0]),
+            "a/full/wire": np.array([1.0, 5.0]),
+        }
+    ]
+    ranks.append({lap: np.array([3.0, 4.0]) for lap in ranks[0]})
+    expected = {"a/full/seconds": [3.0, 5.0], "a/full/cpu": [2.0, 4.5], "a/full/wire": [4.0, 9.0]}
+    assert {lap: list(values) for lap, values in merge(ranks).items()} == expected
+
+
+def test_placement_ratios_are_over_what_they_say():
+    milliseconds = {DDP: 2.0, "comm-opt": 6.0, "dp": 3.0, "dp, reduce": 4.0, "kfac-pytorch comm-opt": 12.0}
+    times = placement_times(milliseconds)
+    rows = {(row.name, row.intervals): row for row in Summary(times, 2, timed=True, wired=True).rows()}
+    dp = rows["dp", "(1, 1)"]
+    assert (dp.over_ddp, dp.over_comm_opt, dp.over_peer) == pytest.approx((1.5, 0.5, None))
+    assert rows[DDP, "(1, 1)"].exposed_ms == pytest.approx(1000)  # 2 s less the 1 s without messages
+    assert dp.over_limit == pytest.approx(3 / (2 + 1 / 2 + 1 / 2 + 1 / 2))
+    assert rows["comm-opt", "(10, 100)"].over_limit == pytest.approx(6 / (2 + 1 / 10 + 1 / 2 / 100 + 1))
+    met = {row.name: row.figure.measured for row in wanted(list(rows.values()), WANTED_SLOW)}
+    assert met == pytest.approx({"dp": 0.5})
+    untimed = Summary(times, 4, timed=False, wired=False).rows()
+    assert all(row.milliseconds is None and row.over_ddp is None and row.wire_mb is None for row in untimed)
+    assert not wanted(untimed, WANTED_SLOW)
+
+
+def test_hybrid_solves_no_less_than_its_own_layers():
+    assert [Shares.of("hybrid:0.5", ranks).solve for ranks in (1, 2, 4)] == [1.0, 0.5, 0.5]
+    assert [Shares.of("mem-opt", ranks).solve for ranks in (1, 2, 4)] == [1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--rat", "200mbit"], "unknown option --rat"),
+        (["--rate", "200", "--", "x.py"], "--rate 200"),
+        (["--per-node", "0", "--", "x.py"], "--per-node 0"),
+        (["--port"], "--port needs a value"),
+        ([], "no script"),
+    ],
+)
+def test_two_nodes_refuses_what_it_cannot_do(options, told):
+    done = subprocess.run(["bash", TWO_NODES, *options], capture_output=True, text=True, check=False)
+    assert (done.returncode, told in done.stderr) == (2, True), done.stderr
+
+
+def test_two_nodes_tells_its_options():
+    done = subprocess.run(["bash", TWO_NODES, "--help"], capture_output=True, text=True, check=True)
+    assert all(option in done.stdout for option in ("--rate", "--per-node", "--port"))
