@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from natgrad.layers import layers_for
-from natgrad.sharding import pairs
+from natgrad.shards import pairs
 
 MODULES = {
     "linear": lambda: nn.Linear(4, 7),

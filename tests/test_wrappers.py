@@ -107,7 +107,9 @@ def test_the_scale_of_the_loss_changes_nothing(curvature):
     assert_same(*results)
 
 
-def test_a_step_of_infinite_gradients_leaves_the_factors():
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_step_of_infinite_gradients_leaves_the_factors(depth):
+    """Also those of layers between the loss and where gradients leave the range, whose own are finite."""
     model = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -116,7 +118,11 @@ def test_a_step_of_infinite_gradients_leaves_the_factors():
         before, weights = blocks(preconditioner), copy.deepcopy(model.state_dict())
         optimizer.zero_grad()
         x, y = batch(step)
-        scaler.scale(cross_entropy(model(x), y) * (float("inf") if step == 2 else 1.0)).backward()
+        for index, layer in enumerate(model):
+            x = layer(x)
+            if step == 2 and index == len(model) - 1 - depth:
+                x.register_hook(lambda gradient: gradient * float("inf"))
+        scaler.scale(cross_entropy(x, y)).backward()
         scaler.unscale_(optimizer)
         preconditioner.step()
         scaler.step(optimizer)

@@ -26,6 +26,7 @@ _HOMES = {
     "NatgradWarning": "natgrad.errors",
     "Link": "natgrad.placement",
     "Placement": "natgrad.placement",
+    "Plan": "natgrad.placement",
     "Precision": "natgrad.precision",
     "PreconditionedOptimizer": "natgrad.optimizer",
     "Preconditioner": "natgrad.preconditioner",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from natgrad.optimizer import PreconditionedOptimizer as PreconditionedOptimizer
     from natgrad.placement import Link as Link
     from natgrad.placement import Placement as Placement
+    from natgrad.placement import Plan as Plan
     from natgrad.precision import Precision as Precision
     from natgrad.preconditioner import Preconditioner as Preconditioner
     from natgrad.refresh import Refresh as Refresh

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.curvature import Curvature
-from natgrad.errors import require
+from natgrad.errors import NatgradError, require
 from natgrad.guard import Guard
 from natgrad.likelihood import Likelihood
 from natgrad.placement import resolve
@@ -109,6 +109,19 @@ def check_count(count: object, reduction: str, seen: int) -> None:
     whole = isinstance(count, int) and not isinstance(count, bool) and count >= 0
     require(whole and reduction == "tokens", "count", count, "a whole number >= 0, with reduction='tokens'")
     require(not seen or count <= seen, "count", count, f"at most {seen}, the positions of the step")  # type: ignore[operator]
+
+
+def check_joined(model: nn.Module) -> None:
+    """Check that all ranks take all steps.
+
+    Raises:
+        NatgradError: within ``DistributedDataParallel.join()``, where ranks that have no more batches stop to call it.
+    """
+    if isinstance(model, DistributedDataParallel) and model._join_config.enable:
+        raise NatgradError(
+            "within DistributedDataParallel.join() ranks stop to call step() at different times: "
+            "drop the last batches, or give those ranks empty ones"
+        )
 
 
 def resolve_group(model: nn.Module, process_group: Any, mesh: Any) -> dist.ProcessGroup | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -14,9 +14,9 @@ from natgrad.aside import aside
 from natgrad.curvature import Curvature, Spec
 from natgrad.kept import Kept, along, packed_shape, spec_dtype, unpack
 from natgrad.layers import Layer
-from natgrad.placement import Plan, Seat, Work
+from natgrad.placement import Plan, Seat
 from natgrad.precision import Precision, at_least_float32
-from natgrad.sharding import is_sharded
+from natgrad.shards import is_sharded
 
 
 @dataclass(frozen=True)
@@ -164,13 +164,16 @@ class Stack:
 
         Of symmetric matrices only the lower triangles are there; what is above is undefined.
         """
+        return unpacked(self.snapshot(blocks, names), self.statistics)
+
+    def snapshot(self, blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Return the same in memory of its own, packed."""
         assert self.weight is not None
         weight, result = self.weight[blocks], {}
         for spec in self.statistics:
             if spec.name in names:
                 average = self.averages.read(spec.name, blocks)
-                corrected = torch.div(average, along(weight, average.ndim - 1)).to(self.work_dtype)
-                result[spec.name] = unpack(corrected, spec, lower=True)
+                result[spec.name] = torch.div(average, along(weight, average.ndim - 1)).to(self.work_dtype)
         return result
 
     def bytes_per_block(self) -> int:
@@ -199,6 +202,11 @@ class Stack:
         self.ready = [all(all(good[member.blocks]) for good in self.good.values()) for member in self.members]
 
 
+def unpacked(averages: Mapping[str, Tensor], statistics: Sequence[Spec]) -> dict[str, Tensor]:
+    """Return what `Stack.snapshot` has packed, with lower triangles alone."""
+    return {spec.name: unpack(averages[spec.name], spec, lower=True) for spec in statistics if spec.name in averages}
+
+
 def stack(layers: list[tuple[Layer, Curvature]], precision: Precision, plan: Plan[str], rank: int) -> list[Stack]:
     """Put layers with the same curvature, sizes, dtype, device and workers into one stack, in the order of the model.
 
@@ -214,17 +222,3 @@ def stack(layers: list[tuple[Layer, Curvature]], precision: Precision, plan: Pla
         key = (id(curvature), layer.outputs, layer.inputs, parameter.dtype, parameter.device, *role.shape)
         groups.setdefault(key, (curvature, [], role))[1].append(layer)
     return [Stack(curvature, equal, precision, role) for curvature, equal, role in groups.values()]
-
-
-def work(layer: Layer, curvature: Curvature) -> Work:
-    """Return what a layer asks of a placement."""
-    sizes = layer.outputs, layer.inputs
-    parts, n = curvature.parts(*sizes), layer.blocks
-    return Work(
-        parts={part.name: part.cost * n for part in parts},
-        sums=n * sum(prod(packed_shape(spec)) for spec in curvature.statistics(*sizes)),
-        results={part.name: n * sum(prod(packed_shape(spec)) for spec in part.writes) for part in parts},
-        gradients=n * prod(sizes),
-        itemsize=at_least_float32(layer.slots[0].parameter.dtype).itemsize,
-        alone=layer.form != "one-hot",
-    )

@@ -61,7 +61,14 @@ class Coverage:
 
     def signature(self) -> list[tuple[object, ...]]:
         """Return what the coverage depends on, as it is now."""
-        return [place.signature() for place in self.watched]
+        shared: dict[int, int] = {}  # which parameters are one: tied weights
+        identities = [
+            (shared.setdefault(id(parameter), len(shared)), tuple(parameter.shape))
+            for place in self.watched
+            for parameter in _own(place.module)
+            if not is_lazy(parameter)
+        ]
+        return [*(place.signature() for place in self.watched), tuple(identities)]
 
 
 def places(model: nn.Module) -> Iterator[Place]:

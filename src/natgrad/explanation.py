@@ -47,7 +47,7 @@ class Explanation(Printed):
     Attributes:
         rows: One for each parameter.
         covered: The share of all parameter elements that is preconditioned.
-        note: The state of the KL clip.
+        note: The state of the KL clip, and the placement.
     """
 
     def __init__(self, rows: list[Row], note: str) -> None:
@@ -101,7 +101,7 @@ def explain(
         reasons: Why layers stay plain although they are covered, by their keys.
         plan: The owners.
         seconds: What all steps have taken so far.
-        note: The state of the KL clip, in words.
+        note: The state of the KL clip and the placement, in words.
     """
     rows = []
     total = sum(part.cost * stack.size for stack in stacks for part in stack.parts) or 1.0

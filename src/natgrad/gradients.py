@@ -14,13 +14,30 @@ from natgrad.blocks import Member, Stack
 from natgrad.layers import Layer, Slot
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime
-from natgrad.sharding import Piece, gather, is_sharded, own_rows, pairs
+from natgrad.shards import Piece, gather, held_rows, is_sharded, own_rows, pairs
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 # How many bytes of sharded gradients are gathered at once: enough to hide the latency of a message.
 _BUCKET = 2**26
+
+
+@dataclass
+class Share:
+    """Rows of a preconditioned gradient that this rank holds, of a layer that others work for.
+
+    Attributes:
+        slot: The parameter.
+        rows: Which of its rows.
+        block: The first block of its layer.
+        values: The rows end to end.
+    """
+
+    slot: Slot
+    rows: range
+    block: int
+    values: Tensor
 
 
 @dataclass
@@ -32,6 +49,8 @@ class Entry:
         members: The layers.
         ready: Whether they have curvature: all, none, or a number for each block ``[N]``, 1 where it has.
         V: Preconditioned gradients ``[N, o, i]``, once solved; the raw ones W where there is no curvature yet.
+        shares: In place of V, where the parameters are sharded and this rank does not work for the layers: what it
+            holds of V.
         inner: ⟨V, W⟩ of each block ``[N]``; not finite where the gradient is not.
     """
 
@@ -39,6 +58,7 @@ class Entry:
     members: list[Member]
     ready: bool | Tensor = False
     V: Tensor = field(init=False)
+    shares: list[Share] | None = None
     inner: Tensor = field(init=False)
 
     def solve(self, damping: float, gathered: Mapping[int, list[Piece]]) -> None:
@@ -60,7 +80,8 @@ class Entry:
             for rows, place in _match(layer, slot, gradient, pieces, view):
                 targets.append(place)
                 sources.append(rows)
-        torch._foreach_copy_(targets, sources)
+        if targets:  # other ranks expect a layer's result even where no rank has used it yet
+            torch._foreach_copy_(targets, sources)
         self.V = self._solved(W, damping)
         self.inner = torch.bmm(self.V.flatten(1)[:, None, :], W.flatten(1)[:, :, None])[:, 0, 0]
         stack.charge(self.members, perf_counter() - started)
@@ -107,13 +128,22 @@ class Entry:
 
     def scale_(self, scale: float | Tensor, fine: Tensor) -> None:
         """Multiply V by `scale`, where there is curvature, and by zero where not `fine` ``[N]``."""
-        if fine.device.type != "cpu" or not bool(fine.all()):
-            # A product would keep the NaN.
-            self.V = torch.where(fine[:, None, None], self.V, 0)
+        if self.shares is not None:
+            for share in self.shares:  # the worker has cleared what is not fine
+                ready = self.ready[share.block] if isinstance(self.ready, Tensor) else tensor_on(fine.device, [1.0])
+                share.values.mul_(torch.where(ready > 0, scale, 1.0))
+            return
+        self.clear_(fine)
         if isinstance(self.ready, Tensor):
             self.V.mul_(torch.where(self.ready > 0, scale, 1.0)[:, None, None])
         elif self.ready and (isinstance(scale, Tensor) or scale != 1.0):
             self.V.mul_(scale)
+
+    def clear_(self, fine: Tensor) -> None:
+        """Make V zero where not `fine` ``[N]``."""
+        if fine.device.type != "cpu" or not bool(fine.all()):
+            # A product would keep the NaN.
+            self.V = torch.where(fine[:, None, None], self.V, 0)
 
 
 class Gradients:
@@ -138,7 +168,7 @@ class Gradients:
         return cls(entries)
 
     def solve(self, damping: float, runtime: Runtime) -> None:
-        """Precondition the stacks that this rank works for; what has no curvature yet stays a plain gradient.
+        """Precondition all stacks on every rank; what has no curvature yet stays a plain gradient.
 
         Sharded gradients are whole for no longer than that takes: they travel some stacks at a time. At the peak this
         costs the preconditioned gradients of all stacks, which the clip must see together, and beside them the gathered
@@ -147,9 +177,14 @@ class Gradients:
         for bucket, sharded in self._buckets():
             gathered = dict(zip(sharded, gather(list(sharded.values()), runtime), strict=True))
             for entry in bucket:
-                if entry.stack.role.works:
-                    entry.solve(damping, gathered)
+                entry.solve(damping, gathered)
             del gathered  # before the next are there
+
+    def solve_own(self, damping: float, collected: Mapping[int, list[Piece]]) -> None:
+        """Precondition the stacks that this rank works for, of sharded gradients with the rows `collected`."""
+        for entry in self.entries:
+            if entry.stack.role.works:
+                entry.solve(damping, collected)
 
     def _buckets(self) -> Iterator[tuple[list[Entry], dict[int, tuple[str, DTensor]]]]:
         """Yield stacks whose gradients travel together, with what there is to travel."""
@@ -172,7 +207,12 @@ class Gradients:
         """Write the preconditioned gradients into ``.grad``, in place."""
         targets, sources = [], []
         for entry in self.entries:
-            for layer, slot, view in _places(entry.members, entry.V):
+            for share in entry.shares or ():
+                rows = held_rows(share.slot, share.rows)
+                if rows is not None and len(rows):
+                    targets.append(rows)
+                    sources.append(share.values.view(rows.shape))
+            for layer, slot, view in _places(entry.members, entry.V) if entry.shares is None else ():
                 gradient = slot.parameter.grad
                 if gradient is None:
                     continue

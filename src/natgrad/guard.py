@@ -95,6 +95,7 @@ class Watch:
         self._checks += 1
         if self._limit is None:
             return
+        found: dict[str, list[str]] = {}
         for (kind, own), (stack, streak) in self._streaks.items():
             if _is_renewal(kind) and (_HEARD, own) in self._streaks:
                 continue  # all ranks go by what the worker tells, and raise together
@@ -103,10 +104,14 @@ class Watch:
             worst = streak.tolist()
             names = [m.layer.key for m in stack.members if max(worst[m.blocks]) >= self._limit]
             if names:
-                raise CurvatureError(
-                    f"{kind} not finite {self._limit} times in a row in {', '.join(names)}: "
-                    "lower the learning rate, raise the damping, or look for the first NaN"
-                )
+                found.setdefault(kind, []).extend(names)
+        if found:
+            # In an order of its own: ranks do not learn of the trouble in the same one.
+            which = "; ".join(
+                f"{kind} not finite {self._limit} times in a row in {', '.join(sorted(names))}"
+                for kind, names in sorted(found.items())
+            )
+            raise CurvatureError(f"{which}: lower the learning rate, raise the damping, or look for the first NaN")
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Return the totals, one for each kind of trouble."""

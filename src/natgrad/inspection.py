@@ -13,7 +13,7 @@ from natgrad.blocks import Member, Stack
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer
 from natgrad.placement import Runtime
-from natgrad.sharding import is_sharded, own_rows
+from natgrad.shards import is_sharded, own_rows
 from natgrad.sums import Sums
 
 _MISUSED = "its weight serves more than lookups"
@@ -38,6 +38,11 @@ class Inspection:
         """Why layers stay plain, by their keys."""
         return dict.fromkeys(self._uncalled, _UNCALLED) | dict.fromkeys(self._misused, _MISUSED)
 
+    @property
+    def looked(self) -> bool:
+        """Whether `look` has nothing to look for in this step."""
+        return self._looked or self._late
+
     def restart(self) -> None:
         """Begin anew, with the next step: the layers are others, whose hooks have not seen the passes of this one."""
         self._looked, self._late = False, True
@@ -53,7 +58,7 @@ class Inspection:
             sums: Those of an update of the factors, over all ranks.
             runtime: The ranks, each of which may hold a part of the gradients.
         """
-        if self._looked or self._late:
+        if self.looked:
             return
         self._looked = True
         tables = [member.layer for _, member in _tables(stacks)]
@@ -79,7 +84,9 @@ class Inspection:
             captured: Whether the hooks have looked on in this step.
         """
         if captured and not self._late:
-            received = (member.layer for stack in stacks if stack.role.receives for member in stack.members)
+            # Where a rank captures for itself alone, the gradients may be those of samples that it has not seen.
+            told = (stack for stack in stacks if stack.role.receives and stack.role.seat.sums != "alone")
+            received = (member.layer for stack in told for member in stack.members)
             unseen = (layer for layer in received if layer.key not in seen)
             self._uncalled = {layer.key for layer in unseen if _has_gradient(layer)}
         # After a checkpoint was loaded: without curvature it may be one that was found before.

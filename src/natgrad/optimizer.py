@@ -97,7 +97,7 @@ class PreconditionedOptimizer(Optimizer):
         if any(float(group["lr"]) for group in self.param_groups if "lr" in group):
             return False
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return not any(bool(gradient.any()) for gradient in gradients)
+        return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget what the backward passes that made them have shown."""

@@ -1,4 +1,4 @@
-"""The preconditioner: the life of a step, from captured sums to the natural gradient."""
+"""The preconditioner: what a user builds, calls and asks."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from natgrad import state as states
-from natgrad.arguments import check_arguments, check_count, resolve_group, unwrap
-from natgrad.blocks import Stack
+from natgrad.arguments import check_arguments, check_count, check_joined, resolve_group, unwrap
 from natgrad.capture import Capture
 from natgrad.clip import Clip
 from natgrad.coverage import cover, idle_patterns
 from natgrad.curvature import KFAC, Curvature
-from natgrad.delivery import deliver
+from natgrad.engine import Engine
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.explanation import Explanation, explain
 from natgrad.given import Given, Unseen
-from natgrad.gradients import Gradients
 from natgrad.guard import Guard, Watch
 from natgrad.inspection import Inspection
-from natgrad.placement import Placement, Runtime, resolve
+from natgrad.placement import Placement, Plan, Runtime, resolve
 from natgrad.precision import Precision
 from natgrad.progress import Progress
 from natgrad.reduction import Scaling, take_over_reduction
 from natgrad.refresh import Refresh
-from natgrad.renewal import fold, observed, renew
+from natgrad.renewal import Background
 from natgrad.sampling import LabelSampler
-from natgrad.schedule import Schedule, value_at
+from natgrad.schedule import Schedule
 from natgrad.sharding import check_layers
 from natgrad.structure import Structure
 from natgrad.verification import Verification, verify
@@ -41,7 +39,7 @@ from natgrad.verification import Verification, verify
 _DEFAULT_KL_CLIP = float("1e-3")
 
 
-class Preconditioner:
+class Preconditioner(Engine):
     """Turns ``.grad`` into the natural gradient, in place, between ``loss.backward()`` and ``optimizer.step()``.
 
     Example:
@@ -99,7 +97,8 @@ class Preconditioner:
             guard: How far numerical trouble is tolerated.
             gradients: "averaged": ``.grad`` is averaged over the ranks already (``DistributedDataParallel``, FSDP2).
                 "reduce": natgrad averages it, weighted by samples; under ``DistributedDataParallel`` its communication
-                hook is replaced.
+                hook is replaced. Where a layer has one worker, its gradient goes to that one only, and comes back
+                preconditioned: as many bytes in all as without natgrad.
             accumulation: With K backward passes a step, whether the user divides the loss by K ("mean") or not ("sum").
             scaler: The ``GradScaler`` whose scale the loss carries.
             seed: Of the labels drawn for the sampled Fisher; every rank draws its own.
@@ -146,10 +145,20 @@ class Preconditioner:
         self._capture = Capture(self._root, reduction=reduction, counting=counting)
         self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=reduction)
         self._progress = Progress()
+        self._background = Background()
         self._unseen = Unseen()
         self._detached = False
         rank, ranks = self._runtime.rank, self._runtime.ranks
-        self._structure = Structure(self._root, curvature, precision, placement=where, rank=rank, ranks=ranks)
+        self._structure = Structure(
+            self._root,
+            curvature,
+            precision,
+            placement=where,
+            rank=rank,
+            ranks=ranks,
+            refresh=refresh,
+            reduces=self._reduces,
+        )
         idle = idle_patterns(self._root, curvature)
         if idle or not self._structure.coverage.layers:
             what = f"the patterns {idle} decide for no module" if idle else "no layer of the model is covered"
@@ -197,8 +206,9 @@ class Preconditioner:
             ValueError: if `count` is no number of positions, or given with another reduction than "tokens", or a
                 schedule returns what is not allowed; then nothing was changed.
             NatgradError: if sampled labels are due and ``backward`` of this object was not used, if ``scaler.unscale_``
-                was not, or after `detach`.
-            CurvatureError: if a layer has been in trouble for longer than the guard allows.
+                was not, within ``DistributedDataParallel.join()``, after `detach`, or if another rank has stopped.
+            CurvatureError: if a layer has been in trouble for longer than the guard allows, or a renewal in the
+                background has raised an error on any rank.
         """
         if count is not None:
             check_count(count, self._reduction, self._capture.positions)
@@ -210,6 +220,7 @@ class Preconditioner:
             )
         if self._capture.backwards:
             self._scaling.check()
+        check_joined(self._model)
         damping = self._damping_now()
         self._refresh.check(self._progress.step)
         self._follow()
@@ -225,12 +236,13 @@ class Preconditioner:
             return  # a checkpoint loader's step, before any forward
         if progress.start_clock(layer for layer, _ in self._structure.coverage.layers):
             self._capture.warn_of_others()
-        scale = self._scale_gradients(count)
+        self._collect(early=self._behind and self._refresh.inverses_due(progress.step, progress.last_inverses))
+        scale, left = self._scale_gradients(count)
         if self._capture.wanted:
             self._update_factors(count)
         if progress.last_factors is not None and self._refresh.inverses_due(progress.step, progress.last_inverses):
             self._update_inverses(damping)
-        self._precondition(damping, scale)
+        self._precondition(damping, scale, left)
         progress.step += 1
         self._capture.reset(wanted=self._refresh.factors_due(progress.step, progress.last_factors))
         progress.ended = perf_counter()
@@ -253,52 +265,8 @@ class Preconditioner:
         may still be saved. The communication hook of ``gradients="reduce"`` stays, which torch cannot remove.
         """
         self._capture.detach()
+        self._background.close(self._progress)
         self._detached = True
-
-    def _scale_gradients(self, count: int | None) -> float | Tensor:
-        samples = self._capture.samples if count is None else count
-        device = self._stacks[0].device if self._stacks else None
-        with self._progress.phase("reduce", self._runtime):
-            return self._scaling.of_gradients(self._root, self._runtime, samples, len(self._capture.backwards), device)
-
-    def _update_factors(self, count: int | None) -> None:
-        self._capture.finish()
-        if self._runtime.ranks == 1 and self._capture.sums.empty:
-            return
-        with self._progress.phase("reduce", self._runtime):
-            share = 1.0 if count is None else count / max(1, self._capture.samples)
-            wire, gain = self._precision.wire, self._scaling.of_captured(len(self._capture.backwards))
-            self._capture.sums.close(share, gain)
-            self._capture.sums.travel(self._runtime, wire)
-            self._inspection.look(self._stacks, self._capture.sums, self._runtime)
-        with self._progress.phase("renew", self._runtime):
-            renewed = fold(self._capture.sums, self._watch, self._progress.step)
-            # The answer is waited for only before the first renewal: a checkpoint loader may step before any forward,
-            # and a first batch may be poisoned.
-            first = self._progress.last_factors is None
-            if self._agreed(bool(renewed)) if first else renewed is not None or self._exchanges:
-                self._progress.renewed_factors()
-
-    def _update_inverses(self, damping: float) -> None:
-        with self._progress.phase("renew", self._runtime):
-            plan, wire = self._structure.plan, self._precision.wire
-            seen, captured = observed(self._stacks), self._capture.wanted
-            usable = self._inspection.usable(self._stacks, seen, captured=captured)
-            renewed = renew(self._stacks, plan, self._runtime, usable, damping, self._watch, wire)
-            if renewed or self._exchanges:
-                self._progress.renewed_inverses()
-
-    def _precondition(self, damping: float, scale: float | Tensor) -> None:
-        with self._progress.phase("solve", self._runtime):
-            gradients = Gradients.take(self._stacks, exchanged=self._exchanges)
-            gradients.solve(damping, self._runtime)
-            if self._exchanges:
-                deliver(gradients, self._structure.plan, self._runtime, self._watch)
-            finite = self._clip.apply(gradients, scale)
-            for entry, fine in zip(gradients.entries, finite, strict=True):
-                self._watch.saw_gradients(entry.stack, entry.places(), ~fine)
-            gradients.give()
-            self._given.note(self._stacks)
 
     # --- What the user may ask ----------------------------------------------------------------------------------
 
@@ -322,7 +290,10 @@ class Preconditioner:
         return bool(self._capture.backwards)
 
     def metrics(self) -> dict[str, float | Tensor]:
-        """Return a flat dict of plain numbers and lazy tensors; nothing waits for the device until one is read."""
+        """Return a flat dict of plain numbers and lazy tensors; nothing waits for the device until one is read.
+
+        Skipped factors and failed decompositions are those of layers whose sums and results this rank keeps.
+        """
         progress = self._progress
         seconds = {**progress.seconds, "capture": self._capture.seconds}
         return {
@@ -343,7 +314,13 @@ class Preconditioner:
         """Tell each parameter's curvature, owners and cost, or why it is left to the optimizer."""
         structure, seconds = self._structure, self._progress.ended - self._progress.began
         reasons, note = self._inspection.reasons, self._clip.describe()
+        note += f"; {structure.plan.note}" if self._runtime.ranks > 1 else ""
         return explain(structure.stacks, structure.coverage, reasons, structure.plan, seconds, note)
+
+    @property
+    def plan(self) -> Plan[str]:
+        """Who does and holds what, and what travels: a table that ``print`` and Rich show."""
+        return self._structure.plan
 
     def verify(
         self, batch: Any, loss_fn: Callable[[nn.Module, Any], Any], *, dtype: torch.dtype | None = None
@@ -352,9 +329,10 @@ class Preconditioner:
 
         A first step from no curvature, with the present damping, is done twice: by all ranks together, and by each rank
         alone on a whole, unwrapped copy of the model with the batches of all ranks. Dropout is off and norms use their
-        running statistics meanwhile; sampled labels are the same for both. Collective: every rank calls it, when no
-        step is under way. Parameters, gradients, optimizer, buffers, torch's generators, factors and counters stay as
-        they are. It takes the memory of a second model with its factors on every rank.
+        running statistics meanwhile; sampled labels are the same for both. Under "dp" the plain computation, too, makes
+        each layer's factors of its owner's batch. Collective: every rank calls it, when no step is under way.
+        Parameters, gradients, optimizer, buffers, torch's generators, factors and counters stay as they are. It takes
+        the memory of a second model with its factors on every rank.
 
         Args:
             batch: What this rank gives to `loss_fn`: a tensor, or tensors in tuples, lists and dicts, samples first;
@@ -378,20 +356,29 @@ class Preconditioner:
         Training may go on while it is written (``dcp.async_save``), and a load into it that breaks off, of a truncated
         file say, leaves the preconditioner as it was.
 
+        Under "background" a training resumes bit by bit unless a renewal is under way, which a state without `gather`
+        leaves out: the first step after a load begins it anew, on all ranks alike. So it is with sums under way in a
+        narrow dtype, of which the averages then lack one update. `gather` ends both first; with a staleness above 1
+        this training then uses the results sooner than it would have.
+
         Args:
             gather: Collect the blocks of all ranks (collective). Under "comm-opt" every rank holds all of them.
 
         Returns:
             Nested dicts of tensors and plain numbers, as ``torch.save`` and ``torch.distributed.checkpoint`` take them.
         """
-        blocks = states.snapshot(states.blocks(self._stacks))
+        self._background.fold(self._watch, alone=not gather)
+        if gather:
+            self._collect(early=True)
+        blocks, counted = states.snapshot(states.blocks(self._stacks)), self._watch.state_dict()
         if gather and self._exchanges:
-            blocks = states.union(blocks, self._runtime)
+            blocks, counted = states.union(blocks, counted, self._runtime)
         return {
             "format": states.FORMAT,
             **self._progress.state_dict(),
+            **self._background.state_dict(),
             "blocks": blocks,
-            "watch": self._watch.state_dict(),
+            "watch": counted,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -403,6 +390,7 @@ class Preconditioner:
         self._follow()
         states.check(state, self._stacks, {"updates": self._progress.updates, "watch": self._watch.state_dict()})
         states.restore(state["blocks"], self._stacks)
+        self._background.drop(self._progress)
         self._progress.load_state_dict(state)
         self._watch.load_state_dict(state["watch"])
         self._capture.reset(wanted=self._refresh.factors_due(self._progress.step, self._progress.last_factors))
@@ -410,35 +398,3 @@ class Preconditioner:
     def __reduce__(self) -> NoReturn:
         """Refuse copies: their hooks would be those of the original."""
         raise TypeError("a Preconditioner is neither copied nor pickled: build one for the copy, and load its state")
-
-    # --- Structure ----------------------------------------------------------------------------------------------
-
-    @property
-    def _stacks(self) -> list[Stack]:
-        return self._structure.stacks
-
-    @property
-    def _exchanges(self) -> bool:
-        """Whether ranks work for some layers only, and give each other what they have preconditioned."""
-        return self._structure.plan.columns > 1
-
-    def _agreed(self, flag: bool) -> bool:
-        return self._runtime.any(flag) if self._exchanges else flag
-
-    def _begin(self) -> None:
-        """Set the hooks on the layers as they are now."""
-        if not self._detached:
-            self._capture.attach(self._stacks, fused=self._runtime.ranks > 1)
-        self._watch.forget()
-        self._progress.began = self._progress.ended = 0.0
-
-    def _follow(self) -> None:
-        """Follow what has happened to the model's parameters since."""
-        if self._structure.move():
-            self._watch.forget()
-        if self._structure.follow():
-            self._begin()
-            self._inspection.restart()
-
-    def _damping_now(self) -> float:
-        return value_at("damping", self._damping, self._progress.step, "a number > 0", minimum=0, strict=True)

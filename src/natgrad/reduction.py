@@ -9,8 +9,10 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.errors import NatgradError
+from natgrad.exchange import Left, reduce_to_workers
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime, flatten, unflatten
+from natgrad.structure import Structure
 
 
 class Scaling:
@@ -46,6 +48,19 @@ class Scaling:
         if "UNSCALED" not in stages:
             raise NatgradError("the gradients are scaled: call scaler.unscale_(optimizer) before preconditioner.step()")
 
+    def spoilt(self, runtime: Runtime) -> Tensor | None:
+        """Return whether the scaler skips this step, for a gradient that is not finite on any rank; None: it cannot."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return None
+        states = self._scaler._per_optimizer_states.values()
+        found = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        if not found:
+            return None
+        total = torch.stack([flag.reshape(()).to(found[0]) for flag in found]).sum().reshape(1)
+        if runtime.ranks > 1:
+            runtime.sum_(total, {"counters": 1})
+        return total[0] > 0
+
     def of_captured(self, backwards: int) -> float | Tensor:
         """Return what makes captured gradients those of per-sample losses, beside the batch size.
 
@@ -57,27 +72,55 @@ class Scaling:
         return gain if scale is None else gain / scale
 
     def of_gradients(
-        self, model: nn.Module, runtime: Runtime, samples: int, backwards: int, device: torch.device | None
-    ) -> float | Tensor:
+        self, model: nn.Module, structure: Structure, runtime: Runtime, samples: int, backwards: int
+    ) -> tuple[float | Tensor, Left | None]:
         """Reduce ``.grad`` if that is ours to do, and return what makes it the gradient of the mean loss.
 
         Args:
             model: The model.
+            structure: What of it is preconditioned, and where.
             runtime: The ranks.
             samples: This rank's samples (token losses: positions) of the step.
             backwards: Its backward passes since the last step.
-            device: That of what is preconditioned; None: nothing is.
+
+        Returns:
+            What makes it so; and where only the workers of the layers have the reduced gradients, what is left over.
         """
         scale: float | Tensor = 1.0
-        if self._reduces:
+        left = None
+        device = structure.stacks[0].device if structure.stacks else None
+        passes = self._passes(model, runtime, backwards, device)
+        if self._reduces and structure.plan.columns == runtime.ranks > 1:
+            scale, left = reduce_to_workers(model, structure.stacks, runtime, samples, summed=self._summed)
+        elif self._reduces:
             scale = reduce_gradients(model, runtime, samples, summed=self._summed)
         elif self._summed and device is not None:
             total = tensor_on(device, [float(samples)], torch.float32)
             runtime.sum_(total, {"counters": 1})
-            scale = runtime.ranks / total[0].clamp(min=1)  # what DDP has averaged is a sum over P
+            exact = total[0].to(structure.stacks[0].work_dtype)  # of float32 models float32, of float64 ones float64
+            scale = runtime.ranks / exact.clamp(min=1)  # what DDP has averaged is a sum over P
         if self._summed:
-            return scale * max(1, backwards) if self._divided else scale
-        return scale if self._divided else scale / max(1, backwards)
+            return scale * passes if self._divided else scale, left
+        return scale if self._divided else scale / passes, left
+
+    def _passes(
+        self, model: nn.Module, runtime: Runtime, backwards: int, device: torch.device | None
+    ) -> float | Tensor:
+        """Return the backward passes of a rank, on average over those that had any, if they decide on the scale.
+
+        The clip reads it: ranks that differ in it would part for good. Where natgrad reduces, what a rank adds is first
+        made that of so many passes.
+        """
+        own = float(max(1, backwards))
+        if runtime.ranks == 1 or device is None or self._summed != self._divided:
+            return own
+        counted = tensor_on(device, [float(backwards), float(backwards > 0)], torch.float32)
+        runtime.sum_(counted, {"counters": 2})
+        passes = (counted[0] / counted[1].clamp(min=1)).clamp(min=1)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        if self._reduces and gradients:
+            torch._foreach_mul_(gradients, own / passes if self._summed else passes / own)
+        return passes
 
 
 def reduce_gradients(model: nn.Module, runtime: Runtime, samples: int, *, summed: bool) -> float | Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from natgrad.blocks import Member, Stack
@@ -44,15 +43,14 @@ def snapshot(given: Blocks) -> Blocks:
     return {key: {name: tensor.cpu().clone() for name, tensor in own.items()} for key, own in given.items()}
 
 
-def union(given: Blocks, runtime: Runtime) -> Blocks:
-    """Return the blocks of all ranks, on the host of each; collective."""
-    found: list[Any] = [None] * runtime.ranks
-    dist.all_gather_object(found, given, group=runtime.group)
+def union(given: Blocks, counted: dict[str, int], runtime: Runtime) -> tuple[Blocks, dict[str, int]]:
+    """Return the blocks of all ranks, on the host of each, and the highest of their counters; collective."""
+    found = runtime.everywhere((given, counted))
     whole: Blocks = {}
-    for own in reversed(found):  # the first to have something wins
+    for own, _ in reversed(found):  # the first to have something wins
         for key, tensors in own.items():
             whole[key] = {**whole.get(key, {}), **tensors}
-    return whole
+    return whole, {name: max(own[name] for _, own in found) for name in counted}
 
 
 def check(state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, Mapping[str, int]]) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from natgrad import state as states
-from natgrad.blocks import stack, work
+from natgrad.blocks import stack
 from natgrad.coverage import cover
 from natgrad.curvature import Curvature
+from natgrad.demand import work
 from natgrad.errors import NatgradError
-from natgrad.placement import Placement, Seat, make_plan
+from natgrad.placement import Cycle, Placement, Plan, Seat, make_plan
 from natgrad.precision import Precision
+from natgrad.refresh import Refresh
 from natgrad.sharding import reshard
 
 
@@ -34,10 +36,13 @@ class Structure:
         placement: Placement,
         rank: int,
         ranks: int,
+        refresh: Refresh | None = None,
+        reduces: bool = False,
     ) -> None:
         """Cover the layers of `root`; no tensor is made."""
         self._root, self._curvature, self._precision = root, curvature, precision
         self._placement, self._rank, self._ranks = placement, rank, ranks
+        self._refresh, self._reduces = refresh, reduces
         self._sharded = reshard(root)
         self._seated: dict[str, Seat] = {}
         self._build()
@@ -45,14 +50,25 @@ class Structure:
     def _build(self) -> None:
         self.coverage = cover(self._root, self._curvature)
         self._signature = self.coverage.signature()
-        works = {layer.key: work(layer, curvature) for layer, curvature in self.coverage.layers}
-        # Layers that stay keep their workers, who alone may have their curvature.
-        self.plan = make_plan(self._placement, works, self._ranks, self._seated)
+        self.plan = self._planned()
         self._seated.update(self.plan.seats)
         self.stacks = stack(self.coverage.layers, self._precision, self.plan, self._rank)
 
-    def follow(self) -> bool:
+    def _planned(self) -> Plan[str]:
+        works = {layer.key: work(layer, curvature, self._precision) for layer, curvature in self.coverage.layers}
+        cycle = None
+        if self._placement.name == "auto" and self._ranks > 1 and self._refresh is not None:
+            cycle = Cycle(**self._refresh.intervals(0), reduces=self._reduces)
+        # Layers that stay keep their workers, who alone may have their curvature; and "auto" chooses once.
+        plan = make_plan(self._placement, works, self._ranks, self._seated, cycle)
+        self._placement = plan.placement
+        return plan
+
+    def follow(self, before: Callable[[], None]) -> bool:
         """Follow parameters that were moved, frozen, thawed or replaced; blocks of unchanged shape keep their state.
+
+        Args:
+            before: Is called where stacks are about to be replaced.
 
         Returns:
             Whether the stacks are new ones.
@@ -64,9 +80,10 @@ class Structure:
             raise NatgradError("the model was sharded after its Preconditioner was built: call fully_shard before")
         if self.coverage.signature() == self._signature:
             return False
-        before = states.blocks(self.stacks)
+        before()
+        known = states.blocks(self.stacks)
         self._build()
-        states.restore(states.fitting(before, self.stacks), self.stacks)
+        states.restore(states.fitting(known, self.stacks), self.stacks)
         return True
 
     def move(self) -> bool:

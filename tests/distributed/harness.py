@@ -62,7 +62,37 @@ class Ranks:
                     raise
         raise AssertionError("unreachable")
 
-    def _run(self, ranks: int, function: Callable[..., Any], args: tuple[Any, ...], limit: float) -> list[Any]:
+    def outlive(
+        self, ranks: int, dying: int, function: Callable[..., Any], *args: Any, limit: float = 60.0
+    ) -> dict[int, Any]:
+        """Call a function that ends the process of the rank `dying`; return what it returns on the others, by rank.
+
+        Their processes end with it too: whoever waits for one that has given up is told by its closed connections.
+
+        Args:
+            ranks: As in `run`.
+            dying: The rank that must not answer.
+            function: As in `run`.
+            args: As in `run`.
+            limit: As in `run`.
+
+        Raises:
+            RankError: as `run` does; and if that rank lives on.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                results = self._run(ranks, function, args, limit, dying)
+            except GroupError:
+                if attempt == ATTEMPTS:
+                    raise
+            else:
+                self.close()
+                return {rank: result for rank, result in enumerate(results) if rank != dying}
+        raise AssertionError("unreachable")
+
+    def _run(
+        self, ranks: int, function: Callable[..., Any], args: tuple[Any, ...], limit: float, dying: int | None = None
+    ) -> list[Any]:
         while len(self._workers) < ranks:
             self._start()
         self._runs += 1
@@ -70,8 +100,9 @@ class Ranks:
         workers = self._workers[:ranks]
         try:
             for rank, (_, connection) in enumerate(workers):
-                connection.send_bytes(pickle.dumps((rank, ranks, rendezvous.as_uri(), limit, function, args)))
-            return self._collect(workers, monotonic() + limit)
+                last = dying is not None
+                connection.send_bytes(pickle.dumps((rank, ranks, rendezvous.as_uri(), limit, last, function, args)))
+            return self._collect(workers, monotonic() + limit, dying)
         except BaseException:
             self.close()
             raise
@@ -91,7 +122,7 @@ class Ranks:
         theirs.close()
         self._workers.append((process, ours))
 
-    def _collect(self, workers: list[tuple[Any, Connection]], deadline: float) -> list[Any]:
+    def _collect(self, workers: list[tuple[Any, Connection]], deadline: float, dying: int | None) -> list[Any]:
         waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
@@ -105,8 +136,10 @@ class Ranks:
                 rank = waiting.pop(connection)
                 try:
                     success, answer = pickle.loads(connection.recv_bytes())
+                    if success and rank == dying:
+                        success, answer = False, "lives\n"
                 except EOFError:
-                    success, answer = False, "died\n"
+                    success, answer = (True, None) if rank == dying else (False, "died\n")
                 joined = joined and success is not None
                 if success:
                     results[rank] = answer
@@ -122,7 +155,7 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            rank, ranks, rendezvous, limit, function, args = pickle.loads(connection.recv_bytes())
+            rank, ranks, rendezvous, limit, last, function, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         success = None
@@ -137,3 +170,5 @@ def _serve(connection: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         connection.send_bytes(answer)
+        if last:
+            return

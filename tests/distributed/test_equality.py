@@ -1,5 +1,6 @@
 """One, two and four ranks train like one process, and all ranks alike to the last bit."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from tests.distributed.jobs import Job, assert_bit_identical, assert_close, batc
 
 CURVATURES = [{"form": "eigen"}, {"form": "inverse"}, {"sharing": "reduce"}]
 STEPS = range(7)
+REDUCING = ["auto", "mem-opt", "reduce-scatter"]  # gradients go to all ranks, or each to the one that works for it
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
@@ -73,11 +75,11 @@ def test_accumulation_without_synchronisation(ranks, options):
     assert_close(results[0], train(Job(), STEPS))
 
 
-def accumulate_unevenly(steps):
+def accumulate_unevenly(steps, placement="auto"):
     """Two ranks with two micro-batches and one; a process alone takes the three at once."""
     rank, ranks = place()
     model = network()
-    preconditioner = natgrad.Preconditioner(model, damping=0.05, gradients="reduce")
+    preconditioner = natgrad.Preconditioner(model, damping=0.05, gradients="reduce", placement=placement)
     for step in range(steps):
         x, y = batch(step)
         sizes = [[12]] if ranks == 1 else [[4, 4], [4]]
@@ -95,10 +97,59 @@ def accumulate_unevenly(steps):
     return dict(model.state_dict())
 
 
-def test_accumulation_of_different_lengths(ranks):
+@pytest.mark.parametrize("placement", REDUCING)
+def test_accumulation_of_different_lengths(ranks, placement):
     expected = accumulate_unevenly(3)
-    for parameters in ranks.run(2, accumulate_unevenly, 3):
+    for parameters in ranks.run(2, accumulate_unevenly, 3, placement):
         dense.assert_equal(parameters, expected, 1e-10)
+
+
+def accumulate_under_ddp(options, summed):
+    """Three passes of the one rank, two of the other, bounded by the clip."""
+    model, rank = network(), place()[0]
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    preconditioner = natgrad.Preconditioner(wrapped, optimizer=optimizer, damping=0.05, kl_clip=1e-5, **options)
+    for step in range(3):
+        x, y = (share(tensor) for tensor in batch(step))
+        optimizer.zero_grad()
+        passes = 3 - rank
+        for index, (xs, ys) in enumerate(zip(x.chunk(passes), y.chunk(passes), strict=True)):
+            with nullcontext() if index == passes - 1 else wrapped.no_sync():
+                cross_entropy(wrapped(xs), ys, reduction="sum" if summed else "mean").backward()
+        preconditioner.step()
+        optimizer.step()
+    return float(preconditioner.metrics()["kl_scale"]), dense.gradients(model), dict(model.state_dict())
+
+
+@pytest.mark.parametrize("gradients", ["averaged", "reduce"])
+@pytest.mark.parametrize("accumulation", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_ranks_that_accumulate_unevenly_stay_alike(ranks, reduction, accumulation, gradients):
+    options = {"reduction": reduction, "accumulation": accumulation, "gradients": gradients}
+    (scale, _, first), (other, _, second) = ranks.run(2, accumulate_under_ddp, options, reduction == "sum")
+    assert scale == other < 1
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def one_uneven_step():
+    """As above, in one step, of one process or two that natgrad reduces."""
+    rank, ranks = place()
+    model = network()
+    preconditioner = natgrad.Preconditioner(model, damping=0.05, gradients="reduce", accumulation="sum")
+    x, y = batch(0)
+    mine = [[slice(0, 12)]] if ranks == 1 else [[slice(0, 4), slice(4, 8)], [slice(8, 12)]]
+    for part in mine[rank]:
+        cross_entropy(model(x[part]), y[part]).backward()
+    preconditioner.step()
+    return dense.gradients(model)
+
+
+def test_passes_weigh_by_their_samples_when_natgrad_reduces(ranks):
+    """The loss is summed over passes: the result is that of 1.5 of them, which is their number on average."""
+    expected = one_uneven_step()
+    for solved in ranks.run(2, one_uneven_step):
+        dense.assert_equal({name: value / 1.5 for name, value in solved.items()}, expected, 1e-10)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -153,11 +204,13 @@ def test_every_rank_draws_its_own_labels(ranks):
         dense.assert_equal(first, sampled_on_equal_data(), 1e-3)
 
 
-def train_on_tokens(steps):
+def train_on_tokens(steps, placement="auto"):
     """Token-mean loss with padding: each rank counts its own positions."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
-    preconditioner = natgrad.Preconditioner(model, damping=0.05, reduction="tokens", gradients="reduce")
+    preconditioner = natgrad.Preconditioner(
+        model, damping=0.05, reduction="tokens", gradients="reduce", placement=placement
+    )
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(4, 6, 3, generator=generator, dtype=torch.float64)
@@ -176,10 +229,11 @@ def train_on_tokens(steps):
     return dict(model.state_dict())
 
 
+@pytest.mark.parametrize("placement", REDUCING)
 @pytest.mark.parametrize("count", [2, 4])
-def test_masked_tokens_are_weighted_by_their_number(ranks, count):
+def test_masked_tokens_are_weighted_by_their_number(ranks, count, placement):
     expected = train_on_tokens(5)
-    for parameters in ranks.run(count, train_on_tokens, 5):
+    for parameters in ranks.run(count, train_on_tokens, 5, placement):
         dense.assert_equal(parameters, expected, 1e-10)
 
 
@@ -231,11 +285,11 @@ def test_a_layer_that_one_rank_alone_uses(ranks, user):
         dense.assert_equal(left, expected.step(rows, raw), 1e-10)
 
 
-def train_until_one_loader_ends(steps):
+def train_until_one_loader_ends(steps, placement="auto"):
     """The last rank has no batch in odd steps: it calls `step` all the same."""
     rank, ranks = place()
     model = network()
-    preconditioner = natgrad.Preconditioner(model, damping=0.05, gradients="reduce")
+    preconditioner = natgrad.Preconditioner(model, damping=0.05, gradients="reduce", placement=placement)
     for step in range(steps):
         x, y = batch(step)
         if step % 2:
@@ -254,7 +308,8 @@ def train_until_one_loader_ends(steps):
     return dict(model.state_dict())
 
 
-def test_a_rank_without_a_batch(ranks):
+@pytest.mark.parametrize("placement", REDUCING)
+def test_a_rank_without_a_batch(ranks, placement):
     expected = train_until_one_loader_ends(4)
-    for parameters in ranks.run(2, train_until_one_loader_ends, 4):
+    for parameters in ranks.run(2, train_until_one_loader_ends, 4, placement):
         dense.assert_equal(parameters, expected, 1e-10)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, place, train
@@ -84,3 +86,18 @@ def exhaust_the_guard():
 
 def test_all_ranks_give_up_together(ranks):
     ranks.run(2, exhaust_the_guard, limit=20)
+
+
+def join():
+    """One rank has a batch more."""
+    model = nn.Linear(3, 2)
+    wrapped = DistributedDataParallel(model)
+    preconditioner = natgrad.Preconditioner(wrapped)
+    with wrapped.join():
+        wrapped(torch.randn(4, 3)).sum().backward()
+        with pytest.raises(natgrad.NatgradError, match="join"):
+            preconditioner.step()
+
+
+def test_ranks_that_stop_at_different_times_are_refused(ranks):
+    ranks.run(2, join)

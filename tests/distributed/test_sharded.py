@@ -108,6 +108,8 @@ def test_an_evaluation_before_the_step(ranks, wrapper):
         Case(curvature=SAMPLED, wrapper="root", sharding={"reshard_after_forward": True}),
         Case(curvature=SAMPLED, micro_batches=3, sharding={"reshard_after_forward": False}),
         Case(curvature=SAMPLED, micro_batches=3, mesh=(2, 2)),
+        pytest.param(Case(curvature=SAMPLED, wrapper="compile"), marks=pytest.mark.slow),
+        pytest.param(Case(curvature=SAMPLED, wrapper="compile", micro_batches=3), marks=pytest.mark.slow),
         Case(ragged=True),
     ],
 )

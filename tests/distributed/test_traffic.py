@@ -1,18 +1,25 @@
-"""The bytes sent, summed over the ranks, are those of COMM-OPT (SPEC 5), to the last counter."""
+"""The bytes sent, summed over the ranks, are those of SPEC 5 with triangles, and of the plan, to the last counter."""
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
+import natgrad
 from tests import dense
-from tests.distributed.jobs import Job, network, train
+from tests.distributed.jobs import Job, network, place, train
 
 BYTES = 8  # float64
 STEPS = range(7)
 REFRESH = {"factors": 2, "inverses": 3}
-FACTOR_UPDATES, INVERSE_UPDATES = 4, 3  # steps 0 2 4 6 and 0 3 6
+TIMES = {"factors": 4, "inverses": 3, "step": 7}  # steps 0 2 4 6, 0 3 6, and all
+FORMS = ["eigen", "inverse"]
 
 
-def sizes():
-    """Elements of factors (triangles), eigenbases, eigenvalues and gradients; the number of layers and of blocks."""
+def sizes(form):
+    """Elements of factors (triangles), of what renewals make, and of gradients; the number of layers and of blocks."""
     factors = bases = values = gradients = count = 0
     layers = dense.trained_layers(network()).values()
     for module in layers:
@@ -23,35 +30,130 @@ def sizes():
         values += blocks * (outputs + inputs)
         gradients += blocks * outputs * inputs
         count += blocks
-    return factors, bases, values, gradients, len(layers), count
+    return factors, bases + values if form == "eigen" else factors, gradients, len(layers), count
 
 
 def total(results):
     return {kind: sum(result.traffic[kind] for result in results) for kind in results[0].traffic}
 
 
+# SPEC 5: how often the elements of factors, of inverses and of gradients are sent, with n workers of P ranks a layer.
+COPIES = {
+    "comm-opt": lambda P, n: (2 * (P - 1), P - 1, 0),
+    "mem-opt": lambda P, n: (2 * (P - 1), 0, P - 1),
+    "hybrid:0.5": lambda P, n: (2 * (P - 1), n - 1, P - n),
+    "reduce-scatter": lambda P, n: (P - 1, 0, P - 1),
+    "dp": lambda P, n: (0, 0, P - 1),
+}
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("form", ["eigen", "inverse"])
-def test_comm_opt(ranks, count, form):
-    sent = total(ranks.run(count, train, Job(curvature={"form": form}, refresh=REFRESH), STEPS))
-    N_f, bases, eigenvalues, _, layers, blocks = sizes()
-    assert sent["factors"] == FACTOR_UPDATES * 2 * (count - 1) * N_f * BYTES
-    broadcast = bases + eigenvalues if form == "eigen" else N_f
-    assert sent["inverses"] == INVERSE_UPDATES * (count - 1) * broadcast * BYTES
-    assert sent["gradients"] == 0  # DistributedDataParallel's own
-    # With the factors ride each layer's samples and rows, with the inverses the success of each A and G.
-    riders = FACTOR_UPDATES * 2 * (count - 1) * 2 * layers + INVERSE_UPDATES * (count - 1) * 2 * blocks
-    assert sent["counters"] == riders * BYTES
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("placement", COPIES)
+def test_every_placement(ranks, placement, form, count):
+    job = Job(curvature={"form": form}, refresh=REFRESH, options={"placement": placement})
+    sent = total(ranks.run(count, train, job, STEPS))
+    factors, inverses, gradients = COPIES[placement](count, max(1, count // 2))
+    N_f, made, N_g, layers, blocks = sizes(form)
+    assert sent["factors"] == TIMES["factors"] * factors * N_f * BYTES
+    assert sent["inverses"] == TIMES["inverses"] * inverses * made * BYTES
+    assert sent["gradients"] == TIMES["step"] * gradients * N_g * BYTES  # beside DistributedDataParallel's own
+    # With the factors ride each layer's samples and rows, with the inverses the success of each A and G, with the
+    # gradients each block's ⟨V, W⟩, each layer's readiness and trouble.
+    riders = TIMES["factors"] * factors * 2 * layers + TIMES["inverses"] * inverses * 2 * blocks
+    riders += TIMES["step"] * gradients * (blocks + 2 * layers)
+    # Where there are workers, all ranks are told once, in float32, whether any has curvature.
+    once = 2 * (count - 1) * 4 if gradients else 0
+    assert sent["counters"] == riders * BYTES + once
+
+
+def sequence():
+    """A table, a layer of groups, a norm layer."""
+    torch.manual_seed(0)
+    parts = [nn.Embedding(7, 4), nn.Conv1d(4, 6, 3, groups=2), nn.GroupNorm(2, 6), nn.Flatten(1), nn.Linear(12, 3)]
+    return nn.Sequential(*parts).double()
+
+
+def train_sequence(placement, form):
+    """Return the bytes sent, those that the plan foretells, and those of the factors of the table."""
+    rank, P = place()
+    model = sequence()
+    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
+    refresh = natgrad.Refresh(**REFRESH)
+    preconditioner = natgrad.Preconditioner(wrapped, natgrad.KFAC(form=form), refresh=refresh, placement=placement)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in STEPS:
+        tokens = torch.randint(7, (3, 4), generator=generator)
+        model.zero_grad()
+        cross_entropy(wrapped(tokens), torch.randint(3, (3,), generator=generator)).backward()
+        preconditioner.step()
+    plan, foretold = preconditioner.plan, {}
+    for moment, kinds in plan.traffic().items():
+        for kind, elements in kinds.items():
+            foretold[kind] = foretold.get(kind, 0) + TIMES[moment] * elements * BYTES
+    foretold["counters"] += 2 * (P - 1) * 4  # once: whether a table serves as a head,
+    foretold["counters"] += 2 * (P - 1) * 4 if plan.columns > 1 else 0  # and whether there is curvature
+    table = next(work for key, work in plan.layers.items() if not work.alone)
+    return preconditioner.traffic(), foretold, table.sums * BYTES
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("placement", [*COPIES, "hybrid:0.25"])
+def test_the_plan_foretells_what_is_sent(ranks, placement, form, count):
+    results = ranks.run(count, train_sequence, placement, form)
+    sent = {kind: sum(own[kind] for own, _, _ in results) for kind in results[0][0]}
+    for _, foretold, table in results:
+        assert sent == foretold
+        if placement == "dp":  # a table needs the samples of all ranks; its sums go to its worker
+            assert sent["factors"] == TIMES["factors"] * (count - 1) * table
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_gradients_that_natgrad_reduces(ranks, count):
     job = Job(wrapped=False, options={"gradients": "reduce"}, refresh=REFRESH)
     sent = total(ranks.run(count, train, job, STEPS))
-    assert sent["gradients"] == len(STEPS) * 2 * (count - 1) * sizes()[3] * BYTES
+    assert sent["gradients"] == len(STEPS) * 2 * (count - 1) * sizes("eigen")[2] * BYTES
 
 
 def test_nothing_is_sent_without_a_refresh(ranks):
     job = Job(refresh={"factors": 100, "inverses": 100})
     first = total(ranks.run(2, train, job, range(1)))
     assert total(ranks.run(2, train, job, range(5))) == first
+
+
+def test_auto_sends_what_comm_opt_does(ranks):
+    """The network is small: without a refresh a step sends nothing."""
+    auto, named = (ranks.run(4, train, Job(options=options), STEPS) for options in ({}, {"placement": "comm-opt"}))
+    assert total(auto) == total(named)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_plan_foretells_what_pipelined_sends(ranks, count):
+    """But for the counters, by which ranks agree on what has left early."""
+    results = ranks.run(count, train_sequence, "pipelined", "eigen")
+    for kind in ("factors", "inverses", "gradients"):
+        assert sum(own[kind] for own, _, _ in results) == results[0][1][kind]
+    assert results[0][1]["inverses"] == 0  # all factors are so small that every rank decomposes them
+
+
+def held_on(placement):
+    """Return what the plan says and what the tensors take, after a step."""
+    model = sequence()
+    wrapped = DistributedDataParallel(model)
+    preconditioner = natgrad.Preconditioner(wrapped, placement=placement)
+    wrapped(torch.randint(7, (3, 4))).square().sum().backward()
+    preconditioner.step()
+    kept = [
+        tensor for stack in preconditioner._stacks for own in (stack.averages, stack.held) for tensor in own.values()
+    ]
+    explained = sum(row.bytes for row in preconditioner.explain().rows)
+    note, plan = preconditioner.explain().note, preconditioner.plan
+    return plan.held(dist.get_rank()), sum(t.numel() * t.element_size() for t in kept), explained, plan.note in note
+
+
+@pytest.mark.parametrize("placement", COPIES)
+def test_the_plan_knows_what_is_held(ranks, placement):
+    for held, kept, explained, noted in ranks.run(4, held_on, placement):
+        assert held == kept == explained
+        assert noted

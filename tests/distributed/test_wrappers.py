@@ -134,6 +134,21 @@ def test_checkpoints_under_ddp(ranks, reentrant, static, micro_batches):
     assert_all_equal(results, expected)
 
 
+@pytest.mark.parametrize("checkpointed", [None, False])
+@pytest.mark.parametrize(
+    "options",
+    OPTIONS.values(),
+    ids=OPTIONS,
+)
+def test_a_sampled_fisher_with_options_of_ddp(ranks, options, checkpointed):
+    """Also in checkpoints, which recompute in both passes, and where a pass does not synchronise.
+
+    The pass of sampled labels comes first: `static_graph` must not take it for the one whose gradients it averages.
+    """
+    expected = ranks.run(2, train, None, {}, SAMPLED, 3)[0][0]
+    assert_all_equal(ranks.run(2, train, None, options, SAMPLED, 3, checkpointed), expected)
+
+
 def poisoned():
     """Four steps with a GradScaler, of which one meets an infinite loss on one rank only."""
     torch.manual_seed(0)

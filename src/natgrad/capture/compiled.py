@@ -36,13 +36,24 @@ def register(receiver: Receiver) -> Tensor:
 
 def on_gradient(output: Tensor, inputs: Tensor, number: Tensor, batch: Tensor) -> None:
     """Have the gradient of `output` handed to a receiver: to be called while Dynamo traces a forward pass."""
-    kept = inputs.detach()
+    kept, batch = inputs.detach(), _stamp(batch)
 
     def hook(gradient: Tensor) -> Tensor:
         _leave(gradient, kept, number, batch)
         return gradient
 
     output.register_hook(hook)
+
+
+@torch.library.custom_op("natgrad::stamp", mutates_args=(), schema="(Tensor batch) -> Tensor")
+def _stamp(batch: Tensor) -> Tensor:
+    """Return the batch size, and the backward pass in which the forward pass is recomputed (-1: none)."""
+    return torch.tensor([int(batch), torch._C._current_graph_task_id()])
+
+
+@_stamp.register_fake
+def _(batch: Tensor) -> Tensor:
+    return batch.new_empty(2)
 
 
 @torch.library.custom_op(
@@ -66,6 +77,8 @@ def _(gradient: Tensor, inputs: Tensor, number: Tensor, batch: Tensor) -> None:
 if hasattr(_leave, "register_effect"):
     # Without outputs it would be thought idle, and dropped.
     _leave.register_effect(torch._library.effects.EffectType.ORDERED)
+    # It would be moved into the backward pass.
+    _stamp.register_effect(torch._library.effects.EffectType.ORDERED)
 
 
 def forget(model: nn.Module) -> None:

@@ -24,14 +24,15 @@ from natgrad.blocks import Stack
 from natgrad.capture import compiled
 from natgrad.capture.saved import Saved, outline
 from natgrad.capture.taps import EndTap, Forward, LayerTap, RootTap, watchers
-from natgrad.capture.upstream import mark, marked, reached, sources
+from natgrad.capture.upstream import mark, marked, reached, sources, unnoticed
 from natgrad.capture.uses import Terms, Use
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError, NatgradWarning
 from natgrad.layers import Handle, Layer, Rows, Slot
 from natgrad.layers.rows import DenseRows
 from natgrad.precision import full_products
-from natgrad.sharding import is_sharded, owners
+from natgrad.sharding import owners
+from natgrad.shards import is_sharded
 from natgrad.sums import Sums
 
 if TYPE_CHECKING:
@@ -78,15 +79,17 @@ class Capture:
         self._fills = False  # whether it writes into ``.grad``
         self.wanted = True
         self.sampling = False
+        self._drew = False  # whether labels were sampled since the last step
         self.sums = Sums([], fused=False)
         self._terms = Terms(reduction)
         self.seconds = 0.0
         weakref.finalize(self, _remove, self._handles).atexit = False
 
-    def attach(self, stacks: list[Stack], *, fused: bool) -> None:
-        """Set the hooks on the layers of `stacks`, in place of those set before; `fused` is that of `Sums`."""
+    def attach(self, stacks: list[Stack], sums: Sums) -> None:
+        """Set the hooks on the layers of `stacks`, in place of those set before; what they show is added to `sums`."""
         self._forget()
-        self.sums = Sums(stacks, fused=fused)
+        self.sums.abandon()
+        self.sums = sums
         self._owners = owners(self._root)
         self._handles.append(self._root.register_forward_pre_hook(RootTap(self._forward), with_kwargs=True))
         for stack in stacks:
@@ -140,7 +143,7 @@ class Capture:
         """Whether statistics are due from sampled labels, and the loss was differentiated without them."""
         sampled = [name for name in self._captured if self._layers[name][1].likelihood is not None]
         unseen = not any(self.sums.tallies[name].rows or name in self._pooled for name in sampled)
-        return self.wanted and bool(sampled) and bool(self.backwards) and unseen
+        return self.wanted and bool(sampled) and any(self.backwards.values()) and unseen and not self._drew
 
     def warn_of_others(self) -> None:
         """Warn where another living preconditioner looks on at the same layers; called by the step itself."""
@@ -159,18 +162,20 @@ class Capture:
             outputs: What the model returned.
             score: The derivative of that loss by `outputs`.
         """
-        ends = [] if outputs.grad_fn is None else self._sampled_places(outputs.grad_fn)
+        self._drew = True
+        below = set() if outputs.grad_fn is None else reached(outputs.grad_fn)
+        ends = self._sampled_places(below)
         if not ends:
             return
         self.sampling = True
         try:
-            torch.autograd.grad(outputs, ends, score.to(outputs.dtype), retain_graph=True, allow_unused=True)
+            with unnoticed(below):
+                torch.autograd.grad(outputs, ends, score.to(outputs.dtype), retain_graph=True, allow_unused=True)
         finally:
             self.sampling = False
 
-    def _sampled_places(self, root: Node) -> list[GradientEdge]:
-        """Return where a pass must go so that it visits every use, below `root`, of layers with a sampled Fisher."""
-        below = reached(root)
+    def _sampled_places(self, below: set[Node]) -> list[GradientEdge]:
+        """Return where a pass must go so that it visits every use, at `below`, of layers with a sampled Fisher."""
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in below):
             raise NatgradError(_REENTRANT)
         found = [(edge, name) for edge, (capture, name) in marked(below, self._marks) if capture() is self]
@@ -191,6 +196,7 @@ class Capture:
     def reset(self, *, wanted: bool) -> None:
         """Begin the next step."""
         self.wanted = wanted
+        self._drew = False
         self.discard()
 
     def discard(self) -> None:
@@ -242,7 +248,12 @@ class Capture:
         if (self._counting or (self.wanted and name in self._captured)) and name in self._layers:
             primary, curvature = self._layers[name]
             layer = (primary, *primary.others)[index].current()
-            use = Use(primary, layer, curvature, Saved(inputs), inputs, int(batch), None, -1, traced=True)
+            known, outer_task = map(int, batch)
+            if outer_task == torch._C._current_graph_task_id():
+                outer_task = -1  # recomputed in no pass of its own: the checkpoint is not reentrant
+            elif outer_task != -1:
+                known = int(self._forward.batch)
+            use = Use(primary, layer, curvature, Saved(inputs), inputs, known, None, outer_task, traced=True)
             self._gradient(use, gradient)
 
     def _gradient(self, use: Use, gradient: Tensor) -> None:
@@ -294,7 +305,7 @@ class Capture:
     def _observe(self, use: Use, task: int, inputs: Tensor, gradient: Tensor) -> None:
         layer, curvature, name = use.layer, use.curvature, use.primary.name
         samples = self._terms.samples(use, task, gradient, drawn=self.sampling)
-        if samples == 0:
+        if samples == 0 or gradient.numel() == 0:
             return
         rows, gradients = layer.rows(inputs, gradient, samples)
         if self._reduction == "tokens":
@@ -353,6 +364,7 @@ class Capture:
         whole, tally = self._terms.whole(task, samples), self.sums.tallies[name]
         beyond, before = samples > whole, tally.known(task) if self._reduction == "tokens" else 0  # a head in pieces
         tally.count(task, whole if inputs.one_hot else min(before + samples, whole), rows, beyond=beyond)
+        self.sums.counted(name, len(self.backwards))
 
 
 def _whole(output: Tensor) -> Tensor:

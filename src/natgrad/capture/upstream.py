@@ -6,6 +6,7 @@ What is written on a graph goes when the graph does.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -66,3 +67,22 @@ def sources(edges: Sequence[GradientEdge]) -> list[GradientEdge]:
             beyond.setdefault(node, any(following in marked or beyond[following] for following in nexts))
             pending.pop()
     return [edge for edge in edges if not beyond[edge.node]]
+
+
+@contextmanager
+def unnoticed(nodes: Iterable[Node]) -> Iterator[None]:
+    """Have ``DistributedDataParallel`` take no notice of a pass through `nodes`.
+
+    With ``static_graph`` it takes the first pass through its output for that of the loss, and then averages the
+    gradients of no other one.
+    """
+    sinks: list[Any] = [node for node in nodes if type(node).__name__ == "_DDPSinkBackward"]
+    wrappers = {wrapper for sink in sinks if (wrapper := sink.ddp_weakref()) is not None and wrapper.static_graph}
+    enqueued = {wrapper: wrapper._static_graph_delay_allreduce_enqueued for wrapper in wrappers}
+    for wrapper in wrappers:
+        wrapper._static_graph_delay_allreduce_enqueued = True
+    try:
+        yield
+    finally:
+        for wrapper, before in enqueued.items():
+            wrapper._static_graph_delay_allreduce_enqueued = before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,7 +117,7 @@ def train(
         _report(job, folder, result)
     if result is None or result.status == "stopped":
         raise typer.Exit(INTERRUPTED)
-    if result.status == "diverged":
+    if result.status == "diverged" or not _is_kept(folder, result):
         raise typer.Exit(1)
 
 
@@ -188,6 +189,13 @@ def _continuation(folder: Path) -> str:
     return f"the checkpoint is of step {step}; continue with: natgrad train --resume {folder}"
 
 
+def _is_kept(folder: Path, result: Result) -> bool:
+    """Tell whether the end of a finished run was saved."""
+    from natgrad.training.run import saved_step
+
+    return saved_step(folder) == result.points[-1].step
+
+
 def _report(job: Job, folder: Path, result: Result | None) -> None:
     """Say how a run ended and where it is kept."""
     from rich.console import Console
@@ -202,7 +210,8 @@ def _report(job: Job, folder: Path, result: Result | None) -> None:
     points = result.points if result else read_points(metrics) if metrics.exists() else []
     if points:
         last, metric = points[-1], job.build_task().metric
-        save(overview({job.optimizer: [points]}, metric), folder / "curves.svg")
+        with suppress(OSError):  # a full disk, of which the run has warned
+            save(overview({job.optimizer: [points]}, metric), folder / "curves.svg")
         when = f"{last.step} steps and {last.seconds:.1f} s of training"
         if stopped:
             when += ", at the last evaluation"
@@ -211,4 +220,6 @@ def _report(job: Job, folder: Path, result: Result | None) -> None:
         console.print(f"stopped; {_continuation(folder)}", style="yellow")
     elif result and result.status == "diverged":
         console.print("diverged: the loss or the metric is no longer a number", style="red")
+    elif result and not _is_kept(folder, result):
+        console.print(f"the end of the run could not be saved; {_continuation(folder)}", style="red")
     console.print(f"kept in {folder}: config.json, metrics.jsonl, checkpoints, curves.svg")

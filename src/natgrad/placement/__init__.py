@@ -1,22 +1,28 @@
 """Where is curvature computed, and what travels? A pure planner and a thin runtime."""
 
-from natgrad.placement.cost import Link
+from natgrad.placement.choice import make_plan, step_seconds
+from natgrad.placement.cost import Cycle, Link
+from natgrad.placement.fusion import fuse
 from natgrad.placement.options import Placement, resolve
-from natgrad.placement.plan import Plan, Seat, Work, make_plan
-from natgrad.placement.runtime import Runtime, flatten, unflatten
+from natgrad.placement.plan import Plan, Seat, Work
+from natgrad.placement.runtime import Posted, Runtime, flatten, unflatten
 from natgrad.placement.wire import Layout, narrower
 
 __all__ = [
+    "Cycle",
     "Layout",
     "Link",
     "Placement",
     "Plan",
+    "Posted",
     "Runtime",
     "Seat",
     "Work",
     "flatten",
+    "fuse",
     "make_plan",
     "narrower",
     "resolve",
+    "step_seconds",
     "unflatten",
 ]

@@ -1,38 +1,41 @@
-"""What messages and decompositions cost, as far as placements ask: pure functions of sizes."""
+"""What messages and work cost, as far as placements ask: pure functions of sizes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 from natgrad.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A message of n bytes takes ``latency + n / bandwidth`` seconds; a decomposition of work c ``c / speed``.
+    """A message of n bytes takes ``latency + n / bandwidth`` seconds, work of c multiply-adds ``c`` over its speed.
 
-    The defaults are those of one core of a server on a 10 Gbit/s network.
+    The defaults are those of one core of a server, gloo and a 10 Gbit/s network.
 
     Attributes:
-        latency: α in seconds.
+        latency: α in seconds, with what the host does for a message.
         bandwidth: Bytes a second, 1 / β.
-        speed: Multiply-adds of decompositions a second.
+        speed: Multiply-adds of decompositions a second, d³ for a factor of size d.
+        products: Multiply-adds of matrix products a second.
 
     Raises:
-        ValueError: unless each is a number > 0 (the latency: >= 0).
+        ValueError: unless each is a finite number > 0 (the latency: >= 0).
     """
 
-    latency: float = 5e-5
+    latency: float = 2e-4
     bandwidth: float = 1.25e9
     speed: float = 5e9
+    products: float = 5e10
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        for name in ("latency", "bandwidth", "speed"):
+        for name in ("latency", "bandwidth", "speed", "products"):
             value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
             fits = number and (value > 0 or (name == "latency" and value == 0))
-            require(fits, name, value, "a number >= 0" if name == "latency" else "a number > 0")
+            require(fits, name, value, "a finite number >= 0" if name == "latency" else "a finite number > 0")
 
     def message(self, size: float) -> float:
         """Return the seconds that a message of `size` bytes takes."""
@@ -41,3 +44,28 @@ class Link:
     def work(self, cost: float) -> float:
         """Return the seconds that a decomposition of `cost` multiply-adds takes."""
         return cost / self.speed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cycle:
+    """How often what travels does.
+
+    Attributes:
+        factors: Steps between two captures of statistics.
+        inverses: Steps between two renewals.
+        reduces: Whether gradients are summed over the ranks here, at every step, and not by the model's wrapper.
+
+    Raises:
+        ValueError: unless both intervals are finite numbers >= 1.
+    """
+
+    factors: float = 1
+    inverses: float = 10
+    reduces: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("factors", "inverses"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+            require(number and value >= 1, name, value, "a number of steps >= 1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal, get_args
 
 from natgrad.errors import require
@@ -31,7 +32,9 @@ class Placement:
     - "pipelined" (SPD-KFAC, Shi 2021): as "comm-opt", but factors leave during the backward pass, and those that are
       decomposed sooner than sent are decomposed by every rank.
     - "background": as "comm-opt", but renewals happen beside the steps that follow, which go on with what there is.
-    - "auto": the one that costs the least by the model of `natgrad.placement.cost`.
+    - "auto": of "comm-opt", "hybrid" of every fraction, "mem-opt" and "reduce-scatter", which train alike, the one
+      whose step costs the least by the model of its `link`; "comm-opt" unless another saves a tenth. It is chosen once,
+      by the intervals of the first step.
 
     Attributes:
         name: Which.
@@ -39,11 +42,12 @@ class Placement:
             number of ranks, the one nearest to it is taken.
         owners: "balanced": work goes to the least-loaded rank, the largest first; "round-robin": in turn.
         speeds: How fast each rank is compared with the others; None: all alike.
-        costs: Measured work by a layer's key, in any unit; None: modelled from the sizes.
+        costs: Measured work by a layer's key, in any unit; what is not measured is modelled from the sizes.
         bucket: Bytes of sums that leave together ("pipelined").
         staleness: Steps after which what a renewal has made is used ("background"), by all ranks alike.
-        memory: Bytes that a rank may hold ("auto"); None: any.
-        link: What messages cost ("pipelined", "auto").
+        memory: Bytes of curvature that a rank may hold between two steps: "auto" keeps to it, what is asked for by name
+            and holds more is an error. None: any.
+        link: What messages and work cost ("pipelined", "auto").
 
     Raises:
         ValueError: if one of them is not allowed.
@@ -119,7 +123,7 @@ def resolve(placement: object) -> Placement:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
 
 
 def _is_whole(value: object) -> bool:

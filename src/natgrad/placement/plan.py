@@ -1,15 +1,20 @@
-"""Who does what: a pure function of sizes and costs, testable without processes."""
+"""Who does what, and what travels: a pure function of sizes, testable without processes."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Generic, Literal, TypeVar
 
-from natgrad.errors import require
+from rich.table import Table
+
 from natgrad.placement.options import Placement
+from natgrad.placement.table import render
+from natgrad.printed import Printed
 
 Key = TypeVar("Key", bound=Hashable)
+Moment = Literal["factors", "inverses", "step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,11 +22,16 @@ class Work:
     """What a layer asks for.
 
     Attributes:
-        parts: The work of each part of a renewal, any unit.
+        parts: The work of each part of a renewal, in multiply-adds.
         sums: Elements of its statistics as they travel (triangles).
         results: Elements of what each part makes, as they travel.
         gradients: Elements of its gradient.
-        itemsize: Bytes of each.
+        blocks: How many blocks it has, each of which succeeds or fails by itself.
+        solve: The work of preconditioning its gradient, in multiply-adds of matrix products.
+        averages: Bytes that those keep who receive its sums.
+        held: Bytes that its workers keep of what its renewals make.
+        itemsize: Bytes of each element of its gradient as it travels.
+        wire: Bytes of each element of its sums and results as they travel; None: the same.
         alone: Whether the samples of one rank alone make up statistics; those of tables do not, most of whose rows a
             rank does not look up.
     """
@@ -30,13 +40,23 @@ class Work:
     sums: int = 0
     results: Mapping[str, int] = field(default_factory=dict)
     gradients: int = 0
+    blocks: int = 1
+    solve: float = 0.0
+    averages: int = 0
+    held: int = 0
     itemsize: int = 4
+    wire: int | None = None
     alone: bool = True
 
     @property
     def cost(self) -> float:
         """The work of all parts."""
         return sum(self.parts.values())
+
+    @property
+    def travels(self) -> int:
+        """Bytes of each element of sums and results as they travel."""
+        return self.itemsize if self.wire is None else self.wire
 
 
 @dataclass(frozen=True)
@@ -54,23 +74,30 @@ class Seat:
     sums: Literal["all", "worker", "alone"] = "all"
 
 
-@dataclass(frozen=True)
-class Plan(Generic[Key]):
+@dataclass(frozen=True, repr=False)
+class Plan(Printed, Generic[Key]):
     """The seats of all layers on a grid of ranks (KAISA): rank = row q + column.
 
     The workers of a layer are a column; each of them sends the preconditioned gradients to the others of its row.
+    ``str()`` prints who does what and what travels, as a table that Rich renders too.
 
     Attributes:
         placement: What was asked for; never "auto".
         ranks: P.
         columns: q.
         seats: For each layer.
+        layers: What each asks for.
+        weights: The work by which each was placed: measured, or that of its parts.
+        note: Which placement it is and, if "auto" has chosen it, why.
     """
 
     placement: Placement
     ranks: int
     columns: int
     seats: Mapping[Key, Seat]
+    layers: Mapping[Key, Work]
+    weights: Mapping[Key, float]
+    note: str = ""
 
     def row(self, rank: int) -> range:
         """Return the ranks of the row of `rank`."""
@@ -83,7 +110,11 @@ class Plan(Generic[Key]):
 
     def server(self, key: Key, rank: int) -> int:
         """Return the worker of a layer that gives `rank` the preconditioned gradients: itself, if it is one."""
-        return rank - rank % self.columns + self.seats[key].workers[0] % self.columns
+        return rank - rank % self.columns + self.home(key)
+
+    def home(self, key: Key) -> int:
+        """Return the column of a layer."""
+        return self.seats[key].workers[0] % self.columns
 
     def works(self, key: Key, rank: int) -> bool:
         """Tell whether `rank` is a worker of a layer."""
@@ -97,126 +128,66 @@ class Plan(Generic[Key]):
         """Tell whether the samples of `rank` count in the sums of a layer."""
         return self.seats[key].sums != "alone" or self.works(key, rank)
 
+    def traffic(self) -> dict[Moment, dict[str, int]]:
+        """Return the elements that all ranks together send, by kind of message.
 
-def make_plan(
-    placement: Placement, works: Mapping[Key, Work], ranks: int, seated: Mapping[Key, Seat] | None = None
-) -> Plan[Key]:
-    """Place layers on ranks.
+        They are those of SPEC 5 with symmetric matrices as triangles, an all-reduce of n elements as 2 (P - 1) n, one
+        copy of n elements as n. "factors" is what one refresh of the factors sends, "inverses" one of the inverses,
+        "step" every step; counters ride along. Beside them, once in a training, a count or two find out whether there
+        is curvature and whether tables serve as heads. Gradients that the model's wrapper averages are not counted.
+        """
+        P, n = self.ranks, self.ranks // self.columns
+        copies = {"all": 2 * (P - 1), "worker": P - 1, "alone": 0}
+        factors = {"factors": 0, "counters": 0}
+        inverses = {"inverses": 0, "counters": 0}
+        step = {"gradients": 0, "counters": 0}
+        for key, seat in self.seats.items():
+            layer, sent = self.layers[key], copies[seat.sums]
+            factors["factors"] += sent * layer.sums
+            factors["counters"] += sent * 2  # samples and rows
+            owned = [part for part, owner in seat.owners.items() if owner is not None]
+            inverses["inverses"] += (n - 1) * sum(layer.results.get(part, 0) for part in owned)
+            inverses["counters"] += (n - 1) * len(owned) * layer.blocks  # whether each has succeeded
+            step["gradients"] += (P - n) * layer.gradients
+            step["counters"] += (P - n) * (layer.blocks + 2)  # ⟨V, W⟩; whether there is curvature, and trouble
+        return {"factors": factors, "inverses": inverses, "step": step}
 
-    Layers go to the columns, and the parts of a layer to the workers of its column, by descending cost, each to the
-    least-loaded so far (longest processing time, within 4/3 of the best makespan); with owners="round-robin" in turn.
-    Where all ranks are workers, A and G of a layer may be apart (Pauloski 2022, section 4.1).
+    def held(self, rank: int) -> int:
+        """Return the bytes of running averages and of what renewals have made that `rank` keeps."""
+        return self._held[rank % self.columns]
 
-    Args:
-        placement: The options.
-        works: What each layer asks for, in the order of the model; the same on every rank.
-        ranks: P >= 1.
-        seated: The seats of layers that are to keep their workers.
+    @cached_property
+    def _held(self) -> list[int]:
+        """Those of the ranks of each column."""
+        held = [sum(self.layers[key].averages for key, seat in self.seats.items() if seat.sums == "all")] * self.columns
+        for key, seat in self.seats.items():
+            received = 0 if seat.sums == "all" else self.layers[key].averages
+            held[self.home(key)] += received + self.layers[key].held
+        return held
 
-    Returns:
-        The plan; the same on every rank, since ties go to the lower rank and equal costs keep their order.
+    def renewal(self, rank: int) -> float:
+        """Return the work of a renewal that `rank` does, in the unit of `weights`."""
+        return self._renewals[rank]
 
-    Raises:
-        ValueError: if an option does not fit the number of ranks.
-    """
-    require(ranks >= 1, "ranks", ranks, "a whole number >= 1")
-    speeds = placement.speeds if placement.speeds is not None else (1.0,) * ranks
-    require(len(speeds) == ranks, "speeds", placement.speeds, f"a number for each of the {ranks} ranks")
-    if placement.name == "auto":
-        placement = Placement(name="comm-opt", owners=placement.owners, speeds=placement.speeds, costs=placement.costs)
-    size = placement.workers(ranks)
-    columns = ranks // size
-    members = [tuple(range(column, ranks, columns)) for column in range(columns)]
-    homes = _columns(placement, works, members, speeds, seated or {})
-    owners = _owners(placement, works, homes, members, speeds)
-    seats = {key: Seat(members[home], owners[key], _sums(placement, works[key])) for key, home in homes.items()}
-    return Plan(placement, ranks, columns, seats)
+    @cached_property
+    def _renewals(self) -> list[float]:
+        renewals, everywhere = [0.0] * self.ranks, [0.0] * self.columns
+        for key, seat in self.seats.items():
+            for part, owner in seat.owners.items():
+                if owner is None:
+                    everywhere[self.home(key)] += self.weight(key, part)
+                else:
+                    renewals[owner] += self.weight(key, part)
+        return [own + everywhere[rank % self.columns] for rank, own in enumerate(renewals)]
 
+    def weight(self, key: Key, part: str) -> float:
+        """Return the work of a part of a layer, in the unit of `weights`."""
+        return self.weights[key] * self.layers[key].parts[part] / (self.layers[key].cost or 1.0)
 
-def _sums(placement: Placement, work: Work) -> Literal["all", "worker", "alone"]:
-    if placement.name == "dp":
-        return "alone" if work.alone else "worker"
-    return "worker" if placement.name == "reduce-scatter" else "all"
+    def __rich__(self) -> Table:
+        """See `Printed`."""
+        return render(self)
 
-
-def _columns(
-    placement: Placement,
-    works: Mapping[Key, Work],
-    members: Sequence[Sequence[int]],
-    speeds: Sequence[float],
-    seated: Mapping[Key, Seat],
-) -> dict[Key, int]:
-    """Return the column of each layer, in the order of the model."""
-    kept = {seat.workers: column for column, seat in enumerate(Seat(tuple(own), {}) for own in members)}
-    homes = {key: kept[seat.workers] for key, seat in seated.items() if key in works and seat.workers in kept}
-    if placement.owners == "round-robin":
-        homes = {key: index % len(members) for index, key in enumerate(works)} | homes
-    else:
-        load = _Load([sum(speeds[rank] for rank in own) for own in members])
-        for key, home in homes.items():
-            load.add(home, _cost(placement, key, works[key]))
-        for key in _descending({key: _cost(placement, key, work) for key, work in works.items() if key not in homes}):
-            homes[key] = load.give(range(len(members)), _cost(placement, key, works[key]))
-    return {key: homes[key] for key in works}
-
-
-def _owners(
-    placement: Placement,
-    works: Mapping[Key, Work],
-    homes: Mapping[Key, int],
-    members: Sequence[Sequence[int]],
-    speeds: Sequence[float],
-) -> dict[Key, dict[str, int | None]]:
-    """Return the owner of each part."""
-    costs = {
-        (key, part): _cost(placement, key, work) * cost / (work.cost or 1.0)
-        for key, work in works.items()
-        for part, cost in work.parts.items()
-    }
-    owners: dict[Key, dict[str, int | None]] = {key: {} for key in works}
-    load = _Load(speeds)
-    turns = [0] * len(members)
-    for key, part in costs if placement.owners == "round-robin" else _descending(costs):
-        home, work = homes[key], works[key]
-        own = members[home]
-        if placement.name == "pipelined" and _is_cheaper_everywhere(placement, costs[key, part], work, part):
-            owners[key][part] = None
-            for rank in own:
-                load.add(rank, costs[key, part])
-        elif placement.owners == "round-robin":
-            owners[key][part] = own[turns[home] % len(own)]
-            turns[home] += 1
-        else:
-            owners[key][part] = load.give(own, costs[key, part])
-    return owners
-
-
-def _is_cheaper_everywhere(placement: Placement, cost: float, work: Work, part: str) -> bool:
-    """Tell whether every rank decomposes a part sooner than it would receive the result (SPD-KFAC, section IV-B)."""
-    return placement.link.work(cost) < placement.link.message(work.results.get(part, 0) * work.itemsize)
-
-
-def _cost(placement: Placement, key: Key, work: Work) -> float:
-    measured = (placement.costs or {}).get(str(key))
-    return work.cost if measured is None else measured
-
-
-def _descending(costs: Mapping[Key, float]) -> Iterable[Key]:
-    return sorted(costs, key=lambda key: -costs[key])
-
-
-class _Load:
-    """What each of some workers has to do so far, in its own time."""
-
-    def __init__(self, speeds: Sequence[float]) -> None:
-        self._speeds = speeds
-        self._load = [0.0] * len(speeds)
-
-    def add(self, worker: int, cost: float) -> None:
-        self._load[worker] += cost / self._speeds[worker]
-
-    def give(self, workers: Iterable[int], cost: float) -> int:
-        """Give work to the one that will be done with it first, and return that one."""
-        best = min(workers, key=lambda worker: (self._load[worker] + cost / self._speeds[worker], worker))
-        self.add(best, cost)
-        return best
+    def __repr__(self) -> str:
+        """Say which it is."""
+        return f"<Plan {self.placement}: {len(self.seats)} layers on {self.ranks} ranks>"

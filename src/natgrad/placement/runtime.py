@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from natgrad.aside import aside
+from natgrad.errors import NatgradError
 from natgrad.placement.wire import Layout, cut, narrower
+
+
+class Posted:
+    """A message under way.
+
+    Attributes:
+        whole: Whether waiting for it sends nothing more, so that one rank may do so alone.
+    """
+
+    def __init__(
+        self, runtime: Runtime, work: dist.Work | None = None, finish: Callable[[], None] | None = None
+    ) -> None:
+        """Wrap the `work` to wait for, and what all ranks have to `finish` together afterwards."""
+        self._runtime, self._work, self._finish = runtime, work, finish
+        self.whole = finish is None
+
+    def wait(self) -> None:
+        """Wait until the result is there; a second time there is nothing to wait for."""
+        if self._work is not None:
+            with self._runtime.talking():
+                self._work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._work = self._finish = None
+        self.whole = True
 
 
 class Runtime:
@@ -32,6 +60,7 @@ class Runtime:
         self.seconds = 0.0
         self._sent: dict[str, float] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.ranks)): group}
+        self._background: dist.ProcessGroup | None = None
 
     def aside(self) -> AbstractContextManager[None]:
         """Count what is sent meanwhile for nobody."""
@@ -41,6 +70,36 @@ class Runtime:
         """Return the bytes that this rank has sent so far, by kind of message."""
         return {kind: round(sent) for kind, sent in self._sent.items()}
 
+    @contextmanager
+    def talking(self) -> Iterator[None]:
+        """Count the seconds of collectives; where one fails, say what has probably happened.
+
+        Every collective of this library is called within. A rank that waits for one that has stopped is told when the
+        connection breaks, at the latest after the timeout of its process group.
+
+        Raises:
+            NatgradError: in place of the backend's error, which it is raised from.
+        """
+        started = perf_counter()
+        try:
+            yield
+        except RuntimeError as error:
+            raise NatgradError(
+                f"rank {self.rank} of {self.ranks} could not exchange its message: another rank has probably stopped, "
+                f"and its own error tells why; {error}"
+            ) from error
+        finally:
+            self.seconds += perf_counter() - started
+
+    def everywhere(self, value: Any) -> list[Any]:
+        """Return what each rank has, anything picklable with its tensors on the host; collective."""
+        found: list[Any] = [value]
+        if self.ranks > 1:
+            found *= self.ranks
+            with self.talking():
+                dist.all_gather_object(found, value, group=self.group)
+        return found
+
     def sum_(self, message: Tensor, kinds: dict[str, int], wire: torch.dtype | None = None) -> None:
         """Sum `message` over the ranks, in place: 2 (P - 1) / P of its elements are sent by each.
 
@@ -49,16 +108,30 @@ class Runtime:
             kinds: How many of its elements are of which kind, for `traffic`.
             wire: The dtype in which all but "counters", its last elements, travel, if narrower than their own.
         """
-        if self.ranks > 1 and narrower(wire, message.dtype) != message.dtype:
-            self._sum_narrow(message, kinds, narrower(wire, message.dtype))
-            return
-        self.count(kinds, message.element_size() * 2 * (self.ranks - 1) / self.ranks)
-        if self.ranks > 1:
-            started = perf_counter()
-            dist.all_reduce(message, group=self.group)
-            self.seconds += perf_counter() - started
+        self.post_sum(message, kinds, wire, self.group).wait()
 
-    def _sum_narrow(self, message: Tensor, kinds: dict[str, int], wire: torch.dtype) -> None:
+    def post_sum(
+        self, message: Tensor, kinds: dict[str, int], wire: torch.dtype | None, group: dist.ProcessGroup | None
+    ) -> Posted:
+        """Begin what `sum_` does: `message` is not to be touched until what is returned was waited for.
+
+        Args:
+            message: As in `sum_`.
+            kinds: As in `sum_`.
+            wire: As in `sum_`.
+            group: In whose queue the message stands: that of the ranks, or `background`.
+        """
+        if self.ranks > 1 and narrower(wire, message.dtype) != message.dtype:
+            return self._post_narrow(message, kinds, narrower(wire, message.dtype), group)
+        self.count(kinds, message.element_size() * 2 * (self.ranks - 1) / self.ranks)
+        if self.ranks == 1:
+            return Posted(self)
+        with self.talking():
+            return Posted(self, dist.all_reduce(message, group=group, async_op=True))
+
+    def _post_narrow(
+        self, message: Tensor, kinds: dict[str, int], wire: torch.dtype, group: dist.ProcessGroup | None
+    ) -> Posted:
         """Sum by reduce-scatter and all-gather of narrow numbers, each rank summing its piece in the message's dtype.
 
         The sum of a piece is rounded once, by the rank that made it, which keeps what the others receive: all ranks
@@ -73,18 +146,20 @@ class Runtime:
         sent = layout.empty(self.ranks, message.device)
         layout.write(sent, wide, [narrow])
         arrived = torch.empty_like(sent)
-        started = perf_counter()
-        dist.all_to_all_single(arrived, sent, group=self.group)
-        self.seconds += perf_counter() - started
-        counts, values = layout.read(arrived)
-        values[self.rank] = narrow[self.rank]  # the own ones have not travelled
-        own = layout.empty(1, message.device)
-        layout.write(own, counts.sum(0, keepdim=True), [values.sum(0, keepdim=True)])
-        started = perf_counter()
-        _all_gather(arrived, own, self.group)
-        self.seconds += perf_counter() - started
-        for half, summed in zip(halves, reversed(layout.read(arrived)), strict=True):
-            half.copy_(summed.flatten()[: len(half)])
+        with self.talking():
+            scattered = dist.all_to_all_single(arrived, sent, group=group, async_op=True)
+
+        def finish() -> None:
+            counts, values = layout.read(arrived)
+            values[self.rank] = narrow[self.rank]  # the own ones have not travelled
+            own = layout.empty(1, message.device)
+            layout.write(own, counts.sum(0, keepdim=True), [values.sum(0, keepdim=True)])
+            with self.talking():
+                _all_gather(arrived, own, group)
+            for half, summed in zip(halves, reversed(layout.read(arrived)), strict=True):
+                half.copy_(summed.flatten()[: len(half)])
+
+        return Posted(self, scattered, finish)
 
     def sum_to_(self, messages: Sequence[tuple[int, Tensor, dict[str, int]]], wire: torch.dtype | None = None) -> None:
         """Sum each message over all ranks, in place, on one of them; on the others it stays as it is.
@@ -139,31 +214,47 @@ class Runtime:
         pieces = [tensor for own in outgoing for tensor in own]
         sent = torch.cat(pieces) if pieces else arrived.new_empty(0)
         splits = [sum(len(tensor) for tensor in own) for own in outgoing]
-        started = perf_counter()
-        dist.all_to_all_single(arrived, sent, list(sizes), splits, group=group)
-        self.seconds += perf_counter() - started
+        with self.talking():
+            dist.all_to_all_single(arrived, sent, list(sizes), splits, group=group)
         return list(arrived.split(list(sizes)))
 
     def any(self, flag: bool) -> bool:
         """Tell whether any rank says so; this waits."""
+        return self.totals([float(flag)], "counters")[0] > 0
+
+    def totals(self, numbers: Sequence[float], kind: str) -> list[float]:
+        """Return some numbers summed over the ranks in float32, counted as of some kind; this waits."""
         if self.ranks == 1:
-            return flag
-        device = _device(self.group)
-        said = torch.tensor([float(flag)], device=device)
-        self.sum_(said, {"counters": 1})
-        return bool(said > 0)
+            return list(numbers)
+        said = torch.tensor(numbers, dtype=torch.float32, device=_device(self.group))
+        self.sum_(said, {kind: len(said)})
+        summed: list[float] = said.tolist()
+        return summed
 
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Return the group of some ranks, this one among them; made once, by all of them together."""
         key = tuple(ranks)
         if key not in self._groups:
-            assert self.group is not None
-            members = [dist.get_global_rank(self.group, rank) for rank in key]
-            backend = dist.get_backend(self.group)
-            made = dist.new_group(members, backend=backend, use_local_synchronization=True)
-            assert isinstance(made, dist.ProcessGroup)
-            self._groups[key] = made
+            self._groups[key] = self._new_group(key)
         return self._groups[key]
+
+    @property
+    def background(self) -> dist.ProcessGroup | None:
+        """A group of all ranks whose messages do not stand in the queue of others; made once, by all together."""
+        if self._background is None and self.ranks > 1:
+            self._background = self._new_group(range(self.ranks))
+        return self._background
+
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        assert self.group is not None
+        members = [dist.get_global_rank(self.group, rank) for rank in ranks]
+        backend = dist.get_backend(self.group)
+        with self.talking():
+            made = dist.new_group(
+                members, backend=backend, timeout=_timeout(self.group), use_local_synchronization=True
+            )
+        assert isinstance(made, dist.ProcessGroup)
+        return made
 
     def broadcast_(
         self, messages: Iterable[tuple[int, Tensor, dict[str, int]]], ranks: Sequence[int] | None = None
@@ -176,17 +267,17 @@ class Runtime:
         """
         works = []
         ranks = range(self.ranks) if ranks is None else ranks
-        started = perf_counter()
-        for owner, message, kinds in messages:
-            if owner == self.rank:
-                self.count(kinds, message.element_size() * (len(ranks) - 1))
-            if len(ranks) > 1:
-                assert self.group is not None
-                source = dist.get_global_rank(self.group, owner)
-                works.append(dist.broadcast(message, src=source, group=self.subgroup(ranks), async_op=True))
-        for work in works:
-            work.wait()
-        self.seconds += perf_counter() - started
+        group = self.subgroup(ranks) if len(ranks) > 1 else None
+        with self.talking():
+            for owner, message, kinds in messages:
+                if owner == self.rank:
+                    self.count(kinds, message.element_size() * (len(ranks) - 1))
+                if group is not None:
+                    assert self.group is not None
+                    source = dist.get_global_rank(self.group, owner)
+                    works.append(dist.broadcast(message, src=source, group=group, async_op=True))
+            for work in works:
+                work.wait()
 
     def gather(self, message: Tensor, kinds: dict[str, int], group: dist.ProcessGroup | None) -> Tensor:
         """Collect the messages of all S ranks of `group`, in its order: each sends (S - 1) times its elements.
@@ -202,15 +293,24 @@ class Runtime:
         ranks = dist.get_world_size(group)
         self.count(kinds, message.element_size() * (ranks - 1))
         arrived = message.new_empty(ranks * len(message))
-        started = perf_counter()
-        _all_gather(arrived, message, group)
-        self.seconds += perf_counter() - started
+        with self.talking():
+            _all_gather(arrived, message, group)
         return arrived.view(ranks, -1)
 
     def count(self, kinds: dict[str, int], weight: float = 1.0) -> None:
         """Count `weight` bytes for each element of some kinds that this rank has sent."""
         for kind, elements in kinds.items():
             self._sent[kind] = self._sent.get(kind, 0.0) + elements * weight
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Return how long a group waits; None: as long as its backend does by default.
+
+    A new group has the default, and not what its user has asked for, unless it is told.
+    """
+    options = getattr(group._get_backend(_device(group)), "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
 
 
 def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | None) -> None:

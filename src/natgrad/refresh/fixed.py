@@ -41,6 +41,16 @@ class Refresh:
         self.factors_due(step + 1, None)
         self.inverses_due(step, None)
 
+    def intervals(self, step: int) -> dict[str, float]:
+        """Return both intervals after `step` completed steps.
+
+        Raises:
+            ValueError: if a callable returns what is no interval.
+        """
+        return {
+            name: value_at(name, getattr(self, name), step, _ALLOWED, minimum=1) for name in ("factors", "inverses")
+        }
+
     def factors_due(self, step: int, last: int | None) -> bool:
         """Tell whether the step after `step` completed ones captures statistics, the last such step being `last`."""
         return _due("factors", self.factors, step, last)

@@ -135,7 +135,9 @@ def _save(folder: Path, world: World, training: Training) -> None:
         checkpoint.save(folder / CHECKPOINTS, training.position.step, training.state_dict())
     except checkpoint.CheckpointError as error:
         if world.leads:
-            warnings.warn(f"{error}; the run goes on, and an older checkpoint stays", NatgradWarning, stacklevel=2)
+            older = saved_step(folder)
+            stays = "without a checkpoint" if older is None else f"and the checkpoint of step {older} stays"
+            warnings.warn(f"{error}; the run goes on, {stays}", NatgradWarning, stacklevel=2)
 
 
 def _restore(training: Training, folder: Path, world: World) -> None:

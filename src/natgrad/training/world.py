@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -149,7 +150,8 @@ class Pulse:
 def stop_requests() -> Iterator[Callable[[], bool]]:
     """Turn SIGINT, SIGTERM and the launcher's death into a question that the loop asks after each step."""
     asked = False
-    parent = os.getppid()
+    # A forked rank's parent is the fork server, which outlives the launcher.
+    parent, launcher = os.getppid(), multiprocessing.parent_process()
 
     def remember(signum: int, frame: FrameType | None) -> None:
         nonlocal asked
@@ -157,7 +159,7 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
 
     previous = {each: signal.signal(each, remember) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: asked or os.getppid() != parent
+        yield lambda: asked or os.getppid() != parent or (launcher is not None and not launcher.is_alive())
     finally:
         for each, handler in previous.items():
             signal.signal(each, handler)

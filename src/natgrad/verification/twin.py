@@ -19,6 +19,7 @@ from natgrad.inspection import Inspection
 from natgrad.placement import Placement, Runtime
 from natgrad.progress import Progress
 from natgrad.refresh import Refresh
+from natgrad.renewal import Background
 from natgrad.structure import Structure
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def as_new(original: Preconditioner) -> Iterator[None]:
             original,
             _progress=Progress(step=original._progress.step),
             _watch=Watch(Guard(limit=None)),
+            _background=Background(),
             _inspection=Inspection(silent=True),
             _clip=Clip(original._clip.optimizer, original._clip.bound),
             _given=Given(),

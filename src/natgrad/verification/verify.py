@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from natgrad.aside import aside
 from natgrad.errors import require
 from natgrad.placement import Runtime
 from natgrad.sharding import plain_copy, reshard, whole
@@ -34,7 +34,8 @@ def verify(
     pending = preconditioner.saw_backward
     require(not pending, "verify()", "called between backward and step", "called when no step is under way")
     root, runtime = preconditioner._root, preconditioner._runtime
-    preconditioner._follow()
+    with aside(preconditioner._progress, seconds=dict(preconditioner._progress.seconds)):
+        preconditioner._follow()
     reshard(root)
     accelerators = sorted({p.device.index for p in root.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=accelerators):
@@ -42,10 +43,15 @@ def verify(
             placed, scores = _step_together(preconditioner, model, batch, loss_fn)
             batches, drawn = _gather(batch, runtime), _gather(scores, runtime)
             plain = plain_copy(root, dtype)
-        if preconditioner._reduces:  # weighted by samples, as one batch is; wrappers average what each rank has
-            batches, drawn = [_join(batches)], [[torch.cat(parts) for parts in zip(*drawn, strict=True)]]
-        expected = _step_alone(twin(preconditioner, plain), plain, batches, drawn, loss_fn, dtype)
+        owned, alone = _owned(preconditioner), twin(preconditioner, plain)
+        if owned:
+            expected = _step_by_owners(alone, plain, batches, drawn, loss_fn, dtype, owned, preconditioner._reduces)
+        else:
+            if preconditioner._reduces:  # weighted by samples, as one batch is; wrappers average what each rank has
+                batches, drawn = [_join(batches)], [[torch.cat(parts) for parts in zip(*drawn, strict=True)]]
+            expected = _step_alone(alone, plain, batches, drawn, loss_fn, dtype)
     note = f"{runtime.ranks} rank{'s' if runtime.ranks > 1 else ''} of {type(model).__name__}"
+    note += ", each layer's factors of the samples of its owner alone" if owned else ""
     return Verification(compare(preconditioner._stacks, root, placed, expected), note)
 
 
@@ -75,17 +81,73 @@ def _step_alone(
     dtype: torch.dtype | None,
 ) -> Outcome:
     """Accumulate over the batches of all ranks in this process, with what was sampled for each."""
-    device = next((parameter.device for parameter in plain.parameters()), torch.device("cpu"))
     for batch, scores in zip(batches, drawn, strict=True):
-        queue = iter(scores)
-
-        def replay(score: Tensor, queue: Iterator[Tensor] = queue) -> Tensor:
-            return next(queue).to(score)
-
-        with alone._sampler.aside(replay):
-            _backward(alone, plain, _cast(batch, device, dtype), loss_fn, share=1 / len(batches))
+        _replay(alone, plain, batch, scores, loss_fn, dtype, 1 / len(batches))
     alone.step()
     return _outcome(alone, plain)
+
+
+def _owned(preconditioner: Preconditioner) -> list[set[str]]:
+    """Return the layers whose statistics each rank captures; none: all ranks capture those of all."""
+    plan, ranks = preconditioner._structure.plan, range(preconditioner._runtime.ranks)
+    layers = [member.layer for stack in preconditioner._stacks for member in stack.members]
+    owned = [{layer.name for layer in layers if plan.captures(layer.key, rank)} for rank in ranks]
+    return owned if any(len(own) < len(layers) for own in owned) else []
+
+
+def _step_by_owners(
+    alone: Preconditioner,
+    plain: nn.Module,
+    batches: list[Any],
+    drawn: list[list[Tensor]],
+    loss_fn: LossFunction,
+    dtype: torch.dtype | None,
+    owned: list[set[str]],
+    weighted: bool,
+) -> Outcome:
+    """Accumulate over the batches of all ranks, of which each shows some layers only.
+
+    Where natgrad reduces the gradients they are `weighted` by samples.
+    """
+    ranks, summed = len(batches), alone._reduction == "sum"
+    totals = {name: torch.zeros_like(p) for name, p in plain.named_parameters() if weighted}
+    samples = 0
+    with aside(alone._capture, _counting=True):  # the passes of ranks that own nothing are counted too
+        for batch, scores, own in zip(batches, drawn, owned, strict=True):
+            with aside(alone._capture, _captured=own):
+                _replay(alone, plain, batch, scores, loss_fn, dtype, 1 / ranks)
+            size, samples = alone._capture.samples - samples, alone._capture.samples
+            for name, parameter in plain.named_parameters():
+                if weighted and parameter.grad is not None:
+                    totals[name].add_(parameter.grad, alpha=1 if summed else size * ranks)
+                    parameter.grad.zero_()
+    for name, parameter in plain.named_parameters():
+        if weighted and parameter.grad is not None:
+            parameter.grad.copy_(totals[name] / (1 if summed else samples))
+    alone.step()
+    for parameter in plain.parameters():
+        if weighted and summed and parameter.grad is not None:
+            parameter.grad.mul_(ranks)  # the sum is not divided by the number of passes
+    return _outcome(alone, plain)
+
+
+def _replay(
+    alone: Preconditioner,
+    plain: nn.Module,
+    batch: Any,
+    scores: list[Tensor],
+    loss_fn: LossFunction,
+    dtype: torch.dtype | None,
+    share: float,
+) -> None:
+    """Do the backward pass of one rank, with what was sampled for it."""
+    device, queue = next((p.device for p in plain.parameters()), torch.device("cpu")), iter(scores)
+
+    def replay(score: Tensor) -> Tensor:
+        return next(queue).to(score)
+
+    with alone._sampler.aside(replay):
+        _backward(alone, plain, _cast(batch, device, dtype), loss_fn, share=share)
 
 
 def _check_batch(batch: object) -> None:
@@ -165,11 +227,7 @@ def _gather(value: Any, runtime: Runtime) -> list[Any]:
     """Return what each rank has, tensors on the host."""
     leaves, spec = tree_flatten(value)
     leaves = [leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    found: list[Any] = [leaves]
-    if runtime.ranks > 1:
-        found = [None] * runtime.ranks
-        dist.all_gather_object(found, leaves, group=runtime.group)
-    return [tree_unflatten(each, spec) for each in found]
+    return [tree_unflatten(each, spec) for each in runtime.everywhere(leaves)]
 
 
 def _join(batches: list[Any]) -> Any:

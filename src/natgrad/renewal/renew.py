@@ -1,8 +1,8 @@
-"""Statistics that arrived become running averages; running averages become what a solve needs."""
+"""Running averages become what a solve needs: each part on its owner, the results to all workers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from time import perf_counter
@@ -10,82 +10,22 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from natgrad import triangle
-from natgrad.blocks import Stack
+from natgrad.blocks import Member, Stack
 from natgrad.curvature import Part, Spec
 from natgrad.guard import Watch
 from natgrad.kept import along, pack, packed_shape, unpack
 from natgrad.linalg import tensor_on
 from natgrad.placement import Layout, Plan, Runtime, narrower
 from natgrad.precision import full_products
-from natgrad.sums import Sums
 
 # Decompositions gain nothing from batching matrices beyond this many elements, and would hold them all at once.
 _BATCH = 2**18
 
-
-def fold(sums: Sums, watch: Watch, seed: int) -> Tensor | None:
-    """Add what arrived to the running averages: E ← d E + (1 - d) fresh (SPEC 1).
-
-    Blocks that nobody saw, and those whose sums are not finite, stay as they are.
-
-    Args:
-        sums: The sums over all ranks.
-        watch: Counts what was skipped.
-        seed: Of the rounding to narrow dtypes; the same on all ranks, another at each step.
-
-    Returns:
-        Whether any block was renewed (a lazy bool), or None if there are no blocks.
-    """
-    renewed: Tensor | None = None
-    for piece in sums.arrived():
-        stack, blocks = piece.stack, piece.blocks
-        weight = stack.allocate_averages()[blocks]
-        seen = piece.samples > 0
-        finite = torch.stack([_finite(spec, piece.sums[spec.name]) for spec in stack.statistics]).all(0)
-        fine = seen & finite
-        decay = stack.curvature.factor_decay
-        generator = torch.Generator(stack.device).manual_seed(seed)
-        for spec in stack.statistics:
-            fresh = piece.sums[spec.name]
-            average = stack.averages.read(spec.name, blocks).to(stack.dtype)
-            divisor = (piece.samples if spec.mean == "samples" else piece.rows).clamp(min=1)
-            blend_(average, fresh, decay, (1 - decay) / divisor, fine)
-            if stack.averages.narrow(spec.name):
-                stack.averages.write(spec.name, blocks, average, generator)
-        weight.copy_(torch.where(fine, decay * weight + (1 - decay), weight))
-        watch.saw_factors(stack, blocks, seen & ~finite)
-        renewed = fine.any() if renewed is None else renewed | fine.any().to(renewed.device)
-    return renewed
-
-
-def blend_(average: Tensor, fresh: Tensor, decay: float, share: Tensor, fine: Tensor) -> None:
-    """Set ``average`` to ``decay * average + share * fresh`` where `fine`, block by block.
-
-    Args:
-        average: ``[N, ...]``.
-        fresh: ``[N, ...]``; anything, NaN too, where not `fine`.
-        decay: The weight of the old.
-        share: ``[N]``.
-        fine: ``[N]`` (bool).
-    """
-    broadcast = (-1, *[1] * (average.ndim - 1))
-    if fine.device.type == "cpu" and bool(fine.all()):
-        average.mul_(decay).addcmul_(fresh, share.view(broadcast))
-        return
-    blended = torch.addcmul(average * decay, fresh, share.view(broadcast))
-    average.copy_(torch.where(fine.view(broadcast), blended, average))
-
-
-def _finite(spec: Spec, sums: Tensor) -> Tensor:
-    # No entry of a sum of x xᵀ exceeds its diagonal (Cauchy-Schwarz), so the diagonal tells of all.
-    if spec.symmetric:
-        sums = triangle.diagonals(sums.reshape(-1, sums.shape[-1]), spec.shape[-1]).view(len(sums), -1)
-    return sums.flatten(1).sum(1).isfinite()
+RAISED = -1.0
 
 
 @dataclass
-class _Job:
+class Job:
     """A part of some neighbouring blocks of a stack, all on one owner; None: on every worker."""
 
     owner: int | None
@@ -95,35 +35,50 @@ class _Job:
     stop: int
 
     def numel(self, spec: Spec) -> int:
+        """Return how many elements of a tensor that the part writes travel."""
         return (self.stop - self.start) * prod(packed_shape(spec))
 
     def read(self, spec: Spec) -> Tensor:
+        """Return what is held of a tensor, as it travels ``[numel(spec)]``."""
         return pack(self.stack.held.read(spec.name, slice(self.start, self.stop)), spec).reshape(-1)
 
     def write(self, spec: Spec, values: Tensor) -> None:
+        """Hold what has arrived of a tensor."""
         whole = unpack(values.view(-1, *packed_shape(spec)), spec)
         self.stack.held.write(spec.name, slice(self.start, self.stop), whole)
 
-    def run(self, damping: float) -> list[bool]:
-        """Do the work into what is held; blocks that fail keep what they had."""
+    @property
+    def members(self) -> list[Member]:
+        """The layers."""
+        return [member for member in self.stack.members if self.start <= member.start < self.stop]
+
+    def pieces(self) -> Iterator[slice]:
+        """Yield the blocks that are decomposed together."""
         size = sum(spec.numel for spec in self.part.writes)
         step = max(1, _BATCH // size)
-        success: list[bool] = []
-        held, started = self.stack.held, perf_counter()
         for start in range(self.start, self.stop, step):
-            blocks = slice(start, min(start + step, self.stop))
+            yield slice(start, min(start + step, self.stop))
+
+    def run(self, damping: float) -> list[bool]:
+        """Do the work into what is held; blocks that fail keep what they had."""
+        success: list[bool] = []
+        started = perf_counter()
+        for blocks in self.pieces():
             averages = self.stack.corrected(blocks, self.part.reads)
             with full_products(self.stack.device):
                 written, fine = self.stack.curvature.renew(self.part.name, averages, damping)
-            flags: list[bool] = fine.tolist()
-            for spec, fresh in zip(self.part.writes, written, strict=True):
-                if not all(flags):
-                    fresh = torch.where(along(fine, len(spec.shape)), fresh, held.read(spec.name, blocks))  # noqa: PLW2901
-                held.write(spec.name, blocks, fresh)
-            success += flags
-        members = [member for member in self.stack.members if self.start <= member.start < self.stop]
-        self.stack.charge(members, perf_counter() - started)
+            success += self.keep(blocks, written, fine)
+        self.stack.charge(self.members, perf_counter() - started)
         return success
+
+    def keep(self, blocks: slice, written: Sequence[Tensor], fine: Tensor) -> list[bool]:
+        """Write what was made of some blocks into what is held where it is `fine`, and return these flags."""
+        held, flags = self.stack.held, [bool(flag) for flag in fine.tolist()]
+        for spec, fresh in zip(self.part.writes, written, strict=True):
+            if not all(flags):
+                fresh = torch.where(along(fine, len(spec.shape)), fresh, held.read(spec.name, blocks))  # noqa: PLW2901
+            held.write(spec.name, blocks, fresh)
+        return flags
 
 
 def observed(stacks: list[Stack]) -> set[str]:
@@ -158,23 +113,50 @@ def renew(
     Returns:
         Whether there was anything to do.
     """
-    jobs = _jobs(stacks, plan, keys)
-    success: list[list[bool]] = []
+    jobs = jobs_of(stacks, plan, keys)
+    success: list[list[float]] = []
     for job in jobs:
         job.stack.allocate_held()
         mine = job.owner in (None, runtime.rank)
-        success.append(job.run(damping) if mine else [False] * (job.stop - job.start))
-    if plan.columns < runtime.ranks:
-        success = _exchange(jobs, success, plan.column(runtime.rank), runtime, wire)
-    for job, flags in zip(jobs, success, strict=True):
-        job.stack.renewed(job.part.name, job.start, flags)
-        watch.saw_decompositions(job.stack, job.part.name, job.start, flags)
+        success.append([float(flag) for flag in job.run(damping)] if mine else [0.0] * (job.stop - job.start))
+    conclude(jobs, success, plan.column(runtime.rank), runtime, watch, wire)
     return bool(jobs)
 
 
-def _jobs(stacks: list[Stack], plan: Plan[str], keys: Collection[str]) -> list[_Job]:
+def conclude(
+    jobs: list[Job],
+    success: list[list[float]],
+    workers: Sequence[int],
+    runtime: Runtime,
+    watch: Watch,
+    wire: torch.dtype | None,
+) -> list[Job]:
+    """End a renewal: exchange what its jobs have made, and note for what there is curvature now.
+
+    Args:
+        jobs: The jobs, the same on all `workers`.
+        success: For each block of each job above 0 where it succeeded, `RAISED` where its owner was stopped by another
+            error than that of a decomposition; read where the job is this rank's.
+        workers: The ranks that exchange.
+        runtime: The ranks.
+        watch: Counts what failed.
+        wire: That of `renew`.
+
+    Returns:
+        The jobs that were stopped by an error.
+    """
+    if len(workers) > 1:
+        success = _exchange(jobs, success, workers, runtime, wire)
+    for job, numbers in zip(jobs, success, strict=True):
+        flags = [number > 0 for number in numbers]
+        job.stack.renewed(job.part.name, job.start, flags)
+        watch.saw_decompositions(job.stack, job.part.name, job.start, flags)
+    return [job for job, numbers in zip(jobs, success, strict=True) if RAISED in numbers]
+
+
+def jobs_of(stacks: list[Stack], plan: Plan[str], keys: Collection[str]) -> list[Job]:
     """Return the jobs of the layers that this rank works for: neighbouring layers of one owner together."""
-    jobs: list[_Job] = []
+    jobs: list[Job] = []
     for stack in stacks:
         if not stack.role.works:
             continue
@@ -182,11 +164,11 @@ def _jobs(stacks: list[Stack], plan: Plan[str], keys: Collection[str]) -> list[_
             for member in stack.members:
                 if member.layer.key in keys:
                     owner = plan.seats[member.layer.key].owners[part.name]
-                    _append(jobs, _Job(owner, stack, part, member.start, member.stop))
+                    _append(jobs, Job(owner, stack, part, member.start, member.stop))
     return jobs
 
 
-def _append(jobs: list[_Job], job: _Job) -> None:
+def _append(jobs: list[Job], job: Job) -> None:
     """Append `job`, or lengthen the last one by it where they are neighbours."""
     last = jobs[-1] if jobs else None
     if last and (last.owner, last.stack, last.part, last.stop) == (job.owner, job.stack, job.part, job.start):
@@ -203,8 +185,8 @@ class _Parcel:
     device: torch.device
     layout: Layout
     jobs: list[int]
-    matrices: list[tuple[_Job, Spec]]
-    vectors: list[tuple[_Job, Spec]]
+    matrices: list[tuple[Job, Spec]]
+    vectors: list[tuple[Job, Spec]]
 
     def send(self, flags: list[float]) -> Tensor:
         """Return the message ``[1, size]``."""
@@ -226,13 +208,13 @@ class _Parcel:
 
 
 def _exchange(
-    jobs: list[_Job], success: list[list[bool]], workers: Sequence[int], runtime: Runtime, wire: torch.dtype | None
-) -> list[list[bool]]:
+    jobs: list[Job], success: list[list[float]], workers: Sequence[int], runtime: Runtime, wire: torch.dtype | None
+) -> list[list[float]]:
     """Send each owner's results to all workers: one message an owner, device and dtypes, flags of success with it."""
     parcels = _parcels(jobs, wire)
     messages = []
     for parcel in parcels:
-        flags = [float(flag) for index in parcel.jobs for flag in success[index]]
+        flags = [flag for index in parcel.jobs for flag in success[index]]
         mine = parcel.owner == runtime.rank
         message = parcel.send(flags) if mine else parcel.layout.empty(1, parcel.device)
         counted = len(flags) * parcel.layout.dtype.itemsize
@@ -244,11 +226,11 @@ def _exchange(
             continue
         arrived = iter(parcel.receive(message))
         for index in parcel.jobs:
-            result[index] = [next(arrived) > 0 for _ in success[index]]
+            result[index] = [next(arrived) for _ in success[index]]
     return result
 
 
-def _parcels(jobs: list[_Job], wire: torch.dtype | None) -> list[_Parcel]:
+def _parcels(jobs: list[Job], wire: torch.dtype | None) -> list[_Parcel]:
     groups: dict[tuple[int, torch.device, torch.dtype, torch.dtype], list[int]] = {}
     for index, job in enumerate(jobs):
         if job.owner is None:

@@ -1,0 +1,42 @@
+"""What a layer asks of a placement, in numbers: the sizes that its curvature declares, in the dtypes of its tensors."""
+
+from __future__ import annotations
+
+from math import prod
+
+from natgrad.curvature import Curvature, Spec
+from natgrad.kept import packed_shape, spec_dtype
+from natgrad.layers import Layer
+from natgrad.placement import Work, narrower
+from natgrad.precision import Precision, at_least_float32
+
+
+def work(layer: Layer, curvature: Curvature, precision: Precision) -> Work:
+    """Return what a layer asks for."""
+    sizes, n = (layer.outputs, layer.inputs), layer.blocks
+    statistics, parts = curvature.statistics(*sizes), curvature.parts(*sizes)
+    written = [spec for part in parts for spec in part.writes]
+    parameter = layer.slots[0].parameter
+    factors, held = precision.factor_dtype(parameter), precision.solve_dtype(parameter)
+    return Work(
+        parts={part.name: part.cost * n for part in parts},
+        sums=n * sum(prod(packed_shape(spec)) for spec in statistics),
+        results={part.name: n * sum(prod(packed_shape(spec)) for spec in part.writes) for part in parts},
+        gradients=n * prod(sizes),
+        blocks=n,
+        solve=n * prod(sizes) * sum(_products(spec) for spec in written),
+        averages=n * sum(prod(packed_shape(spec)) * spec_dtype(spec, factors).itemsize for spec in statistics),
+        held=n * sum(spec.numel * spec_dtype(spec, held).itemsize for spec in written),
+        itemsize=at_least_float32(held).itemsize,
+        wire=narrower(precision.wire, at_least_float32(factors)).itemsize,
+        alone=layer.form != "one-hot",
+    )
+
+
+def _products(spec: Spec) -> float:
+    """Return how many multiply-adds an element of the gradient meets in what a renewal has written.
+
+    It is multiplied once by each matrix, an inverse, and twice where that is not symmetric: by a basis and back.
+    """
+    square = len(spec.shape) > 1 and spec.shape[-1] == spec.shape[-2]
+    return float(spec.shape[-1] * (1 if spec.symmetric else 2)) if square else 1.0

@@ -1,0 +1,142 @@
+"""The inner life of a preconditioner: from captured sums to running averages, what is made of them, and gradients."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from natgrad.blocks import Stack
+from natgrad.capture import Capture
+from natgrad.clip import Clip
+from natgrad.exchange import Left, collect, deliver
+from natgrad.given import Given
+from natgrad.gradients import Gradients
+from natgrad.guard import Watch
+from natgrad.inspection import Inspection
+from natgrad.placement import Runtime
+from natgrad.precision import Precision
+from natgrad.progress import Progress
+from natgrad.reduction import Scaling
+from natgrad.refresh import Refresh
+from natgrad.renewal import Background, fold, observed, renew
+from natgrad.schedule import Schedule, value_at
+from natgrad.structure import Structure
+from natgrad.sums import make_sums
+
+
+class Engine:
+    """The phases of a step, on the parts that a `natgrad.Preconditioner` is made of; it decides on their order."""
+
+    _root: nn.Module
+    _structure: Structure
+    _runtime: Runtime
+    _capture: Capture
+    _scaling: Scaling
+    _background: Background
+    _inspection: Inspection
+    _watch: Watch
+    _clip: Clip
+    _given: Given
+    _progress: Progress
+    _precision: Precision
+    _refresh: Refresh
+    _damping: Schedule
+    _detached: bool
+
+    @property
+    def _stacks(self) -> list[Stack]:
+        return self._structure.stacks
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether ranks work for some layers only, and give each other what they have preconditioned."""
+        return self._structure.plan.columns > 1
+
+    @property
+    def _behind(self) -> bool:
+        """Whether renewals happen beside the steps; before the first there is nothing to go on with meanwhile."""
+        return self._structure.plan.placement.name == "background" and self._progress.last_inverses is not None
+
+    def _collect(self, *, early: bool) -> None:
+        with self._progress.phase("renew", self._runtime):
+            plan, wire = self._structure.plan, self._precision.wire
+            self._background.collect(plan, self._runtime, self._watch, self._progress, wire, early=early)
+
+    def _agreed(self, flag: bool) -> bool:
+        return self._runtime.any(flag) if self._exchanges else flag
+
+    def _begin(self) -> None:
+        """Set the hooks on the layers as they are now."""
+        if not self._detached:
+            placement, wire = self._structure.plan.placement, self._precision.wire
+            sums = make_sums(self._stacks, placement, self._runtime, wire, self._scaling.of_captured)
+            self._capture.attach(self._stacks, sums)
+        self._watch.forget()
+        self._progress.began = self._progress.ended = 0.0
+
+    def _follow(self) -> None:
+        """Follow what has happened to the model's parameters since."""
+        if self._structure.move():
+            self._watch.forget()
+        with self._progress.phase("renew", self._runtime):
+            self._background.fold(self._watch)
+        if self._structure.follow(lambda: self._collect(early=True)):
+            self._begin()
+            self._inspection.restart()
+
+    def _damping_now(self) -> float:
+        return value_at("damping", self._damping, self._progress.step, "a number > 0", minimum=0, strict=True)
+
+    def _scale_gradients(self, count: int | None) -> tuple[float | Tensor, Left | None]:
+        samples = self._capture.samples if count is None else count
+        backwards, structure = len(self._capture.backwards), self._structure
+        with self._progress.phase("reduce", self._runtime):
+            return self._scaling.of_gradients(self._root, structure, self._runtime, samples, backwards)
+
+    def _update_factors(self, count: int | None) -> None:
+        self._capture.finish()
+        if self._runtime.ranks == 1 and self._capture.sums.empty:
+            return
+        with self._progress.phase("reduce", self._runtime):
+            share = 1.0 if count is None else count / max(1, self._capture.samples)
+            wire, gain = self._precision.wire, self._scaling.of_captured(len(self._capture.backwards))
+            self._capture.sums.close(share, gain)
+            self._capture.sums.spoilt = self._scaling.spoilt(self._runtime)
+            if self._behind:
+                sums, inspection = self._capture.sums, self._inspection
+                self._background.post(self._stacks, sums, self._runtime, self._progress, inspection, wire)
+                return
+            self._capture.sums.travel(self._runtime, wire)
+            self._inspection.look(self._stacks, self._capture.sums, self._runtime)
+        with self._progress.phase("renew", self._runtime):
+            renewed = fold(self._capture.sums, self._watch, self._progress.step)
+            # The answer is waited for only before the first renewal: a checkpoint loader may step before any forward,
+            # and a first batch may be poisoned.
+            first = self._progress.last_factors is None
+            if self._agreed(bool(renewed)) if first else renewed is not None or self._exchanges:
+                self._progress.renewed_factors()
+
+    def _update_inverses(self, damping: float) -> None:
+        with self._progress.phase("renew", self._runtime):
+            plan, wire = self._structure.plan, self._precision.wire
+            seen, captured = observed(self._stacks), self._capture.wanted and not self._behind
+            usable = self._inspection.usable(self._stacks, seen, captured=captured)
+            if self._behind:
+                self._background.begin(self._stacks, plan, usable, damping, self._runtime.rank, self._progress)
+                return
+            renewed = renew(self._stacks, plan, self._runtime, usable, damping, self._watch, wire)
+            if renewed or self._exchanges:
+                self._progress.renewed_inverses()
+
+    def _precondition(self, damping: float, scale: float | Tensor, left: Left | None) -> None:
+        with self._progress.phase("solve", self._runtime):
+            gradients = Gradients.take(self._stacks, exchanged=self._exchanges)
+            if self._exchanges:
+                gradients.solve_own(damping, collect(gradients, self._runtime))
+                deliver(gradients, self._structure.plan, self._runtime, self._watch, left)
+            else:
+                gradients.solve(damping, self._runtime)
+            finite = self._clip.apply(gradients, scale)
+            for entry, fine in zip(gradients.entries, finite, strict=True):
+                self._watch.saw_gradients(entry.stack, entry.places(), ~fine)
+            gradients.give()
+            self._given.note(self._stacks)

@@ -1,0 +1,111 @@
+"""The seats of all layers, by longest processing time."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from natgrad.placement.options import Placement
+from natgrad.placement.plan import Plan, Seat, Work
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def assign(placement: Placement, works: Mapping[Key, Work], ranks: int, seated: Mapping[Key, Seat]) -> Plan[Key]:
+    """Place layers on ranks as `natgrad.placement.make_plan` says; `placement` fits and is not "auto"."""
+    speeds = placement.speeds if placement.speeds is not None else (1.0,) * ranks
+    columns = ranks // placement.workers(ranks)
+    members = [tuple(range(column, ranks, columns)) for column in range(columns)]
+    seats = {key: Seat((), {}, _sums(placement, work)) for key, work in works.items()}
+    note = f"placement {placement}"
+    bare: Plan[Key] = Plan(placement, ranks, columns, seats, works, weigh(placement, works), note)
+    homes = _columns(bare, members, speeds, seated)
+    owners = _owners(bare, homes, members, speeds)
+    return replace(
+        bare, seats={key: replace(seat, workers=members[homes[key]], owners=owners[key]) for key, seat in seats.items()}
+    )
+
+
+def weigh(placement: Placement, works: Mapping[Key, Work]) -> dict[Key, float]:
+    """Return the work of each layer: as measured, or as modelled, brought to the unit of what is measured."""
+    measured = {key: placement.costs[str(key)] for key in works if str(key) in (placement.costs or {})}  # type: ignore[index]
+    modelled = sum(works[key].cost for key in measured)
+    unit = sum(measured.values()) / modelled if modelled else 1.0
+    return {key: measured[key] if key in measured else work.cost * unit for key, work in works.items()}
+
+
+def _sums(placement: Placement, work: Work) -> Literal["all", "worker", "alone"]:
+    if placement.name == "dp":
+        return "alone" if work.alone else "worker"
+    return "worker" if placement.name == "reduce-scatter" else "all"
+
+
+def _columns(
+    plan: Plan[Key], members: Sequence[Sequence[int]], speeds: Sequence[float], seated: Mapping[Key, Seat]
+) -> dict[Key, int]:
+    """Return the column of each layer."""
+    known = {tuple(own): column for column, own in enumerate(members)}
+    kept = {key: known[seated[key].workers] for key in plan.seats if key in seated and seated[key].workers in known}
+    if plan.placement.owners == "round-robin":
+        return {key: kept.get(key, index % len(members)) for index, key in enumerate(plan.seats)}
+    homes, weights = dict(kept), plan.weights
+    load = _Load(range(len(members)), [sum(speeds[rank] for rank in own) for own in members])
+    # In this order whatever the order of the layers, for sums of rounded numbers depend on theirs.
+    for key in _descending({key: weights[key] for key in kept}):
+        load.add(kept[key], weights[key])
+    for key in _descending({key: weight for key, weight in weights.items() if key not in kept}):
+        homes[key] = load.give(weights[key])
+    return homes
+
+
+def _owners(
+    plan: Plan[Key], homes: Mapping[Key, int], members: Sequence[Sequence[int]], speeds: Sequence[float]
+) -> dict[Key, dict[str, int | None]]:
+    """Return the owner of each part."""
+    placement = plan.placement
+    weights = {(key, part): plan.weight(key, part) for key, work in plan.layers.items() for part in work.parts}
+    owners: dict[Key, dict[str, int | None]] = {key: {} for key in plan.layers}
+    loads = [_Load(own, [speeds[rank] for rank in own]) for own in members]
+    turns = [0] * len(members)
+    for key, part in weights if placement.owners == "round-robin" else _descending(weights):
+        home, work = homes[key], plan.layers[key]
+        if placement.name == "pipelined" and _is_cheaper_everywhere(placement, work, part):
+            owners[key][part] = None
+            loads[home].add(slice(None), weights[key, part])
+        elif placement.owners == "round-robin":
+            owners[key][part] = members[home][turns[home] % len(members[home])]
+            turns[home] += 1
+        else:
+            owners[key][part] = loads[home].give(weights[key, part])
+    return owners
+
+
+def _is_cheaper_everywhere(placement: Placement, work: Work, part: str) -> bool:
+    """Tell whether every rank decomposes a part sooner than it would receive the result (SPD-KFAC, section IV-B)."""
+    size = work.results.get(part, 0) * work.travels
+    return placement.link.work(work.parts[part]) < placement.link.message(size)
+
+
+def _descending(costs: Mapping[Key, float]) -> Iterable[Key]:
+    return sorted(costs, key=lambda key: -costs[key])
+
+
+class _Load:
+    """What each of some workers has to do so far."""
+
+    def __init__(self, workers: Sequence[int], speeds: Sequence[float]) -> None:
+        self._workers, self._speeds = workers, np.array(speeds)
+        self._work = np.zeros(len(workers))
+
+    def add(self, index: int | slice, cost: float) -> None:
+        """Add to the work of one of them, or of some."""
+        self._work[index] += cost
+
+    def give(self, cost: float) -> int:
+        """Give work to the one that will be done with it first, the first of equals, and return that one."""
+        best = int(((self._work + cost) / self._speeds).argmin())
+        self.add(best, cost)
+        return self._workers[best]

@@ -1,0 +1,71 @@
+"""Sums that arrived become running averages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from natgrad import triangle
+from natgrad.curvature import Spec
+from natgrad.guard import Watch
+from natgrad.sums import Departed, Sums
+
+
+def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
+    """Add what arrived to the running averages: E ← d E + (1 - d) fresh (SPEC 1).
+
+    Blocks that nobody saw, and those whose sums are not finite, stay as they are; all of them in a spoilt step.
+
+    Args:
+        sums: The sums over all ranks.
+        watch: Counts what was skipped.
+        seed: Of the rounding to narrow dtypes; the same on all ranks, another at each step.
+
+    Returns:
+        Whether any block was renewed (a lazy bool), or None if there are no blocks.
+    """
+    renewed: Tensor | None = None
+    for piece in sums.arrived():
+        stack, blocks = piece.stack, piece.blocks
+        weight = stack.allocate_averages()[blocks]
+        seen = piece.samples > 0
+        finite = torch.stack([_finite(spec, piece.sums[spec.name]) for spec in stack.statistics]).all(0)
+        fine = seen & finite if sums.spoilt is None else seen & finite & ~sums.spoilt.to(stack.device)
+        decay = stack.curvature.factor_decay
+        generator = torch.Generator(stack.device).manual_seed(seed)
+        for spec in stack.statistics:
+            fresh = piece.sums[spec.name]
+            average = stack.averages.read(spec.name, blocks).to(stack.dtype)
+            divisor = (piece.samples if spec.mean == "samples" else piece.rows).clamp(min=1)
+            blend_(average, fresh, decay, (1 - decay) / divisor, fine)
+            if stack.averages.narrow(spec.name):
+                stack.averages.write(spec.name, blocks, average, generator)
+        weight.copy_(torch.where(fine, decay * weight + (1 - decay), weight))
+        watch.saw_factors(stack, blocks, seen & ~finite)
+        renewed = fine.any() if renewed is None else renewed | fine.any().to(renewed.device)
+    return renewed
+
+
+def blend_(average: Tensor, fresh: Tensor, decay: float, share: Tensor, fine: Tensor) -> None:
+    """Set ``average`` to ``decay * average + share * fresh`` where `fine`, block by block.
+
+    Args:
+        average: ``[N, ...]``.
+        fresh: ``[N, ...]``; anything, NaN too, where not `fine`.
+        decay: The weight of the old.
+        share: ``[N]``.
+        fine: ``[N]`` (bool).
+    """
+    broadcast = (-1, *[1] * (average.ndim - 1))
+    if fine.device.type == "cpu" and bool(fine.all()):
+        average.mul_(decay).addcmul_(fresh, share.view(broadcast))
+        return
+    blended = torch.addcmul(average * decay, fresh, share.view(broadcast))
+    average.copy_(torch.where(fine.view(broadcast), blended, average))
+
+
+def _finite(spec: Spec, sums: Tensor) -> Tensor:
+    # No entry of a sum of x xᵀ exceeds its diagonal (Cauchy-Schwarz), so the diagonal tells of all.
+    if spec.symmetric:
+        sums = triangle.diagonals(sums.reshape(-1, sums.shape[-1]), spec.shape[-1]).view(len(sums), -1)
+    return sums.flatten(1).sum(1).isfinite()

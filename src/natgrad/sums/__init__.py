@@ -1,0 +1,7 @@
+"""The raw sums of a step: collected by the hooks in messages, which travel in the step or before it."""
+
+from natgrad.sums.messages import Departed as Departed
+from natgrad.sums.pipelined import make_sums as make_sums
+from natgrad.sums.sums import Sums as Sums
+
+__all__ = ["Departed", "Sums", "make_sums"]

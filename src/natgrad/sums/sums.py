@@ -1,0 +1,186 @@
+"""The raw sums of one step, in contiguous messages: symmetric matrices as triangles, ready to travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from natgrad.blocks import Stack
+from natgrad.kept import pack
+from natgrad.placement import Posted, Runtime
+from natgrad.sums.messages import Arrived, Departed, Message, Pieces, Tally
+
+
+class Observe(Protocol):
+    """`Curvature.observe` with the rows of one use."""
+
+    def __call__(self, sums: Mapping[str, Tensor], *, first: bool) -> None:
+        """Add to whole sums ``[n, *shape]``, or write into uninitialised ones."""
+
+
+class Sums:
+    """Raw sums and counts of all layers.
+
+    Memory is taken when a layer is first captured, and dropped when it has been read: at the end of a forward pass,
+    when memory is scarcest, the sums would be in the way. With `fused` all sums of one dtype and device are one
+    message to each destination; otherwise each layer has its own, which exists no sooner than it must.
+
+    Attributes:
+        spoilt: Whether a ``GradScaler`` skips this step (a lazy bool, the same on all ranks); None: it cannot.
+    """
+
+    def __init__(self, stacks: Sequence[Stack], *, fused: bool) -> None:
+        """Lay out the messages of those `stacks` to whose sums this rank adds or from whom it receives them."""
+        groups: dict[object, Pieces] = {}
+        stacks = [stack for stack in stacks if stack.role.captures or stack.role.receives]
+        for stack in stacks:
+            if fused:
+                groups.setdefault((stack.dtype, stack.device, *_destination(stack)), []).append((stack, stack.members))
+            else:
+                groups.update({member.layer.name: [(stack, [member])] for member in stack.members})
+        self._members = {member.layer.name: (stack, member) for stack in stacks for member in stack.members}
+        self.tallies = {name: Tally() for name in self._members}
+        self._open: dict[str, dict[str, Tensor]] = {}
+        self.spoilt: Tensor | None = None
+        self._lay_out(groups.values())
+
+    def _lay_out(self, messages: Iterable[Pieces]) -> None:
+        self._messages = [Message(pieces) for pieces in messages]
+        self._home = {member.layer.name: message for message in self._messages for _, member in message.members}
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added since the last step."""
+        return not any(tally.rows for tally in self.tallies.values())
+
+    @property
+    def departed(self) -> int:
+        """How many messages have left since the last step."""
+        return 0
+
+    def of(self, layer: str) -> dict[str, Tensor]:
+        """Return the sums of a layer ``[n, *packed_shape(spec)]``, uninitialised if its tally is at zero."""
+        message = self._home[layer]
+        message.allocate()
+        return message.views[layer]
+
+    def add(self, layer: str, task: int, observe: Observe) -> None:
+        """Add what one use of a layer shows; its tally is counted afterwards.
+
+        The first use in a backward pass is packed at once, so that no whole matrix outlives the hook. Those that follow
+        in the same pass (weights shared over time) are summed whole, and packed together.
+
+        Args:
+            layer: The layer.
+            task: The backward pass.
+            observe: Adds to whole sums, as `Curvature.observe` does.
+        """
+        tally = self.tallies[layer]
+        if tally.task == task and tally.rows:
+            begun = layer in self._open
+            if not begun:
+                self._open[layer] = self._whole(layer)
+            observe(self._open[layer], first=not begun)
+            return
+        self._pack(layer)
+        whole = self._whole(layer)
+        observe(whole, first=True)
+        self._merge(layer, whole, overwrite=not tally.rows)
+
+    def counted(self, layer: str, passes: int) -> None:
+        """Take that a use of a layer was added and counted.
+
+        Args:
+            layer: The layer.
+            passes: The backward passes of the loss since the last step.
+        """
+
+    def abandon(self) -> None:
+        """End what is under way: others take the place of these sums; all ranks together."""
+
+    def _whole(self, layer: str) -> dict[str, Tensor]:
+        stack, member = self._members[layer]
+        blocks, like = member.stop - member.start, next(iter(self.of(layer).values()))
+        return {spec.name: like.new_empty(blocks, *spec.shape) for spec in stack.statistics}
+
+    def _pack(self, layer: str) -> None:
+        """Add the whole sums of a layer, if there are any, to those that travel."""
+        if layer in self._open:
+            self._merge(layer, self._open.pop(layer), overwrite=False)
+
+    def _merge(self, layer: str, whole: dict[str, Tensor], *, overwrite: bool) -> None:
+        views = self.of(layer)
+        for spec in self._members[layer][0].statistics:
+            target = views[spec.name]
+            if overwrite:
+                pack(whole.pop(spec.name), spec, target)
+            else:
+                target.add_(pack(whole.pop(spec.name), spec))
+
+    def travel(self, runtime: Runtime, wire: torch.dtype | None) -> None:
+        """Sum the closed messages over the ranks, in place.
+
+        Args:
+            runtime: The ranks.
+            wire: The dtype in which sums travel, if narrower than their own.
+        """
+        to_workers: dict[object, list[Message]] = {}
+        for message in self._messages:
+            assert message.buffer is not None
+            if message.role.seat.sums == "all":
+                runtime.sum_(message.buffer, message.kinds, wire)
+            elif message.role.seat.sums == "worker":
+                to_workers.setdefault((message.buffer.dtype, message.buffer.device), []).append(message)
+        for messages in to_workers.values():
+            runtime.sum_to_([(message.role.server, message.allocate(), message.kinds) for message in messages], wire)
+
+    def post(self, runtime: Runtime, wire: torch.dtype | None) -> list[Posted]:
+        """Begin what `travel` does, in a queue of its own; only where all ranks receive all sums."""
+        posted = []
+        for message in self._messages:
+            assert message.buffer is not None
+            posted.append(runtime.post_sum(message.buffer, message.kinds, wire, runtime.background))
+        return posted
+
+    def depart(self, posted: list[Posted]) -> Departed:
+        """Give away the messages that were `posted`."""
+        return Departed([message.give() for message in self._messages], posted, self.spoilt)
+
+    def close(self, share: float, gain: float | Tensor) -> None:
+        """Make the messages ready to travel: unseen layers become zeros, gradients per-sample ones, counters filled in.
+
+        Each rank corrects its own sums, for its share and its gain are its own.
+
+        Args:
+            share: How many positions of the loss count (masked tokens) of those that it was taken to have.
+            gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
+        """
+        for layer in list(self._open):
+            self._pack(layer)
+        for message in self._messages:
+            message.close(self.tallies, share, gain)
+
+    def arrived(self) -> Iterator[Arrived]:
+        """Yield the sums that are this rank's as they stand now, and drop each message once it has been read."""
+        for message in self._messages:
+            if message.role.receives:
+                yield from message.arrived()
+            message.release()
+
+    def reset(self) -> None:
+        """Begin the next step."""
+        for tally in self.tallies.values():
+            tally.samples = tally.rows = tally.beyond = tally.task_samples = 0
+            tally.task = None
+        self._open.clear()
+        self.spoilt = None
+        for message in self._messages:
+            message.release()
+
+
+def _destination(stack: Stack) -> tuple[object, ...]:
+    seat = stack.role.seat
+    return seat.sums, None if seat.sums == "all" else seat.workers

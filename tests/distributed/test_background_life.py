@@ -1,0 +1,290 @@
+"""What ends, changes or looks into a training whose renewals are under way: nothing hangs, nothing is left over."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from time import monotonic
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import natgrad
+from tests.distributed import sharded_jobs
+from tests.distributed.jobs import batch
+from tests.distributed.test_background import Case, Training, assert_close, assert_equal, damping, defined, train
+from tests.distributed.test_death import check
+from tests.distributed.test_placements import MODELS, train_model
+
+CASE = Case(factors=1, inverses=3, staleness=2)
+UNDER_WAY = 4  # completed steps: a renewal was begun by step 3, and the sums of step 3 travel
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("natgrad")]
+
+
+def started(case=CASE, steps=range(UNDER_WAY)):
+    training = Training(case)
+    for step in steps:
+        training.step(step)
+    return training
+
+
+def go_on(training):
+    for step in range(UNDER_WAY, 10):
+        training.step(step)
+
+
+def none_left():
+    """Wait for a thread that is at its last decomposition."""
+    late = monotonic() + 10
+    while threads() and monotonic() < late:
+        for thread in threads():
+            thread.join(0.1)
+    return not threads()
+
+
+def delete():
+    training = started()
+    assert len(threads()) == 1
+    training.preconditioner = None
+    gc.collect()
+    assert none_left()
+
+
+def detach():
+    training = started()
+    local = training.preconditioner.state_dict()
+    training.preconditioner.detach()
+    assert none_left()
+    for gather in (False, True):
+        after = training.preconditioner.state_dict(gather=gather)
+        assert after["last_inverses"] == local["last_inverses"] == 0
+        for key, own in after["blocks"].items():
+            assert all(torch.equal(value, local["blocks"][key][name]) for name, value in own.items())
+
+
+def test_a_preconditioner_that_is_deleted_or_detached_takes_its_thread_along(ranks):
+    for function in (delete, detach):
+        function()
+        ranks.run(2, function)
+
+
+def go_ahead():
+    """Rank 1 begins step 4, in which sums are due, only after rank 0 has ended it."""
+    training, token = started(), torch.zeros(1)
+    training.backward(UNDER_WAY)
+    if dist.get_rank() == 1:
+        dist.recv(token, 0)
+    training.preconditioner.step()
+    if dist.get_rank() == 0:
+        dist.send(token, 1)
+    training.optimizer.step()
+    for step in range(UNDER_WAY + 1, 10):
+        training.step(step)
+    return training.parameters()
+
+
+def test_no_rank_waits_for_the_sums_of_others(ranks):
+    """Were it otherwise, both would wait for each other."""
+    assert_equal([*ranks.run(2, go_ahead), train_of(ranks, range(10))])
+
+
+def outlive(where):
+    training = started(replace(CASE, wrapped=False, options={"gradients": "reduce"}))
+    if dist.get_rank() == 0:
+        setattr(training.preconditioner, where, lambda *args, **options: os._exit(1))
+    begun = monotonic()
+    with pytest.raises(natgrad.NatgradError) as raised:
+        go_on(training)
+    return str(raised.value), type(raised.value.__cause__), monotonic() - begun
+
+
+@pytest.mark.parametrize("where", ["_update_factors", "_collect"])
+def test_a_rank_that_stops(ranks, where):
+    """The others learn of it when they wait for its sums, or for its part of a renewal."""
+    check(ranks.outlive(2, 0, outlive, where))
+
+
+def discard():
+    training = started()
+    training.backward(99)
+    training.preconditioner.discard()
+    go_on(training)
+    return training.parameters()
+
+
+def test_discarded_passes_leave_alone_what_is_under_way(ranks):
+    results = ranks.run(2, discard)
+    assert_equal(results)
+    assert_close(results[0], defined(CASE, range(10)))
+
+
+def load_meanwhile():
+    """Load the state of step 2 into a training in which more is under way."""
+    training = started(steps=range(2))
+    state = training.state(gather=False)
+    for step in range(2, UNDER_WAY):
+        training.step(step)
+    training.load(state)
+    for step in range(2, 10):
+        training.step(step)
+    return training.parameters()
+
+
+def test_a_load_drops_what_is_under_way(ranks):
+    assert_equal([*ranks.run(2, load_meanwhile), train_of(ranks, range(10))])
+
+
+def train_of(ranks, steps):
+    return ranks.run(2, train, CASE, steps)[0][0]
+
+
+def change():
+    training = started(replace(CASE, wrapped=False, options={"gradients": "reduce"}))
+    before = training.preconditioner.metrics()["inverse_updates"]
+    training.model[0].requires_grad_(False)
+    vectors = training.preconditioner._stacks[-1].held["inverse_A"].clone()
+    training.step(UNDER_WAY)  # has to collect what is under way, of all layers but the one that is gone
+    names = [member.layer.name for stack in training.preconditioner._stacks for member in stack.members]
+    changed = not torch.equal(vectors, training.preconditioner._stacks[-1].held["inverse_A"])
+    updates = training.preconditioner.metrics()["inverse_updates"] - before
+    training.model[0].requires_grad_(True)
+    for step in range(UNDER_WAY + 1, 12):
+        training.step(step)
+    return training.parameters(), (names, changed, updates)
+
+
+def test_layers_that_come_and_go(ranks):
+    results = ranks.run(2, change)
+    assert_equal([parameters for parameters, _ in results])
+    for _, found in results:
+        assert found == (["3", "5"], True, 1)
+    assert all(value.isfinite().all() for value in results[0][0].values())
+
+
+def move():
+    training = started(Case(factors=1, inverses=3, staleness=2))
+    training.model.float()
+    x, y = batch(0)
+    for _ in range(4):
+        training.optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(training.model(x.float()), y).backward()
+        training.preconditioner.step()
+    held = training.preconditioner._stacks[0].held
+    assert all(value.dtype == torch.float32 for value in held.values())
+    assert all(value.isfinite().all() for value in held.values())
+    assert training.preconditioner.metrics()["inverse_updates"] == 2
+
+
+def test_a_model_that_moves():
+    move()
+
+
+def look_into():
+    training = started()
+    renewal = training.preconditioner._background._renewal
+    x, y = (tensor[:6] for tensor in batch(50))
+    report = training.preconditioner.verify((x, y), loss)
+    assert training.preconditioner._background._renewal is renewal is not None
+    go_on(training)
+    return training.parameters(), report.worst
+
+
+def loss(model, batch):
+    outputs = model(batch[0])
+    return torch.nn.functional.cross_entropy(outputs, batch[1]), outputs
+
+
+def test_verify_leaves_alone_what_is_under_way(ranks):
+    results = ranks.run(2, look_into)
+    assert all(worst < 1e-9 for _, worst in results)
+    assert_equal([*(parameters for parameters, _ in results), train_of(ranks, range(10))])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_many_layers(ranks, name):
+    """Tables, attention and norms, on more ranks than one: as on one."""
+    options = {"placement": natgrad.Placement(name="background", staleness=2)}
+    results = ranks.run(3, train_model, name, range(9), options)
+    assert_equal(results)
+    assert_close(results[0], train_model(name, range(9), options))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_shards(ranks, count):
+    """FSDP2: what the step under way needs is gathered beside what the renewal needs."""
+    options = {"placement": natgrad.Placement(name="background", staleness=2)}
+    case = sharded_jobs.Case(options=options)
+    plain = sharded_jobs.train(case, range(8))
+    for result in ranks.run(count, sharded_jobs.train, case, range(8)):
+        assert sharded_jobs.error(result, plain) < 1e-10
+
+
+def test_two_preconditioners_have_threads_of_their_own():
+    first, second = started(), started()
+    assert len(threads()) == 2
+    for training in (first, second):
+        training.step(UNDER_WAY)
+    assert_equal([first.parameters(), second.parameters()])
+
+
+def test_the_thread_sees_what_was_there_when_it_was_told():
+    """What it reads is a copy: later sums do not show, even if it starts late."""
+    gate, expected = threading.Event(), started(steps=range(8)).parameters()
+    renew = natgrad.KFAC.renew
+
+    def late(self, part, averages, damping):
+        if threading.current_thread() is not threading.main_thread():
+            gate.wait(20)
+        return renew(self, part, averages, damping)
+
+    with mock.patch.object(natgrad.KFAC, "renew", late):
+        training = started(steps=range(5))  # the sums of step 3 are in the averages by now
+        gate.set()
+        for step in range(5, 8):
+            training.step(step)
+    assert_equal([expected, training.parameters()])
+    assert damping(3) != damping(4)
+
+
+EXIT = """
+import sys, threading, time
+import torch.distributed as dist
+import natgrad
+from tests.distributed.test_background_life import started
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+renew = natgrad.KFAC.renew
+
+def slow(self, part, averages, damping):
+    if threading.current_thread() is not threading.main_thread():
+        time.sleep(0.2)
+    return renew(self, part, averages, damping)
+
+natgrad.KFAC.renew = slow
+training = started()
+assert training.preconditioner._background._renewal is not None
+if sys.argv[3] == "destroy":
+    dist.destroy_process_group()
+print("done", flush=True)
+"""
+
+
+def test_processes_end_while_work_is_under_way(tmp_path):
+    for ending in ("destroy", "leave"):
+        store = tmp_path / ending
+        arguments = [[sys.executable, "-c", EXIT, str(rank), str(store), ending] for rank in range(2)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        processes = [
+            subprocess.Popen(each, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            for each in arguments
+        ]
+        for process in processes:
+            out, errors = process.communicate(timeout=120)
+            assert (process.returncode, out) == (0, "done\n"), errors

@@ -1,0 +1,151 @@
+"""A rank that raises, dies or hangs makes the others fail in bounded time, and say why."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad
+from natgrad.placement.runtime import _timeout
+from tests.distributed.harness import RankError
+from tests.distributed.jobs import Job, Training
+
+PLACEMENTS = ["comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter", "dp"]
+SECONDS = 20.0  # within which all ranks have failed; gloo tells of a broken connection at once
+
+
+def stop(how):
+    """End this process as an error that nobody catches does, or at once."""
+    if how == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+class Break(torch.autograd.Function):
+    """Passes on what it gets, and stops the rank on the way back."""
+
+    @staticmethod
+    def forward(ctx, x, how):
+        ctx.how = how
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        stop(ctx.how)
+
+
+class Breaking(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        return Break.apply(x.tanh(), self.how)
+
+
+def fail(job, where, how, rank):
+    """Train two steps; then one rank stops. Return what the others raise, its cause, and after how many seconds."""
+    training = Training(job)
+    for step in range(2):
+        training.step(step)
+    if dist.get_rank() == rank:
+        if where == "backward":
+            training.model[4] = Breaking(how)
+        if where == "step":
+            training.preconditioner.step = lambda: stop(how)
+        if where == "clip":
+            training.preconditioner._clip.apply = lambda *args: stop(how)
+    started = time.monotonic()
+    with pytest.raises(natgrad.NatgradError) as raised:
+        _go_on(training)
+    return str(raised.value), type(raised.value.__cause__), time.monotonic() - started
+
+
+def _go_on(training):
+    for step in range(2, 6):
+        training.step(step)
+
+
+def check(results):
+    for rank, (message, cause, seconds) in results.items():
+        assert seconds < SECONDS
+        assert f"rank {rank} of {len(results) + 1}" in message
+        assert "another rank has probably stopped" in message
+        assert issubclass(cause, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("placement", "where", "how"),
+    [
+        ("comm-opt", "backward", "raise"),
+        ("mem-opt", "clip", "die"),
+        ("hybrid:0.5", "clip", "raise"),
+        ("reduce-scatter", "step", "raise"),
+        ("dp", "backward", "raise"),
+    ],
+)
+def test_a_rank_that_stops(ranks, placement, where, how):
+    job = Job(wrapped=False, options={"placement": placement, "gradients": "reduce"})
+    count = 4 if placement == "hybrid:0.5" else 3
+    check(ranks.outlive(count, 1, fail, job, where, how, 1, limit=SECONDS + 40))
+
+
+@pytest.mark.parametrize("placement", ["mem-opt", "dp"])
+def test_a_rank_that_stops_before_its_step_under_ddp(ranks, placement):
+    """The wrapper's own messages are through by then."""
+    check(ranks.outlive(2, 0, fail, Job(options={"placement": placement}), "step", "raise", 0, limit=SECONDS + 40))
+
+
+def wait_for_one_that_hangs(placement):
+    """One rank is busy with something else: the others wait as long as their group does, also in groups of some."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    training = Training(Job(wrapped=False, options={"placement": placement, "process_group": group}))
+    model = DistributedDataParallel(training.model)
+    for step in range(2):
+        model.zero_grad()
+        training.step(step)
+    runtime = training.preconditioner._runtime
+    assert {_timeout(own) for own in runtime._groups.values()} == {timedelta(seconds=2)}
+    dist.barrier()
+    started, result = time.monotonic(), None
+    if dist.get_rank() != 3:
+        with pytest.raises(natgrad.NatgradError, match="another rank has probably stopped") as raised:
+            training.step(2)
+        assert isinstance(raised.value.__cause__, RuntimeError)
+        result = time.monotonic() - started
+    dist.barrier()
+    return result
+
+
+@pytest.mark.parametrize("placement", ["mem-opt", "hybrid:0.5"])
+def test_a_rank_that_hangs(ranks, placement):
+    seconds = ranks.run(4, wait_for_one_that_hangs, placement)
+    assert all(1 < spent < SECONDS for spent in seconds[:3])
+
+
+def fail_to_save():
+    training = Training(Job(wrapped=False, options={"placement": "mem-opt", "gradients": "reduce"}))
+    training.step(0)
+    if dist.get_rank() == 0:
+        stop("raise")
+    with pytest.raises(natgrad.NatgradError, match="another rank has probably stopped"):
+        training.preconditioner.state_dict(gather=True)
+
+
+def test_a_state_that_is_not_gathered_by_all(ranks):
+    ranks.outlive(2, 0, fail_to_save)
+
+
+def live():
+    return dist.get_rank()
+
+
+def test_a_rank_that_lives_on_is_found(ranks):
+    with pytest.raises(RankError, match="rank 1: lives"):
+        ranks.outlive(2, 1, live)

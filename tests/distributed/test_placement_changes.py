@@ -1,0 +1,324 @@
+"""Models that change, layers that rest, and what can be asked, under every placement: no hang, as in one process."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, linear
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad
+from tests.distributed.jobs import Job, Training, batch, place, share
+
+PLACEMENTS = ["comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter", "dp"]
+EXACT = PLACEMENTS[:-1]
+
+
+class Tower(nn.Module):
+    """Linear layers, of which a step may skip some."""
+
+    def __init__(self, depth=4):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(depth)])
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x, skipped=()):
+        for index, layer in enumerate(self.layers):
+            if index not in skipped:
+                x = layer(x).tanh()
+        return self.head(x)
+
+
+def tower():
+    torch.manual_seed(0)
+    return Tower().double()
+
+
+def data(step, samples=12):
+    generator = torch.Generator().manual_seed(300 + step)
+    x = torch.randn(samples, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (samples,), generator=generator)
+
+
+class Scene:
+    """A training in which something happens; natgrad reduces, so that no wrapper needs to follow."""
+
+    def __init__(self, placement, refresh=(1, 2)):
+        self.model = tower()
+        factors, inverses = refresh
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.preconditioner = natgrad.Preconditioner(
+            self.model,
+            optimizer=self.optimizer,
+            damping=0.05,
+            gradients="reduce",
+            placement=placement,
+            refresh=natgrad.Refresh(factors=factors, inverses=inverses),
+        )
+
+    def step(self, step, skipped=(), idle=()):
+        rank, ranks = place()
+        self.optimizer.zero_grad()
+        x, y = data(step)
+        working = [other for other in range(ranks) if other not in idle]
+        if rank in working:
+            own = working.index(rank)
+            x, y = x.tensor_split(len(working))[own], y.tensor_split(len(working))[own]
+            outputs = self.model(x, skipped)
+            self.preconditioner.backward(cross_entropy(outputs, y), outputs)
+        self.preconditioner.step()
+        self.optimizer.step()
+
+    def add(self, module):
+        """Have the optimizer train new parameters."""
+        self.optimizer.add_param_group({"params": list(module.parameters())})
+
+
+def freeze_and_thaw(scene):
+    for step in range(10):
+        for parameter in scene.model.layers[1].parameters():
+            parameter.requires_grad_(step not in (3, 4, 5))
+        scene.step(step)
+
+
+def replace(scene):
+    for step in range(8):
+        if step == 3:
+            torch.manual_seed(1)
+            scene.model.layers[2] = nn.Linear(5, 5).double()
+            scene.add(scene.model.layers[2])
+        if step == 5:
+            torch.manual_seed(2)
+            scene.model.head = nn.Linear(5, 3, bias=False).double()
+            scene.add(scene.model.head)
+        scene.step(step)
+
+
+def leave_out(scene):
+    for step in range(9):
+        scene.step(step, skipped={0: [3], 1: [3], 2: [0, 3], 3: [], 4: [1, 2]}.get(step, [step % 4]))
+
+
+def never_use(scene):
+    for step in range(6):
+        scene.step(step, skipped=[0, 2])
+
+
+def evaluate_between(scene):
+    for step in range(6):
+        scene.model.eval()
+        scene.model(data(50)[0])
+        with torch.no_grad():
+            scene.model(data(51)[0])
+        if place()[0] == 0:
+            scene.model(data(52)[0][:1])  # one rank alone
+        scene.model.train()
+        scene.step(step)
+
+
+def idle_ranks(scene):
+    for step in range(8):
+        ranks = place()[1]
+        scene.step(step, idle=[(step + shift) % ranks for shift in range(ranks // 2)])
+
+
+SCENES = {
+    scene.__name__: scene for scene in (freeze_and_thaw, replace, leave_out, never_use, evaluate_between, idle_ranks)
+}
+
+
+def play(name, placement, refresh=(1, 2)):
+    scene = Scene(placement, refresh)
+    SCENES[name](scene)
+    return {key: value.clone() for key, value in scene.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_model_that_changes(ranks, placement, count, name):
+    results = ranks.run(count, play, name, placement, limit=40)
+    assert all(torch.equal(value, other[key]) for other in results for key, value in results[0].items())
+    assert all(value.isfinite().all() for value in results[0].values())
+    if placement in EXACT:
+        expected = play(name, "comm-opt")
+        for key, value in expected.items():
+            assert float((results[0][key] - value).norm()) <= 1e-10 * float(value.norm()), key
+
+
+def train_where_the_owner_rests(owners):
+    """Under dp an owner without samples in a step keeps its factors; nobody complains."""
+    scene = Scene("dp", refresh=(1, 1))
+    plan = scene.preconditioner._structure.plan
+    resting = plan.seats["layers.0.weight"].workers[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if owners == "first":
+            scene.step(0, idle=[resting])  # without factors yet: plain gradients
+        scene.step(1)
+        before = scene.preconditioner.state_dict()["blocks"]
+        scene.step(2, idle=[resting])
+        after = scene.preconditioner.state_dict()["blocks"]
+    own = dist.get_rank() == resting
+    same = [torch.equal(before[key]["A"], after[key]["A"]) for key in before]
+    assert all(same) if own else not any(same)
+    return scene.preconditioner.metrics()["plain_layers"]
+
+
+@pytest.mark.parametrize("owners", ["first", "later"])
+def test_dp_without_samples_on_the_owner(ranks, owners):
+    assert ranks.run(2, train_where_the_owner_rests, owners) == [0, 0]
+
+
+class Tied(nn.Module):
+    """A table that is also a functional head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, tokens):
+        return linear(self.body(self.embedding(tokens)).tanh(), self.embedding.weight)
+
+
+def train_functional_head(placement):
+    rank, ranks = place()
+    torch.manual_seed(0)
+    model = Tied().double()
+    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
+    preconditioner = natgrad.Preconditioner(
+        wrapped, placement=placement, damping=0.05, refresh=natgrad.Refresh(factors=1, inverses=1)
+    )
+    generator = torch.Generator().manual_seed(5)
+    told = []
+    for _ in range(4):
+        tokens = torch.randint(4, (12, 3), generator=generator)  # rows that are never looked up
+        own = tokens.chunk(ranks)[rank]
+        model.zero_grad()
+        outputs = wrapped(own)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            preconditioner.backward(cross_entropy(outputs.flatten(0, 1), own.flatten()), outputs)
+            preconditioner.step()
+        told += [str(each.message) for each in caught if issubclass(each.category, natgrad.NatgradWarning)]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+    reasons = {row.parameter: row.reason for row in preconditioner.explain().rows}
+    return {key: value.clone() for key, value in model.state_dict().items()}, told, reasons
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_table_that_serves_as_a_functional_head(ranks, placement, count):
+    results = ranks.run(count, train_functional_head, placement)
+    expected = train_functional_head("comm-opt")
+    for result, told, reasons in results:
+        assert len(told) == 1
+        assert "without any lookup" in told[0]
+        assert "lookups" in reasons["embedding.weight"]
+        assert not reasons["body.weight"]
+        for key, value in expected[0].items():
+            assert torch.equal(result[key], results[0][0][key])
+            if placement in EXACT:
+                assert float((result[key] - value).norm()) <= 1e-10 * float(value.norm()), key
+
+
+def ask(placement):
+    training = Training(Job(options={"placement": placement}, refresh={"factors": 1, "inverses": 1}))
+    for step in range(2):
+        training.step(step)
+    explanation, state = training.preconditioner.explain(), training.preconditioner.state_dict()["blocks"]
+    plan = training.preconditioner._structure.plan
+    keys = [member.layer.key for stack in training.preconditioner._stacks for member in stack.members]
+    works = {key: plan.works(key, dist.get_rank()) for key in keys}
+    firsts = {row.parameter: row for row in explanation.rows if row.owners is not None}
+    return (
+        {name: row.owners for name, row in firsts.items()},
+        {name: row.bytes for name, row in firsts.items()},
+        {key: sorted(own) for key, own in state.items()},
+        works,
+        sum(row.share for row in firsts.values()),
+    )
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_explanations(ranks, placement):
+    """Owners are the same on all ranks and among the workers; memory is what this rank keeps."""
+    results = ranks.run(4, ask, placement)
+    owners = results[0][0]
+    whole = ranks.run(1, ask, "comm-opt")[0][1]
+    workers = {"comm-opt": 4, "hybrid:0.5": 2}.get(placement, 1)
+    for rank, (told, bytes_, state, works, work) in enumerate(results):
+        assert told == owners
+        assert abs(work - 1) < 1e-9
+        for key, own in works.items():
+            assert own or rank not in owners[key].values()
+            names = state.get(key, [])
+            assert ("renewed" in names) == own
+            sums_everywhere = placement in ("comm-opt", "mem-opt", "hybrid:0.5")
+            assert ("weight" in names) == (own or sums_everywhere)
+            if own:
+                assert bytes_[key] == whole[key]
+            else:
+                assert (0 < bytes_[key] < whole[key]) if sums_everywhere else bytes_[key] == 0
+    for key in owners:
+        assert sum(works[key] for _, _, _, works, _ in results) == workers
+
+
+def loss_of(model, samples):
+    outputs = model(samples[0])
+    return cross_entropy(outputs, samples[1], reduction=loss_of.reduction), outputs
+
+
+loss_of.reduction = "mean"
+
+
+def verify(job, spoiled=False):
+    training = Training(job)
+    for step in range(2):
+        training.step(step)
+    own = tuple(share(tensor, ragged=job.ragged) for tensor in batch(7))
+    loss_of.reduction = "sum" if job.reduction == "sum" else "mean"
+    if spoiled and dist.get_rank() == 0:
+        close = training.preconditioner._capture.sums.close
+
+        def wrong(*args, **kwargs):
+            for name in training.preconditioner._capture._captured:
+                training.preconditioner._capture.sums.of(name)["A"].mul_(1.5)
+            return close(*args, **kwargs)
+
+        training.preconditioner._capture.sums.close = wrong
+    report = training.preconditioner.verify(own, loss_of)
+    training.preconditioner._capture.sums.__dict__.pop("close", None)
+    training.step(3)
+    return report.worst, report.note
+
+
+SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
+REDUCE = {"wrapped": False, "ragged": True}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    "job",
+    [{}, {"curvature": SAMPLED}, {"reduction": "sum"}, REDUCE, {**REDUCE, "reduction": "sum"}],
+    ids=["mean", "sampled", "sum", "reduce", "reduce-sum"],
+)
+def test_verification(ranks, placement, job, count):
+    """Every placement is what it says that it is; dp says that it is something else."""
+    reduces = {"gradients": "reduce"} if job.get("ragged") else {}
+    results = ranks.run(count, verify, Job(options={"placement": placement, **reduces}, **job))
+    for worst, note in results:
+        assert worst < 1e-9
+        assert ("samples of its owner alone" in note) == (placement == "dp")
+
+
+@pytest.mark.parametrize("placement", ["mem-opt", "reduce-scatter", "dp"])
+def test_verification_finds_what_is_wrong(ranks, placement):
+    results = ranks.run(2, verify, Job(options={"placement": placement}), True)
+    assert all(worst > 0.01 for worst, _ in results)

@@ -1,0 +1,264 @@
+"""``gradients="reduce"`` with one worker a layer: gradients go to it alone, and no more travels than with plain SGD."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import natgrad
+from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, batch, place, share, train
+from tests.distributed.test_placements import train_model
+from tests.distributed.test_traffic import BYTES, total
+from tests.distributed.test_verify import verify_in_training
+
+STEPS = range(7)
+PLACEMENTS = ["mem-opt", "reduce-scatter"]
+
+
+def options(placement):
+    return {"placement": placement, "gradients": "reduce"}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_ranks_equal_one_process(ranks, placement, count, wrapped):
+    results = ranks.run(count, train, Job(options=options(placement), wrapped=wrapped), STEPS)
+    assert_bit_identical(results)
+    assert_close(results[0], train(Job(), STEPS))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_ragged_batches_equal_one_process(ranks, placement, count, wrapped):
+    results = ranks.run(count, train, Job(options=options(placement), wrapped=wrapped, ragged=True), STEPS)
+    assert_bit_identical(results)
+    assert_close(results[0], train(Job(), STEPS))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("count", [2, 4])
+def test_accumulation(ranks, count, wrapped):
+    results = ranks.run(count, train, Job(options=options("mem-opt"), wrapped=wrapped, micro_batches=3), STEPS)
+    assert_bit_identical(results)
+    assert_close(results[0], train(Job(), STEPS))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_sum_loss_and_its_clip(ranks, count):
+    job = Job(reduction="sum", ragged=True, wrapped=False, options=options("reduce-scatter"), lr=0.1 / 12, kl_clip=1e-5)
+    results = ranks.run(count, train, job, STEPS)
+    assert_bit_identical(results)
+    expected = train(Job(reduction="sum", options={"gradients": "reduce"}, lr=0.1 / 12, kl_clip=1e-5), STEPS)
+    assert expected.metrics["kl_scale"] < 0.9
+    assert results[-1].metrics["kl_scale"] == pytest.approx(expected.metrics["kl_scale"])
+    assert_close(results[0], expected)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("placement", ["comm-opt", "dp"])
+def test_reduced_equal_averaged(ranks, placement, count):
+    """What each rank captures is the same; of comm-opt, where gradients go to all as before."""
+    first, second = (
+        ranks.run(count, train, Job(options={"placement": placement, "gradients": how}), STEPS)
+        for how in ("averaged", "reduce")
+    )
+    assert_bit_identical(second)
+    assert_close(second[0], first[0])
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("name", ["resnet", "transformer"])
+def test_models_with_parameters_that_are_left_to_the_optimizer(ranks, name, count):
+    left = {"resnet": "1.first", "transformer": "encoder.linear1"}[name]
+    curvature = {left: None, "*norm*": None, "*": natgrad.KFAC()}
+    expected = train_model(name, STEPS, {"curvature": curvature})
+    results = ranks.run(count, train_model, name, STEPS, options("mem-opt") | {"curvature": curvature})
+    for result in results:
+        for key, value in result.items():
+            assert torch.equal(value, results[0][key])
+            assert float((value - expected[key]).norm()) <= 1e-10 * max(1e-3, float(expected[key].norm())), key
+
+
+class Odd(nn.Module):
+    """Parameters of two dtypes, one without dimensions, tied, packed, frozen and unused ones, and a branch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gain = nn.Parameter(torch.ones(5))  # float32, before all float64: what follows it is not aligned
+        self.shift = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
+        self.embedding = nn.Embedding(7, 4).double()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True).double()
+        self.trunk, self.branch, self.spare = (nn.Linear(*size).double() for size in ((4, 5), (5, 5), (5, 2)))
+        self.stray = nn.Bilinear(2, 2, 3).double()
+        self.back = nn.Linear(5, 4).double()
+        self.head = nn.Linear(4, 7, bias=False).double()
+        self.head.weight = self.embedding.weight
+        self.trunk.bias.requires_grad_(False)
+        self.stray.bias.requires_grad_(False)
+
+    def forward(self, tokens, use):
+        y = self.embedding(tokens)
+        y = self.trunk(self.attention(y, y, y, need_weights=False)[0]).tanh() * self.gain + self.shift
+        return self.head(self.back((self.branch(y).tanh() if use else y).mean(1)))
+
+
+def train_odd(how, steps):
+    """The samples that pass through the branch are those of one rank of four, and in step 2 nobody's."""
+    rank, ranks = place()
+    model = Odd()
+    curvature = {"attention.out_proj": None, "*": natgrad.KFAC()}
+    preconditioner = natgrad.Preconditioner(
+        model, curvature, damping=0.3, refresh=natgrad.Refresh(factors=100, inverses=100), **how
+    )
+    parts = 4 // ranks
+    for step in range(steps):
+        model.zero_grad()
+        for part in range(rank * parts, rank * parts + parts):
+            generator = torch.Generator().manual_seed(10 * step + part)
+            tokens = torch.randint(7, (3, 4), generator=generator)
+            y = torch.randint(7, (3,), generator=generator)
+            use = part == 1 and step != 2
+            (cross_entropy(model(tokens, use), y) / parts).backward()
+        assert model.spare.weight.grad is None
+        before = [name for name, p in model.named_parameters() if p.grad is None]
+        preconditioner.step()
+        lacking = [name for name, p in model.named_parameters() if p.grad is None]
+        assert all((name in lacking) == (step == 2) for name in before if name.startswith("branch"))
+        assert {name.partition(".")[0] for name in lacking} - {"branch"} == {"trunk", "spare", "stray"}
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.sub_(0.1 * p.grad)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_odd_parameters(ranks, count):
+    """Equal to those of the all-reduce, of one process but for what one rank alone has used."""
+    results, plain = (ranks.run(count, train_odd, how, 4) for how in (options("mem-opt"), {"gradients": "reduce"}))
+    alone = train_odd({}, 4)
+    for result in results:
+        for name, value in result.items():
+            assert torch.equal(value, results[0][name]), name
+            torch.testing.assert_close(value, plain[0][name], rtol=1e-5, atol=1e-7, msg=name)
+            torch.testing.assert_close(value, alone[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def narrow_gradients():
+    """Of four ranks with a hundred samples each: times their number they are beyond float16, summed in it too small."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).half()
+    curvature = {"0": None, "1": natgrad.KFAC()}
+    preconditioner = natgrad.Preconditioner(model, curvature, damping=0.1, **options("mem-opt"))
+    model(torch.ones(100, 4).half()).mean().backward()
+    for p in model.parameters():
+        p.grad.fill_([2048, 1, 1, 2][place()[0]])
+    preconditioner.step()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    return [p.grad.clone() for p in model[0].parameters()]
+
+
+def test_narrow_gradients_are_summed_in_float32(ranks):
+    for gradients in ranks.run(4, narrow_gradients):
+        assert all(bool((gradient == 513).all()) for gradient in gradients)
+
+
+def poisoned():
+    training = Training(Job(options=options("mem-opt"), wrapped=False))
+    for step in range(2):
+        training.step(step)
+    x, y = (share(tensor) for tensor in batch(2))
+    training.optimizer.zero_grad()
+    cross_entropy(training.model(x), y).backward()
+    if place()[0] == 1:
+        training.model[3].weight.grad[0, 0] = float("nan")
+    training.preconditioner.step()
+    return training.result()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_gradient_that_is_not_finite_on_one_rank(ranks, count):
+    results = ranks.run(count, poisoned)
+    assert_bit_identical(results)
+    for result in results:
+        zero = [not bool(gradient.any()) for gradient in result.gradients]
+        assert zero == [False, False, True, True, False, False]
+        assert result.metrics["skipped_gradients"] == 1
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_verify(ranks, placement):
+    job = Job(ragged=True, wrapped=False, options=options(placement))
+    ranks.run(2, verify_in_training, job, 1e-9)
+
+
+# --- What travels ---------------------------------------------------------------------------------------------------
+
+
+def count_messages(placement, left):
+    """A step without a refresh: its messages, and the bytes of gradients."""
+    calls = []
+    training = Training(Job(options=options(placement), wrapped=False, refresh={"factors": 100, "inverses": 100}))
+    if left:
+        curvature = {"3": None, "*": natgrad.KFAC()}
+        training.preconditioner = natgrad.Preconditioner(
+            training.model,
+            curvature,
+            optimizer=training.optimizer,
+            refresh=natgrad.Refresh(factors=100, inverses=100),
+            **options(placement),
+        )
+    training.step(0)
+    before = training.preconditioner.traffic()
+    for name in ("all_reduce", "all_to_all_single", "broadcast", "all_gather_into_tensor"):
+        original = getattr(dist, name)
+
+        def counted(*args, original=original, name=name, **kwargs):
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        setattr(dist, name, counted)
+    try:
+        training.step(1)
+    finally:
+        for name in ("all_reduce", "all_to_all_single", "broadcast", "all_gather_into_tensor"):
+            setattr(dist, name, getattr(dist.distributed_c10d, name))
+    after = training.preconditioner.traffic()
+    return calls, {kind: sent - before.get(kind, 0) for kind, sent in after.items()}, after
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("placement", [*PLACEMENTS, "dp"])
+def test_traffic_is_that_of_one_all_reduce(ranks, placement, count, left):
+    elements = sum(p.numel() for p in Training(Job()).model.parameters())
+    results = ranks.run(count, count_messages, placement, left)
+    assert all(calls == ["all_to_all_single"] * 2 for calls, _, _ in results)
+    sent = {kind: sum(sent[kind] for _, sent, _ in results) for kind in results[0][1]}
+    assert sent["gradients"] == 2 * (count - 1) * elements * BYTES
+    assert sent["factors"] == sent["inverses"] == sent.get("padding", 0) == 0
+    # To each other rank the samples and whether there is each gradient; from the workers ⟨V, W⟩ of each block,
+    # whether there is curvature, and how it fares.
+    blocks, layers = (3, 2) if left else (4, 3)
+    assert sent["counters"] == count * (count - 1) * (8 + 6) + (count - 1) * (blocks + 2 * layers) * BYTES
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_half_of_what_averaged_gradients_cost(ranks, count):
+    """With DDP's own all-reduce (P - 1) N_g comes on top of it."""
+    averaged = total(ranks.run(count, train, Job(options={"placement": "mem-opt"}), STEPS))
+    elements = sum(p.numel() for p in Training(Job()).model.parameters())
+    assert averaged["gradients"] == len(STEPS) * (count - 1) * elements * BYTES
+
+
+def test_a_hybrid_keeps_the_all_reduce(ranks):
+    job = Job(options=options("hybrid:0.5"), wrapped=False, ragged=True)
+    results = ranks.run(4, train, job, STEPS)
+    assert_bit_identical(results)
+    assert_close(results[0], train(Job(), STEPS))
+    elements = sum(p.numel() for p in Training(Job()).model.parameters())
+    assert total(results)["gradients"] == len(STEPS) * (2 * 3 + 2) * elements * BYTES

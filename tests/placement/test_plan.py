@@ -1,0 +1,389 @@
+"""The planner, for up to 4096 ranks without a process: who works for whom, how even it is, and what travels."""
+
+from fractions import Fraction
+from itertools import product
+from time import perf_counter
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from natgrad.placement import Link, Placement, Seat, Work, make_plan, resolve
+from natgrad.placement.options import NAMES
+from tests.placement.layers import kfac, models, placements, ranks, resnet50
+
+pure = settings(max_examples=100, deadline=None, derandomize=True)
+ONE_WORKER = ("mem-opt", "reduce-scatter", "dp")
+
+
+def some(P):
+    """Ranks to look at: all of few, else those where rows begin and end, and a few between."""
+    return range(P) if P <= 64 else sorted({0, 1, P // 3, P // 2, P - 2, P - 1})
+
+
+# --- Who works for whom ---------------------------------------------------------------------------------------------
+
+
+@pure
+@given(placements(), models)
+def test_a_layer_has_a_column_of_workers_and_every_rank_one_server_in_its_row(options, works):
+    P, placement = options
+    plan = make_plan(placement, works, P)
+    n = plan.placement.workers(P)
+    assert P % n == 0
+    assert plan.columns == P // n
+    assert list(plan.seats) == list(works)
+    for key, seat in plan.seats.items():
+        column = seat.workers[0]
+        assert seat.workers == tuple(range(column, P, P // n))
+        assert len(seat.workers) == n
+        assert seat.owners.keys() == works[key].parts.keys()
+        assert all(owner is None or owner in seat.workers for owner in seat.owners.values())
+        for rank in some(P):
+            row = plan.row(rank)
+            assert rank in row
+            assert len(row) == P // n
+            server = plan.server(key, rank)
+            assert [other for other in row if other in range(column, P, P // n)] == [server]
+            assert plan.works(key, rank) == (server == rank) == (rank in range(column, P, P // n))
+            if server == rank:
+                assert tuple(plan.column(rank)) == seat.workers
+
+
+@pure
+@given(placements(), models)
+def test_who_captures_and_who_receives(options, works):
+    P, placement = options
+    plan = make_plan(placement, works, P)
+    name = plan.placement.name
+    for key, work in works.items():
+        for rank in some(P):
+            works_for = plan.works(key, rank)
+            own = name == "dp" and work.alone
+            assert plan.captures(key, rank) == (works_for or not own)
+            assert plan.receives(key, rank) == (works_for or name not in ("reduce-scatter", "dp"))
+
+
+@pure
+@given(ranks, st.floats(1e-9, 1))
+def test_a_fraction_that_divides_nothing_becomes_the_nearest_that_does(P, fraction):
+    n = Placement(name="hybrid", fraction=fraction).workers(P)
+    assert P % n == 0
+    wanted = Fraction(fraction * P)
+    assert abs(n - wanted) == min(abs(d - wanted) for d in range(1, P + 1) if P % d == 0)
+
+
+def test_the_number_of_workers():
+    assert [resolve(f"hybrid:{f}").workers(6) for f in (0.01, 0.2, 0.3, 0.4, 0.5, 0.7, 0.8, 1)] == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+        6,
+        6,
+    ]
+    assert [resolve(name).workers(6) for name in ("comm-opt", "mem-opt", "reduce-scatter", "dp")] == [6, 1, 1, 1]
+
+
+# --- How even it is -------------------------------------------------------------------------------------------------
+
+
+def chain(costs):
+    """Layers of one part each."""
+    return {index: Work(parts={"F": cost}) for index, cost in enumerate(costs)}
+
+
+def makespan(plan, speeds=None):
+    return max(plan.renewal(rank) / (speeds[rank] if speeds else 1) for rank in range(plan.ranks))
+
+
+def best(costs, speeds):
+    """The least makespan of all assignments."""
+    spans = []
+    for choice in product(range(len(speeds)), repeat=len(costs)):
+        loads = [0.0] * len(speeds)
+        for cost, rank in zip(costs, choice, strict=True):
+            loads[rank] += cost / speeds[rank]
+        spans.append(max(loads))
+    return min(spans)
+
+
+@pytest.mark.parametrize("name", ["comm-opt", "mem-opt"])
+@pure
+@given(P=st.integers(1, 3), costs=st.lists(st.integers(1, 20), min_size=1, max_size=7))
+def test_equal_ranks_are_done_within_four_thirds_of_the_best(name, P, costs):
+    plan = make_plan(Placement(name=name), chain(costs), P)
+    assert makespan(plan) <= (4 / 3 - 1 / (3 * P)) * best(costs, [1] * P) + 1e-9
+
+
+@pytest.mark.parametrize("name", ["comm-opt", "mem-opt"])
+@pure
+@given(
+    speeds=st.lists(st.sampled_from([0.25, 1.0, 1.5, 4.0]), min_size=1, max_size=3),
+    costs=st.lists(st.integers(1, 20), min_size=1, max_size=7),
+)
+def test_uneven_ranks_are_done_within_twice_the_best(name, speeds, costs):
+    plan = make_plan(Placement(name=name, speeds=tuple(speeds)), chain(costs), len(speeds))
+    assert makespan(plan, speeds) <= 2 * best(costs, speeds) + 1e-9
+
+
+@pure
+@given(placements(names=("comm-opt", "mem-opt", "reduce-scatter", "dp")), models)
+def test_no_rank_could_be_done_sooner_with_its_last_piece(options, works):
+    P, placement = options
+    assume(placement.owners == "balanced")
+    assume(works)
+    plan = make_plan(placement, works, P)
+    speeds = placement.speeds or (1.0,) * P
+    # Layers where a rank works for them alone, else their parts; each goes to the one that is done first.
+    apart = placement.name == "comm-opt"
+    pieces = {
+        (key, part) if apart else (key,): plan.weight(key, part) if apart else plan.weights[key]
+        for key, work in works.items()
+        for part in work.parts
+    }
+    where = {piece: plan.seats[piece[0]].owners[piece[-1] if apart else "A"] for piece in pieces}
+    last = max(where.values(), key=lambda rank: plan.renewal(rank) / speeds[rank])
+    span = plan.renewal(last) / speeds[last]
+    least = min(cost for piece, cost in pieces.items() if where[piece] == last)
+    for rank in some(P):
+        assert span <= (plan.renewal(rank) + least) / speeds[rank] * (1 + 1e-12)
+
+
+def test_more_ranks_than_layers():
+    plan = make_plan(resolve("mem-opt"), resnet50(), 4096)
+    owners = {seat.workers[0] for seat in plan.seats.values()}
+    assert len(owners) == 54  # each its own
+    plan = make_plan(resolve("comm-opt"), resnet50(), 4096)
+    assert len({owner for seat in plan.seats.values() for owner in seat.owners.values()}) == 108  # A and G apart
+
+
+def test_a_fast_rank_gets_more():
+    works = chain([10] * 12)
+    plan = make_plan(Placement(name="mem-opt", speeds=(3.0, 1.0)), works, 2)
+    assert [plan.renewal(rank) for rank in (0, 1)] == [90, 30]
+    plan = make_plan(Placement(name="hybrid", fraction=0.5, speeds=(3.0, 1.0, 3.0, 1.0)), works, 4)
+    assert [plan.renewal(rank) for rank in range(4)] == [50, 20, 40, 10]  # column 0 has nine, 1 three
+
+
+def test_round_robin_takes_turns():
+    works = {name: kfac(9 - index, 4) for index, name in enumerate("abcdefg")}
+    plan = make_plan(Placement(name="mem-opt", owners="round-robin"), works, 3)
+    assert [seat.workers for seat in plan.seats.values()] == [(0,), (1,), (2,), (0,), (1,), (2,), (0,)]
+    plan = make_plan(Placement(name="comm-opt", owners="round-robin"), works, 3)
+    assert [rank for seat in plan.seats.values() for rank in seat.owners.values()] == [*range(3)] * 4 + [0, 1]
+
+
+# --- What it depends on ---------------------------------------------------------------------------------------------
+
+
+@pure
+@given(placements(), st.lists(st.integers(1, 10**6), unique=True, max_size=12), st.randoms())
+def test_the_order_of_layers_does_not_matter_where_costs_differ(options, costs, random):
+    P, placement = options
+    assume(placement.owners == "balanced")
+    works = {str(cost): Work(parts={"A": 2.0**21 * cost, "G": cost / 2**22}) for cost in costs}
+    shuffled = list(works.items())
+    random.shuffle(shuffled)
+    plan, other = make_plan(placement, works, P), make_plan(placement, dict(shuffled), P)
+    assert plan.seats == other.seats
+    assert plan.placement == other.placement
+    assert make_plan(placement, dict(works), P) == plan
+
+
+def test_measured_costs_override_modelled_ones():
+    works = {"small": kfac(2, 2), "large": kfac(50, 50), "other": kfac(50, 50)}
+    assert make_plan(resolve("mem-opt"), works, 2).seats["small"].workers == (0,)  # beside one large one
+    costs = {"small": 3.0, "large": 1.0, "other": 1.0, "gone": 9.0}
+    plan = make_plan(Placement(name="mem-opt", costs=costs), works, 2)
+    assert [seat.workers for seat in plan.seats.values()] == [(0,), (1,), (1,)]
+    assert plan.renewal(0) == 3.0
+
+
+def test_what_is_not_measured_is_modelled_in_the_same_unit():
+    works = {"measured": kfac(10, 10), "twice": kfac(10, 10, blocks=2), "thrice": kfac(10, 10, blocks=3)}
+    plan = make_plan(Placement(name="mem-opt", costs={"measured": 0.25}), works, 2)
+    assert plan.weights == {"measured": 0.25, "twice": 0.5, "thrice": 0.75}
+
+
+@pure
+@given(placements(names=("mem-opt", "hybrid", "reduce-scatter", "dp")), models, models)
+def test_layers_that_are_seated_keep_their_workers(options, works, more):
+    P, placement = options
+    seated = make_plan(placement, works, P).seats
+    plan = make_plan(placement, {f"new{key}": work for key, work in more.items()} | works, P, seated)
+    assert all(plan.seats[key].workers == seat.workers for key, seat in seated.items())
+    assert len(plan.seats) == len(works) + len(more)
+
+
+def test_new_layers_go_where_seated_ones_leave_room():
+    works = chain([5, 4, 3])
+    seated = {0: Seat((1,), {}), 9: Seat((0,), {})}  # the latter is gone
+    plan = make_plan(resolve("mem-opt"), works, 2, seated)
+    assert {key: seat.workers for key, seat in plan.seats.items()} == {0: (1,), 1: (0,), 2: (0,)}
+
+
+def test_pipelined_decomposes_small_factors_everywhere():
+    link = Link(latency=1e-3, bandwidth=1e9, speed=1e9)
+    works = {"small": kfac(8, 64), "large": kfac(8, 512)}
+    plan = make_plan(Placement(name="pipelined", link=link), works, 4)
+    assert plan.seats["small"].owners == {"A": None, "G": None}
+    assert plan.seats["large"].owners == {"A": 0, "G": None}
+    assert plan.renewal(1) == 8**3 + 64**3 + 8**3
+    assert plan.traffic()["inverses"] == {"inverses": 3 * (512**2 + 512), "counters": 3}
+
+
+@pytest.mark.parametrize("name", [*NAMES[:3], "hybrid:0.25", *NAMES[4:]])
+@pytest.mark.parametrize("speeds", [1, 2, 4096])
+def test_500_layers_on_4096_ranks_take_a_moment(name, speeds):
+    placement = resolve(name)
+    options = {"speeds": tuple(1.0 + rank % speeds for rank in range(4096)), "fraction": placement.fraction}
+    works = {f"layer{index}": kfac(64 + index, 600 - index) for index in range(500)}
+    started = perf_counter()
+    make_plan(Placement(name=placement.name, **options), works, 4096)
+    assert perf_counter() - started < 2
+
+
+# --- What travels and what is held ----------------------------------------------------------------------------------
+
+
+def volumes(plan):
+    traffic = plan.traffic()
+    return traffic["factors"]["factors"], traffic["inverses"]["inverses"], traffic["step"]["gradients"]
+
+
+@pytest.mark.parametrize("P", [1, 2, 4, 64])
+def test_volumes_of_resnet50(P):
+    """SPEC 5 with the sizes of SPEC 8: N_g 25.50 M, N_f 153.85 M, as triangles 76.97 M."""
+    works = resnet50()
+    N_g, N_f = sum(work.gradients for work in works.values()), sum(work.sums for work in works.values())
+    bases = sum(sum(work.results.values()) for work in works.values())  # whole, with the eigenvalues
+    whole = sum(round(cost ** (1 / 3)) ** 2 for work in works.values() for cost in work.parts.values())
+    assert (len(works), round(N_g / 1e6, 2), round(N_f / 1e6, 2)) == (54, 25.5, 76.97)
+    assert round(whole / 1e6, 2) == 153.85
+    assert volumes(make_plan(resolve("comm-opt"), works, P)) == (2 * (P - 1) * N_f, (P - 1) * bases, 0)
+    assert volumes(make_plan(resolve("mem-opt"), works, P)) == (2 * (P - 1) * N_f, 0, (P - 1) * N_g)
+    assert volumes(make_plan(resolve("reduce-scatter"), works, P)) == ((P - 1) * N_f, 0, (P - 1) * N_g)
+    assert volumes(make_plan(resolve("dp"), works, P)) == (0, 0, (P - 1) * N_g)
+    if P > 1:
+        n = P // 2
+        assert volumes(make_plan(resolve("hybrid:0.5"), works, P)) == (
+            2 * (P - 1) * N_f,
+            (n - 1) * bases,
+            (P - n) * N_g,
+        )
+
+
+def test_tables_under_dp_travel_as_in_reduce_scatter():
+    works = {"table": kfac(20, 4, alone=False), "head": kfac(3, 4)}
+    plan = make_plan(resolve("dp"), works, 4)
+    assert [seat.sums for seat in plan.seats.values()] == ["worker", "alone"]
+    assert plan.traffic()["factors"] == {"factors": 3 * works["table"].sums, "counters": 3 * 2}
+
+
+@pure
+@given(placements(speeds=False), models)
+def test_what_is_held(options, works):
+    P, placement = options
+    plan = make_plan(placement, works, P)
+    averages, held = (sum(getattr(work, name) for work in works.values()) for name in ("averages", "held"))
+    share = Fraction(plan.placement.workers(P), P)
+    kept = averages if plan.placement.name not in ("reduce-scatter", "dp") else averages * share
+    assert sum(plan.held(rank) for rank in range(P)) == P * (kept + held * share)
+    for rank in some(P):
+        received = sum(work.averages for key, work in works.items() if plan.receives(key, rank))
+        assert plan.held(rank) == received + sum(work.held for key, work in works.items() if plan.works(key, rank))
+
+
+# --- What it says ---------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_prints_itself():
+    plan = make_plan(resolve("hybrid:0.5"), {"stem": kfac(64, 147), "head[0]": kfac(1000, 2049)}, 4)
+    text = str(plan)
+    assert "hybrid:0.5: 2 layers on 4 ranks (2 x 2)" in text
+    assert "head[0]:A" in text
+    assert "stem:G" in text
+    assert f"{2 * 1000 * 2049 + 2 * 64 * 147:,}" in text
+    assert f"{plan.held(0) / 2**20:,.2f} MiB" in text
+    assert repr(plan) == "<Plan hybrid:0.5: 2 layers on 4 ranks>"
+
+
+def test_many_ranks_are_summarised():
+    text = str(make_plan(resolve("mem-opt"), resnet50(), 1024))
+    assert len(text.splitlines()) < 30
+    assert all(word in text for word in ("least", "mean", "most", "0.05", "gradients"))
+
+
+@pure
+@given(placements(), models)
+def test_any_plan_can_be_printed(options, works):
+    P, placement = options
+    assert str(make_plan(placement, works, P))
+
+
+# --- What is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "P", "words"),
+    [
+        ({"speeds": (1.0,)}, 2, "a number for each of the 2 ranks"),
+        ({"speeds": ()}, 1, "a number for each of the 1 ranks"),
+        ({}, 0, "ranks=0 is not allowed"),
+        ({}, 2.0, "ranks=2.0 is not allowed"),
+        ({"name": "mem-opt", "memory": 10}, 2, "memory=10 is not allowed: memory must be at least"),
+    ],
+)
+def test_options_that_do_not_fit_the_ranks(options, P, words):
+    with pytest.raises(ValueError, match=words):
+        make_plan(Placement(**options), {"layer": kfac(3, 4)}, P)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "fast"},
+        {"name": "hybrid", "fraction": None},
+        {"name": "hybrid", "fraction": 0.0},
+        {"name": "hybrid", "fraction": 1.5},
+        {"name": "hybrid", "fraction": float("nan")},
+        {"name": "mem-opt", "fraction": 0.5},
+        {"owners": "random"},
+        {"speeds": (1.0, 0.0)},
+        {"speeds": (1.0, -2.0)},
+        {"speeds": (1.0, float("nan"))},
+        {"speeds": (1.0, float("inf"))},
+        {"speeds": [1.0, 2.0]},
+        {"speeds": (True, 1.0)},
+        {"costs": {"a": -1.0}},
+        {"costs": {"a": float("inf")}},
+        {"costs": [1.0]},
+        {"bucket": 0},
+        {"staleness": 0},
+        {"memory": 0},
+        {"memory": 1.5},
+        {"link": 1e9},
+    ],
+)
+def test_bad_options(options):
+    name = next(name for name in reversed(list(options)))
+    with pytest.raises(ValueError, match=f"{name}=.* is not allowed"):
+        Placement(**options)
+
+
+@pytest.mark.parametrize("name", ["latency", "bandwidth", "speed", "products"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "1", True])
+def test_bad_links(name, value):
+    with pytest.raises(ValueError, match=f"{name}=.* is not allowed"):
+        Link(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "name", ["hybrid", "hybrid:", "hybrid:x", "hybrid:0", "hybrid:2", "mem-opt:0.5", "dp2", 3, None]
+)
+def test_bad_names(name):
+    with pytest.raises(ValueError, match=r"placement=.* is not allowed"):
+        resolve(name)

@@ -1,0 +1,132 @@
+"""Models that change after the preconditioner was built, and steps that see little: as if built on what is there."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import natgrad
+
+SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
+
+
+def chain(*widths):
+    torch.manual_seed(0)
+    layers = [nn.Linear(i, o, bias=False) for i, o in pairwise(widths)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh()))).double()
+
+
+def natural_gradients(model, preconditioner, steps=2):
+    x = torch.randn(9, model[0].in_features, generator=torch.Generator().manual_seed(1)).double()
+    for _ in range(steps):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        preconditioner.step()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def every_step(model):
+    return natgrad.Preconditioner(model, refresh=natgrad.Refresh(inverses=1), damping=0.1)
+
+
+def tie(model):
+    model[2].weight = model[0].weight
+
+
+def grow(model):
+    model[0].weight = nn.Parameter(torch.cat([model[0].weight.data] * 2))
+    model[0].out_features *= 2
+    model[2].weight = nn.Parameter(torch.cat([model[2].weight.data] * 2, 1))
+    model[2].in_features *= 2
+
+
+def replace(model):
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+
+
+@pytest.mark.parametrize("change", [tie, grow, replace])
+def test_what_is_changed_later_is_as_if_changed_before(change):
+    before, after = chain(5, 5, 5), chain(5, 5, 5)
+    change(before)
+    expected = natural_gradients(before, every_step(before))
+    preconditioner = every_step(after)
+    change(after)
+    # The step that follows the change sees statistics of the old layers no more; from the next on all is as before.
+    for actual, wanted in zip(natural_gradients(after, preconditioner, 3), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-8, atol=1e-12)
+
+
+def test_a_weight_that_is_untied_later_is_preconditioned():
+    model = chain(5, 5, 5)
+    tie(model)
+    preconditioner = every_step(model)
+    natural_gradients(model, preconditioner)
+    replace(model)
+    alone = chain(5, 5, 5)
+    alone.load_state_dict(model.state_dict())
+    actual = natural_gradients(model, preconditioner, 4)[1]
+    natural_gradients(alone, plain := every_step(alone), 4)
+    assert torch.linalg.vector_norm(actual - raw(alone)[1]) > 0.1 * torch.linalg.vector_norm(actual)
+    assert preconditioner.explain().covered == plain.explain().covered == 1.0
+
+
+def raw(model):
+    model.zero_grad()
+    x = torch.randn(9, 5, generator=torch.Generator().manual_seed(1)).double()
+    model(x).square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+class Fork(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x, *, left):
+        return self.left(x) if left else self.right(x)
+
+
+def test_a_step_that_uses_no_sampled_layer():
+    model = Fork()
+    curvature = {"left": natgrad.KFAC(**SAMPLED), "right": natgrad.KFAC()}
+    preconditioner = natgrad.Preconditioner(model, curvature)
+    for left in (True, False, True):
+        model.zero_grad()
+        outputs = model(torch.randn(5, 3), left=left)
+        preconditioner.backward(cross_entropy(outputs, torch.randint(4, (5,))), outputs)
+        preconditioner.step()
+    assert preconditioner.metrics()["factor_updates"] == 3
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_an_empty_batch_with_sampled_labels(sharing):
+    model = nn.Linear(3, 4)
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**SAMPLED, sharing=sharing))
+    for samples in (5, 0, 5):
+        model.zero_grad()
+        outputs = model(torch.randn(samples, 3))
+        loss = cross_entropy(outputs, torch.randint(4, (samples,)), reduction="sum")
+        preconditioner.backward(loss, outputs)
+        preconditioner.step()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_no_positions(sharing):
+    model = nn.Linear(3, 4)
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(sharing=sharing))
+    for positions in (2, 0, 2):
+        model.zero_grad()
+        model(torch.randn(5, positions, 3)).sum().backward()
+        preconditioner.step()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_labels_that_were_not_sampled_are_still_missed():
+    model = nn.Linear(3, 4)
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**SAMPLED))
+    cross_entropy(model(torch.randn(5, 3)), torch.randint(4, (5,))).backward()
+    with pytest.raises(natgrad.NatgradError, match="backward"):
+        preconditioner.step()
