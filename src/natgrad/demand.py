@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
+import torch
+
 from natgrad.curvature import Curvature, Spec
 from natgrad.kept import packed_shape, spec_dtype
 from natgrad.layers import Layer
@@ -20,6 +22,8 @@ def work(layer: Layer, curvature: Curvature, precision: Precision) -> Work:
     factors, held = precision.factor_dtype(parameter), precision.solve_dtype(parameter)
     return Work(
         parts={part.name: part.cost * n for part in parts},
+        # Blocks in float16 carry a scale each, which shares of a block would not agree on.
+        repeated={part.name: part.repeated for part in parts if part.repeated is not None and held != torch.float16},
         sums=n * sum(prod(packed_shape(spec)) for spec in statistics),
         results={part.name: n * sum(prod(packed_shape(spec)) for spec in part.writes) for part in parts},
         gradients=n * prod(sizes),

@@ -23,7 +23,7 @@ class Row:
         parameter: Its qualified name.
         shape: Its shape.
         curvature: What approximates its Fisher block; empty when it is left to the optimizer.
-        owners: The rank that does each part of its renewal.
+        owners: The rank that does each part of its renewal, or those that share it; None: all do it.
         share: Its layer's share of the work of a renewal, given on the layer's first parameter.
         time: The share of the time of all steps so far that its layer's curvature took on this rank's host; likewise.
             None before the second step.
@@ -34,7 +34,7 @@ class Row:
     parameter: str
     shape: tuple[int, ...]
     curvature: str = ""
-    owners: dict[str, int | None] | None = None
+    owners: dict[str, int | tuple[int, ...] | None] | None = None
     share: float = 0.0
     time: float | None = None
     bytes: int = 0
@@ -68,7 +68,7 @@ class Explanation(Printed):
         table.add_column("time", justify="right")
         table.add_column("memory", justify="right")
         for row in self.rows:
-            owners = " ".join(f"{part}:{'all' if rank is None else rank}" for part, rank in (row.owners or {}).items())
+            owners = " ".join(f"{part}:{_ranks(owner)}" for part, owner in (row.owners or {}).items())
             table.add_row(
                 escape(row.parameter),
                 "x".join(map(str, row.shape)),
@@ -83,6 +83,12 @@ class Explanation(Printed):
     def __repr__(self) -> str:
         """Say how much is covered."""
         return f"<Explanation of {len(self.rows)} parameters: {self.covered:.1%} preconditioned; {self.note}>"
+
+
+def _ranks(owner: int | tuple[int, ...] | None) -> str:
+    if owner is None:
+        return "all"
+    return "+".join(map(str, owner)) if isinstance(owner, tuple) else str(owner)
 
 
 def explain(

@@ -58,12 +58,15 @@ class Part:
         reads: The statistics that it needs.
         writes: What it makes, held until the next renewal.
         cost: Its work in multiply-adds, up to a factor common to all parts.
+        repeated: Where several ranks may share the work, by columns of the one symmetric matrix that is written: the
+            share of it that each has to repeat. None: one rank does it all.
     """
 
     name: str
     reads: tuple[str, ...]
     writes: tuple[Spec, ...]
     cost: float
+    repeated: float | None = None
 
 
 class Curvature(ABC):
@@ -119,13 +122,16 @@ class Curvature(ABC):
         """
 
     @abstractmethod
-    def renew(self, part: str, averages: Mapping[str, Tensor], damping: float) -> tuple[Sequence[Tensor], Tensor]:
+    def renew(
+        self, part: str, averages: Mapping[str, Tensor], damping: float, columns: slice | None = None
+    ) -> tuple[Sequence[Tensor], Tensor]:
         """Do a part for some blocks.
 
         Args:
             part: The name of the part.
             averages: The running averages that the part reads ``[N, *shape]``, bias-corrected.
             damping: γ at this renewal.
+            columns: Of a part that ranks share, which columns are wanted, from the diagonal down; None: all.
 
         Returns:
             The tensors that the part writes ``[N, *shape]``, and whether each block succeeded ``[N]`` (bool).

@@ -139,6 +139,7 @@ class KFAC(Curvature):
                 reads=("A", "G") if balanced else (name,),
                 writes=side.writes(self.form, name, size),
                 cost=side.cost(size),
+                repeated=side.repeated(self.form),
             )
             for name, side, size in (("A", self.A, inputs), ("G", self.G, outputs))
         )
@@ -148,7 +149,9 @@ class KFAC(Curvature):
         self.A.add_(sums["A"], inputs, scale=1.0, overwrite=first)
         self.G.add_(sums["G"], gradients, scale=scale * scale, overwrite=first)
 
-    def renew(self, part: str, averages: Mapping[str, Tensor], damping: float) -> tuple[Sequence[Tensor], Tensor]:
+    def renew(
+        self, part: str, averages: Mapping[str, Tensor], damping: float, columns: slice | None = None
+    ) -> tuple[Sequence[Tensor], Tensor]:
         """See `Curvature.renew`."""
         factor, side = averages[part], self.A if part == "A" else self.G
         if self.form == "eigen":
@@ -158,7 +161,7 @@ class KFAC(Curvature):
             means = self.A.mean_eigenvalue(averages["A"]), self.G.mean_eigenvalue(averages["G"])
             pi = linalg.trace_balance(*means)
             share = damping**0.5 * (pi if part == "A" else 1 / pi)
-        return side.invert(factor, share)
+        return side.invert(factor, share, columns)
 
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
         """See `Curvature.solve`."""

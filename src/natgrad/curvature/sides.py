@@ -63,9 +63,15 @@ class Side(ABC):
     def decompose(self, factor: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return eigenvectors (none, if those are the unit vectors) and eigenvalues; and which blocks succeeded."""
 
+    def repeated(self, form: Form) -> float | None:
+        """Return what `Part.repeated` is to be."""
+        return None
+
     @abstractmethod
-    def invert(self, factor: Tensor, damping: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return ``(factor + damping I)⁻¹`` for a damping ``[N]``; and which blocks succeeded."""
+    def invert(
+        self, factor: Tensor, damping: Tensor, columns: slice | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return ``(factor + damping I)⁻¹`` for a damping ``[N]``, or `columns` of it; and which blocks succeeded."""
 
     @abstractmethod
     def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
@@ -119,9 +125,15 @@ class Full(Side):
         values, vectors, fine = linalg.eigh(factor)
         return (vectors, values), fine
 
-    def invert(self, factor: Tensor, damping: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def repeated(self, form: Form) -> float | None:
+        """See `Side.repeated`: the Cholesky factor, a third of the inverse."""
+        return 1 / 3 if form == "inverse" else None
+
+    def invert(
+        self, factor: Tensor, damping: Tensor, columns: slice | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
         """See `Side.invert`."""
-        inverse, fine = linalg.damped_inverse(factor, damping)
+        inverse, fine = linalg.damped_inverse(factor, damping, columns)
         return (inverse,), fine
 
     def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
@@ -174,7 +186,9 @@ class Diagonal(Side):
         """See `Side.decompose`."""
         return (factor,), factor.sum(-1).isfinite()
 
-    def invert(self, factor: Tensor, damping: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def invert(
+        self, factor: Tensor, damping: Tensor, columns: slice | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
         """See `Side.invert`."""
         inverse = (factor + damping[:, None]).reciprocal_()
         return (inverse,), inverse.sum(-1).isfinite()
@@ -256,7 +270,9 @@ class Blocks(Side):
         values, vectors, fine = linalg.eigh(factor.flatten(0, 1))
         return (vectors.view_as(factor), values.view(len(factor), -1)), fine.view(len(factor), -1).all(-1)
 
-    def invert(self, factor: Tensor, damping: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def invert(
+        self, factor: Tensor, damping: Tensor, columns: slice | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
         """See `Side.invert`."""
         inverse, fine = linalg.damped_inverse(factor.flatten(0, 1), damping.repeat_interleave(self.count))
         return (inverse.view_as(factor),), fine.view(len(factor), -1).all(-1)

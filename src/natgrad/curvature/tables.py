@@ -104,9 +104,11 @@ class TableKFAC(Curvature):
         Diagonal().add_(sums["D"], inputs, scale=1.0, overwrite=False)
         features.add_(sums["E"], gradients, scale=scale * scale, overwrite=False)
 
-    def renew(self, part: str, averages: Mapping[str, Tensor], damping: float) -> tuple[Sequence[Tensor], Tensor]:
+    def renew(
+        self, part: str, averages: Mapping[str, Tensor], damping: float, columns: slice | None = None
+    ) -> tuple[Sequence[Tensor], Tensor]:
         """See `Curvature.renew`."""
-        return self._factors.renew(part, self.merged(averages), damping)
+        return self._factors.renew(part, self.merged(averages), damping, columns)
 
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
         """See `Curvature.solve`."""

@@ -100,7 +100,9 @@ class UnitWise(Curvature):
             if total.shape[2] > u.shape[2]:
                 total[..., -1].add_((u[:, :, 0] * u[:, :, 1]).sum(1), alpha=scale * scale)
 
-    def renew(self, part: str, averages: Mapping[str, Tensor], damping: float) -> tuple[Sequence[Tensor], Tensor]:
+    def renew(
+        self, part: str, averages: Mapping[str, Tensor], damping: float, columns: slice | None = None
+    ) -> tuple[Sequence[Tensor], Tensor]:
         """See `Curvature.renew`."""
         F = averages["F"]
         if self.form == "full":

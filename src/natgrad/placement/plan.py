@@ -24,6 +24,7 @@ class Work:
     Attributes:
         parts: The work of each part of a renewal, in multiply-adds.
         sums: Elements of its statistics as they travel (triangles).
+        repeated: For those parts that ranks may share, which share of the work each of them repeats.
         results: Elements of what each part makes, as they travel.
         gradients: Elements of its gradient.
         blocks: How many blocks it has, each of which succeeds or fails by itself.
@@ -38,6 +39,7 @@ class Work:
 
     parts: Mapping[str, float]
     sums: int = 0
+    repeated: Mapping[str, float] = field(default_factory=dict)
     results: Mapping[str, int] = field(default_factory=dict)
     gradients: int = 0
     blocks: int = 1
@@ -47,6 +49,11 @@ class Work:
     itemsize: int = 4
     wire: int | None = None
     alone: bool = True
+
+    def share(self, part: str, ranks: int) -> float:
+        """Return which share of a part's work each of some ranks does."""
+        repeated = self.repeated.get(part, 0.0)
+        return repeated + (1 - repeated) / ranks
 
     @property
     def cost(self) -> float:
@@ -65,13 +72,20 @@ class Seat:
 
     Attributes:
         workers: Those that hold what its renewals make, in rising order.
-        owners: For each part the worker that does it; None: every worker does it for itself.
+        owners: For each part the worker that does it, or those that share it; None: every worker does it for itself.
         sums: Who receives the sums: "all" ranks, or the only "worker"; or it sums "alone", of its own samples.
     """
 
     workers: tuple[int, ...]
-    owners: Mapping[str, int | None]
+    owners: Mapping[str, int | tuple[int, ...] | None]
     sums: Literal["all", "worker", "alone"] = "all"
+
+    def renewers(self, part: str) -> tuple[int, ...]:
+        """Return the workers that do a part, or some of it."""
+        owner = self.owners[part]
+        if owner is None:
+            return self.workers
+        return owner if isinstance(owner, tuple) else (owner,)
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,7 +161,8 @@ class Plan(Printed, Generic[Key]):
             factors["counters"] += sent * 2  # samples and rows
             owned = [part for part, owner in seat.owners.items() if owner is not None]
             inverses["inverses"] += (n - 1) * sum(layer.results.get(part, 0) for part in owned)
-            inverses["counters"] += (n - 1) * len(owned) * layer.blocks  # whether each has succeeded
+            shares = sum(len(seat.renewers(part)) for part in owned)
+            inverses["counters"] += (n - 1) * shares * layer.blocks  # whether each has succeeded
             step["gradients"] += (P - n) * layer.gradients
             step["counters"] += (P - n) * (layer.blocks + 2)  # ⟨V, W⟩; whether there is curvature, and trouble
         return {"factors": factors, "inverses": inverses, "step": step}
@@ -176,8 +191,10 @@ class Plan(Printed, Generic[Key]):
             for part, owner in seat.owners.items():
                 if owner is None:
                     everywhere[self.home(key)] += self.weight(key, part)
-                else:
-                    renewals[owner] += self.weight(key, part)
+                    continue
+                renewers = seat.renewers(part)
+                for rank in renewers:
+                    renewals[rank] += self.weight(key, part) * self.layers[key].share(part, len(renewers))
         return [own + everywhere[rank % self.columns] for rank, own in enumerate(renewals)]
 
     def weight(self, key: Key, part: str) -> float:

@@ -48,8 +48,8 @@ def _ranks(plan: Plan[Any]) -> Table:
     works = [float(layers[rank % plan.columns]) for rank in range(plan.ranks)]
     counts, shares = [0.0] * plan.ranks, [plan.renewal(rank) / total for rank in range(plan.ranks)]
     for seat in plan.seats.values():
-        for owner in seat.owners.values():
-            for rank in seat.workers if owner is None else (owner,):
+        for part in seat.owners:
+            for rank in seat.renewers(part):
                 counts[rank] += 1
     kept = [float(plan.held(rank)) for rank in range(plan.ranks)]
     for name, way in ways.items():
@@ -63,8 +63,8 @@ def _parts(plan: Plan[Any]) -> list[str]:
     """Return in words what each rank renews."""
     own: list[list[str]] = [[] for _ in range(plan.ranks)]
     for key, seat in plan.seats.items():
-        for part, owner in seat.owners.items():
-            for rank in seat.workers if owner is None else (owner,):
+        for part in seat.owners:
+            for rank in seat.renewers(part):
                 own[rank].append(f"{key}:{part}")
     return [
         escape(", ".join(parts[:_NAMED])) + (f" and {len(parts) - _NAMED} more" if len(parts) > _NAMED else "")

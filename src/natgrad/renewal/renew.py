@@ -10,11 +10,12 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from natgrad import triangle
 from natgrad.blocks import Member, Stack
 from natgrad.curvature import Part, Spec
 from natgrad.guard import Watch
 from natgrad.kept import along, pack, packed_shape, unpack
-from natgrad.linalg import tensor_on
+from natgrad.linalg import equal_shares, tensor_on
 from natgrad.placement import Layout, Plan, Runtime, narrower
 from natgrad.precision import full_products
 
@@ -26,26 +27,40 @@ RAISED = -1.0
 
 @dataclass
 class Job:
-    """A part of some neighbouring blocks of a stack, all on one owner; None: on every worker."""
+    """A part of some neighbouring blocks of a stack, all on one owner; None: on every worker.
+
+    Attributes:
+        columns: Which columns of the matrix that is written are this job's, from the diagonal down; None: all of it.
+    """
 
     owner: int | None
     stack: Stack
     part: Part
     start: int
     stop: int
+    columns: slice | None = None
 
     def numel(self, spec: Spec) -> int:
         """Return how many elements of a tensor that the part writes travel."""
-        return (self.stop - self.start) * prod(packed_shape(spec))
+        if self.columns is None:
+            return (self.stop - self.start) * prod(packed_shape(spec))
+        return (self.stop - self.start) * triangle.columns_length(spec.shape[-1], self.columns)
 
     def read(self, spec: Spec) -> Tensor:
         """Return what is held of a tensor, as it travels ``[numel(spec)]``."""
-        return pack(self.stack.held.read(spec.name, slice(self.start, self.stop)), spec).reshape(-1)
+        held = self.stack.held.read(spec.name, slice(self.start, self.stop))
+        packed = pack(held, spec) if self.columns is None else triangle.pack_columns(held, self.columns)
+        return packed.reshape(-1)
 
     def write(self, spec: Spec, values: Tensor) -> None:
         """Hold what has arrived of a tensor."""
-        whole = unpack(values.view(-1, *packed_shape(spec)), spec)
-        self.stack.held.write(spec.name, slice(self.start, self.stop), whole)
+        blocks = slice(self.start, self.stop)
+        if self.columns is None:
+            whole = unpack(values.view(-1, *packed_shape(spec)), spec)
+        else:
+            whole = self.stack.held.read(spec.name, blocks).to(values.dtype, copy=True)
+            triangle.unpack_columns_(whole, values.view(len(whole), -1), self.columns)
+        self.stack.held.write(spec.name, blocks, whole)
 
     @property
     def members(self) -> list[Member]:
@@ -66,7 +81,7 @@ class Job:
         for blocks in self.pieces():
             averages = self.stack.corrected(blocks, self.part.reads)
             with full_products(self.stack.device):
-                written, fine = self.stack.curvature.renew(self.part.name, averages, damping)
+                written, fine = self.stack.curvature.renew(self.part.name, averages, damping, self.columns)
             success += self.keep(blocks, written, fine)
         self.stack.charge(self.members, perf_counter() - started)
         return success
@@ -74,9 +89,13 @@ class Job:
     def keep(self, blocks: slice, written: Sequence[Tensor], fine: Tensor) -> list[bool]:
         """Write what was made of some blocks into what is held where it is `fine`, and return these flags."""
         held, flags = self.stack.held, [bool(flag) for flag in fine.tolist()]
-        for spec, fresh in zip(self.part.writes, written, strict=True):
+        for spec, made in zip(self.part.writes, written, strict=True):
+            before, fresh = held.read(spec.name, blocks), made
+            if self.columns is not None:
+                fresh = before.to(made.dtype, copy=True)
+                triangle.copy_columns_(fresh, made, self.columns)
             if not all(flags):
-                fresh = torch.where(along(fine, len(spec.shape)), fresh, held.read(spec.name, blocks))  # noqa: PLW2901
+                fresh = torch.where(along(fine, len(spec.shape)), fresh, before)
             held.write(spec.name, blocks, fresh)
         return flags
 
@@ -147,7 +166,14 @@ def conclude(
     """
     if len(workers) > 1:
         success = _exchange(jobs, success, workers, runtime, wire)
+    shared: list[list[float]] = []
     for job, numbers in zip(jobs, success, strict=True):
+        if job.columns is not None:
+            # A block is renewed where all who share it have succeeded; the last of them tells.
+            shared.append(numbers)
+            if job.columns.stop < job.part.writes[0].shape[-1]:
+                continue
+            numbers, shared = [min(own) for own in zip(*shared, strict=True)], []  # noqa: PLW2901
         flags = [number > 0 for number in numbers]
         job.stack.renewed(job.part.name, job.start, flags)
         watch.saw_decompositions(job.stack, job.part.name, job.start, flags)
@@ -164,13 +190,18 @@ def jobs_of(stacks: list[Stack], plan: Plan[str], keys: Collection[str]) -> list
             for member in stack.members:
                 if member.layer.key in keys:
                     owner = plan.seats[member.layer.key].owners[part.name]
-                    _append(jobs, Job(owner, stack, part, member.start, member.stop))
+                    if isinstance(owner, tuple):
+                        shares = equal_shares(part.writes[0].shape[-1], len(owner))
+                        own = zip(owner, shares, strict=True)
+                        jobs += [Job(rank, stack, part, member.start, member.stop, columns) for rank, columns in own]
+                    else:
+                        _append(jobs, Job(owner, stack, part, member.start, member.stop))
     return jobs
 
 
 def _append(jobs: list[Job], job: Job) -> None:
     """Append `job`, or lengthen the last one by it where they are neighbours."""
-    last = jobs[-1] if jobs else None
+    last = jobs[-1] if jobs and jobs[-1].columns is None else None
     if last and (last.owner, last.stack, last.part, last.stop) == (job.owner, job.stack, job.part, job.start):
         last.stop = job.stop
     else:
