@@ -94,6 +94,7 @@ class Stack:
             self.size += layer.blocks
         self._precision = precision
         self._settled: Tensor | None = None
+        self._place: tuple[torch.device, torch.dtype] | None = None
         self.averages = Kept()
         self.weight: Tensor | None = None
         self.held = Kept()
@@ -127,8 +128,10 @@ class Stack:
 
     def follow(self) -> bool:
         """Move all tensors to where the parameters are now; tell whether they were elsewhere."""
-        if self.weight is None or (self.weight.device, self.weight.dtype) == (self.device, self.dtype):
-            return False
+        place = self.device, self.dtype
+        before, self._place = self._place, place
+        if self.weight is None or (self.weight.device, self.weight.dtype) == place:
+            return before not in (None, place)
         self.weight = self.weight.to(self.device, self.dtype)
         self.averages = self.averages.to(self._precision.factor_dtype(self._parameter), self.device)
         self.held = self.held.to(self._precision.solve_dtype(self._parameter), self.device)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from natgrad.blocks import Stack
 from natgrad.capture import Capture
 from natgrad.clip import Clip
+from natgrad.errors import NatgradError
 from natgrad.exchange import Left, collect, deliver
 from natgrad.given import Given
 from natgrad.gradients import Gradients
@@ -40,6 +41,7 @@ class Engine:
     _precision: Precision
     _refresh: Refresh
     _damping: Schedule
+    _reduces: bool
     _detached: bool
 
     @property
@@ -73,6 +75,18 @@ class Engine:
         self._watch.forget()
         self._progress.began = self._progress.ended = 0.0
 
+    def _compare_plans(self) -> None:
+        """Check once, and after every change of the model, that all ranks are about to do the same.
+
+        Raises:
+            NatgradError: on all ranks, if their models or the options of their placements differ.
+        """
+        if self._runtime.ranks > 1 and len(set(self._runtime.everywhere(self._structure.digest()))) > 1:
+            raise NatgradError(
+                "the ranks have made different plans: their models differ, or the options of natgrad.Placement "
+                "(costs, speeds, link and memory have to be the same on every rank)"
+            )
+
     def _follow(self) -> None:
         """Follow what has happened to the model's parameters since."""
         if self._structure.move():
@@ -90,6 +104,9 @@ class Engine:
         samples = self._capture.samples if count is None else count
         backwards, structure = len(self._capture.backwards), self._structure
         with self._progress.phase("reduce", self._runtime):
+            device = next((parameter.device for parameter in self._root.parameters()), None)
+            if device is not None and (self._reduces or self._capture.wanted):
+                self._capture.sums.spoilt = self._scaling.spoilt(self._runtime, device)
             return self._scaling.of_gradients(self._root, structure, self._runtime, samples, backwards)
 
     def _update_factors(self, count: int | None) -> None:
@@ -100,7 +117,6 @@ class Engine:
             share = 1.0 if count is None else count / max(1, self._capture.samples)
             wire, gain = self._precision.wire, self._scaling.of_captured(len(self._capture.backwards))
             self._capture.sums.close(share, gain)
-            self._capture.sums.spoilt = self._scaling.spoilt(self._runtime)
             if self._behind:
                 sums, inspection = self._capture.sums, self._inspection
                 self._background.post(self._stacks, sums, self._runtime, self._progress, inspection, wire)

@@ -130,8 +130,8 @@ class Entry:
         """Multiply V by `scale`, where there is curvature, and by zero where not `fine` ``[N]``."""
         if self.shares is not None:
             for share in self.shares:  # the worker has cleared what is not fine
-                ready = self.ready[share.block] if isinstance(self.ready, Tensor) else tensor_on(fine.device, [1.0])
-                share.values.mul_(torch.where(ready > 0, scale, 1.0))
+                assert isinstance(self.ready, Tensor)  # told by the worker, as the shares are
+                share.values.mul_(torch.where(self.ready[share.block] > 0, scale, 1.0))
             return
         self.clear_(fine)
         if isinstance(self.ready, Tensor):

@@ -236,6 +236,7 @@ class Preconditioner(Engine):
             return  # a checkpoint loader's step, before any forward
         if progress.start_clock(layer for layer, _ in self._structure.coverage.layers):
             self._capture.warn_of_others()
+            self._compare_plans()
         self._collect(early=self._behind and self._refresh.inverses_due(progress.step, progress.last_inverses))
         scale, left = self._scale_gradients(count)
         if self._capture.wanted:
@@ -307,7 +308,10 @@ class Preconditioner(Engine):
         }
 
     def traffic(self) -> dict[str, int]:
-        """Return the bytes that this rank has sent so far, by kind of message; "padding" evens out FSDP2's shards."""
+        """Return the bytes that this rank has sent so far, by kind of message.
+
+        "padding" evens out FSDP2's shards; "schedule" is what "pipelined" tells of messages that left early.
+        """
         return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self._runtime.traffic()}
 
     def explain(self) -> Explanation:
@@ -382,7 +386,7 @@ class Preconditioner(Engine):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, also from another number of ranks.
+        """Restore what `state_dict` returned, also from another number of ranks; every rank calls it.
 
         Raises:
             ValueError: if blocks are missing, unknown or of another shape; then nothing was changed.

@@ -14,6 +14,9 @@ from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime, flatten, unflatten
 from natgrad.structure import Structure
 
+# The weight of a rank that has seen no samples: no matter beside one that has.
+_UNSEEN = 2.0**-60
+
 
 class Scaling:
     """How the user's loss is scaled: by its reduction, over backward passes, over ranks and by a ``GradScaler``.
@@ -48,17 +51,27 @@ class Scaling:
         if "UNSCALED" not in stages:
             raise NatgradError("the gradients are scaled: call scaler.unscale_(optimizer) before preconditioner.step()")
 
-    def spoilt(self, runtime: Runtime) -> Tensor | None:
-        """Return whether the scaler skips this step, for a gradient that is not finite on any rank; None: it cannot."""
+    def spoilt(self, runtime: Runtime, device: torch.device) -> Tensor | None:
+        """Return whether the scaler skips this step, for a gradient that is not finite on any rank; None: it cannot.
+
+        What the scaler has found here becomes what all ranks have found: where natgrad reduces, each has seen the
+        gradients of its own samples alone, and would skip the step alone.
+
+        Args:
+            runtime: The ranks.
+            device: Where the answer is to be.
+        """
         if self._scaler is None or not self._scaler.is_enabled():
             return None
         states = self._scaler._per_optimizer_states.values()
         found = [flag for state in states for flag in state["found_inf_per_device"].values()]
-        if not found:
-            return None
-        total = torch.stack([flag.reshape(()).to(found[0]) for flag in found]).sum().reshape(1)
+        total = torch.zeros(1, device=device)
+        for flag in found:
+            total += flag.to(device)
         if runtime.ranks > 1:
             runtime.sum_(total, {"counters": 1})
+        for flag in found:
+            flag.copy_(total[0] > 0)
         return total[0] > 0
 
     def of_captured(self, backwards: int) -> float | Tensor:
@@ -142,20 +155,20 @@ def reduce_gradients(model: nn.Module, runtime: Runtime, samples: int, *, summed
         if parameter.requires_grad:
             groups.setdefault(parameter.device, []).append(parameter)
     scale: float | Tensor = 1.0
-    weight = 1.0 if summed else float(samples)
+    # Where no rank has seen any (derivatives with a graph, uncovered models), all weigh alike.
+    weight = 1.0 if summed else float(samples) or _UNSEEN
     for device, parameters in groups.items():
         used = [float(parameter.grad is not None) for parameter in parameters]
         pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
-        message = flatten([*pieces, tensor_on(device, [*used, float(samples)], dtype)])
+        message = flatten([*pieces, tensor_on(device, [*used, float(samples) if summed else weight], dtype)])
         counters = len(used) + 1
         message[:-counters].mul_(weight)
         runtime.sum_(message, {"gradients": message.numel() - counters, "counters": counters})
-        total = message[-1].clamp(min=1)
         if summed:
-            scale = 1.0 / total
+            scale = 1.0 / message[-1].clamp(min=1)
         else:
-            message[:-counters].div_(total)
+            message[:-counters].div_(message[-1])
         _spread(message, parameters, pieces, all(used))
     return scale
 

@@ -45,7 +45,8 @@ def snapshot(given: Blocks) -> Blocks:
 
 def union(given: Blocks, counted: dict[str, int], runtime: Runtime) -> tuple[Blocks, dict[str, int]]:
     """Return the blocks of all ranks, on the host of each, and the highest of their counters; collective."""
-    found = runtime.everywhere((given, counted))
+    mine = {key: own for key, own in given.items() if "renewed" in own}  # workers have all that is kept of a layer
+    found = runtime.everywhere((mine, counted))
     whole: Blocks = {}
     for own, _ in reversed(found):  # the first to have something wins
         for key, tensors in own.items():

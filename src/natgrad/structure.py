@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from zlib import crc32
 
 from torch import nn
 
@@ -12,7 +14,7 @@ from natgrad.coverage import cover
 from natgrad.curvature import Curvature
 from natgrad.demand import work
 from natgrad.errors import NatgradError
-from natgrad.placement import Cycle, Placement, Plan, Seat, make_plan
+from natgrad.placement import Cycle, Link, Placement, Plan, Seat, make_plan
 from natgrad.precision import Precision
 from natgrad.refresh import Refresh
 from natgrad.sharding import reshard
@@ -54,13 +56,21 @@ class Structure:
         self._seated.update(self.plan.seats)
         self.stacks = stack(self.coverage.layers, self._precision, self.plan, self._rank)
 
+    def digest(self) -> int:
+        """Return a number that is the same on ranks with the same plan for the same layers."""
+        sizes = [(member.layer.key, one.outputs, one.inputs) for one in self.stacks for member in one.members]
+        return crc32(repr((str(self.plan.placement), self.plan.seats, sizes)).encode())
+
     def _planned(self) -> Plan[str]:
         works = {layer.key: work(layer, curvature, self._precision) for layer, curvature in self.coverage.layers}
         cycle = None
         if self._placement.name == "auto" and self._ranks > 1 and self._refresh is not None:
             cycle = Cycle(**self._refresh.intervals(0), reduces=self._reduces)
         # Layers that stay keep their workers, who alone may have their curvature; and "auto" chooses once.
-        plan = make_plan(self._placement, works, self._ranks, self._seated, cycle)
+        placement = self._placement
+        if placement.name == "auto" and placement.link == Link() and self._accelerated:
+            placement = replace(placement, name="comm-opt")  # the costs known are those of a processor core
+        plan = make_plan(placement, works, self._ranks, self._seated, cycle)
         self._placement = plan.placement
         return plan
 
@@ -85,6 +95,10 @@ class Structure:
         self._build()
         states.restore(states.fitting(known, self.stacks), self.stacks)
         return True
+
+    @property
+    def _accelerated(self) -> bool:
+        return any(slot.parameter.device.type != "cpu" for layer, _ in self.coverage.layers for slot in layer.slots)
 
     def move(self) -> bool:
         """Move all tensors to where the parameters are now; tell whether any was elsewhere."""

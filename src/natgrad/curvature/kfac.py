@@ -18,6 +18,9 @@ from natgrad.errors import require
 from natgrad.layers import Layer, Rows
 from natgrad.likelihood import Likelihood
 
+# Eigenvectors cost four to six Cholesky inverses.
+_EIGEN = 5.0
+
 
 class KFAC(Curvature):
     """Kronecker-factored curvature.
@@ -138,7 +141,7 @@ class KFAC(Curvature):
                 name=name,
                 reads=("A", "G") if balanced else (name,),
                 writes=side.writes(self.form, name, size),
-                cost=side.cost(size),
+                cost=side.cost(size) * (_EIGEN if self.form == "eigen" else 1.0),
                 repeated=side.repeated(self.form),
             )
             for name, side, size in (("A", self.A, inputs), ("G", self.G, outputs))

@@ -199,22 +199,23 @@ def _reduce(
         *(flatten(own[me]) if own[me] else flags.new_empty(0, dtype=dtype) for dtype, own in addends.items()),
     ]
     counts = torch.cat([vectors[0] for vectors in arrived])
-    total = counts.sum().clamp(min=1)
+    total = counts.sum()
     if not all(used):
         # Only a rank that lacks a gradient asks whether another has it: that costs a synchronisation.
         users = torch.stack([vectors[1] for vectors in arrived]).amax(0).tolist()
         for parameter, user in zip(parameters.values(), users, strict=True):
             if parameter.grad is None and user:
                 parameter.grad = torch.zeros_like(parameter)
-    weights = torch.ones_like(counts) if summed else counts
+    # Where no rank has seen any samples (derivatives with a graph), all weigh alike.
+    weights = torch.ones_like(counts) if summed else torch.where(total > 0, counts, 1)
     pieces = {}
     for index, (dtype, route) in enumerate(routes.items(), start=2):
-        result = _average([vectors[index] for vectors in arrived], weights, 1 if summed else total)
+        result = _average([vectors[index] for vectors in arrived], weights, 1 if summed else weights.sum())
         own, piece = result.split([len(result) - route.cut[me], route.cut[me]])
         _write(route.covered[me], own)
         pieces[dtype] = piece
     wide = torch.float64 if torch.float64 in routes else torch.float32
-    return total.to(wide), pieces
+    return total.clamp(min=1).to(wide), pieces
 
 
 def _average(addends: Sequence[Tensor], weights: Tensor, divisor: Tensor | int) -> Tensor:

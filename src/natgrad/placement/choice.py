@@ -53,6 +53,8 @@ def make_plan(
     require(whole and ranks >= 1, "ranks", ranks, "a whole number >= 1")
     speeds = placement.speeds
     require(speeds is None or len(speeds) == ranks, "speeds", speeds, f"a number for each of the {ranks} ranks")
+    unknown = set(placement.costs or ()) - set(map(str, works))
+    require(bool(seated) or not unknown, "costs", sorted(unknown)[:5], "work by the keys of the model's layers")
     if placement.name == "auto":
         return _cheapest(placement, works, ranks, seated or {}, cycle or Cycle())
     plan = assign(placement, works, ranks, seated or {})

@@ -17,7 +17,8 @@ class Link:
     Attributes:
         latency: α in seconds, with what the host does for a message.
         bandwidth: Bytes a second, 1 / β.
-        speed: Multiply-adds of decompositions a second, d³ for a factor of size d.
+        speed: Multiply-adds of decompositions a second: d³ for the inverse of a factor of size d, 5 d³ for its
+            eigenvectors.
         products: Multiply-adds of matrix products a second.
 
     Raises:
@@ -26,7 +27,7 @@ class Link:
 
     latency: float = 2e-4
     bandwidth: float = 1.25e9
-    speed: float = 5e9
+    speed: float = 3e10
     products: float = 5e10
 
     def __post_init__(self) -> None:

@@ -41,13 +41,15 @@ class Placement:
         fraction: Of the ranks that are workers of a layer ("hybrid" only), in (0, 1]. Where it is no divisor of the
             number of ranks, the one nearest to it is taken.
         owners: "balanced": work goes to the least-loaded rank, the largest first; "round-robin": in turn.
-        speeds: How fast each rank is compared with the others; None: all alike.
-        costs: Measured work by a layer's key, in any unit; what is not measured is modelled from the sizes.
+        speeds: How fast each rank is compared with the others, the same on every rank, as all that is measured has to
+            be; None: all alike.
+        costs: Measured work by a layer's key, in any unit, the same on every rank; what is not measured is modelled.
         bucket: Bytes of sums that leave together ("pipelined").
-        staleness: Steps after which what a renewal has made is used ("background"), by all ranks alike.
+        staleness: Steps after which what a renewal has made is used ("background"), by all ranks alike; sooner where
+            inverses are due again.
         memory: Bytes of curvature that a rank may hold between two steps: "auto" keeps to it, what is asked for by name
             and holds more is an error. None: any.
-        link: What messages and work cost ("pipelined", "auto").
+        link: What messages and work cost ("pipelined", "auto"), the same on every rank.
 
     Raises:
         ValueError: if one of them is not allowed.

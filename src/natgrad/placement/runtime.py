@@ -142,7 +142,7 @@ class Runtime:
         narrow, wide = (cut(half, self.ranks) for half in halves)
         layout = Layout(wide=wide.shape[1], narrow=narrow.shape[1], dtype=message.dtype, wire=wire)
         counted = layout.wide * message.element_size()
-        self.count({kind: layout.size - counted, "counters": counted}, 2 * (self.ranks - 1))
+        self.count({kind: layout.payload - counted, "counters": counted}, 2 * (self.ranks - 1))
         sent = layout.empty(self.ranks, message.device)
         layout.write(sent, wide, [narrow])
         arrived = torch.empty_like(sent)
@@ -183,7 +183,7 @@ class Runtime:
                 continue
             outgoing[rank].append(layout.encode(message))
             kind, counted = next(iter(kinds)), counters * message.element_size()
-            self.count({kind: layout.encoded - counted, "counters": counted}, 1)
+            self.count({kind: layout.payload - counted, "counters": counted})
         sizes = [layout.encoded for _, layout in mine]
         expected = [0 if rank == self.rank else sum(sizes) for rank in range(self.ranks)]
         for arrived in self.exchange(outgoing, expected, messages[0][1].device):

@@ -43,7 +43,12 @@ class Layout:
     @property
     def size(self) -> int:
         """The bytes of a row; a multiple of 8, so that rows are aligned."""
-        return -(-(self._offset + self.narrow * self.wire.itemsize) // 8) * 8
+        return -(-self.payload // 8) * 8
+
+    @property
+    def payload(self) -> int:
+        """The bytes of a row but those that align the next one."""
+        return self._offset + self.narrow * self.wire.itemsize
 
     def empty(self, rows: int, device: torch.device) -> Tensor:
         """Return an uninitialised message ``[rows, size]``."""

@@ -32,13 +32,13 @@ def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
         finite = torch.stack([_finite(spec, piece.sums[spec.name]) for spec in stack.statistics]).all(0)
         fine = seen & finite if sums.spoilt is None else seen & finite & ~sums.spoilt.to(stack.device)
         decay = stack.curvature.factor_decay
-        generator = torch.Generator(stack.device).manual_seed(seed)
         for spec in stack.statistics:
             fresh = piece.sums[spec.name]
             average = stack.averages.read(spec.name, blocks).to(stack.dtype)
             divisor = (piece.samples if spec.mean == "samples" else piece.rows).clamp(min=1)
             blend_(average, fresh, decay, (1 - decay) / divisor, fine)
             if stack.averages.narrow(spec.name):
+                generator = torch.Generator(stack.device).manual_seed(seed)
                 stack.averages.write(spec.name, blocks, average, generator)
         weight.copy_(torch.where(fine, decay * weight + (1 - decay), weight))
         watch.saw_factors(stack, blocks, seen & ~finite)

@@ -256,9 +256,9 @@ def _keep(job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> tuple[list[
             raised = error
             continue
         stack = job.stack
-        if stack.device.type == "cuda":
-            for tensor in (*outcome.written, outcome.fine):
-                tensor.record_stream(torch.cuda.current_stream(stack.device))
+        for tensor in (*outcome.written, outcome.fine):
+            if tensor.device.type == "cuda":
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         place = stack.device, stack.work_dtype  # of a model that was moved meanwhile
         written = [tensor.to(*place) for tensor in outcome.written]
         kept = job.keep(blocks, written, outcome.fine.to(stack.device))

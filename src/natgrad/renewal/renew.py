@@ -249,7 +249,8 @@ def _exchange(
         mine = parcel.owner == runtime.rank
         message = parcel.send(flags) if mine else parcel.layout.empty(1, parcel.device)
         counted = len(flags) * parcel.layout.dtype.itemsize
-        messages.append((parcel.owner, message, {"inverses": message.numel() - counted, "counters": counted}))
+        kinds = {"inverses": parcel.layout.payload - counted, "counters": counted}
+        messages.append((parcel.owner, message, kinds))
     runtime.broadcast_(messages, workers)
     result = list(success)
     for parcel, (_, message, _) in zip(parcels, messages, strict=True):

@@ -1,0 +1,80 @@
+"""Ranks whose plans differ say so at once, and what no hook has seen is averaged all the same."""
+
+import pytest
+import torch
+from torch import nn
+
+import natgrad
+from tests.distributed.jobs import place
+
+PLACEMENTS = ["comm-opt", "mem-opt", "reduce-scatter"]
+
+
+def step(model, **options):
+    preconditioner = natgrad.Preconditioner(model, gradients="reduce", **options)
+    model(torch.randn(4, 3)).square().mean().backward()
+    preconditioner.step()
+
+
+def plan_differently():
+    costs = {"0.weight": 1.0, "1.weight": 2.0} if place()[0] else {"0.weight": 2.0, "1.weight": 1.0}
+    placement = natgrad.Placement(name="mem-opt", costs=costs)
+    with pytest.raises(natgrad.NatgradError, match="different plans"):
+        step(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)), placement=placement)
+
+
+def have_other_models():
+    with pytest.raises(natgrad.NatgradError, match="different plans"):
+        step(nn.Linear(3, 4 + place()[0]))
+
+
+@pytest.mark.parametrize("job", [plan_differently, have_other_models])
+def test_ranks_that_would_do_different_things_all_raise(ranks, job):
+    ranks.run(2, job)
+
+
+def average_unseen(placement):
+    """With a graph of their own gradients are not the loss's to the hooks: they stay plain, but are averaged."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    preconditioner = natgrad.Preconditioner(model, gradients="reduce", placement=placement)
+    generator = torch.Generator().manual_seed(place()[0])
+    x = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+    model(x).square().mean().backward(create_graph=True)
+    before = model.weight.grad.detach().clone()
+    model.weight.grad, model.bias.grad = before.clone(), model.bias.grad.detach().clone()
+    preconditioner.step()
+    return before, model.weight.grad
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_gradients_that_no_hook_has_seen_are_averaged(ranks, placement):
+    results = ranks.run(2, average_unseen, placement)
+    mean = (results[0][0] + results[1][0]) / 2
+    for _, gradient in results:
+        torch.testing.assert_close(gradient, mean)
+
+
+def train_in_float32(placement):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
+    step(model, placement=placement)
+    preconditioner = natgrad.Preconditioner(
+        model, gradients="reduce", placement=placement, refresh=natgrad.Refresh(factors=1, inverses=1)
+    )
+    model(torch.randn(4, 3)).square().mean().backward()
+    preconditioner.step()
+    return preconditioner.traffic(), preconditioner.plan.traffic()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_bytes_are_exact_in_float32(ranks, placement):
+    results = ranks.run(2, train_in_float32, placement)
+    predicted = results[0][1]
+    for kind, moment in (("factors", "factors"), ("inverses", "inverses")):
+        assert sum(traffic[kind] for traffic, _ in results) == 4 * predicted[moment][kind]
+
+
+def test_work_of_unknown_layers():
+    with pytest.raises(ValueError, match=r"costs=\['nobody'\]"):
+        natgrad.Preconditioner(nn.Linear(3, 2), placement=natgrad.Placement(name="mem-opt", costs={"nobody": 1.0}))
