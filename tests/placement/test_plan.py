@@ -197,10 +197,14 @@ def test_the_order_of_layers_does_not_matter_where_costs_differ(options, costs, 
 def test_measured_costs_override_modelled_ones():
     works = {"small": kfac(2, 2), "large": kfac(50, 50), "other": kfac(50, 50)}
     assert make_plan(resolve("mem-opt"), works, 2).seats["small"].workers == (0,)  # beside one large one
-    costs = {"small": 3.0, "large": 1.0, "other": 1.0, "gone": 9.0}
+    costs = {"small": 3.0, "large": 1.0, "other": 1.0}
     plan = make_plan(Placement(name="mem-opt", costs=costs), works, 2)
     assert [seat.workers for seat in plan.seats.values()] == [(0,), (1,), (1,)]
     assert plan.renewal(0) == 3.0
+    with pytest.raises(ValueError, match="gone"):
+        make_plan(Placement(name="mem-opt", costs={**costs, "gone": 9.0}), works, 2)
+    del works["other"]  # as when a layer is frozen later
+    assert make_plan(Placement(name="mem-opt", costs=costs), works, 2, plan.seats).renewal(0) == 3.0
 
 
 def test_what_is_not_measured_is_modelled_in_the_same_unit():

@@ -77,11 +77,12 @@ class Job:
     def run(self, damping: float) -> list[bool]:
         """Do the work into what is held; blocks that fail keep what they had."""
         success: list[bool] = []
+        shared = () if self.columns is None else (self.columns,)  # which only curvatures with such parts know
         started = perf_counter()
         for blocks in self.pieces():
             averages = self.stack.corrected(blocks, self.part.reads)
             with full_products(self.stack.device):
-                written, fine = self.stack.curvature.renew(self.part.name, averages, damping, self.columns)
+                written, fine = self.stack.curvature.renew(self.part.name, averages, damping, *shared)
             success += self.keep(blocks, written, fine)
         self.stack.charge(self.members, perf_counter() - started)
         return success
