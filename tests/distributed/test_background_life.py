@@ -50,6 +50,8 @@ def none_left():
 
 
 def delete():
+    gc.collect()
+    assert none_left()  # of earlier runs of this process
     training = started()
     assert len(threads()) == 1
     training.preconditioner = None
@@ -58,6 +60,8 @@ def delete():
 
 
 def detach():
+    gc.collect()
+    assert none_left()
     training = started()
     local = training.preconditioner.state_dict()
     training.preconditioner.detach()
