@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor, nn
 
+from natgrad.arguments import check_count, check_joined
 from natgrad.blocks import Stack
 from natgrad.capture import Capture
 from natgrad.clip import Clip
@@ -27,7 +30,9 @@ from natgrad.sums import make_sums
 class Engine:
     """The phases of a step, on the parts that a `natgrad.Preconditioner` is made of; it decides on their order."""
 
+    _model: nn.Module
     _root: nn.Module
+    _reduction: Literal["mean", "tokens", "sum"]
     _structure: Structure
     _runtime: Runtime
     _capture: Capture
@@ -99,6 +104,20 @@ class Engine:
 
     def _damping_now(self) -> float:
         return value_at("damping", self._damping, self._progress.step, "a number > 0", minimum=0, strict=True)
+
+    def _check_step(self, count: int | None) -> None:
+        """Check that a step may begin; `Preconditioner.step` tells what is raised."""
+        if count is not None:
+            check_count(count, self._reduction, self._capture.positions)
+        if self._detached:
+            raise NatgradError("step() after detach(): build another Preconditioner, and load the state of this one")
+        if self._capture.missing_samples:
+            raise NatgradError(
+                "fisher='sampled' needs preconditioner.backward(loss, outputs) in place of loss.backward()"
+            )
+        if self._capture.backwards:
+            self._scaling.check()
+        check_joined(self._model)
 
     def _scale_gradients(self, count: int | None) -> tuple[float | Tensor, Left | None]:
         samples = self._capture.samples if count is None else count

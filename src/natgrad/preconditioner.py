@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from natgrad import state as states
-from natgrad.arguments import check_arguments, check_count, check_joined, resolve_group, unwrap
+from natgrad.arguments import check_arguments, resolve_group, unwrap
 from natgrad.capture import Capture
 from natgrad.clip import Clip
 from natgrad.coverage import cover, idle_patterns
 from natgrad.curvature import KFAC, Curvature
 from natgrad.engine import Engine
-from natgrad.errors import NatgradError, NatgradWarning, describe, require
+from natgrad.errors import NatgradWarning, describe, require
 from natgrad.explanation import Explanation, explain
 from natgrad.given import Given, Unseen
 from natgrad.guard import Guard, Watch
@@ -210,17 +210,7 @@ class Preconditioner(Engine):
             CurvatureError: if a layer has been in trouble for longer than the guard allows, or a renewal in the
                 background has raised an error on any rank.
         """
-        if count is not None:
-            check_count(count, self._reduction, self._capture.positions)
-        if self._detached:
-            raise NatgradError("step() after detach(): build another Preconditioner, and load the state of this one")
-        if self._capture.missing_samples:
-            raise NatgradError(
-                "fisher='sampled' needs preconditioner.backward(loss, outputs) in place of loss.backward()"
-            )
-        if self._capture.backwards:
-            self._scaling.check()
-        check_joined(self._model)
+        self._check_step(count)
         damping = self._damping_now()
         self._refresh.check(self._progress.step)
         self._follow()

@@ -67,9 +67,11 @@ def train(kind, steps):
     return dict(model.state_dict())
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("kind", [Attending, Recurrent, Upsampling])
-def test_two_ranks_equal_one_process(ranks, kind):
+def test_ranks_equal_one_process(ranks, kind, count):
     expected = train(kind, 4)
-    first, second = ranks.run(2, train, kind, 4)
-    dense.assert_equal(first, second, 0)
+    first, *others = ranks.run(count, train, kind, 4)
+    for other in others:
+        dense.assert_equal(first, other, 0)
     dense.assert_equal(first, expected, 1e-10)

@@ -51,9 +51,9 @@ class Cell:
         kept = "checkpointed" if self.checkpointing else "kept"
         return f"{self.model}/{self.wrapper}/{self.precision}/{kept}/{self.accumulation}".replace(" ", "-")
 
-    def reference(self) -> Cell:
-        """Return the plain way to the same result: one process, all activations kept, the whole batch at once."""
-        parts = 1 if TASKS[self.model].whole else RANKS[self.wrapper] * self.accumulation
+    def reference(self, ranks: int) -> Cell:
+        """Return the plain way to what `ranks` make: one process, all activations kept, the whole batch at once."""
+        parts = 1 if TASKS[self.model].whole else ranks * self.accumulation
         return Cell(self.model, "plain", self.precision, checkpointing=False, accumulation=parts)
 
 
@@ -131,7 +131,7 @@ def _wrap(model: Model, wrapper: str) -> torch.nn.Module:
         return model
     if wrapper == "DDP":
         return DistributedDataParallel(model)
-    shape = (2,) if wrapper == "FSDP2" else (2, 2)
+    shape = (dist.get_world_size(),) if wrapper == "FSDP2" else (2, 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

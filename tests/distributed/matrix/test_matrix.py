@@ -16,12 +16,13 @@ def reference(cell: Cell):
     return train(cell)
 
 
-def measure(ranks, cell: Cell) -> float:
+def measure(ranks, cell: Cell, count: int | None = None) -> float:
     """The difference of a cell from its reference; all ranks agree to the last bit."""
-    results = [train(cell)] if cell.wrapper == "plain" else ranks.run(RANKS[cell.wrapper], train, cell)
+    count = RANKS[cell.wrapper] if count is None else count
+    results = [train(cell)] if cell.wrapper == "plain" else ranks.run(count, train, cell)
     for other in results[1:]:
         assert all(tensor.equal(other[name]) for name, tensor in results[0].items())
-    return difference(cell, results[0], reference(cell.reference()))
+    return difference(cell, results[0], reference(cell.reference(count)))
 
 
 @pytest.mark.parametrize("cell", QUICK, ids=str)
@@ -33,6 +34,13 @@ def test_pairs(ranks, cell):
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in QUICK], ids=str)
 def test_the_rest(ranks, cell):
     assert measure(ranks, cell) < TOLERANCE[cell.precision]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.wrapper in ("DDP", "FSDP2")], ids=str)
+def test_other_numbers_of_ranks(ranks, cell, count):
+    assert measure(ranks, cell, count) < TOLERANCE[cell.precision]
 
 
 def test_pairwise_covers_every_pair():
