@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.aside import aside
-from natgrad.curvature import Curvature, Spec
+from natgrad.curvature import Curvature, Part, Spec
 from natgrad.kept import Kept, along, packed_shape, spec_dtype, unpack
 from natgrad.layers import Layer
 from natgrad.placement import Plan, Seat
@@ -162,21 +162,39 @@ class Stack:
             self.held = Kept(self._written(), self.size, dtype, self.device)
         return self.held
 
-    def corrected(self, blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
+    def corrected(self, blocks: slice | Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Return bias-corrected running averages of some blocks, in the dtype of decompositions.
 
         Of symmetric matrices only the lower triangles are there; what is above is undefined.
         """
         return unpacked(self.snapshot(blocks, names), self.statistics)
 
-    def snapshot(self, blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
+    def solvers(self, blocks: slice | Tensor) -> dict[str, Tensor]:
+        """Return what a solve of some blocks reads: what renewals have made, and live statistics."""
+        made = {name: self.held.read(name, blocks) for name in self.held}
+        return {**made, **self.corrected(blocks, self.curvature.live)} if self.curvature.live else made
+
+    def seen_by(self, member: Member) -> dict[str, Tensor] | None:
+        """Return what of `held` a capture of a layer looks at; None where that is not complete."""
+        if not self.ready[self.members.index(member)]:
+            return None
+        return {name: self.held.read(name, member.blocks) for name in self.curvature.looks}
+
+    def before(self, part: Part, blocks: slice) -> dict[str, Tensor] | None:
+        """Return what a warm part has made of some blocks last; None: not of all of them."""
+        if not all(self.good[part.name][blocks]):
+            return None
+        return {spec.name: self.held.read(spec.name, blocks) for spec in part.writes}
+
+    def snapshot(self, blocks: slice | Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Return the same in memory of its own, packed."""
         assert self.weight is not None
         weight, result = self.weight[blocks], {}
         for spec in self.statistics:
             if spec.name in names:
                 average = self.averages.read(spec.name, blocks)
-                result[spec.name] = torch.div(average, along(weight, average.ndim - 1)).to(self.work_dtype)
+                divisor = torch.ones_like(weight) if spec.fresh else weight
+                result[spec.name] = torch.div(average, along(divisor, average.ndim - 1)).to(self.work_dtype)
         return result
 
     def bytes_per_block(self) -> int:
@@ -196,6 +214,13 @@ class Stack:
 
     def _written(self) -> list[Spec]:
         return [spec for part in self.parts for spec in part.writes]
+
+    def restart(self, part: Part, start: int, success: Sequence[bool]) -> None:
+        """Begin new running averages with what a part has made of the blocks from `start` on, where it succeeded."""
+        for spec in self.statistics:
+            if spec.name in part.restarts and self.averages:
+                blocks = [block for block, fine in enumerate(success, start=start) if fine]
+                self.averages[spec.name][blocks] = 0
 
     def renewed(self, part: str, start: int, success: list[bool], *, forget: bool = False) -> None:
         """Note what `held` of a part is good from block `start` on; a failure leaves the last good one in place."""

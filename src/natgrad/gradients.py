@@ -94,19 +94,15 @@ class Entry:
             return W
         if self.ready:
             blocks = slice(None) if places is None else tensor_on(stack.device, places)
-            return stack.curvature.solve(self._held(blocks), W, damping)
+            return stack.curvature.solve(stack.solvers(blocks), W, damping)
         # Some layers have none yet, or are left plain: their gradients pass through.
         every = [flag for flag, count in zip(flags, self.blocks, strict=True) for _ in range(count)]
         own = tensor_on(stack.device, [index for index, flag in enumerate(every) if flag])
         blocks = own if places is None else tensor_on(stack.device, places)[own]
         V = W.clone()
-        V[own] = stack.curvature.solve(self._held(blocks), W[own], damping)
+        V[own] = stack.curvature.solve(stack.solvers(blocks), W[own], damping)
         self.ready = tensor_on(stack.device, [float(flag) for flag in every], W.dtype)
         return V
-
-    def _held(self, blocks: slice | Tensor) -> dict[str, Tensor]:
-        held = self.stack.held
-        return {name: held.read(name, blocks) for name in held}
 
     def sharded(self) -> dict[int, tuple[str, DTensor]]:
         """Return the sharded gradients with their names, by the parameter's ``id``."""

@@ -13,7 +13,7 @@ from natgrad.blocks import stack
 from natgrad.coverage import cover
 from natgrad.curvature import Curvature
 from natgrad.demand import work
-from natgrad.errors import NatgradError
+from natgrad.errors import NatgradError, require
 from natgrad.placement import Cycle, Link, Placement, Plan, Seat, make_plan
 from natgrad.precision import Precision
 from natgrad.refresh import Refresh
@@ -53,6 +53,7 @@ class Structure:
         self.coverage = cover(self._root, self._curvature)
         self._signature = self.coverage.signature()
         self.plan = self._planned()
+        self._check_sight()
         self._seated.update(self.plan.seats)
         self.stacks = stack(self.coverage.layers, self._precision, self.plan, self._rank)
 
@@ -66,13 +67,24 @@ class Structure:
         cycle = None
         if self._placement.name == "auto" and self._ranks > 1 and self._refresh is not None:
             cycle = Cycle(**self._refresh.intervals(0), reduces=self._reduces)
-        # Layers that stay keep their workers, who alone may have their curvature; and "auto" chooses once.
+        # Layers that stay keep their workers, who alone may have their curvature; and "auto" chooses once. Curvatures
+        # that look need every rank.
         placement = self._placement
-        if placement.name == "auto" and placement.link == Link() and self._accelerated:
+        looks = any(curvature.looks for _, curvature in self.coverage.layers)
+        if placement.name == "auto" and (looks or (placement.link == Link() and self._accelerated)):
             placement = replace(placement, name="comm-opt")  # the costs known are those of a processor core
         plan = make_plan(placement, works, self._ranks, self._seated, cycle)
         self._placement = plan.placement
         return plan
+
+    def _check_sight(self) -> None:
+        """Check that who captures also works, for curvatures that look at what was made of a layer."""
+        for layer, curvature in self.coverage.layers:
+            key, plan = layer.key, self.plan
+            blind = (rank for rank in range(self._ranks) if plan.captures(key, rank) and not plan.works(key, rank))
+            if curvature.looks and next(blind, None) is not None:
+                allowed = f"'comm-opt', 'pipelined' or 'dp': {curvature!r} looks at {', '.join(curvature.looks)}"
+                require(False, "placement", str(plan.placement), f"{allowed}, which every rank that captures must hold")
 
     def follow(self, before: Callable[[], None]) -> bool:
         """Follow parameters that were moved, frozen, thawed or replaced; blocks of unchanged shape keep their state.

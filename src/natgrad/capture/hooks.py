@@ -13,18 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from natgrad.aside import aside
-from natgrad.blocks import Stack
+from natgrad.blocks import Member, Stack
 from natgrad.capture import compiled
 from natgrad.capture.saved import Saved, outline
 from natgrad.capture.taps import EndTap, Forward, LayerTap, RootTap, watchers
-from natgrad.capture.upstream import mark, marked, reached, sources, unnoticed
+from natgrad.capture.upstream import destination, mark, marked, reached, sources, unnoticed
 from natgrad.capture.uses import Terms, Use
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError, NatgradWarning
@@ -70,6 +70,7 @@ class Capture:
         self._handles: list[Handle] = []
         self._forward = Forward()
         self._layers: dict[str, tuple[Layer, Curvature]] = {}
+        self._places: dict[str, tuple[Stack, Member]] = {}
         self._captured: set[str] = set()  # those of them whose statistics are this rank's to capture
         self._owners: dict[nn.Module, FSDPModule] = {}
         self._pooled: dict[str, dict[bool, _Pooled]] = {}  # one for lookups of a tied embedding, one for other uses
@@ -95,6 +96,7 @@ class Capture:
         for stack in stacks:
             for member in stack.members:
                 self._layers[member.layer.name] = (member.layer, stack.curvature)
+                self._places[member.layer.name] = (stack, member)
                 if stack.role.captures:
                     self._captured.add(member.layer.name)
                 for index, layer in enumerate((member.layer, *member.layer.others)):
@@ -113,6 +115,7 @@ class Capture:
     def _forget(self) -> None:
         _remove(self._handles)
         self._layers.clear()
+        self._places.clear()
         self._captured.clear()
         self._pooled.clear()
         self._uses.clear()
@@ -263,8 +266,8 @@ class Capture:
         self._gather(use.layer.slots[0])
         task = use.outer_task if use.outer_task != -1 else torch._C._current_graph_task_id()
         begins = not self.sampling and task != self._loss
-        destination = _destination(use) if begins else ""
-        if begins and not destination:
+        taken = destination(use.layer.slots[0].parameter) if begins else ""
+        if begins and not taken:
             return  # a pass down to the model's inputs, as attacks and saliency maps make, is none of the loss
         if use.outer_task != -1 and use.curvature.likelihood is not None:
             raise NatgradError(_REENTRANT)
@@ -274,7 +277,7 @@ class Capture:
             self.discard()
         if not self.sampling:
             if begins:
-                self._loss, self._fills = task, destination == "grad"
+                self._loss, self._fills = task, taken == "grad"
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 # The graph may live on as long as the loss does, and with it this use.
                 use.inputs, use.outline = None, outline(use.outline)
@@ -318,8 +321,14 @@ class Capture:
             if not self._awaits(use):
                 self._flush(name)
             return
-        self.sums.add(name, task, partial(curvature.observe, inputs=rows, gradients=gradients, scale=scale))
+        seen = {"inputs": rows, "gradients": gradients, "scale": scale, **self._looked_at(name)}
+        self.sums.add(name, task, partial(curvature.observe, **seen))
         self._count(name, task, rows, samples, layer.positions(gradient))
+
+    def _looked_at(self, name: str) -> dict[str, Any]:
+        """Return the argument of `Curvature.observe` that curvatures have which look at what was made of a layer."""
+        stack, member = self._places[name]
+        return {"held": stack.seen_by(member)} if stack.curvature.looks else {}
 
     def _pool(self, use: Use, task: int, inputs: Rows, gradients: Rows, samples: int, scale: float) -> None:
         name = use.primary.name
@@ -352,8 +361,8 @@ class Capture:
             inputs = DenseRows((pooled.inputs / pooled.positions)[:, :, None], one_hot=one_hot)
             gradients = DenseRows(pooled.gradients[:, :, None])
             with full_products(pooled.inputs.device):
-                observe = partial(curvature.observe, inputs=inputs, gradients=gradients, scale=pooled.scale)
-                self.sums.add(name, pooled.task, observe)
+                seen = {"inputs": inputs, "gradients": gradients, "scale": pooled.scale, **self._looked_at(name)}
+                self.sums.add(name, pooled.task, partial(curvature.observe, **seen))
             self._count(name, pooled.task, inputs, inputs.samples, inputs.samples)
 
     def _count(self, name: str, task: int, inputs: Rows, samples: int, rows: int) -> None:
@@ -385,12 +394,3 @@ def _pooled_by_sample(rows: Rows, samples: int) -> Tensor:
     # Where positions are samples (token losses), each is a row of its own.
     pooled = rows.pool() if rows.samples >= samples else rows.dense().flatten(1, 2)
     return pooled if pooled.shape[1] == samples else pooled.unflatten(1, (samples, -1)).sum(2)
-
-
-def _destination(use: Use) -> Literal["grad", "caller", ""]:
-    """Tell where the backward pass under way takes the gradients of the layer's parameters; empty: it does not."""
-    parameter = use.layer.slots[0].parameter
-    try:
-        return "grad" if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node) else ""
-    except RuntimeError:  # asked for by name in torch.autograd.grad, or frozen meanwhile
-        return "caller"

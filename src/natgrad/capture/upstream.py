@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
@@ -86,3 +87,11 @@ def unnoticed(nodes: Iterable[Node]) -> Iterator[None]:
     finally:
         for wrapper, before in enqueued.items():
             wrapper._static_graph_delay_allreduce_enqueued = before
+
+
+def destination(parameter: Tensor) -> Literal["grad", "caller", ""]:
+    """Tell where the backward pass under way takes the gradient of a `parameter`; empty: it does not."""
+    try:
+        return "grad" if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node) else ""
+    except RuntimeError:  # asked for by name in torch.autograd.grad, or frozen meanwhile
+        return "caller"

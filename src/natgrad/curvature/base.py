@@ -31,6 +31,7 @@ class Spec:
         mean: What a statistic's raw sum is divided by: the number of samples, or of rows (samples x positions).
         degree: How often the gradients g enter a statistic as factors.
         counts: Whether a statistic counts rows; where only a share of them counts (masked tokens), it is corrected.
+        fresh: Whether of a statistic only what was seen last is kept, and no running average.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Spec:
     mean: Literal["samples", "rows"] = "samples"
     degree: int = 0
     counts: bool = False
+    fresh: bool = False
 
     @property
     def numel(self) -> int:
@@ -60,6 +62,8 @@ class Part:
         cost: Its work in multiply-adds, up to a factor common to all parts.
         repeated: Where several ranks may share the work, by columns of the one symmetric matrix that is written: the
             share of it that each has to repeat. None: one rank does it all.
+        warm: Whether it begins with what it has made last (`before` of `Curvature.renew`); then ranks cannot share it.
+        restarts: The statistics of which a new running average begins with what it makes.
     """
 
     name: str
@@ -67,6 +71,8 @@ class Part:
     writes: tuple[Spec, ...]
     cost: float
     repeated: float | None = None
+    warm: bool = False
+    restarts: tuple[str, ...] = ()
 
 
 class Curvature(ABC):
@@ -75,10 +81,14 @@ class Curvature(ABC):
     Attributes:
         likelihood: The distribution that labels are drawn from, or None when the true labels serve (empirical Fisher).
         pools: Whether rows are summed over positions before they are seen (SPEC: *reduce*).
+        looks: Which of what the parts write `observe` needs: then only workers can capture.
+        live: Which statistics `solve` needs, as they are at that step.
     """
 
     likelihood: Likelihood | None = None
     pools: bool = False
+    looks: tuple[str, ...] = ()
+    live: tuple[str, ...] = ()
 
     def fit(self, layer: Layer) -> Curvature | str:
         """Return the variant of this curvature for `layer`, the same object for equal needs, or why there is none."""
@@ -110,7 +120,16 @@ class Curvature(ABC):
         """Return the work of a renewal for a block ``[outputs, inputs]``."""
 
     @abstractmethod
-    def observe(self, sums: Mapping[str, Tensor], inputs: Rows, gradients: Rows, *, scale: float, first: bool) -> None:
+    def observe(
+        self,
+        sums: Mapping[str, Tensor],
+        inputs: Rows,
+        gradients: Rows,
+        *,
+        scale: float,
+        first: bool,
+        held: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Add what one use of a layer shows to the raw sums, in a gradient hook.
 
         Args:
@@ -119,11 +138,17 @@ class Curvature(ABC):
             gradients: The rows g, times ``1 / scale``.
             scale: What makes `gradients` those of per-sample losses.
             first: Whether nothing was added to `sums` yet.
+            held: Those of `looks` ``[n, *shape]``, as they were when the gradient came; None before the first renewal.
         """
 
     @abstractmethod
     def renew(
-        self, part: str, averages: Mapping[str, Tensor], damping: float, columns: slice | None = None
+        self,
+        part: str,
+        averages: Mapping[str, Tensor],
+        damping: float,
+        columns: slice | None = None,
+        before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
         """Do a part for some blocks.
 
@@ -132,6 +157,7 @@ class Curvature(ABC):
             averages: The running averages that the part reads ``[N, *shape]``, bias-corrected.
             damping: γ at this renewal.
             columns: Of a part that ranks share, which columns are wanted, from the diagonal down; None: all.
+            before: What a warm part has written last ``[N, *shape]``, not to be changed; None: it never has.
 
         Returns:
             The tensors that the part writes ``[N, *shape]``, and whether each block succeeded ``[N]`` (bool).
@@ -139,7 +165,13 @@ class Curvature(ABC):
 
     @abstractmethod
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
-        """Return the preconditioned gradient ``[N, o, i]`` of `W` ``[N, o, i]``, given all that the parts wrote."""
+        """Return the preconditioned gradient ``[N, o, i]`` of `W` ``[N, o, i]``.
+
+        Args:
+            held: All that the parts wrote, and of `live` statistics the bias-corrected running averages.
+            W: The gradient; it may be overwritten no more than `held`.
+            damping: γ of this step.
+        """
 
 
 def check_estimate(

@@ -147,13 +147,27 @@ class KFAC(Curvature):
             for name, side, size in (("A", self.A, inputs), ("G", self.G, outputs))
         )
 
-    def observe(self, sums: Mapping[str, Tensor], inputs: Rows, gradients: Rows, *, scale: float, first: bool) -> None:
+    def observe(
+        self,
+        sums: Mapping[str, Tensor],
+        inputs: Rows,
+        gradients: Rows,
+        *,
+        scale: float,
+        first: bool,
+        held: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """See `Curvature.observe`."""
         self.A.add_(sums["A"], inputs, scale=1.0, overwrite=first)
         self.G.add_(sums["G"], gradients, scale=scale * scale, overwrite=first)
 
     def renew(
-        self, part: str, averages: Mapping[str, Tensor], damping: float, columns: slice | None = None
+        self,
+        part: str,
+        averages: Mapping[str, Tensor],
+        damping: float,
+        columns: slice | None = None,
+        before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
         """See `Curvature.renew`."""
         factor, side = averages[part], self.A if part == "A" else self.G

@@ -86,7 +86,16 @@ class TableKFAC(Curvature):
         reads = tuple(spec.name for spec in self.statistics(outputs, inputs))
         return tuple(replace(part, reads=reads) for part in self._factors.parts(outputs, inputs))
 
-    def observe(self, sums: Mapping[str, Tensor], inputs: Rows, gradients: Rows, *, scale: float, first: bool) -> None:
+    def observe(
+        self,
+        sums: Mapping[str, Tensor],
+        inputs: Rows,
+        gradients: Rows,
+        *,
+        scale: float,
+        first: bool,
+        held: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """See `Curvature.observe`."""
         if first:
             for tensor in sums.values():
@@ -105,7 +114,12 @@ class TableKFAC(Curvature):
         features.add_(sums["E"], gradients, scale=scale * scale, overwrite=False)
 
     def renew(
-        self, part: str, averages: Mapping[str, Tensor], damping: float, columns: slice | None = None
+        self,
+        part: str,
+        averages: Mapping[str, Tensor],
+        damping: float,
+        columns: slice | None = None,
+        before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
         """See `Curvature.renew`."""
         return self._factors.renew(part, self.merged(averages), damping, columns)

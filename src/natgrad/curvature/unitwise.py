@@ -84,7 +84,16 @@ class UnitWise(Curvature):
         cost = float(outputs * inputs) ** 3 if self.form == "full" else float(written.numel)
         return (Part(name="F", reads=("F",), writes=(written,), cost=cost),)
 
-    def observe(self, sums: Mapping[str, Tensor], inputs: Rows, gradients: Rows, *, scale: float, first: bool) -> None:
+    def observe(
+        self,
+        sums: Mapping[str, Tensor],
+        inputs: Rows,
+        gradients: Rows,
+        *,
+        scale: float,
+        first: bool,
+        held: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """See `Curvature.observe`."""
         total = sums["F"]
         if self.form == "full":
@@ -101,7 +110,12 @@ class UnitWise(Curvature):
                 total[..., -1].add_((u[:, :, 0] * u[:, :, 1]).sum(1), alpha=scale * scale)
 
     def renew(
-        self, part: str, averages: Mapping[str, Tensor], damping: float, columns: slice | None = None
+        self,
+        part: str,
+        averages: Mapping[str, Tensor],
+        damping: float,
+        columns: slice | None = None,
+        before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
         """See `Curvature.renew`."""
         F = averages["F"]

@@ -36,7 +36,8 @@ def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
             fresh = piece.sums[spec.name]
             average = stack.averages.read(spec.name, blocks).to(stack.dtype)
             divisor = (piece.samples if spec.mean == "samples" else piece.rows).clamp(min=1)
-            blend_(average, fresh, decay, (1 - decay) / divisor, fine)
+            old = 0.0 if spec.fresh else decay
+            blend_(average, fresh, old, (1 - old) / divisor, fine)
             if stack.averages.narrow(spec.name):
                 generator = torch.Generator(stack.device).manual_seed(seed)
                 stack.averages.write(spec.name, blocks, average, generator)

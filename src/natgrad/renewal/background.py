@@ -201,10 +201,10 @@ class Background:
             # A preconditioner that is deleted takes its thread along.
             weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
         stack, pieces = job.stack, []
-        snapshots = [(blocks, stack.snapshot(blocks, job.part.reads)) for blocks in job.pieces()]
+        snapshots = [(blocks, stack.snapshot(blocks, job.part.reads), _before(job, blocks)) for blocks in job.pieces()]
         stream = self._stream(stack.device)
-        for blocks, averages in snapshots:
-            work = stack.curvature, job.part.name, stack.statistics, averages, damping, stream
+        for blocks, averages, before in snapshots:
+            work = stack.curvature, job.part.name, stack.statistics, averages, damping, before, stream
             pieces.append((blocks, self._thread.submit(_decompose, *work)))
         return pieces
 
@@ -218,12 +218,21 @@ class Background:
         return self._streams[device]
 
 
+def _before(job: Job, blocks: slice) -> dict[str, Any]:
+    """Return the argument of `Curvature.renew` that a warm part has, in memory of its own."""
+    if not job.part.warm:
+        return {}
+    made = job.stack.before(job.part, blocks)
+    return {"before": None if made is None else {name: tensor.clone() for name, tensor in made.items()}}
+
+
 def _decompose(
     curvature: Curvature,
     part: str,
     statistics: tuple[Spec, ...],
     averages: Mapping[str, Tensor],
     damping: float,
+    before: dict[str, Any],
     stream: torch.cuda.Stream | None,
 ) -> _Outcome:
     """Do a part for some blocks, in the thread.
@@ -234,7 +243,7 @@ def _decompose(
     started = perf_counter()
     beside: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
     with torch.no_grad(), beside:
-        written, fine = curvature.renew(part, unpacked(averages, statistics), damping)
+        written, fine = curvature.renew(part, unpacked(averages, statistics), damping, **before)
         if stream is not None:
             stream.synchronize()  # what was read may go, what was written may be read
     return _Outcome(written, fine, perf_counter() - started)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,8 +72,14 @@ class Job:
         """Yield the blocks that are decomposed together."""
         size = sum(spec.numel for spec in self.part.writes)
         step = max(1, _BATCH // size)
-        for start in range(self.start, self.stop, step):
-            yield slice(start, min(start + step, self.stop))
+        good = self.stack.good[self.part.name]
+        start = self.start
+        for stop in range(self.start + 1, self.stop + 1):
+            # What is warm begins with what it has made last: with those blocks apart that it never has.
+            ends = stop == self.stop or stop - start == step
+            if ends or (self.part.warm and good[stop] != good[start]):
+                yield slice(start, stop)
+                start = stop
 
     def run(self, damping: float) -> list[bool]:
         """Do the work into what is held; blocks that fail keep what they had."""
@@ -81,8 +88,9 @@ class Job:
         started = perf_counter()
         for blocks in self.pieces():
             averages = self.stack.corrected(blocks, self.part.reads)
+            warm: dict[str, Any] = {"before": self.stack.before(self.part, blocks)} if self.part.warm else {}
             with full_products(self.stack.device):
-                written, fine = self.stack.curvature.renew(self.part.name, averages, damping, *shared)
+                written, fine = self.stack.curvature.renew(self.part.name, averages, damping, *shared, **warm)
             success += self.keep(blocks, written, fine)
         self.stack.charge(self.members, perf_counter() - started)
         return success
@@ -177,6 +185,7 @@ def conclude(
             numbers, shared = [min(own) for own in zip(*shared, strict=True)], []  # noqa: PLW2901
         flags = [number > 0 for number in numbers]
         job.stack.renewed(job.part.name, job.start, flags)
+        job.stack.restart(job.part, job.start, flags)
         watch.saw_decompositions(job.stack, job.part.name, job.start, flags)
     return [job for job, numbers in zip(jobs, success, strict=True) if RAISED in numbers]
 
