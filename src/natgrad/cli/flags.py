@@ -10,6 +10,7 @@ from natgrad.errors import ArgumentError
 _COMMANDS_NAME = {
     "learning_rate": "lr",
     "options": "option",
+    "curvature option": "curvature_option",
     "task option": "set_",
     "task_options": "set_",
     "name": "task",

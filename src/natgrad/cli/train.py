@@ -14,9 +14,19 @@ if TYPE_CHECKING:
 
 # What may still change when a run is resumed; everything else is the run's own.
 _RESUMABLE = ("resume", "epochs", "steps", "workers", "checkpoint_seconds")
-_CURVATURE_OPTIONS = ("form", "fisher", "sharing", "placement", "factors", "inverses", "damping", "kl_clip")
+_CURVATURE_OPTIONS = (
+    "curvature_option",
+    "form",
+    "fisher",
+    "sharing",
+    "placement",
+    "factors",
+    "inverses",
+    "damping",
+    "kl_clip",
+)
 
-_CURVATURE = "Curvature (with --curvature kfac)"
+_CURVATURE = "Curvature (with --curvature)"
 _RUN = "Run"
 _OUTPUT = "Output"
 
@@ -31,10 +41,14 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Learning rate; left out: the optimizer's own default.")] = None,
     schedule: Annotated[str, typer.Option(help="constant, cosine or step.")] = "constant",
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 0,
-    curvature: Annotated[str, typer.Option(help="none or kfac.")] = "none",
-    form: Annotated[str, typer.Option(help="eigen or inverse.", rich_help_panel=_CURVATURE)] = "eigen",
+    curvature: Annotated[str, typer.Option(help="none, kfac, ekfac, kbfgs, sngd, hylo or rank-one.")] = "none",
+    curvature_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Option of the curvature; repeatable.", rich_help_panel=_CURVATURE),
+    ] = None,
+    form: Annotated[str | None, typer.Option(help="Of K-FAC: eigen, inverse ...", rich_help_panel=_CURVATURE)] = None,
     fisher: Annotated[str, typer.Option(help="empirical or sampled.", rich_help_panel=_CURVATURE)] = "sampled",
-    sharing: Annotated[str, typer.Option(help="expand or reduce.", rich_help_panel=_CURVATURE)] = "expand",
+    sharing: Annotated[str | None, typer.Option(help="Of K-FAC: expand or reduce.", rich_help_panel=_CURVATURE)] = None,
     placement: Annotated[str, typer.Option(help="Where the work is done.", rich_help_panel=_CURVATURE)] = "auto",
     factors: Annotated[int, typer.Option(help="Steps between factor updates.", rich_help_panel=_CURVATURE)] = 1,
     inverses: Annotated[int, typer.Option(help="Steps between decompositions.", rich_help_panel=_CURVATURE)] = 10,
@@ -88,6 +102,7 @@ def train(
             "schedule": schedule,
             "warmup": warmup,
             "curvature": curvature,
+            "curvature_options": parse(curvature_option or (), "--curvature-option"),
             "form": form,
             "fisher": fisher,
             "sharing": sharing,
@@ -157,7 +172,7 @@ def _refuse_idle_options(ctx: typer.Context, curvature: str) -> None:
 
     idle = [name for name in _given(ctx) if name in _CURVATURE_OPTIONS and curvature == "none"]
     for name in idle:
-        require(False, name, ctx.params[name], "given with --curvature kfac")
+        require(False, name, ctx.params[name], "given with --curvature")
 
 
 def _ranks(workers: int) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-from natgrad import KFAC, Preconditioner, Refresh
+from natgrad import Preconditioner, Refresh
 from natgrad.tasks import Task
 
-from . import optimizers
+from . import curvatures, optimizers
 from .job import Job
 from .world import check_devices
 
@@ -31,12 +31,8 @@ def build_preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Opti
     """
     if job.curvature == "none":
         return None
-    curvature = KFAC(
-        form=job.form,
-        fisher=job.fisher,
-        sharing=job.sharing,
-        likelihood=task.likelihood if job.fisher == "sampled" else None,
-    )
+    options = job.all_curvature_options
+    curvature = curvatures.build(job.curvature, options, fisher=job.fisher, likelihood=task.likelihood)
     return Preconditioner(
         model,
         curvature,

@@ -11,12 +11,9 @@ from typing import Any, Literal, get_args
 from natgrad import tasks
 from natgrad.errors import ArgumentError, require
 
-from . import optimizers
+from . import curvatures, optimizers
 
-Curvature = Literal["none", "kfac"]
-Form = Literal["eigen", "inverse"]
 Fisher = Literal["empirical", "sampled"]
-Sharing = Literal["expand", "reduce"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -32,9 +29,10 @@ class Job:
         learning_rate: Peak learning rate; None takes the optimizer's own default.
         schedule: How the learning rate falls after the warm-up.
         warmup: Steps over which the learning rate rises linearly from zero.
-        curvature: What preconditions the gradients.
-        form: K-FAC solves in the eigenbasis, or by inverses with π-split damping.
-        fisher: Whether K-FAC takes the data's labels or draws them from the model.
+        curvature: What preconditions the gradients: "none", or one of `curvatures.names()`.
+        curvature_options: Options of its constructor; those that have a field of their own may stand there instead.
+        form: How K-FAC solves; None takes the curvature's own default, as with all that follow.
+        fisher: Whether the curvature takes the data's labels or draws them from the model.
         sharing: How K-FAC treats shared weights.
         placement: Where the curvature's work is done.
         factors: Steps between updates of the factors.
@@ -57,10 +55,11 @@ class Job:
     learning_rate: float | None = None
     schedule: optimizers.ScheduleName = "constant"
     warmup: int = 0
-    curvature: Curvature = "none"
-    form: Form = "eigen"
+    curvature: str = "none"
+    curvature_options: Mapping[str, Any] = field(default_factory=dict)
+    form: str | None = None
     fisher: Fisher = "sampled"
-    sharing: Sharing = "expand"
+    sharing: str | None = None
     placement: str = "auto"
     factors: int = 1
     inverses: int = 10
@@ -80,15 +79,12 @@ class Job:
         Raises:
             ValueError: One is not allowed; the message names it, its value and what is allowed.
         """
-        for name in ("task_options", "options"):
+        for name in ("task_options", "options", "curvature_options"):
             object.__setattr__(self, name, _plain(name, getattr(self, name)))
         object.__setattr__(self, "optimizer", self.optimizer.lower())
         for name, choices in (
             ("schedule", optimizers.ScheduleName),
-            ("curvature", Curvature),
-            ("form", Form),
             ("fisher", Fisher),
-            ("sharing", Sharing),
             ("device", Device),
         ):
             _check_choice(name, getattr(self, name), get_args(choices))
@@ -101,6 +97,8 @@ class Job:
         _check_positive("kl_clip", self.kl_clip, optional=True)
         require(self.epochs is None or self.steps is None, "steps", self.steps, "left out where epochs is given")
         optimizers.check(self.optimizer, self.options)
+        if self.curvature != "none":
+            curvatures.check(self.curvature, self.all_curvature_options)
         require(
             self.curvature == "none" or self.optimizer != "lbfgs",
             "curvature",
@@ -142,6 +140,12 @@ class Job:
             resolved.global_batch <= samples, "batch_size", resolved.batch_size, f"at most {samples}, the training set"
         )
         return resolved
+
+    @property
+    def all_curvature_options(self) -> dict[str, Any]:
+        """Options of the curvature's constructor, those with a field of their own too."""
+        own = {name: value for name in ("form", "sharing") if (value := getattr(self, name)) is not None}
+        return {**self.curvature_options, **own}
 
     @property
     def global_batch(self) -> int:

@@ -1,0 +1,55 @@
+"""Any curvature by its name and the options of its constructor."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from natgrad import KFAC
+from natgrad.curvature import Curvature
+from natgrad.errors import require
+
+_CLASSES: dict[str, Callable[..., Curvature]] = {"kfac": KFAC}
+
+# What the job has a field of, or the task decides.
+_APART = ("fisher", "likelihood")
+
+
+def names() -> list[str]:
+    """Return the names of all curvatures."""
+    return list(_CLASSES)
+
+
+def options_of(name: str) -> list[str]:
+    """Return the options that a curvature takes beside the Fisher's."""
+    return [option for option in inspect.signature(_CLASSES[name]).parameters if option not in _APART]
+
+
+def check(name: str, options: Mapping[str, Any]) -> None:
+    """Check that a curvature has such options.
+
+    Raises:
+        ValueError: It has not, or there is no such curvature.
+    """
+    require(name in _CLASSES, "curvature", name, f"one of none, {', '.join(_CLASSES)}")
+    allowed = options_of(name)
+    for option in options:
+        what = f"one of {name}'s: {', '.join(allowed)}" if allowed else f"left out: {name} has none"
+        require(option in allowed, "curvature option", option, what)
+
+
+def build(name: str, options: Mapping[str, Any], *, fisher: str, likelihood: str) -> Curvature:
+    """Return a curvature.
+
+    Args:
+        name: One of `names()`.
+        options: Those of its constructor.
+        fisher: "empirical" or "sampled".
+        likelihood: What sampled labels are drawn from.
+
+    Raises:
+        ValueError: An option's value is not allowed.
+    """
+    check(name, options)
+    return _CLASSES[name](fisher=fisher, likelihood=likelihood if fisher == "sampled" else None, **options)
