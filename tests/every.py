@@ -1,0 +1,88 @@
+"""Every curvature that there is, and a training for the tests that all of them have to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad
+from natgrad.curvature import Curvature
+
+EVERY: dict[str, Callable[..., Curvature]] = {
+    "kfac eigen": natgrad.KFAC,
+    "kfac inverse": partial(natgrad.KFAC, form="inverse"),
+    "kfac reduce": partial(natgrad.KFAC, sharing="reduce"),
+    "kfac blocks": partial(natgrad.KFAC, max_factor_size=4, wide="blocks"),
+}
+"""Constructors, by what tests call them."""
+
+PLACEMENTS: dict[str, tuple[str, ...]] = dict.fromkeys(
+    EVERY, ("comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter", "pipelined")
+)
+"""The placements under which ranks together do what one process does."""
+
+DAMPING = 0.1
+
+
+class Network(nn.Module):
+    """A grouped convolution, a linear layer on positions, and a linear one on samples."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = nn.Conv1d(4, 6, 3, stride=2, groups=2)
+        self.positions = nn.Linear(6, 5)
+        self.head = nn.Linear(5, 3, bias=False)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.head(self.positions(self.convolution(x).tanh().mT).tanh().mean(1)) * self.scale
+
+
+class Training:
+    """A model in training, with the second pass for those curvatures that take one."""
+
+    def __init__(self, make, *, dtype=torch.float64, lr=0.05, fisher="empirical", **options):
+        self.model = Network().to(dtype)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
+        likelihood = "categorical" if fisher == "sampled" else None
+        options = {"refresh": natgrad.Refresh(factors=1, inverses=2), "damping": DAMPING, **options}
+        curvature = make(fisher=fisher, likelihood=likelihood)
+        self.replica = DistributedDataParallel(self.model) if dist.is_initialized() else self.model
+        self.preconditioner = natgrad.Preconditioner(self.replica, curvature, optimizer=self.optimizer, **options)
+
+    def precondition(self, batch, reduction="mean"):
+        x, y = batch
+
+        def loss():
+            outputs = self.replica(x)
+            return cross_entropy(outputs, y, reduction=reduction), outputs
+
+        self.optimizer.zero_grad()
+        value, outputs = loss()
+        self.preconditioner.backward(value, outputs)
+        self.preconditioner.step()
+        return value.item()
+
+    def step(self, batch):
+        value = self.precondition(batch)
+        self.optimizer.step()
+        return value
+
+    @property
+    def gradients(self):
+        named = self.model.named_parameters()
+        return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
+
+
+def batch(step, samples=12, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(step)
+    y = torch.randint(3, (samples,), generator=generator)
+    x = torch.randn(samples, 4, 9, generator=generator, dtype=dtype) + y[:, None, None]
+    return x, y

@@ -1,0 +1,146 @@
+"""What every curvature has to do, whatever it approximates the Fisher by."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import natgrad
+from tests import dense
+from tests.every import EVERY, Training, batch
+
+every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
+
+
+@every
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+def test_loss_falls_and_all_stays_finite(make, fisher):
+    training = Training(make, fisher=fisher)
+    losses = [training.step(batch(step % 4)) for step in range(40)]
+    assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
+    assert all(parameter.isfinite().all() for parameter in training.model.parameters())
+
+
+@every
+def test_directions_descend(make):
+    training = Training(make, kl_clip=None)
+    for step in range(6):
+        x, y = batch(step)
+        raw = torch.autograd.grad(cross_entropy(training.model(x), y), list(training.model.parameters()))
+        training.precondition((x, y))
+        products = [(V * W).sum() for V, W in zip(training.gradients.values(), raw, strict=True)]
+        assert sum(products) > 0
+        training.optimizer.step()
+
+
+@every
+def test_other_parameters_are_left_alone(make):
+    training = Training(make)
+    raw = copy.deepcopy(training.model)
+    x, y = batch(0)
+    cross_entropy(raw(x), y).backward()
+    training.precondition((x, y))
+    assert torch.equal(training.gradients["scale"], raw.scale.grad)
+    assert not torch.allclose(training.gradients["head.weight"], raw.head.weight.grad)
+
+
+@every
+def test_damping_means_the_same_at_every_batch_size(make):
+    once, twice = Training(make, kl_clip=None), Training(make, kl_clip=None)
+    x, y = batch(0)
+    once.precondition((x, y))
+    twice.precondition((torch.cat([x, x]), torch.cat([y, y])))
+    dense.assert_equal(once.gradients, twice.gradients, 1e-9)
+
+
+@every
+def test_a_summed_loss_is_the_mean_loss_times_the_samples(make):
+    mean, summed = Training(make, kl_clip=None), Training(make, kl_clip=None, reduction="sum")
+    x, y = batch(0)
+    mean.precondition((x, y))
+    summed.precondition((x, y), reduction="sum")
+    expected = {name: gradient * len(x) for name, gradient in mean.gradients.items()}
+    dense.assert_equal(summed.gradients, expected, 1e-9)
+
+
+@every
+def test_runs_repeat_bit_by_bit(make):
+    results = []
+    for _ in range(2):
+        training = Training(make, dtype=torch.float32)
+        for step in range(5):
+            training.step(batch(step, dtype=torch.float32))
+        results.append(training.gradients)
+    dense.assert_equal(*results, 0)
+
+
+@every
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_training_resumes_bit_by_bit(make, steps):
+    through, resumed = Training(make), Training(make)
+    for step in range(steps):
+        through.step(batch(step))
+    resumed.model.load_state_dict(copy.deepcopy(through.model.state_dict()))
+    resumed.optimizer.load_state_dict(copy.deepcopy(through.optimizer.state_dict()))
+    resumed.preconditioner.load_state_dict(through.preconditioner.state_dict())
+    for step in range(steps, steps + 4):
+        through.step(batch(step))
+        resumed.step(batch(step))
+        dense.assert_equal(through.gradients, resumed.gradients, 0)
+
+
+@every
+def test_a_poisoned_batch_leaves_curvature_and_parameters_finite(make):
+    training = Training(make, refresh=natgrad.Refresh(factors=1, inverses=1))
+    training.model.scale.requires_grad_(False)  # which the optimizer would take the NaN to
+    training.step(batch(0))
+    x, y = batch(1)
+    x[0] = float("nan")
+    training.step((x, y))
+    for step in range(2, 5):
+        training.step(batch(step))
+    assert all(parameter.isfinite().all() for parameter in training.model.parameters())
+
+
+@every
+def test_frozen_weights_and_frozen_layers(make):
+    training = Training(make)
+    training.model.positions.weight.requires_grad_(False)
+    training.model.convolution.requires_grad_(False)
+    before = copy.deepcopy(training.model.state_dict())
+    for step in range(4):
+        training.optimizer.zero_grad()
+        loss = cross_entropy(training.model(batch(step)[0]), batch(step)[1])
+        training.preconditioner.backward(loss, loss)
+        training.preconditioner.step()
+        training.optimizer.step()
+    after = training.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in ("positions.weight", "convolution.weight"))
+    assert not torch.equal(before["positions.bias"], after["positions.bias"])
+
+
+@every
+def test_a_step_before_any_pass_is_harmless(make):
+    training = Training(make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", natgrad.NatgradWarning)
+        training.preconditioner.step()
+    assert training.step(batch(0)) > 0
+
+
+@every
+def test_it_tells_what_it_is(make):
+    training = Training(make)
+    training.step(batch(0))
+    assert type(training.preconditioner._curvature).__name__ in repr(training.preconditioner._curvature)
+    assert "head.weight" in str(training.preconditioner.explain())
+    assert training.preconditioner.metrics()["step"] == 1
+
+
+@every
+def test_arguments_are_checked(make):
+    for wrong in ({"fisher": "exact"}, {"fisher": "sampled"}, {"likelihood": "categorical"}):
+        with pytest.raises(ValueError, match=r"fisher|likelihood"):
+            make(**wrong)
