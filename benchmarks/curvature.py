@@ -1,0 +1,202 @@
+"""What each curvature costs in the shapes of known networks: a refresh, a step between two, memory and bytes.
+
+    python -m benchmarks.curvature [--network resnet50] [--rounds 3] [--ranks 4] [--clock cpu]
+
+Every method is given the same rows, 32 samples a rank (`benchmarks.shapes`). A *refresh* is what a step in which all is
+due takes beyond one in which nothing is; a *step* is one of the latter without its backward pass. The *limit* of a
+refresh is the bare calls of BLAS and LAPACK that its mathematics needs, timed in the same round. *Kept* are the bytes
+of all tensors that live between two steps beyond those of SGD. On several ranks a layer's work is done by its owner,
+and *sent* counts what all ranks together send for a refresh.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import natgrad
+from benchmarks.common import CLOCKS, Clock, Seconds, Subject, conditions, interleave, launch, median, save
+from benchmarks.curvature_limit import LIMITS
+from benchmarks.shapes import NETWORKS, Layers
+from natgrad.curvature import Curvature
+
+SAMPLES = 32
+DAMPING = 0.01
+METHODS: dict[str, Callable[[], Curvature]] = {
+    "KFAC eigen": natgrad.KFAC,
+    "KFAC inverse": partial(natgrad.KFAC, form="inverse"),
+}
+REFERENCE = "KFAC eigen"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """A method on a network.
+
+    Attributes:
+        method: Which.
+        refresh_ms: Milliseconds of a refresh.
+        step_ms: Those of a step without one.
+        reference_over: KFAC's refresh over this one.
+        over_limit: The refresh over its bare calls; None where it needs none.
+        kept_mib: What stays between steps.
+        kept_share: Over what KFAC keeps.
+        sent_mib: What all ranks send for a refresh.
+    """
+
+    method: str
+    refresh_ms: float
+    step_ms: float
+    reference_over: float
+    over_limit: float | None
+    kept_mib: float
+    kept_share: float
+    sent_mib: float
+
+
+class Trainer:
+    """A network's layers in training under one curvature."""
+
+    def __init__(self, network: str, curvature: Curvature, clock: Callable[[], float]) -> None:
+        """Build them; every second step is one in which all is due."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.model = Layers(NETWORKS[network](), SAMPLES, rank=rank)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+        self.samples, self.clock = torch.ones(SAMPLES, 1), clock
+        before = tensor_bytes()
+        self.preconditioner = natgrad.Preconditioner(
+            self.model,
+            curvature,
+            optimizer=self.optimizer,
+            damping=DAMPING,
+            refresh=natgrad.Refresh(factors=2, inverses=2),
+            placement="comm-opt",
+        )
+        self.cycle()
+        self.optimizer.zero_grad()
+        self.kept = tensor_bytes() - before
+        sent = self.sent()
+        self.cycle()
+        self.sent_by_refresh = self.sent() - sent
+
+    def sent(self) -> int:
+        """Return the bytes that this rank has sent."""
+        return sum(self.preconditioner.traffic().values())
+
+    def loss(self) -> Tensor:
+        """Return the loss, the same at each call."""
+        loss: Tensor = self.model(self.samples).mean()
+        return loss
+
+    def cycle(self) -> dict[str, float]:
+        """Take a step in which all is due and one in which nothing is; return the seconds of their passes and steps."""
+        laps = {}
+        for kind in ("due", "plain"):
+            self.optimizer.zero_grad()
+            loss = self.loss()
+            began = self.clock()
+            loss.backward()
+            between = self.clock()
+            self.preconditioner.step()
+            self.optimizer.step()
+            laps |= {f"{kind} pass": between - began, f"{kind} step": self.clock() - between}
+        return laps
+
+
+def tensor_bytes() -> int:
+    """Return the bytes of all tensors that Python knows."""
+    gc.collect()
+    # A look at what pretends to be something else may fail.
+    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def measure(network: str, rounds: int, clock: Clock, chosen: tuple[str, ...]) -> list[Figures]:
+    """Time the chosen methods and their limits on a network; to be called on every rank of a process group, if any."""
+    trainers = {name: Trainer(network, METHODS[name](), CLOCKS[clock]) for name in chosen}
+    subjects: dict[str, Subject] = {name: trainer.cycle for name, trainer in trainers.items()}
+    bare = {name: LIMITS[name](network, SAMPLES) for name in chosen if name in LIMITS}
+    subjects |= {f"limit {name}": partial(_timed, run, CLOCKS[clock]) for name, run in bare.items()}
+    times = interleave(subjects, rounds=rounds, title=network)
+    reference = _refresh(times, REFERENCE)
+    rows = []
+    for name, trainer in trainers.items():
+        refresh, limit = _refresh(times, name), times.get(f"limit {name}/bare")
+        sent = torch.tensor(float(trainer.sent_by_refresh))
+        if dist.is_initialized():
+            dist.all_reduce(sent)
+        rows.append(
+            Figures(
+                method=name,
+                refresh_ms=1e3 * median(refresh),
+                step_ms=1e3 * median(times[f"{name}/plain step"]),
+                reference_over=median(reference / refresh),
+                over_limit=None if limit is None else median(refresh / limit),
+                kept_mib=trainer.kept / 2**20,
+                kept_share=trainer.kept / trainers[REFERENCE].kept,
+                sent_mib=float(sent) / 2**20,
+            )
+        )
+    return rows
+
+
+def _refresh(times: Mapping[str, Seconds], name: str) -> Seconds:
+    parts = (times[f"{name}/{lap}"] for lap in ("due pass", "due step", "plain pass", "plain step"))
+    due_pass, due_step, plain_pass, plain_step = parts
+    seconds: Seconds = due_pass + due_step - plain_pass - plain_step
+    return seconds
+
+
+def _timed(run: Callable[[], None], clock: Callable[[], float]) -> dict[str, float]:
+    began = clock()
+    run()
+    return {"bare": clock() - began}
+
+
+def show(network: str, ranks: int, rows: list[Figures]) -> Table:
+    """Return a network's table."""
+    table = Table(
+        *("method", "refresh ms", "KFAC's over it", "over its limit", "step ms", "kept MiB", "over KFAC's"),
+        *(("sent MiB",) if ranks > 1 else ()),
+        title=f"{network}: {SAMPLES} samples a rank, {ranks} rank(s)",
+    )
+    for row in rows:
+        limit = "" if row.over_limit is None else f"{row.over_limit:.2f}"
+        cells = [row.method, f"{row.refresh_ms:.1f}", f"{row.reference_over:.1f}", limit, f"{row.step_ms:.1f}"]
+        cells += [f"{row.kept_mib:.1f}", f"{row.kept_share:.2f}"]
+        table.add_row(*cells, *([f"{row.sent_mib:.1f}"] if ranks > 1 else []))
+    return table
+
+
+def main(
+    network: Annotated[list[str] | None, typer.Option(help="Which; repeatable; all unless given.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="Which; repeatable; all unless given.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds over which the medians are taken.")] = 3,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks, on one machine.")] = 1,
+    clock: Annotated[Clock, typer.Option(help="Wall time or, on a busy machine, processor time.")] = "wall",
+) -> None:
+    """Measure, print a table a network, and write benchmarks/results/curvature_RANKS.json."""
+    torch.set_num_threads(1)
+    chosen = tuple(dict.fromkeys([REFERENCE, *(method or METHODS)]))
+    console, results = Console(width=120), {}
+    for name in network or NETWORKS:
+        rows = launch(ranks, measure, name, rounds, clock, chosen)
+        results[name] = [asdict(row) for row in rows]
+        console.print(show(name, ranks, rows))
+    settings = {"rounds": rounds, "ranks": ranks, "samples": SAMPLES}
+    typer.echo(f"Written to {save(f'curvature_{ranks}', conditions(clock) | settings | results)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
