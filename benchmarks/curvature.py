@@ -100,7 +100,7 @@ class Trainer:
 
     def cycle(self) -> dict[str, float]:
         """Take a step in which all is due and one in which nothing is; return the seconds of their passes and steps."""
-        laps = {}
+        laps: dict[str, float] = {}
         for kind in ("due", "plain"):
             self.optimizer.zero_grad()
             loss = self.loss()
