@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from natgrad.clip import Clip
 from natgrad.errors import NatgradError
 from natgrad.exchange import Left, collect, deliver
 from natgrad.given import Given
-from natgrad.gradients import Gradients
+from natgrad.gradients import Entry, Gradients
 from natgrad.guard import Watch
 from natgrad.inspection import Inspection
 from natgrad.placement import Runtime
@@ -166,8 +167,8 @@ class Engine:
         with self._progress.phase("solve", self._runtime):
             gradients = Gradients.take(self._stacks, exchanged=self._exchanges)
             if self._exchanges:
-                gradients.solve_own(damping, collect(gradients, self._runtime))
-                deliver(gradients, self._structure.plan, self._runtime, self._watch, left)
+                solve = partial(Entry.solve, damping=damping, gathered=collect(gradients, self._runtime))
+                deliver(gradients, solve, self._structure.plan, self._runtime, self._watch, left)
             else:
                 gradients.solve(damping, self._runtime)
             finite = self._clip.apply(gradients, scale)

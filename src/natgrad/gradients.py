@@ -176,12 +176,6 @@ class Gradients:
                 entry.solve(damping, gathered)
             del gathered  # before the next are there
 
-    def solve_own(self, damping: float, collected: Mapping[int, list[Piece]]) -> None:
-        """Precondition the stacks that this rank works for, of sharded gradients with the rows `collected`."""
-        for entry in self.entries:
-            if entry.stack.role.works:
-                entry.solve(damping, collected)
-
     def _buckets(self) -> Iterator[tuple[list[Entry], dict[int, tuple[str, DTensor]]]]:
         """Yield stacks whose gradients travel together, with what there is to travel."""
         bucket: list[Entry] = []

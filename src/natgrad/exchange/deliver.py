@@ -1,61 +1,144 @@
-"""Preconditioned gradients from the workers of each layer to the other ranks, in one message a step."""
+"""Preconditioned gradients from the workers of each layer to the other ranks, each group while the next is solved."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from natgrad.blocks import Member
 from natgrad.exchange.reduce import Left
-from natgrad.exchange.vectors import Size, nbytes, swap
+from natgrad.exchange.vectors import Size, Swap, nbytes
 from natgrad.gradients import Entry, Gradients, Share
 from natgrad.guard import Watch
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
-from natgrad.placement import Plan, Runtime
+from natgrad.placement import Plan, Runtime, cut, groups
 from natgrad.shards import Holders, is_sharded, pairs
 
 
-def deliver(gradients: Gradients, plan: Plan[str], runtime: Runtime, watch: Watch, left: Left | None = None) -> None:
-    """Give every rank the preconditioned gradients of all layers, of sharded parameters the rows that it holds.
+@dataclass
+class _Mail:
+    """One message under way: the preconditioned gradients of some stacks, from all workers of a row.
+
+    Attributes:
+        device: Where they are.
+        entries: The stacks.
+        told: The counters of those of them that are this rank's, in order.
+        pieces: What travels before them, of gradients that no worker takes.
+        swap: The message.
+    """
+
+    device: torch.device
+    entries: Sequence[Entry]
+    told: list[Tensor]
+    pieces: list[Tensor]
+    swap: Swap
+
+
+def deliver(
+    gradients: Gradients,
+    solve: Callable[[Entry], None],
+    plan: Plan[str],
+    runtime: Runtime,
+    watch: Watch,
+    left: Left | None = None,
+) -> None:
+    """Precondition the gradients of this rank's layers, and give every rank those of all, or the rows that it holds.
 
     Each worker sends to the others of its row, bit for bit as it has them: every block's V and ⟨V, W⟩, and of every
-    layer whether it has curvature and how long it has been in trouble, so that all ranks decide alike.
+    layer whether it has curvature and how long it has been in trouble, so that all ranks decide alike. Where messages
+    and products are long enough by the plan's link, the stacks go in groups, each under way while the next is solved.
 
     Args:
-        gradients: Of all layers on every rank; those that this rank works for are solved.
+        gradients: Of all layers on every rank.
+        solve: Preconditions a stack.
         plan: Who works for what.
         runtime: The ranks.
         watch: Is told of the trouble of all layers.
-        left: Reduced gradients that no worker takes, which travel along; then every layer has one worker.
+        left: Reduced gradients that no worker takes, which travel with the first group; then every layer has one
+            worker.
     """
     left = Left() if left is None else left
     devices: dict[torch.device, list[Entry]] = {device: [] for device in left.devices}
     for entry in gradients.entries:
         devices.setdefault(entry.stack.device, []).append(entry)
-    holders, me, row = Holders(runtime), runtime.rank, plan.row(runtime.rank)
+    holders, row = Holders(runtime), plan.row(runtime.rank)
+    mails = []
     for device, entries in devices.items():
-        pieces = left.own(device)
-        outgoing: dict[int, list[Tensor]] = {rank: list(pieces) for rank in row if rank != me}
-        expected: dict[int, list[Size]] = {rank: left.expected(device, rank) for rank in row if rank != me}
-        own = [entry for entry in entries if entry.stack.role.works]
-        others = [entry for entry in entries if not entry.stack.role.works]
-        told = _send(own, outgoing, holders, me, watch)
-        for entry in others:
+        rest = left
+        for group in _groups(entries, plan):
+            for entry in group:
+                if entry.stack.role.works:
+                    solve(entry)
+            mails.append(_post(device, group, row, runtime, holders, watch, rest))
+            rest = Left()
+    for mail in mails:
+        _open(mail, row, runtime, holders, watch, left)
+
+
+def _groups(entries: Sequence[Entry], plan: Plan[str]) -> list[list[Entry]]:
+    """Cut stacks into groups, of the workers of each column in equal parts: the same on every rank."""
+    homes = [entry.stack.role.server % plan.columns for entry in entries]
+    works, sizes = [0.0] * plan.columns, [0] * plan.columns
+    for entry, home in zip(entries, homes, strict=True):
+        works[home] += sum(plan.layers[member.layer.key].solve for member in entry.members)
+        sizes[home] += _nbytes(entry)
+    link, others = plan.placement.link, plan.columns - 1
+    heaviest = max((max(others * own, sum(sizes) - own) for own in sizes), default=0)
+    count = min(groups(max(works) / link.products, heaviest, link=link), max(1, len(entries)))
+    result: list[list[Entry]] = [[] for _ in range(count)]
+    for column in range(plan.columns):
+        own = [entry for entry, home in zip(entries, homes, strict=True) if home == column]
+        for entry, number in zip(own, cut([_nbytes(entry) for entry in own], count), strict=True):
+            result[number].append(entry)
+    return [group for group in result if group] or [[]]
+
+
+def _nbytes(entry: Entry) -> int:
+    stack = entry.stack
+    return stack.size * stack.outputs * stack.inputs * stack.work_dtype.itemsize
+
+
+def _post(
+    device: torch.device,
+    entries: Sequence[Entry],
+    row: Sequence[int],
+    runtime: Runtime,
+    holders: Holders,
+    watch: Watch,
+    left: Left,
+) -> _Mail:
+    """Begin to send what this rank has preconditioned of a group, and to receive the rest of it."""
+    me, pieces = runtime.rank, left.own(device)
+    outgoing: dict[int, list[Tensor]] = {rank: list(pieces) for rank in row if rank != me}
+    expected: dict[int, list[Size]] = {rank: left.expected(device, rank) for rank in row if rank != me}
+    told = _send([entry for entry in entries if entry.stack.role.works], outgoing, holders, me, watch)
+    for entry in entries:
+        if not entry.stack.role.works:
             expected[entry.stack.role.server] += _sizes(entry, holders, me)
-        counters = nbytes(told) * len(outgoing)
-        runtime.count({"gradients": sum(map(nbytes, outgoing.values())) - counters, "counters": counters})
-        received = swap(runtime, [outgoing.get(r, []) for r in row], [expected.get(r, []) for r in row], device, row)
-        given = len(pieces)
-        left.give(device, [pieces if r == me else vectors[:given] for r, vectors in zip(row, received, strict=True)])
-        arrived = {rank: iter(vectors[given:]) for rank, vectors in zip(row, received, strict=True)}
-        for entry in others:
-            _receive(entry, arrived[entry.stack.role.server], holders, me, watch)
-        for entry, counted in zip(own, told, strict=True):
-            _hear(entry, counted, watch)
+    counters = nbytes(told) * len(outgoing)
+    runtime.count({"gradients": sum(map(nbytes, outgoing.values())) - counters, "counters": counters})
+    sent, sizes = [outgoing.get(rank, []) for rank in row], [expected.get(rank, []) for rank in row]
+    return _Mail(device, entries, told, pieces, Swap(runtime, sent, sizes, device, runtime.subgroup(row)))
+
+
+def _open(mail: _Mail, row: Sequence[int], runtime: Runtime, holders: Holders, watch: Watch, left: Left) -> None:
+    """Wait for a message and read it."""
+    received, given = mail.swap.wait(), len(mail.pieces)
+    if given:
+        pairs = zip(row, received, strict=True)
+        left.give(mail.device, [mail.pieces if r == runtime.rank else vectors[:given] for r, vectors in pairs])
+    arrived = {rank: iter(vectors[given:]) for rank, vectors in zip(row, received, strict=True)}
+    told = iter(mail.told)
+    for entry in mail.entries:
+        if entry.stack.role.works:
+            _hear(entry, next(told), watch)
+        else:
+            _receive(entry, arrived[entry.stack.role.server], holders, runtime.rank, watch)
 
 
 def _send(

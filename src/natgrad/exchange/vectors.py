@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from natgrad.placement import Runtime
+from natgrad.placement import Posted, Runtime
 
 # What to expect: how many numbers, and their dtype.
 Size = tuple[int, torch.dtype]
@@ -32,10 +33,33 @@ def swap(
     Returns:
         The vectors that came from each.
     """
-    sizes = [sum(numel * dtype.itemsize for numel, dtype in own) for own in expected]
-    sent = [[_as_bytes(tensor) for tensor in own] for own in outgoing]
-    arrived = runtime.exchange(sent, sizes, device, ranks)
-    return [_read(message, own) for message, own in zip(arrived, expected, strict=True)]
+    group = runtime.subgroup(range(runtime.ranks) if ranks is None else ranks)
+    return Swap(runtime, outgoing, expected, device, group).wait()
+
+
+class Swap:
+    """A message under way, as `swap` exchanges it."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        outgoing: Sequence[Sequence[Tensor]],
+        expected: Sequence[Sequence[Size]],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Begin to send copies of what is outgoing, in the queue of `group`, all of whose ranks take part."""
+        sizes = [sum(numel * dtype.itemsize for numel, dtype in own) for own in expected]
+        sent = [[_as_bytes(tensor) for tensor in own] for own in outgoing]
+        self._expected: Sequence[Sequence[Size]] = expected
+        self._arrived: list[Tensor]
+        self._posted: Posted
+        self._arrived, self._posted = runtime.post_exchange(sent, sizes, device, group)
+
+    def wait(self) -> list[list[Tensor]]:
+        """Wait for the vectors from each rank of the group, and return them."""
+        self._posted.wait()
+        return [_read(message, own) for message, own in zip(self._arrived, self._expected, strict=True)]
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:

@@ -2,7 +2,7 @@
 
 from natgrad.placement.choice import make_plan, step_seconds
 from natgrad.placement.cost import Cycle, Link
-from natgrad.placement.fusion import fuse
+from natgrad.placement.fusion import cut, fuse, groups
 from natgrad.placement.options import Placement, resolve
 from natgrad.placement.plan import Plan, Seat, Work
 from natgrad.placement.runtime import Posted, Runtime, flatten, unflatten
@@ -18,8 +18,10 @@ __all__ = [
     "Runtime",
     "Seat",
     "Work",
+    "cut",
     "flatten",
     "fuse",
+    "groups",
     "make_plan",
     "narrower",
     "resolve",

@@ -210,13 +210,32 @@ class Runtime:
             The bytes that came from each.
         """
         group = self.subgroup(range(self.ranks) if ranks is None else ranks)
+        arrived, posted = self.post_exchange(outgoing, sizes, device, group)
+        posted.wait()
+        return arrived
+
+    def post_exchange(
+        self,
+        outgoing: Sequence[Sequence[Tensor]],
+        sizes: Sequence[int],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[list[Tensor], Posted]:
+        """Begin what `exchange` does: the bytes are there once what is returned with them was waited for.
+
+        Args:
+            outgoing: As in `exchange`; what is sent is a copy.
+            sizes: As in `exchange`.
+            device: As in `exchange`.
+            group: The ranks that take part, in whose queue the message stands.
+        """
         arrived = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         pieces = [tensor for own in outgoing for tensor in own]
         sent = torch.cat(pieces) if pieces else arrived.new_empty(0)
         splits = [sum(len(tensor) for tensor in own) for own in outgoing]
         with self.talking():
-            dist.all_to_all_single(arrived, sent, list(sizes), splits, group=group)
-        return list(arrived.split(list(sizes)))
+            work = dist.all_to_all_single(arrived, sent, list(sizes), splits, group=group, async_op=True)
+        return list(arrived.split(list(sizes))), Posted(self, work)
 
     def any(self, flag: bool) -> bool:
         """Tell whether any rank says so; this waits."""
