@@ -12,7 +12,7 @@ from natgrad.blocks import Stack
 from natgrad.capture import Capture
 from natgrad.clip import Clip
 from natgrad.errors import NatgradError
-from natgrad.exchange import Left, collect, deliver
+from natgrad.exchange import Early, Left, collect, deliver
 from natgrad.given import Given
 from natgrad.gradients import Entry, Gradients
 from natgrad.guard import Watch
@@ -38,6 +38,7 @@ class Engine:
     _runtime: Runtime
     _capture: Capture
     _scaling: Scaling
+    _early: Early
     _background: Background
     _inspection: Inspection
     _watch: Watch
@@ -127,7 +128,7 @@ class Engine:
             device = next((parameter.device for parameter in self._root.parameters()), None)
             if device is not None and (self._reduces or self._capture.wanted):
                 self._capture.sums.spoilt = self._scaling.spoilt(self._runtime, device)
-            return self._scaling.of_gradients(self._root, structure, self._runtime, samples, backwards)
+            return self._scaling.of_gradients(self._root, structure, self._runtime, self._early, samples, backwards)
 
     def _update_factors(self, count: int | None) -> None:
         self._capture.finish()

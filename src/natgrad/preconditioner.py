@@ -19,6 +19,7 @@ from natgrad.coverage import cover, idle_patterns
 from natgrad.curvature import KFAC, Curvature
 from natgrad.engine import Engine
 from natgrad.errors import NatgradWarning, describe, require
+from natgrad.exchange import Early
 from natgrad.explanation import Explanation, explain
 from natgrad.given import Given, Unseen
 from natgrad.guard import Guard, Watch
@@ -159,6 +160,7 @@ class Preconditioner(Engine):
             refresh=refresh,
             reduces=self._reduces,
         )
+        self._early = Early(self._runtime, self._structure.plan.placement.link)
         idle = idle_patterns(self._root, curvature)
         if idle or not self._structure.coverage.layers:
             what = f"the patterns {idle} decide for no module" if idle else "no layer of the model is covered"
@@ -256,6 +258,7 @@ class Preconditioner(Engine):
         may still be saved. The communication hook of ``gradients="reduce"`` stays, which torch cannot remove.
         """
         self._capture.detach()
+        self._early.detach()
         self._background.close(self._progress)
         self._detached = True
 

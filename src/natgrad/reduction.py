@@ -9,7 +9,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.errors import NatgradError
-from natgrad.exchange import Left, reduce_to_workers
+from natgrad.exchange import Early, Left, reduce_to_workers
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime, flatten, unflatten
 from natgrad.structure import Structure
@@ -85,7 +85,7 @@ class Scaling:
         return gain if scale is None else gain / scale
 
     def of_gradients(
-        self, model: nn.Module, structure: Structure, runtime: Runtime, samples: int, backwards: int
+        self, model: nn.Module, structure: Structure, runtime: Runtime, early: Early, samples: int, backwards: int
     ) -> tuple[float | Tensor, Left | None]:
         """Reduce ``.grad`` if that is ours to do, and return what makes it the gradient of the mean loss.
 
@@ -93,6 +93,7 @@ class Scaling:
             model: The model.
             structure: What of it is preconditioned, and where.
             runtime: The ranks.
+            early: What has left in the backward pass of what goes to workers only.
             samples: This rank's samples (token losses: positions) of the step.
             backwards: Its backward passes since the last step.
 
@@ -104,7 +105,15 @@ class Scaling:
         device = structure.stacks[0].device if structure.stacks else None
         passes = self._passes(model, runtime, backwards, device)
         if self._reduces and structure.plan.columns == runtime.ranks > 1:
-            scale, left = reduce_to_workers(model, structure.stacks, runtime, samples, summed=self._summed)
+            scale, left = reduce_to_workers(
+                model,
+                structure.stacks,
+                runtime,
+                samples,
+                summed=self._summed,
+                early=early,
+                unscale=self._inverse_scale(),
+            )
         elif self._reduces:
             scale = reduce_gradients(model, runtime, samples, summed=self._summed)
         elif self._summed and device is not None:
@@ -115,6 +124,13 @@ class Scaling:
         if self._summed:
             return scale * passes if self._divided else scale, left
         return scale if self._divided else scale / passes, left
+
+    def _inverse_scale(self) -> Tensor | None:
+        """Return what ``unscale_`` has multiplied the gradients by; None: nothing."""
+        scale: Tensor | None = getattr(self._scaler, "_scale", None)
+        if self._scaler is None or not self._scaler.is_enabled() or scale is None:
+            return None
+        return scale.double().reciprocal().float()
 
     def _passes(
         self, model: nn.Module, runtime: Runtime, backwards: int, device: torch.device | None

@@ -2,6 +2,8 @@
 
 from natgrad.exchange.collect import collect
 from natgrad.exchange.deliver import deliver
-from natgrad.exchange.reduce import Left, reduce_to_workers
+from natgrad.exchange.early import Early
+from natgrad.exchange.reduce import reduce_to_workers
+from natgrad.exchange.routes import Left
 
-__all__ = ["Left", "collect", "deliver", "reduce_to_workers"]
+__all__ = ["Early", "Left", "collect", "deliver", "reduce_to_workers"]

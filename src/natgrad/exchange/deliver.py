@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.blocks import Member
-from natgrad.exchange.reduce import Left
+from natgrad.exchange.routes import Left
 from natgrad.exchange.vectors import Size, Swap, nbytes
 from natgrad.gradients import Entry, Gradients, Share
 from natgrad.guard import Watch

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from natgrad.placement import Posted, Runtime
+from natgrad.placement import Posted, Runtime, joined
 
 # What to expect: how many numbers, and their dtype.
 Size = tuple[int, torch.dtype]
@@ -38,7 +38,11 @@ def swap(
 
 
 class Swap:
-    """A message under way, as `swap` exchanges it."""
+    """A message under way, as `swap` exchanges it.
+
+    Attributes:
+        sent: The bytes that it sends to all ranks, end to end.
+    """
 
     def __init__(
         self,
@@ -50,11 +54,11 @@ class Swap:
     ) -> None:
         """Begin to send copies of what is outgoing, in the queue of `group`, all of whose ranks take part."""
         sizes = [sum(numel * dtype.itemsize for numel, dtype in own) for own in expected]
-        sent = [[_as_bytes(tensor) for tensor in own] for own in outgoing]
+        self.sent, splits = joined([[_as_bytes(tensor) for tensor in own] for own in outgoing], device)
         self._expected: Sequence[Sequence[Size]] = expected
         self._arrived: list[Tensor]
         self._posted: Posted
-        self._arrived, self._posted = runtime.post_exchange(sent, sizes, device, group)
+        self._arrived, self._posted = runtime.post_exchange(self.sent, splits, sizes, group)
 
     def wait(self) -> list[list[Tensor]]:
         """Wait for the vectors from each rank of the group, and return them."""

@@ -5,7 +5,7 @@ from natgrad.placement.cost import Cycle, Link
 from natgrad.placement.fusion import cut, fuse, groups
 from natgrad.placement.options import Placement, resolve
 from natgrad.placement.plan import Plan, Seat, Work
-from natgrad.placement.runtime import Posted, Runtime, flatten, unflatten
+from natgrad.placement.runtime import Posted, Runtime, flatten, joined, unflatten
 from natgrad.placement.wire import Layout, narrower
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "flatten",
     "fuse",
     "groups",
+    "joined",
     "make_plan",
     "narrower",
     "resolve",

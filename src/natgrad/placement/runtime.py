@@ -210,31 +210,25 @@ class Runtime:
             The bytes that came from each.
         """
         group = self.subgroup(range(self.ranks) if ranks is None else ranks)
-        arrived, posted = self.post_exchange(outgoing, sizes, device, group)
+        sent, splits = joined(outgoing, device)
+        arrived, posted = self.post_exchange(sent, splits, sizes, group)
         posted.wait()
         return arrived
 
     def post_exchange(
-        self,
-        outgoing: Sequence[Sequence[Tensor]],
-        sizes: Sequence[int],
-        device: torch.device,
-        group: dist.ProcessGroup | None,
+        self, sent: Tensor, splits: Sequence[int], sizes: Sequence[int], group: dist.ProcessGroup | None
     ) -> tuple[list[Tensor], Posted]:
         """Begin what `exchange` does: the bytes are there once what is returned with them was waited for.
 
         Args:
-            outgoing: As in `exchange`; what is sent is a copy.
-            sizes: As in `exchange`.
-            device: As in `exchange`.
+            sent: What each rank is sent, end to end, in bytes; not to be touched meanwhile.
+            splits: How many bytes go to each.
+            sizes: How many come from each.
             group: The ranks that take part, in whose queue the message stands.
         """
-        arrived = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        pieces = [tensor for own in outgoing for tensor in own]
-        sent = torch.cat(pieces) if pieces else arrived.new_empty(0)
-        splits = [sum(len(tensor) for tensor in own) for own in outgoing]
+        arrived = sent.new_empty(sum(sizes))
         with self.talking():
-            work = dist.all_to_all_single(arrived, sent, list(sizes), splits, group=group, async_op=True)
+            work = dist.all_to_all_single(arrived, sent, list(sizes), list(splits), group=group, async_op=True)
         return list(arrived.split(list(sizes))), Posted(self, work)
 
     def any(self, flag: bool) -> bool:
@@ -342,6 +336,13 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def joined(outgoing: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Tensor, list[int]]:
+    """Return a copy of all bytes end to end, and how many are each rank's."""
+    pieces = [tensor for own in outgoing for tensor in own]
+    sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device)
+    return sent, [sum(len(tensor) for tensor in own) for own in outgoing]
 
 
 def flatten(tensors: list[Tensor]) -> Tensor:
