@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 # name is a line here, and one below, where type checkers and editors look.
 _HOMES = {
     "KFAC": "natgrad.curvature",
+    "EKFAC": "natgrad.curvature",
     "Bernoulli": "natgrad.likelihood",
     "Categorical": "natgrad.likelihood",
     "Curvature": "natgrad.curvature",
@@ -36,6 +37,7 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
+    from natgrad.curvature import EKFAC as EKFAC
     from natgrad.curvature import KFAC as KFAC
     from natgrad.curvature import Curvature as Curvature
     from natgrad.curvature import UnitWise as UnitWise

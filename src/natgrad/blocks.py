@@ -14,6 +14,7 @@ from natgrad.aside import aside
 from natgrad.curvature import Curvature, Part, Spec
 from natgrad.kept import Kept, along, packed_shape, spec_dtype, unpack
 from natgrad.layers import Layer
+from natgrad.linalg import tensor_on
 from natgrad.placement import Plan, Seat
 from natgrad.precision import Precision, at_least_float32
 from natgrad.shards import is_sharded
@@ -77,6 +78,7 @@ class Stack:
         held: What the last renewal made ``[N, *shape]``; empty before the first.
         good: For each part and block, whether `held` has a result of it.
         ready: For each member, whether `held` is complete.
+        turns: For each block, how often running averages have begun anew (`Part.restarts`).
         role: What this rank has to do with its layers.
     """
 
@@ -100,6 +102,7 @@ class Stack:
         self.held = Kept()
         self.good = {part.name: [False] * self.size for part in self.parts}
         self.ready = [False] * len(self.members)
+        self.turns = [0] * self.size
 
     # Read off the model every time, which may be moved after this was built.
 
@@ -144,7 +147,8 @@ class Stack:
         with ExitStack() as stack:
             for member in self.members:
                 stack.enter_context(aside(member.layer, seconds=0.0))
-            stack.enter_context(aside(self, averages=Kept(), weight=None, held=Kept(), good=good, ready=ready))
+            kept = {"averages": Kept(), "weight": None, "held": Kept(), "turns": list(self.turns)}
+            stack.enter_context(aside(self, good=good, ready=ready, **kept))
             yield
 
     def allocate_averages(self) -> Tensor:
@@ -217,10 +221,23 @@ class Stack:
 
     def restart(self, part: Part, start: int, success: Sequence[bool]) -> None:
         """Begin new running averages with what a part has made of the blocks from `start` on, where it succeeded."""
-        for spec in self.statistics:
-            if spec.name in part.restarts and self.averages:
-                blocks = [block for block, fine in enumerate(success, start=start) if fine]
-                self.averages[spec.name][blocks] = 0
+        if not part.restarts:
+            return
+        blocks = [block for block, fine in enumerate(success, start=start) if fine]
+        for block in blocks:
+            self.turns[block] += 1
+        for name in part.restarts if self.averages else ():
+            self.averages[name][blocks] = 0
+
+    def outlived(self, turns: Sequence[int], blocks: slice) -> Tensor | None:
+        """Tell which of some blocks have begun new running averages since the stack had these `turns`; None: none."""
+        changed = [before != now for before, now in zip(turns[blocks], self.turns[blocks], strict=True)]
+        return tensor_on(self.device, changed) if any(changed) else None
+
+    @property
+    def restarting(self) -> set[str]:
+        """The statistics whose running averages may begin anew."""
+        return {name for part in self.parts for name in part.restarts}
 
     def renewed(self, part: str, start: int, success: list[bool], *, forget: bool = False) -> None:
         """Note what `held` of a part is good from block `start` on; a failure leaves the last good one in place."""

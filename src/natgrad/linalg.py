@@ -136,22 +136,22 @@ def trace_balance(mean_a: Tensor, mean_g: Tensor) -> Tensor:
     return torch.where(balanced, mean_a / torch.where(balanced, mean_g, 1), 1).sqrt()
 
 
-def solve_eigen(W: Tensor, QA: Tensor, vA: Tensor, QG: Tensor, vG: Tensor, damping: float) -> Tensor:
-    """Return ``(G ⊗ A + γI)⁻¹ W`` = Q_G [(Q_Gᵀ W Q_A) / (v_G v_Aᵀ + γ)] Q_Aᵀ, exactly (Pauloski 2022, eq. 13-15).
+def solve_rotated(W: Tensor, QA: Tensor, QG: Tensor, divisor: Tensor) -> Tensor:
+    """Return ``Q_G [(Q_Gᵀ W Q_A) / divisor] Q_Aᵀ``: W times the inverse of what Q_G ⊗ Q_A makes diagonal.
+
+    With the divisor v_G v_Aᵀ + γ it is ``(G ⊗ A + γI)⁻¹ W``, exactly (Pauloski 2022, eq. 13-15).
 
     Args:
         W: ``[N, o, i]``.
         QA: Eigenvectors of A in columns ``[N, i, i]``.
-        vA: Eigenvalues of A ``[N, i]``.
         QG: Eigenvectors of G in columns ``[N, o, o]``.
-        vG: Eigenvalues of G ``[N, o]``.
-        damping: γ.
+        divisor: Damped eigenvalues ``[N, o, i]``.
 
     Returns:
         ``[N, o, i]``. Cost: 2 N (o² i + o i²) multiply-adds.
     """
     rotated = product(product(QG.mT, W), QA)
-    rotated /= torch.add(vG[:, :, None] * vA[:, None, :], damping)
+    rotated /= divisor
     return product(product(QG, rotated), QA.mT)
 
 

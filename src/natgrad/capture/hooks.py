@@ -29,7 +29,7 @@ from natgrad.capture.uses import Terms, Use
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError, NatgradWarning
 from natgrad.layers import Handle, Layer, Rows, Slot
-from natgrad.layers.rows import DenseRows
+from natgrad.layers.rows import DenseRows, by_sample
 from natgrad.precision import full_products
 from natgrad.sharding import owners
 from natgrad.shards import is_sharded
@@ -201,6 +201,7 @@ class Capture:
         self.wanted = wanted
         self._drew = False
         self.discard()
+        self.sums.note_turns()
 
     def discard(self) -> None:
         """Forget what backward passes have shown; forward passes may still be differentiated."""
@@ -315,9 +316,10 @@ class Capture:
             counted = gradients.nonzero()
             if counted.device.type != "cpu" or not bool(counted.all()):
                 rows = rows.masked(counted)
+        rows, gradients = (by_sample(each, samples) for each in (rows, gradients))
         scale = 1.0 if self.sampling or self._reduction == "sum" else float(self.backwards[task])
         if curvature.pools:
-            self._pool(use, task, rows, gradients, samples, scale)
+            self._pool(use, task, rows, gradients, scale)
             if not self._awaits(use):
                 self._flush(name)
             return
@@ -330,14 +332,13 @@ class Capture:
         stack, member = self._places[name]
         return {"held": stack.seen_by(member)} if stack.curvature.looks else {}
 
-    def _pool(self, use: Use, task: int, inputs: Rows, gradients: Rows, samples: int, scale: float) -> None:
+    def _pool(self, use: Use, task: int, inputs: Rows, gradients: Rows, scale: float) -> None:
         name = use.primary.name
         before = self._pooled.get(name, {}).get(inputs.one_hot)
-        if before and (before.task, before.inputs.shape[1]) != (task, samples):
+        if before and (before.task, before.inputs.shape[1]) != (task, inputs.samples):
             self._flush(name)
         dtype = next(iter(self.sums.of(name).values())).dtype
-        a, g = (_pooled_by_sample(rows, samples).to(dtype) for rows in (inputs, gradients))
-        positions = inputs.samples * inputs.positions // samples
+        a, g, positions = inputs.pool().to(dtype), gradients.pool().to(dtype), inputs.positions
         kinds = self._pooled.setdefault(name, {})
         if inputs.one_hot not in kinds:
             kinds[inputs.one_hot] = _Pooled(task, a, g, positions, scale)
@@ -388,9 +389,3 @@ def _remove(handles: list[Handle]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
-
-
-def _pooled_by_sample(rows: Rows, samples: int) -> Tensor:
-    # Where positions are samples (token losses), each is a row of its own.
-    pooled = rows.pool() if rows.samples >= samples else rows.dense().flatten(1, 2)
-    return pooled if pooled.shape[1] == samples else pooled.unflatten(1, (samples, -1)).sum(2)

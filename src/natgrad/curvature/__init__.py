@@ -1,7 +1,8 @@
 """What approximates a layer's Fisher block? One file a method; no process group in sight."""
 
 from natgrad.curvature.base import Curvature, Part, Spec
+from natgrad.curvature.ekfac import EKFAC
 from natgrad.curvature.kfac import KFAC
 from natgrad.curvature.unitwise import UnitWise
 
-__all__ = ["KFAC", "Curvature", "Part", "Spec", "UnitWise"]
+__all__ = ["EKFAC", "KFAC", "Curvature", "Part", "Spec", "UnitWise"]

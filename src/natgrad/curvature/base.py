@@ -30,7 +30,8 @@ class Spec:
         symmetric: Whether it is a symmetric matrix, of which captures write the lower triangle only.
         mean: What a statistic's raw sum is divided by: the number of samples, or of rows (samples x positions).
         degree: How often the gradients g enter a statistic as factors.
-        counts: Whether a statistic counts rows; where only a share of them counts (masked tokens), it is corrected.
+        counts: Whether a statistic counts rows; where only a share of them counts (masked tokens), it is corrected as
+            what it is divided by.
         fresh: Whether of a statistic only what was seen last is kept, and no running average.
     """
 
@@ -134,8 +135,8 @@ class Curvature(ABC):
 
         Args:
             sums: A tensor ``[n, *shape]`` for each of `statistics`; uninitialised memory when `first`.
-            inputs: The rows a.
-            gradients: The rows g, times ``1 / scale``.
+            inputs: The rows a, of as many samples as the loss has terms here (token losses: positions).
+            gradients: The rows g of the same samples, times ``1 / scale``.
             scale: What makes `gradients` those of per-sample losses.
             first: Whether nothing was added to `sums` yet.
             held: Those of `looks` ``[n, *shape]``, as they were when the gradient came; None before the first renewal.

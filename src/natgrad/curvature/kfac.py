@@ -87,8 +87,10 @@ class KFAC(Curvature):
     def describe(self, *notes: str, **sides: Side) -> str:
         """Return the options in words, with what is kept of each side where that is not all, and `notes`."""
         kept = [f"{name} {side}" for name, side in sides.items() if str(side)]
-        options = [f"form={self.form!r}", f"fisher={self.fisher!r}", f"sharing={self.sharing!r}"]
-        return f"KFAC({', '.join([*options, *kept, *notes])})"
+        return f"{type(self).__name__}({', '.join([*self._options(), *kept, *notes])})"
+
+    def _options(self) -> list[str]:
+        return [f"form={self.form!r}", f"fisher={self.fisher!r}", f"sharing={self.sharing!r}"]
 
     @property
     def factor_decay(self) -> float:
@@ -187,8 +189,12 @@ class KFAC(Curvature):
             if A == G == Full():
                 return linalg.solve_inverse(W, held["inverse_A"], held["inverse_G"])
             return A.multiply(G.multiply(W.mT, held, "G").mT, held, "A")
+        divisor = self.spectrum(held).add_(damping)
         if A == G == Full():
-            return linalg.solve_eigen(W, held["QA"], held["vA"], held["QG"], held["vG"], damping)
-        rotated = A.rotate(G.rotate(W.mT, held, "G").mT, held, "A")
-        rotated = rotated / torch.add(held["vG"][:, :, None] * held["vA"][:, None, :], damping)
+            return linalg.solve_rotated(W, held["QA"], held["QG"], divisor)
+        rotated = A.rotate(G.rotate(W.mT, held, "G").mT, held, "A") / divisor
         return A.rotate_back(G.rotate_back(rotated.mT, held, "G").mT, held, "A")
+
+    def spectrum(self, held: Mapping[str, Tensor]) -> Tensor:
+        """Return the eigenvalues of the block, in memory of its own ``[N, o, i]``: v_G v_Aᵀ (eigen form)."""
+        return held["vG"][:, :, None] * held["vA"][:, None, :]

@@ -43,6 +43,10 @@ class Side(ABC):
     def writes(self, form: Form, name: str, size: int) -> tuple[Spec, ...]:
         """Return what `decompose` (of the eigen form) or `invert` makes, in their order."""
 
+    def eigenvalues(self, size: int) -> int:
+        """Return how many eigenvalues there are."""
+        return size
+
     @abstractmethod
     def add_(self, out: Tensor, rows: Rows, *, scale: float, overwrite: bool) -> None:
         """Add `scale` Σ x xᵀ of all `rows`, as far as it is kept, to `out` (or write it when `overwrite`)."""
@@ -239,8 +243,12 @@ class Blocks(Side):
         """See `Side.writes`."""
         shape = (self.count, self.length, self.length)
         if form == "eigen":
-            return (Spec(name=f"Q{name}", shape=shape), Spec(name=f"v{name}", shape=(self.count * self.length,)))
+            return (Spec(name=f"Q{name}", shape=shape), Spec(name=f"v{name}", shape=(self.eigenvalues(size),)))
         return (Spec(name=f"inverse_{name}", shape=shape, symmetric=True),)
+
+    def eigenvalues(self, size: int) -> int:
+        """See `Side.eigenvalues`: with those of what pads the last block."""
+        return self.count * self.length
 
     def add_(self, out: Tensor, rows: Rows, *, scale: float, overwrite: bool) -> None:
         """See `Side.add_`."""

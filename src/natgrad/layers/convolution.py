@@ -77,6 +77,10 @@ class KernelRows(Rows):
     def of(self, maps: Tensor, *, bias: bool) -> Rows:
         """Return what the same kernel meets in other `maps`, of the same sizes."""
 
+    def part(self, start: int, stop: int) -> Rows:
+        """See `Rows.part`."""
+        return self.of(self.maps[start:stop], bias=self.bias)
+
     def squares(self) -> Tensor:
         """See `Rows.squares`: box sums of the squared maps."""
         squares = self.of(sum_squares(self.maps, 0)[None], bias=False).pool()[:, 0]

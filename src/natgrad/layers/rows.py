@@ -49,6 +49,10 @@ class Rows(ABC):
     def dense(self) -> Tensor:
         """Return the rows themselves ``[n, B, T, d]``, a view where possible."""
 
+    def part(self, start: int, stop: int) -> Rows:
+        """Return these rows of the samples `start` to `stop` only."""
+        return DenseRows(self.dense()[:, start:stop], one_hot=self.one_hot)
+
     def masked(self, mask: Tensor) -> Rows:
         """Return these rows with those set to zero where `mask` ``[B, T]`` is false."""
         return DenseRows(self.dense() * mask[:, :, None])
@@ -102,6 +106,11 @@ class MatrixRows(Rows):
         bias = self.bias and stop > self.matrix.shape[1]
         return MatrixRows(self.matrix[:, start:stop], self.samples, bias=bias)
 
+    def part(self, start: int, stop: int) -> Rows:
+        """See `Rows.part`."""
+        rows = self.matrix[start * self.positions : stop * self.positions]
+        return MatrixRows(rows, stop - start, bias=self.bias)
+
     def pool(self) -> Tensor:
         """See `Rows.pool`."""
         pooled = sum_up(self.matrix.view(self.samples, self.positions, -1), 1)
@@ -132,6 +141,10 @@ class ChannelRows(Rows):
     def narrow(self, start: int, stop: int) -> Rows:
         """See `Rows.narrow`."""
         return ChannelRows(self.maps.unflatten(1, (self.blocks, -1))[:, :, start:stop].flatten(1, 2), self.blocks)
+
+    def part(self, start: int, stop: int) -> Rows:
+        """See `Rows.part`."""
+        return ChannelRows(self.maps[start:stop], self.blocks)
 
     def pool(self) -> Tensor:
         """See `Rows.pool`."""
@@ -166,6 +179,46 @@ class CoefficientRows(Rows):
     def nonzero(self) -> Tensor:
         """See `Rows.nonzero`."""
         return self.columns[-1].abs().amax(-1).amax(0).ne(0)
+
+
+class _Regrouped(Rows):
+    """The same rows, in the same order, of another number of samples."""
+
+    def __init__(self, rows: Rows, samples: int) -> None:
+        self.rows, self.samples = rows, samples
+        self.positions = rows.samples * rows.positions // samples
+        self.one_hot = rows.one_hot
+
+    def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
+        self.rows.add_gram_(out, scale=scale, overwrite=overwrite)
+
+    def squares(self) -> Tensor:
+        return self.rows.squares()
+
+    def narrow(self, start: int, stop: int) -> Rows:
+        return _Regrouped(self.rows.narrow(start, stop), self.samples)
+
+    def part(self, start: int, stop: int) -> Rows:
+        start, stop, size = start * self.positions, stop * self.positions, self.rows.positions
+        first, last = start // size, -(-stop // size)
+        taken = self.rows.part(first, last).dense().flatten(1, 2)[:, start - first * size : stop - first * size]
+        return DenseRows(taken.unflatten(1, (-1, self.positions)), one_hot=self.one_hot)
+
+    def pool(self) -> Tensor:
+        if self.rows.samples < self.samples:
+            return sum_up(self.dense(), 2)
+        return self.rows.pool().unflatten(1, (self.samples, -1)).sum(2)
+
+    def dense(self) -> Tensor:
+        return self.rows.dense().flatten(1, 2).unflatten(1, (self.samples, -1))
+
+
+def by_sample(rows: Rows, samples: int) -> Rows:
+    """Return `rows`, which a layer has put in order by sample, as those of so many samples.
+
+    Layers may see windows of a sample as a longer batch; where each position is a sample, maps have several of them.
+    """
+    return rows if rows.samples == samples else _Regrouped(rows, samples)
 
 
 def with_constant(rows: Tensor, value: float) -> Tensor:

@@ -31,9 +31,13 @@ def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
         seen = piece.samples > 0
         finite = torch.stack([_finite(spec, piece.sums[spec.name]) for spec in stack.statistics]).all(0)
         fine = seen & finite if sums.spoilt is None else seen & finite & ~sums.spoilt.to(stack.device)
-        decay = stack.curvature.factor_decay
+        decay, restarting = stack.curvature.factor_decay, stack.restarting
+        past = stack.outlived(sums.turns[id(stack)], blocks) if restarting else None
         for spec in stack.statistics:
             fresh = piece.sums[spec.name]
+            if past is not None and spec.name in restarting:
+                # Summed over what was made before the last renewal, of which the new average is none.
+                fresh = torch.where(past.view(-1, *[1] * (fresh.ndim - 1)), 0, fresh)
             average = stack.averages.read(spec.name, blocks).to(stack.dtype)
             divisor = (piece.samples if spec.mean == "samples" else piece.rows).clamp(min=1)
             old = 0.0 if spec.fresh else decay

@@ -157,8 +157,10 @@ class Message:
         for stack, member in self.members:
             name = member.layer.name
             tally = tallies[name]
-            _correct(stack, self.views[name], gain * share, share, seen=tally.rows > 0)
-            counters += [tally.samples * share, tally.beyond + (tally.rows - tally.beyond) * min(share, 1.0)]
+            rows = tally.beyond + (tally.rows - tally.beyond) * min(share, 1.0)
+            shares = {"samples": share, "rows": rows / max(1, tally.rows)}
+            _correct(stack, self.views[name], gain * share, shares, seen=tally.rows > 0)
+            counters += [tally.samples * share, rows]
         buffer[-len(counters) :] = tensor_on(buffer.device, counters, buffer.dtype)
         return buffer
 
@@ -173,11 +175,14 @@ class Departed:
 
     Attributes:
         spoilt: See `Sums`.
+        turns: See `Sums`.
     """
 
-    def __init__(self, messages: list[Message], posted: list[Posted], spoilt: Tensor | None) -> None:
+    def __init__(
+        self, messages: list[Message], posted: list[Posted], spoilt: Tensor | None, turns: dict[int, list[int]]
+    ) -> None:
         """Wrap `messages` and what they were `posted` as."""
-        self._messages, self._posted, self.spoilt = messages, posted, spoilt
+        self._messages, self._posted, self.spoilt, self.turns = messages, posted, spoilt, turns
 
     @property
     def whole(self) -> bool:
@@ -211,8 +216,13 @@ def neighbours(members: Iterable[tuple[Stack, Member]]) -> Pieces:
     return pieces
 
 
-def _correct(stack: Stack, views: dict[str, Tensor], factor: float | Tensor, share: float, *, seen: bool) -> None:
-    """Multiply the gradients in a layer's sums by `factor`, counts by `share`; a layer not seen gets zeros."""
+def _correct(
+    stack: Stack, views: dict[str, Tensor], factor: float | Tensor, shares: Mapping[str, float], *, seen: bool
+) -> None:
+    """Multiply the gradients in a layer's sums by `factor`, counts by the share that their divisor is multiplied by.
+
+    A layer not seen gets zeros.
+    """
     plain = _drawn(stack) or (isinstance(factor, float) and factor == 1.0)
     for spec in stack.statistics:
         if not seen:
@@ -220,7 +230,7 @@ def _correct(stack: Stack, views: dict[str, Tensor], factor: float | Tensor, sha
         elif spec.degree and not plain:
             views[spec.name].mul_(factor**spec.degree)
         elif spec.counts:
-            views[spec.name].mul_(share)
+            views[spec.name].mul_(shares[spec.mean])
 
 
 def _drawn(stack: Stack) -> bool:

@@ -30,6 +30,7 @@ class Sums:
 
     Attributes:
         spoilt: Whether a ``GradScaler`` skips this step (a lazy bool, the same on all ranks); None: it cannot.
+        turns: `Stack.turns` as they were when this step began, by the ``id`` of the stack.
     """
 
     def __init__(self, stacks: Sequence[Stack], *, fused: bool) -> None:
@@ -45,6 +46,8 @@ class Sums:
         self.tallies = {name: Tally() for name in self._members}
         self._open: dict[str, dict[str, Tensor]] = {}
         self.spoilt: Tensor | None = None
+        self._stacks = stacks
+        self.note_turns()
         self._lay_out(groups.values())
 
     def _lay_out(self, messages: Iterable[Pieces]) -> None:
@@ -147,7 +150,7 @@ class Sums:
 
     def depart(self, posted: list[Posted]) -> Departed:
         """Give away the messages that were `posted`."""
-        return Departed([message.give() for message in self._messages], posted, self.spoilt)
+        return Departed([message.give() for message in self._messages], posted, self.spoilt, self.turns)
 
     def close(self, share: float, gain: float | Tensor) -> None:
         """Make the messages ready to travel: unseen layers become zeros, gradients per-sample ones, counters filled in.
@@ -169,6 +172,13 @@ class Sums:
             if message.role.receives:
                 yield from message.arrived()
             message.release()
+
+    def note_turns(self) -> None:
+        """Note that a step begins: what is summed from now on sees what renewals have made by now.
+
+        At the same moment on all ranks, whatever passes they throw away.
+        """
+        self.turns = {id(stack): list(stack.turns) for stack in self._stacks}
 
     def reset(self) -> None:
         """Begin the next step."""

@@ -1,0 +1,68 @@
+"""Second moments of per-sample gradients in a Kronecker-factored basis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from natgrad.curvature.sides import Side
+from natgrad.layers import Rows
+
+_PIECE = 1 << 22
+"""About how many elements of rows and per-sample gradients exist at once."""
+
+
+def add_moments_(
+    S: Tensor, inputs: Rows, gradients: Rows, A: Side, G: Side, held: Mapping[str, Tensor], *, scale: float
+) -> None:
+    """Add `scale` Σ_n (Q_Gᵀ ∇_n Q_A)∘² to S, with ∇_n = Σ_t g aᵀ a sample's gradient (SPEC 2).
+
+    With one position a sample it is ((g Q_G)∘²)ᵀ (a Q_A)∘², two rotations and one product of all rows. With T positions
+    each sample's gradient is formed before it is squared; either side is rotated before that, at T d² multiply-adds, or
+    after it, at r d² with r the length of the other side, whichever is less.
+
+    Args:
+        S: ``[n, o, i]``, as many as there are eigenvalues.
+        inputs: The rows a.
+        gradients: The rows g of the same samples.
+        A: The kind of side of the inputs.
+        G: That of the outputs.
+        held: Their eigenvectors.
+        scale: What to multiply by.
+    """
+    T = inputs.positions
+    o, i = S.shape[1:]
+    size = len(S) * (T * (o + i) + (o * i if T > 1 else 0))
+    step = max(1, _PIECE // size)
+    for start in range(0, inputs.samples, step):
+        stop = min(start + step, inputs.samples)
+        a, g = (rows.part(start, stop).dense().to(S.dtype) for rows in (inputs, gradients))  # [n, B, T, d]
+        if T == 1:
+            a, g = A.rotate(a[:, :, 0], held, "A"), G.rotate(g[:, :, 0], held, "G")
+            S.baddbmm_(g.square().mT, a.square(), alpha=scale)
+        else:
+            S.add_(_squares(a, g, A, G, held), alpha=scale)
+
+
+def _squares(a: Tensor, g: Tensor, A: Side, G: Side, held: Mapping[str, Tensor]) -> Tensor:
+    """Return Σ_n (Q_Gᵀ ∇_n Q_A)∘² ``[n, o, i]``."""
+    T, o, i = a.shape[2], g.shape[3], a.shape[3]
+    early_a, early_g = o >= T, i >= T
+    if early_a:
+        a = _rotated(a, A, held, "A")
+    if early_g:
+        g = _rotated(g, G, held, "G")
+    if early_a and not early_g:
+        return _rotated(a.mT @ g, G, held, "G").square_().sum(1).mT
+    gradient = g.mT @ a  # [n, B, o, i]
+    if not early_a:
+        gradient = _rotated(gradient, A, held, "A")
+    if not early_g:
+        gradient = _rotated(gradient.mT, G, held, "G").mT
+    return gradient.square_().sum(1)
+
+
+def _rotated(rows: Tensor, side: Side, held: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return ``rows [n, B, r, d]`` in the coordinates of a side."""
+    return side.rotate(rows.flatten(1, 2), held, name).unflatten(1, rows.shape[1:3])
