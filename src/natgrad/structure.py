@@ -83,8 +83,9 @@ class Structure:
             key, plan = layer.key, self.plan
             blind = (rank for rank in range(self._ranks) if plan.captures(key, rank) and not plan.works(key, rank))
             if curvature.looks and next(blind, None) is not None:
-                allowed = f"'comm-opt', 'pipelined', 'background', 'hybrid:1' or 'dp': {curvature!r} looks at {', '.join(curvature.looks)}"
-                require(False, "placement", str(plan.placement), f"{allowed}, which every rank that captures must hold")
+                allowed = "'comm-opt', 'pipelined', 'background', 'hybrid:1' or 'dp'"
+                seen = f"{curvature!r} looks at {', '.join(curvature.looks)}, which every rank that captures must hold"
+                require(False, "placement", str(plan.placement), f"{allowed}: {seen}")
 
     def follow(self, before: Callable[[], None]) -> bool:
         """Follow parameters that were moved, frozen, thawed or replaced; blocks of unchanged shape keep their state.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from natgrad.curvature.moments import add_moments_
 from natgrad.curvature.sides import Side
 from natgrad.layers import Layer, Rows
 from natgrad.likelihood import Likelihood
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class EKFAC(KFAC):
@@ -94,7 +97,7 @@ class EKFAC(KFAC):
         one_hot = any(each.form == "one-hot" for each in (layer, *layer.others))
         return self._tables.fit(layer) if one_hot else super().fit(layer)
 
-    def _with_sides(self, A: Side, G: Side) -> KFAC:
+    def _with_sides(self, A: Side, G: Side) -> Self:
         variant = super()._with_sides(A, G)
         variant.looks = variant._bases()
         return variant

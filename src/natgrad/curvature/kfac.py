@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor
 
 from natgrad import linalg
@@ -17,6 +16,9 @@ from natgrad.curvature.tables import TableKFAC
 from natgrad.errors import require
 from natgrad.layers import Layer, Rows
 from natgrad.likelihood import Likelihood
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Eigenvectors cost four to six Cholesky inverses.
 _EIGEN = 5.0
@@ -121,7 +123,7 @@ class KFAC(Curvature):
             return Blocks(size, ceil(size / most))
         return Diagonal() if self.wide == "diagonal" else None
 
-    def _with_sides(self, A: Side, G: Side) -> KFAC:
+    def _with_sides(self, A: Side, G: Side) -> Self:
         if A == G == Full():
             return self
         variant = copy.copy(self)

@@ -65,4 +65,5 @@ def _squares(a: Tensor, g: Tensor, A: Side, G: Side, held: Mapping[str, Tensor])
 
 def _rotated(rows: Tensor, side: Side, held: Mapping[str, Tensor], name: str) -> Tensor:
     """Return ``rows [n, B, r, d]`` in the coordinates of a side."""
-    return side.rotate(rows.flatten(1, 2), held, name).unflatten(1, rows.shape[1:3])
+    rotated: Tensor = side.rotate(rows.flatten(1, 2), held, name).unflatten(1, rows.shape[1:3])
+    return rotated

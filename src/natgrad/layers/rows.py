@@ -207,10 +207,12 @@ class _Regrouped(Rows):
     def pool(self) -> Tensor:
         if self.rows.samples < self.samples:
             return sum_up(self.dense(), 2)
-        return self.rows.pool().unflatten(1, (self.samples, -1)).sum(2)
+        pooled: Tensor = self.rows.pool().unflatten(1, (self.samples, -1)).sum(2)
+        return pooled
 
     def dense(self) -> Tensor:
-        return self.rows.dense().flatten(1, 2).unflatten(1, (self.samples, -1))
+        rows: Tensor = self.rows.dense().flatten(1, 2).unflatten(1, (self.samples, -1))
+        return rows
 
 
 def by_sample(rows: Rows, samples: int) -> Rows:
