@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from natgrad.aside import aside
 from natgrad.blocks import Member, Stack
 from natgrad.capture import compiled
+from natgrad.capture.early import look_ahead
 from natgrad.capture.saved import Saved, outline
 from natgrad.capture.taps import EndTap, Forward, LayerTap, RootTap, watchers
 from natgrad.capture.upstream import destination, mark, marked, reached, sources, unnoticed
@@ -60,7 +61,7 @@ class Capture:
         wanted: Whether the coming step needs statistics.
         sampling: Whether the backward pass under way differentiates a loss of sampled labels.
         sums: The raw sums.
-        seconds: Host seconds spent in the gradient hooks.
+        seconds: Host seconds spent in the hooks.
     """
 
     def __init__(self, root: nn.Module, *, reduction: Literal["mean", "tokens", "sum"], counting: bool) -> None:
@@ -240,6 +241,8 @@ class Capture:
         use = Use(primary, layer, curvature, saved, shape, batch, forward, outer_task)
         if forward is not None and self._reduction == "tokens":
             forward.note(name, layer.positions(output))
+        if wanted and outer_task == -1:
+            self.seconds += look_ahead(use, inputs, output, self._terms, self.sums)
         size, output = output.shape, _whole(output)
         output.register_hook(lambda gradient: self._gradient(use, gradient.reshape(size)))
         if curvature.pools:
@@ -324,7 +327,7 @@ class Capture:
                 self._flush(name)
             return
         seen = {"inputs": rows, "gradients": gradients, "scale": scale, **self._looked_at(name)}
-        self.sums.add(name, task, partial(curvature.observe, **seen))
+        self.sums.add(name, task, partial(curvature.observe, **seen), use)
         self._count(name, task, rows, samples, layer.positions(gradient))
 
     def _looked_at(self, name: str) -> dict[str, Any]:

@@ -73,6 +73,10 @@ class Terms:
         """Tell whether the terms of a pass are settled."""
         return task in self.of_loss or task in self.of_drawn
 
+    def foreseeable(self, use: Use) -> bool:
+        """Tell whether it is known in the forward pass which rows of a use will count, and of how many samples."""
+        return not self._tokens and use.batch > 0
+
     @property
     def most(self) -> int:
         """The most positions that a layer has shown (token losses): no loss has more."""

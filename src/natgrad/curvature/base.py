@@ -84,12 +84,14 @@ class Curvature(ABC):
         pools: Whether rows are summed over positions before they are seen (SPEC: *reduce*).
         looks: Which of what the parts write `observe` needs: then only workers can capture.
         live: Which statistics `solve` needs, as they are at that step.
+        early: Which statistics are of the inputs alone, without any gradient, and may be summed in the forward pass.
     """
 
     likelihood: Likelihood | None = None
     pools: bool = False
     looks: tuple[str, ...] = ()
     live: tuple[str, ...] = ()
+    early: tuple[str, ...] = ()
 
     def fit(self, layer: Layer) -> Curvature | str:
         """Return the variant of this curvature for `layer`, the same object for equal needs, or why there is none."""
@@ -134,13 +136,23 @@ class Curvature(ABC):
         """Add what one use of a layer shows to the raw sums, in a gradient hook.
 
         Args:
-            sums: A tensor ``[n, *shape]`` for each of `statistics`; uninitialised memory when `first`.
+            sums: A tensor ``[n, *shape]`` for each of `statistics`; uninitialised memory when `first`. Those of `early`
+                are missing where `observe_inputs` has seen this use: they are not asked for again.
             inputs: The rows a, of as many samples as the loss has terms here (token losses: positions).
             gradients: The rows g of the same samples, times ``1 / scale``.
             scale: What makes `gradients` those of per-sample losses.
             first: Whether nothing was added to `sums` yet.
             held: Those of `looks` ``[n, *shape]``, as they were when the gradient came; None before the first renewal.
         """
+
+    def observe_inputs(self, sums: Mapping[str, Tensor], inputs: Rows) -> None:
+        """Write what one use of a layer shows of its inputs, in the forward pass; for curvatures with any `early`.
+
+        Args:
+            sums: Uninitialised memory ``[n, *shape]`` for each of `early`.
+            inputs: The rows a.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def renew(

@@ -77,6 +77,7 @@ class KFAC(Curvature):
         self.form, self.fisher, self.sharing, self.pi = form, fisher, sharing, pi
         self._factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
         self.pools = sharing == "reduce"
+        self.early = () if self.pools else ("A",)
         self.max_factor_size, self.wide = max_factor_size, wide
         self.A: Side = Full()
         self.G: Side = Full()
@@ -162,8 +163,13 @@ class KFAC(Curvature):
         held: Mapping[str, Tensor] | None = None,
     ) -> None:
         """See `Curvature.observe`."""
-        self.A.add_(sums["A"], inputs, scale=1.0, overwrite=first)
+        if "A" in sums:
+            self.A.add_(sums["A"], inputs, scale=1.0, overwrite=first)
         self.G.add_(sums["G"], gradients, scale=scale * scale, overwrite=first)
+
+    def observe_inputs(self, sums: Mapping[str, Tensor], inputs: Rows) -> None:
+        """See `Curvature.observe_inputs`: A."""
+        self.A.add_(sums["A"], inputs, scale=1.0, overwrite=True)
 
     def renew(
         self,

@@ -5,17 +5,50 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
 from math import prod
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from natgrad.blocks import Member, Stack
+from natgrad.curvature import Spec
 from natgrad.kept import packed_shape
 from natgrad.linalg import tensor_on
 from natgrad.placement import Posted
 
-Pieces = list[tuple[Stack, list[Member]]]
+# Of a layer's statistics: all, those that its curvature has from the inputs alone, or those that need a gradient.
+Portion: TypeAlias = Literal["whole", "early", "rest"]
+
+
+@dataclass
+class Piece:
+    """Neighbouring layers of a stack, and which of their statistics are meant.
+
+    Attributes:
+        stack: The stack.
+        members: The layers.
+        portion: Which statistics. The counters of a layer go with all of them or with the rest.
+    """
+
+    stack: Stack
+    members: list[Member]
+    portion: Portion = "whole"
+
+    @property
+    def blocks(self) -> slice:
+        """Which of the stack's blocks."""
+        return slice(self.members[0].start, self.members[-1].stop)
+
+    @cached_property
+    def specs(self) -> list[Spec]:
+        """The statistics."""
+        early, portion = self.stack.curvature.early, self.portion
+        return [
+            spec for spec in self.stack.statistics if portion == "whole" or (spec.name in early) == (portion == "early")
+        ]
 
 
 @dataclass
@@ -69,20 +102,25 @@ class Arrived:
 
 
 class Message:
-    """Sums that travel together in one buffer, with their counters at its end: samples and rows of each layer.
+    """Sums that travel together in one buffer, with counters at its end: samples and rows of each layer.
 
     Attributes:
+        pieces: Its layers.
+        places: In which piece each is.
+        early: Whether no statistic needs a gradient. All pieces of a message are alike in this.
         role: What this rank has to do with all of its layers.
     """
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: list[Piece]) -> None:
         """Lay out neighbouring layers of some stacks with the same role; no tensor is made."""
-        self.pieces, self.role = pieces, pieces[0][0].role
-        self.members = [(stack, member) for stack, members in pieces for member in members]
-        self.numel = 2 * len(self.members) + sum(
-            (members[-1].stop - members[0].start) * prod(packed_shape(spec))
-            for stack, members in pieces
-            for spec in stack.statistics
+        self.pieces, self.role = pieces, pieces[0].stack.role
+        self.places = {member.layer.name: index for index, piece in enumerate(pieces) for member in piece.members}
+        self.early = pieces[0].portion == "early"
+        self._counters = 0 if self.early else 2 * len(self.places)
+        self.numel = self._counters + sum(
+            (piece.blocks.stop - piece.blocks.start) * prod(packed_shape(spec))
+            for piece in pieces
+            for spec in piece.specs
         )
         self.buffer: Tensor | None = None
         self.views: dict[str, dict[str, Tensor]] = {}
@@ -92,38 +130,55 @@ class Message:
         """Make the buffer, of uninitialised memory, and cut it into views; or return the one there is."""
         if self.buffer is not None:
             return self.buffer
-        first = self.pieces[0][0]
+        first = self.pieces[0].stack
         self.buffer = torch.empty(self.numel, dtype=first.dtype, device=first.device)
         offset = 0
-        for stack, members in self.pieces:
-            start, size, tensors = members[0].start, members[-1].stop - members[0].start, {}
-            for spec in stack.statistics:
+        for index, piece in enumerate(self.pieces):
+            size, tensors = piece.blocks.stop - piece.blocks.start, {}
+            for spec in piece.specs:
                 shape = (size, *packed_shape(spec))
                 end = offset + prod(shape)
                 tensors[spec.name] = self.buffer[offset:end].view(shape)
                 offset = end
             self._stacked.append(tensors)
-            for member in members:
-                own = slice(member.start - start, member.stop - start)
-                self.views[member.layer.name] = {name: tensor[own] for name, tensor in tensors.items()}
+            for member in piece.members:
+                self.views[member.layer.name] = self.stacked(index, member.blocks)
         return self.buffer
+
+    def stacked(self, index: int, blocks: slice) -> dict[str, Tensor]:
+        """Return the sums of some of the stack's blocks that are in one piece."""
+        start = self.pieces[index].blocks.start
+        own = slice(blocks.start - start, blocks.stop - start)
+        return {name: tensor[own] for name, tensor in self._stacked[index].items()}
 
     @property
     def kinds(self) -> dict[str, int]:
         """How many of its elements are of which kind."""
-        return {"factors": self.numel - 2 * len(self.members), "counters": 2 * len(self.members)}
+        return {"factors": self.numel - self._counters, "counters": self._counters}
 
-    def arrived(self) -> Iterator[Arrived]:
-        """Yield the sums of each piece."""
+    def arrived(self, early: Mapping[str, Message] | None = None) -> Iterator[Arrived]:
+        """Yield the sums of each piece, with the counters; nothing of a message without them.
+
+        Args:
+            early: What has brought the early statistics of each layer of which this message has the rest.
+        """
+        if self.early:
+            return
         assert self.buffer is not None
-        counters = iter(self.buffer[-2 * len(self.members) :].view(-1, 2).split([len(m) for _, m in self.pieces]))
-        for (stack, members), tensors, own in zip(self.pieces, self._stacked, counters, strict=True):
-            blocks = slice(members[0].start, members[-1].stop)
-            size = blocks.stop - blocks.start
-            if size != len(members):
-                repeats = tensor_on(own.device, [member.stop - member.start for member in members])
-                own = own.repeat_interleave(repeats, dim=0, output_size=size)  # noqa: PLW2901
-            yield Arrived(stack, blocks, tensors, own[:, 0], own[:, 1])
+        counters, counted = self.buffer[-self._counters :].view(-1, 2), 0
+        for index, piece in enumerate(self.pieces):
+            for other, run in groupby(piece.members, lambda member: _place(early, member)):
+                members = list(run)
+                blocks = slice(members[0].start, members[-1].stop)
+                size, sums = blocks.stop - blocks.start, self.stacked(index, blocks)
+                if other is not None:
+                    sums |= other[0].stacked(other[1], blocks)
+                own = counters[counted : counted + len(members)]
+                counted += len(members)
+                if size != len(members):
+                    repeats = tensor_on(own.device, [member.stop - member.start for member in members])
+                    own = own.repeat_interleave(repeats, dim=0, output_size=size)
+                yield Arrived(piece.stack, blocks, sums, own[:, 0], own[:, 1])
 
     def release(self) -> None:
         """Drop the buffer."""
@@ -154,20 +209,25 @@ class Message:
         """Make it ready to travel, and return the buffer: see `Sums.close`."""
         buffer = self.allocate()
         counters: list[float] = []
-        for stack, member in self.members:
-            name = member.layer.name
+        for name, index in self.places.items():
             tally = tallies[name]
             rows = tally.beyond + (tally.rows - tally.beyond) * min(share, 1.0)
             shares = {"samples": share, "rows": rows / max(1, tally.rows)}
-            _correct(stack, self.views[name], gain * share, shares, seen=tally.rows > 0)
+            _correct(self.pieces[index], self.views[name], gain * share, shares, seen=tally.rows > 0)
             counters += [tally.samples * share, rows]
-        buffer[-len(counters) :] = tensor_on(buffer.device, counters, buffer.dtype)
+        if self._counters:
+            buffer[-len(counters) :] = tensor_on(buffer.device, counters, buffer.dtype)
         return buffer
 
     @property
     def scaled(self) -> bool:
         """Whether any of its sums are of gradients that the loss has scaled."""
-        return any(not _drawn(stack) and any(spec.degree for spec in stack.statistics) for stack, _ in self.pieces)
+        return any(not _drawn(piece.stack) and any(spec.degree for spec in piece.specs) for piece in self.pieces)
+
+    @property
+    def shared(self) -> bool:
+        """Whether anything in it depends on how many positions of the loss count."""
+        return bool(self._counters) or any(spec.counts for piece in self.pieces for spec in piece.specs)
 
 
 class Departed:
@@ -200,31 +260,38 @@ class Departed:
             message.release()
 
 
-def neighbours(members: Iterable[tuple[Stack, Member]]) -> Pieces:
+def neighbours(layers: Iterable[tuple[Stack, Member, Portion]]) -> list[Piece]:
     """Return layers as runs of those that follow each other in their stacks."""
-    stacks: dict[int, Pieces] = {}
-    for stack, member in members:
-        stacks.setdefault(id(stack), []).append((stack, [member]))
-    pieces: Pieces = []
+    stacks: dict[tuple[int, Portion], list[Piece]] = {}
+    for stack, member, portion in layers:
+        stacks.setdefault((id(stack), portion), []).append(Piece(stack, [member], portion))
+    pieces: list[Piece] = []
     for runs in stacks.values():
-        for stack, (member,) in sorted(runs, key=lambda run: run[1][0].start):
-            last = pieces[-1] if pieces else None
-            if last and last[0] is stack and last[1][-1].stop == member.start:
-                last[1].append(member)
+        pieces.append(Piece(runs[0].stack, [], runs[0].portion))
+        for run in sorted(runs, key=lambda run: run.blocks.start):
+            last = pieces[-1]
+            if last.members and last.blocks.stop != run.blocks.start:
+                pieces.append(run)
             else:
-                pieces.append((stack, [member]))
+                last.members += run.members
     return pieces
 
 
+def _place(early: Mapping[str, Message] | None, member: Member) -> tuple[Message, int] | None:
+    """Return the message and the piece that a layer's early statistics came in, if not in the one at hand."""
+    name = member.layer.name
+    return (early[name], early[name].places[name]) if early and name in early else None
+
+
 def _correct(
-    stack: Stack, views: dict[str, Tensor], factor: float | Tensor, shares: Mapping[str, float], *, seen: bool
+    piece: Piece, views: dict[str, Tensor], factor: float | Tensor, shares: Mapping[str, float], *, seen: bool
 ) -> None:
     """Multiply the gradients in a layer's sums by `factor`, counts by the share that their divisor is multiplied by.
 
     A layer not seen gets zeros.
     """
-    plain = _drawn(stack) or (isinstance(factor, float) and factor == 1.0)
-    for spec in stack.statistics:
+    plain = _drawn(piece.stack) or (isinstance(factor, float) and factor == 1.0)
+    for spec in piece.specs:
         if not seen:
             views[spec.name].zero_()
         elif spec.degree and not plain:

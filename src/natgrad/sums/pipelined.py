@@ -17,31 +17,27 @@ once.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from operator import and_
 from threading import Lock
-from time import perf_counter
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from natgrad.blocks import Stack
+from natgrad.kept import pack
 from natgrad.placement import Placement, Posted, Runtime, fuse, narrower
+from natgrad.sums.clock import Clock, Item
+from natgrad.sums.guesses import Caution, Expected, Guesses
 from natgrad.sums.messages import Arrived, Message, neighbours
-from natgrad.sums.sums import Sums
+from natgrad.sums.sums import ObserveInputs, Sums
 
 Gain = Callable[[int], "float | Tensor"]
-_Stamp: TypeAlias = "float | torch.cuda.Event"
 
-# Captured steps of which the most frequent number of gradients is expected: the last accumulation of an epoch is short.
-_MEMORY = 4
 # Captured steps in which it is measured when layers are ready; the first is slower than those that follow.
 _MEASURED = 3
-# The most captured steps in which nothing leaves early, after guesses that were wrong again and again.
-_PATIENCE = 64
 
 
 def make_sums(
@@ -108,53 +104,102 @@ class PipelinedSums(Sums):
         self._arrives = False  # between `travel` and the end of `arrived`
         self._formed = False  # whether there is a queue of their own, in which they may leave early
         self._closed: tuple[float, float | Tensor] = (1.0, 1.0)
-        self._counts = dict.fromkeys(self._members, 0)
-        self._seen: dict[str, deque[int]] = {name: deque(maxlen=_MEMORY) for name in self._members}
-        self._pause = self._caution = 0
+        self._expected = Expected(self._members)
+        self._guesses = Guesses()
+        self._caution = Caution()  # of this rank alone
+        self._foresight = Caution()  # in forward passes: the same on all ranks, for it decides on the messages
         self._clock = Clock()
         self._measured, self._news = 0, False
-        self._ready = dict.fromkeys(self._members, inf)
+        items: list[Item] = [(name, "whole") for name in self._members]
+        items += [(name, "early") for name, (stack, _) in self._members.items() if stack.curvature.early]
+        self._ready = dict.fromkeys(items, inf)
+        self._forms = [self._messages] * 2  # where nothing leaves in the forward pass, and where something may
         self._begin()
 
     def _begin(self) -> None:
         """Begin the next captured step."""
         self._travels.clear()
         self._arrives = False
-        self._counts = dict.fromkeys(self._members, 0)
-        self._expected = {name: _usual(seen) for name, seen in self._seen.items()}
-        names = [[member.layer.name for _, member in message.members] for message in self._messages]
-        self._index = {name: index for index, own in enumerate(names) for name in own}
-        self._missing = [sum(self._expected[name] != 0 for name in own) for own in names]
+        self._expected.begin()
+        self._guesses.begin()
+        self._arrange(self._forms[not self._foresight.waits])
+        self._index: dict[str, list[int]] = {name: [] for name in self._members}
+        for index, message in enumerate(self._messages):
+            for name in message.places:
+                self._index[name].append(index)
+        totals = self._expected.totals
+        self._missing = [{name for name in message.places if totals[name] != 0} for message in self._messages]
 
     @property
     def departed(self) -> int:
         """See `Sums.departed`."""
         return len(self._travels)
 
+    # --- In the forward pass ------------------------------------------------------------------------------------
+
+    def foresees(self, layer: str) -> bool:
+        """See `Sums.foresees`: that whose gradient is expected to be the layer's last one of the step."""
+        stack, _ = self._members[layer]
+        waits = self._arrives or self._caution.waits or self._foresight.waits
+        if waits or not stack.curvature.early or not self._expected.last(layer) or self._guesses.pending(layer):
+            return False
+        first = self._index[layer][0]
+        return first >= len(self._travels) if self._messages[first].early else self._measured < _MEASURED
+
+    def foresee(self, layer: str, use: object, observe: ObserveInputs, passes: int) -> None:
+        """Send what has become complete by this use; see `Sums.foresee`."""
+        stack, member = self._members[layer]
+        whole = {
+            spec.name: torch.empty(member.stop - member.start, *spec.shape, dtype=stack.dtype, device=stack.device)
+            for spec in stack.statistics
+            if spec.name in stack.curvature.early
+        }
+        observe(whole)
+        sums = {spec.name: pack(whole.pop(spec.name), spec) for spec in stack.statistics if spec.name in whole}
+        with self._lock:
+            self._guesses.make(layer, use, sums)
+            if self._measured < _MEASURED:
+                self._clock.stamp((layer, "early"), stack.device)
+            first = self._index[layer][0]
+            if self._messages[first].early and first >= len(self._travels):
+                self._missing[first].discard(layer)
+                self._send_complete(passes)
+
+    def _foreseen(self, layer: str, use: object) -> Mapping[str, Tensor]:
+        return self._guesses.prove(layer, use)
+
     # --- In the backward pass -----------------------------------------------------------------------------------
 
     def counted(self, layer: str, passes: int) -> None:
         """Send what has become complete by this gradient; see `Sums.counted`."""
         with self._lock:
-            self._counts[layer] += 1
+            self._expected.counts[layer] += 1
             if self._measured < _MEASURED:
-                self._clock.stamp(layer, self._members[layer][0].device)
-            index = self._index[layer]
-            if index < len(self._travels):
-                self._travels[index].late = True
-            elif self._counts[layer] == self._expected[layer]:
-                self._missing[index] -= 1
-                if self._formed and not self._pause:
-                    self._send_complete(passes)
+                self._clock.stamp((layer, "whole"), self._members[layer][0].device)
+            complete = self._expected.complete(layer)
+            for index in self._index[layer]:
+                if index >= len(self._travels):
+                    if complete:
+                        self._missing[index].discard(layer)
+                elif not (complete and self._messages[index].early and layer in self._guesses.proven):
+                    self._travels[index].late = True
+            if complete:
+                self._send_complete(passes)
 
     def _send_complete(self, passes: int) -> None:
+        if not self._formed or self._caution.waits:
+            return
         gain = self._gain(passes)
         while len(self._travels) < len(self._messages) and not self._missing[len(self._travels)]:
             message = self._messages[len(self._travels)]
-            for _, member in message.members:
-                self._pack(member.layer.name)
+            for layer in message.places:
+                self._pack(layer)
             copy = message.twin()
             copy.close(self.tallies, 1.0, gain)
+            if copy.early:
+                for layer in copy.places:
+                    for name, guess in self._guesses.of(layer).items():
+                        copy.views[layer][name].add_(guess)
             self._travels.append(self._post(copy, gain))
 
     def _post(self, message: Message, gain: float | Tensor) -> _Travel:
@@ -165,6 +210,9 @@ class PipelinedSums(Sums):
     def reset(self) -> None:
         """Begin anew: what has left since the last step was of passes that are thrown away."""
         super().reset()
+        for layer in self._guesses.drop():
+            self._clock.forget((layer, "early"))
+            self._missing[self._index[layer][0]].add(layer)
         if self._arrives:
             self._begin()
         for travel in self._travels:
@@ -177,9 +225,14 @@ class PipelinedSums(Sums):
         for layer in list(self._open):
             self._pack(layer)
         self._closed = share, gain
+        unproven = self._guesses.drop()
+        for layer in unproven:
+            self._clock.forget((layer, "early"))
         for travel in self._travels:
-            same = share == 1.0 and (not travel.message.scaled or _equal(gain, travel.gain))
-            travel.late = travel.late or not same
+            own = travel.message
+            shared, scaled = share == 1.0 or not own.shared, not own.scaled or _equal(gain, travel.gain)
+            sound = not own.early or unproven.isdisjoint(own.places)
+            travel.late = travel.late or not (shared and scaled and sound)
 
     def travel(self, runtime: Runtime, wire: torch.dtype | None) -> None:
         """Send what has not left yet, and again what has left too soon on any rank; `arrived` waits for it.
@@ -188,8 +241,7 @@ class PipelinedSums(Sums):
             runtime: The ranks.
             wire: That given to `make_sums`.
         """
-        late = [travel.late for travel in self._travels]
-        wrong = self._agree([*late, *[False] * (len(self._messages) - len(late))])
+        wrong = self._agree([travel.late for travel in self._travels])
         share, gain = self._closed
         for index, message in enumerate(self._messages):
             early = index < len(self._travels)
@@ -207,42 +259,43 @@ class PipelinedSums(Sums):
                 before, self._travels[index] = self._travels[index], self._post(message, gain)
                 self._travels[index].before = before.posted
         self._arrives = self._formed = True
-        self._learn(wrong=any(late))
 
     def _agree(self, late: list[bool]) -> list[bool]:
         """Return which of the messages that have left were wrong on any rank; tell when layers were ready meanwhile."""
-        names = list(self._members) if self._measured < _MEASURED else []
-        times = self._clock.read() if names else {}
-        told = [*map(float, late), *(times.get(name, 0.0) for name in names), *(float(name in times) for name in names)]
+        late += [False] * (len(self._messages) - len(late))
+        items = list(self._ready) if self._measured < _MEASURED else []
+        times = self._clock.read() if items else {}
+        told = [*map(float, late), float(self._surprised())]
+        told += [*(times.get(item, 0.0) for item in items), *(float(item in times) for item in items)]
         heard = iter(self._runtime.totals(told, "schedule"))
-        wrong = [next(heard) > 0 for _ in late]
-        totals = [next(heard) for _ in names]
-        for name, total, users in zip(names, totals, heard, strict=True):
+        wrong, surprised = [next(heard) > 0 for _ in late], next(heard) > 0
+        totals = [next(heard) for _ in items]
+        for item, total, users in zip(items, totals, heard, strict=True):
             if users:
-                self._ready[name] = min(self._ready[name], total / users)
+                self._ready[item] = min(self._ready[item], total / users, key=abs)
                 self._news = True
         self._measured += self._news
+        early = [message.early for message in self._messages]
+        self._foresight.learn(wrong=surprised or any(map(and_, wrong, early)))
+        self._caution.learn(wrong=any(own and not before for own, before in zip(late, early, strict=True)))
+        self._expected.learn()
         return wrong
 
-    def _learn(self, *, wrong: bool) -> None:
-        """Expect what this step has shown; after a wrong guess nothing leaves early for a while, longer every time."""
-        for name, count in self._counts.items():
-            self._seen[name].append(count)
-        if wrong:
-            self._caution = min(2 * self._caution + 1, _PATIENCE)
-            self._pause = self._caution
-        elif self._pause:
-            self._pause -= 1
-        else:
-            self._caution //= 2
+    def _surprised(self) -> bool:
+        """Tell whether gradients came of uses that were to be foreseen and were not: their messages hold up others."""
+        waiting = {layer for message in self._messages if message.early for layer in message.places}
+        counts, proven = self._expected.counts, self._guesses.proven
+        return not self._caution.waits and any(counts[layer] and layer not in proven for layer in waiting)
 
     def of(self, layer: str) -> dict[str, Tensor]:
         """Return the sums of a layer: those of this rank, and once they have traveled those of all."""
         if not self._arrives:
             return super().of(layer)
-        index = self._index[layer]
-        self._wait(index)
-        return self._travels[index].message.views[layer]
+        self._wait(self._index[layer][-1])
+        views: dict[str, Tensor] = {}
+        for index in self._index[layer]:
+            views |= self._travels[index].message.views[layer]
+        return views
 
     def _wait(self, last: int) -> None:
         """Wait for all messages up to one: on all ranks in the same order."""
@@ -251,37 +304,51 @@ class PipelinedSums(Sums):
 
     def arrived(self) -> Iterator[Arrived]:
         """Wait for one message after the other, and yield its sums: the next ones travel meanwhile."""
+        early: dict[str, Message] = {}
         for travel in self._travels:
             travel.wait()
-            yield from travel.message.arrived()
+            if travel.message.early:
+                early |= dict.fromkeys(travel.message.places, travel.message)
+                continue
+            yield from travel.message.arrived(early)
             travel.message.release()
+        for message in early.values():
+            message.release()
         if self._news:
-            self._lay_out_anew()
+            self._form_anew()
         self._begin()
 
-    def _lay_out_anew(self) -> None:
+    def _form_anew(self) -> None:
         """Fuse the layers in the order in which they were ready, as the first rank knows it: to the last bit."""
         self._news = False
         mine = [time if self._runtime.rank == 0 else 0.0 for time in self._ready.values()]
         self._ready = dict(zip(self._ready, self._runtime.totals(mine, "schedule"), strict=True))
-        last = max((ready for ready in self._ready.values() if ready < inf), default=0.0)
-        names = sorted(self._members, key=lambda name: self._ready[name])
-        ready = [min(self._ready[name], last) for name in names]
-        layers = [self._members[name] for name in names]
-        alone = [Message(neighbours([layer])) for layer in layers]
-        sizes = [
-            one.numel * narrower(self._wire, layer[0].dtype).itemsize for one, layer in zip(alone, layers, strict=True)
-        ]
-        kinds = [(stack.dtype, stack.device) for stack, _ in layers]
-        messages = fuse(
-            ready,
+        whole = {item: time for item, time in self._ready.items() if item[1] == "whole"}
+        apart: dict[Item, float] = {}
+        for (name, _), time in whole.items():
+            before = self._ready.get((name, "early"), inf)
+            if before < inf:
+                apart |= {(name, "early"): min(before, time), (name, "rest"): time}
+            else:
+                apart[name, "whole"] = time
+        self._forms = [self._cut(whole), self._cut(apart)]
+
+    def _cut(self, ready: Mapping[Item, float]) -> list[Message]:
+        """Return the messages for items that are ready at some seconds; inf: nobody knows when."""
+        known = [time for time in ready.values() if time < inf]
+        first, last = min(known, default=0.0), max(known, default=0.0)
+        items = sorted(ready, key=lambda item: ready[item])
+        layers = [(*self._members[name], portion) for name, portion in items]
+        sizes = [Message(neighbours([layer])).numel * narrower(self._wire, layer[0].dtype).itemsize for layer in layers]
+        ranges = fuse(
+            [min(ready[item], last) - first for item in items],
             sizes,
-            kinds,
+            [(stack.dtype, stack.device, portion == "early") for stack, _, portion in layers],
             link=self._placement.link,
             bucket=self._placement.bucket,
             ranks=self._runtime.ranks,
         )
-        self._lay_out([neighbours(layers[own.start : own.stop]) for own in messages])
+        return [Message(neighbours(layers[own.start : own.stop])) for own in ranges]
 
     def abandon(self) -> None:
         """Send what the other ranks may wait for, and wait for what has left; collective."""
@@ -292,49 +359,7 @@ class PipelinedSums(Sums):
             travel.wait()
 
 
-def _usual(counts: Sequence[int]) -> int:
-    """Return the most frequent of some numbers, the larger of equally frequent ones; -1 if there are none."""
-    return max(counts, key=lambda count: (counts.count(count), count), default=-1)
-
-
 def _equal(left: float | Tensor, right: float | Tensor) -> bool:
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return torch.equal(left, right)
     return not isinstance(left, Tensor) and not isinstance(right, Tensor) and left == right
-
-
-class Clock:
-    """When layers were last captured, in seconds: the host's, and on accelerators those of the device."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._stamps: dict[torch.device, dict[str, _Stamp]] = {}
-
-    def stamp(self, layer: str, device: torch.device) -> None:
-        """Note the time of a layer."""
-        stamp: _Stamp = perf_counter()
-        if device.type == "cuda":
-            stamp = torch.cuda.Event(enable_timing=True)
-            stamp.record(torch.cuda.current_stream(device))
-        self._stamps.setdefault(device, {})[layer] = stamp
-
-    def read(self) -> dict[str, float]:
-        """Return the seconds of each layer since the first one on its device, and forget them; this waits for it."""
-        seconds: dict[str, float] = {}
-        for stamps in self._stamps.values():
-            some = next(iter(stamps.values()))
-            own = {layer: _between(some, stamp) for layer, stamp in stamps.items()}
-            first = min(own.values())
-            seconds.update({layer: time - first for layer, time in own.items()})
-        self._stamps.clear()
-        return seconds
-
-
-def _between(start: _Stamp, end: _Stamp) -> float:
-    if isinstance(start, float):
-        assert isinstance(end, float)
-        return end - start
-    assert not isinstance(end, float)
-    start.synchronize()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1000

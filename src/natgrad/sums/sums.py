@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.blocks import Stack
 from natgrad.kept import pack
 from natgrad.placement import Posted, Runtime
-from natgrad.sums.messages import Arrived, Departed, Message, Pieces, Tally
+from natgrad.sums.messages import Arrived, Departed, Message, Piece, Tally
 
 
 class Observe(Protocol):
@@ -19,6 +19,13 @@ class Observe(Protocol):
 
     def __call__(self, sums: Mapping[str, Tensor], *, first: bool) -> None:
         """Add to whole sums ``[n, *shape]``, or write into uninitialised ones."""
+
+
+class ObserveInputs(Protocol):
+    """`Curvature.observe_inputs` with the rows of one use."""
+
+    def __call__(self, sums: Mapping[str, Tensor]) -> None:
+        """Write whole sums ``[n, *shape]``."""
 
 
 class Sums:
@@ -35,24 +42,29 @@ class Sums:
 
     def __init__(self, stacks: Sequence[Stack], *, fused: bool) -> None:
         """Lay out the messages of those `stacks` to whose sums this rank adds or from whom it receives them."""
-        groups: dict[object, Pieces] = {}
+        groups: dict[object, list[Piece]] = {}
         stacks = [stack for stack in stacks if stack.role.captures or stack.role.receives]
         for stack in stacks:
             if fused:
-                groups.setdefault((stack.dtype, stack.device, *_destination(stack)), []).append((stack, stack.members))
+                key = (stack.dtype, stack.device, *_destination(stack))
+                groups.setdefault(key, []).append(Piece(stack, stack.members))
             else:
-                groups.update({member.layer.name: [(stack, [member])] for member in stack.members})
+                groups.update({member.layer.name: [Piece(stack, [member])] for member in stack.members})
         self._members = {member.layer.name: (stack, member) for stack in stacks for member in stack.members}
         self.tallies = {name: Tally() for name in self._members}
         self._open: dict[str, dict[str, Tensor]] = {}
         self.spoilt: Tensor | None = None
         self._stacks = stacks
         self.note_turns()
-        self._lay_out(groups.values())
+        self._arrange([Message(pieces) for pieces in groups.values()])
 
-    def _lay_out(self, messages: Iterable[Pieces]) -> None:
-        self._messages = [Message(pieces) for pieces in messages]
-        self._home = {member.layer.name: message for message in self._messages for _, member in message.members}
+    def _arrange(self, messages: list[Message]) -> None:
+        """Collect in these messages from now on."""
+        self._messages = messages
+        self._homes: dict[str, list[Message]] = {name: [] for name in self._members}
+        for message in self._messages:
+            for layer in message.places:
+                self._homes[layer].append(message)
 
     @property
     def empty(self) -> bool:
@@ -66,11 +78,27 @@ class Sums:
 
     def of(self, layer: str) -> dict[str, Tensor]:
         """Return the sums of a layer ``[n, *packed_shape(spec)]``, uninitialised if its tally is at zero."""
-        message = self._home[layer]
-        message.allocate()
-        return message.views[layer]
+        views: dict[str, Tensor] = {}
+        for message in self._homes[layer]:
+            message.allocate()
+            views |= message.views[layer]
+        return views
 
-    def add(self, layer: str, task: int, observe: Observe) -> None:
+    def foresees(self, layer: str) -> bool:
+        """Tell whether `foresee` is to be given the next use of a layer."""
+        return False
+
+    def foresee(self, layer: str, use: object, observe: ObserveInputs, passes: int) -> None:
+        """Take what one use of a layer shows in the forward pass, of which nothing is known but that it may count.
+
+        Args:
+            layer: The layer.
+            use: The use, until whose gradient comes this is a guess.
+            observe: Writes whole sums of the early statistics, as `Curvature.observe_inputs` does.
+            passes: The backward passes of the loss since the last step.
+        """
+
+    def add(self, layer: str, task: int, observe: Observe, use: object = None) -> None:
         """Add what one use of a layer shows; its tally is counted afterwards.
 
         The first use in a backward pass is packed at once, so that no whole matrix outlives the hook. Those that follow
@@ -80,6 +108,7 @@ class Sums:
             layer: The layer.
             task: The backward pass.
             observe: Adds to whole sums, as `Curvature.observe` does.
+            use: The use. What it was foreseen to show is taken as it is.
         """
         tally = self.tallies[layer]
         if tally.task == task and tally.rows:
@@ -89,9 +118,10 @@ class Sums:
             observe(self._open[layer], first=not begun)
             return
         self._pack(layer)
-        whole = self._whole(layer)
+        foreseen = self._foreseen(layer, use)
+        whole = self._whole(layer, foreseen)
         observe(whole, first=True)
-        self._merge(layer, whole, overwrite=not tally.rows)
+        self._merge(layer, whole, foreseen, overwrite=not tally.rows)
 
     def counted(self, layer: str, passes: int) -> None:
         """Take that a use of a layer was added and counted.
@@ -104,24 +134,30 @@ class Sums:
     def abandon(self) -> None:
         """End what is under way: others take the place of these sums; all ranks together."""
 
-    def _whole(self, layer: str) -> dict[str, Tensor]:
+    def _foreseen(self, layer: str, use: object) -> Mapping[str, Tensor]:
+        """Return the packed sums that `foresee` has made of a use, which is no guess any more."""
+        return {}
+
+    def _whole(self, layer: str, known: Container[str] = ()) -> dict[str, Tensor]:
         stack, member = self._members[layer]
         blocks, like = member.stop - member.start, next(iter(self.of(layer).values()))
-        return {spec.name: like.new_empty(blocks, *spec.shape) for spec in stack.statistics}
+        return {spec.name: like.new_empty(blocks, *spec.shape) for spec in stack.statistics if spec.name not in known}
 
     def _pack(self, layer: str) -> None:
         """Add the whole sums of a layer, if there are any, to those that travel."""
         if layer in self._open:
-            self._merge(layer, self._open.pop(layer), overwrite=False)
+            self._merge(layer, self._open.pop(layer), {}, overwrite=False)
 
-    def _merge(self, layer: str, whole: dict[str, Tensor], *, overwrite: bool) -> None:
+    def _merge(self, layer: str, whole: dict[str, Tensor], packed: Mapping[str, Tensor], *, overwrite: bool) -> None:
         views = self.of(layer)
         for spec in self._members[layer][0].statistics:
-            target = views[spec.name]
-            if overwrite:
-                pack(whole.pop(spec.name), spec, target)
+            name, target = spec.name, views[spec.name]
+            if overwrite and name in packed:
+                target.copy_(packed[name])
+            elif overwrite:
+                pack(whole.pop(name), spec, target)
             else:
-                target.add_(pack(whole.pop(spec.name), spec))
+                target.add_(packed[name] if name in packed else pack(whole.pop(name), spec))
 
     def travel(self, runtime: Runtime, wire: torch.dtype | None) -> None:
         """Sum the closed messages over the ranks, in place.
