@@ -181,7 +181,7 @@ class PipelinedSums(Sums):
                 if index >= len(self._travels):
                     if complete:
                         self._missing[index].discard(layer)
-                elif not (complete and self._messages[index].early and layer in self._guesses.proven):
+                elif not (complete and self._messages[index].early):  # which has told of it, if `close` finds no guess
                     self._travels[index].late = True
             if complete:
                 self._send_complete(passes)

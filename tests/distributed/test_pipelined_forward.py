@@ -1,0 +1,475 @@
+"""``placement="pipelined"``: A leaves in the forward pass, as a guess; whatever comes of it, ranks equal comm-opt."""
+
+import gc
+import weakref
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import natgrad
+from natgrad.curvature.sides import Full
+from natgrad.sums.guesses import Guesses
+from tests import dense
+from tests.distributed import jobs
+from tests.distributed.jobs import place, share
+from tests.distributed.test_pipelined import SINGLY
+
+LAYERS = 3
+# The elements of the factors: of two groups with three patches and a bias, and two linear layers, as triangles.
+A, G = 2 * 10 + 91 + 21, 2 * 3 + 15 + 6
+# Nothing is known in the first step, and the second one shows when layers are ready.
+WARM = 2
+
+
+class Trainer:
+    """A network in training that tells how many messages have left before each backward pass and before each step."""
+
+    def __init__(self, placement, model=None, curvature=None, **options):
+        self.model = jobs.network() if model is None else model
+        self.wrapped = DistributedDataParallel(self.model) if dist.is_initialized() else self.model
+        self.preconditioner = natgrad.Preconditioner(
+            self.wrapped,
+            natgrad.KFAC() if curvature is None else curvature,
+            placement=placement,
+            **{"damping": 0.05, "refresh": natgrad.Refresh(factors=1, inverses=2)} | options,
+        )
+        self.ahead, self.left, self.bytes = [], [], []
+
+    @property
+    def departed(self):
+        return self.preconditioner._capture.sums.departed
+
+    def forward(self, x, y):
+        outputs = self.wrapped(x)
+        return cross_entropy(outputs, y), outputs
+
+    def backward(self, loss, outputs=None, **options):
+        self.ahead.append(self.departed)
+        self.bytes.append(self.preconditioner.traffic().get("factors", 0))
+        if options or outputs is None:
+            loss.backward(**options)
+        else:
+            self.preconditioner.backward(loss, outputs)
+
+    def finish(self):
+        self.left.append(self.departed)
+        self.preconditioner.step()
+        with torch.no_grad():
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.sub_(0.1 * p.grad)
+        self.model.zero_grad()
+
+    def result(self):
+        return dict(self.model.state_dict()), self.ahead, self.left, self.preconditioner.traffic()
+
+
+def data(step):
+    return [share(tensor) for tensor in jobs.batch(step)]
+
+
+def compare(ranks, count, function, *args, tolerance=1e-10):
+    """Train under both placements: the same parameters. Return what left before the backward passes and the steps."""
+    ours, theirs = (ranks.run(count, function, placement, *args) for placement in (SINGLY, "comm-opt"))
+    for result in ours:
+        dense.assert_equal(result[0], ours[0][0], 0)
+        dense.assert_equal(result[0], theirs[0][0], tolerance)
+    return [result[1] for result in ours], [result[2] for result in ours], [result[3] for result in ours + theirs]
+
+
+def train(placement, steps=6, **options):
+    trainer = Trainer(placement, **options)
+    for step in range(steps):
+        trainer.backward(*trainer.forward(*data(step)))
+        trainer.finish()
+    return trainer
+
+
+# --- A leaves in the forward pass -------------------------------------------------------------------------------
+
+
+def count_products(placement):
+    """Tell the products of inputs and of gradients, before and after the forward pass ends, and bytes sent by then."""
+    counts, original = {"A": 0, "G": 0}, Full.add_
+
+    def add_(self, out, rows, *, scale, overwrite):
+        counts["A" if scale == 1.0 else "G"] += 1
+        return original(self, out, rows, scale=scale, overwrite=overwrite)
+
+    Full.add_ = add_
+    try:
+        trainer, before, after, sent = Trainer(placement), [], [], []
+        for step in range(5):
+            counts.update(A=0, G=0)
+            loss, _ = trainer.forward(*data(step))
+            before.append(dict(counts))
+            trainer.backward(loss)
+            after.append(dict(counts))
+            trainer.finish()
+            sent.append(trainer.preconditioner.traffic()["factors"])
+        return trainer.ahead, trainer.left, before, after, trainer.bytes, sent
+    finally:
+        Full.add_ = original
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_sums_of_inputs_leave_before_the_backward_pass_begins(ranks, count):
+    """All of them, and nothing is computed twice."""
+    for ahead, left, before, after, by_then, sent in ranks.run(count, count_products, SINGLY):
+        assert ahead == [0, 0, LAYERS, LAYERS, LAYERS]
+        assert left == [0, LAYERS, 2 * LAYERS, 2 * LAYERS, 2 * LAYERS]
+        assert before == [{"A": 0, "G": 0}] + [{"A": LAYERS, "G": 0}] * 4
+        assert after == [{"A": LAYERS, "G": LAYERS}] * 5
+        share = 2 * (count - 1) / count * 8
+        for step in range(WARM, 5):
+            assert by_then[step] - sent[step - 1] == pytest.approx(A * share, abs=1)
+            assert sent[step] - sent[step - 1] == pytest.approx((A + G) * share, abs=1)
+
+
+def plainly(placement, options):
+    return train(placement, **options).result()
+
+
+OPTIONS = {
+    "eigen": {},
+    "inverse": {"curvature": natgrad.KFAC(form="inverse")},
+    "blocks": {"curvature": natgrad.KFAC(max_factor_size=4, wide="blocks")},
+    "diagonal": {"curvature": natgrad.KFAC(max_factor_size=5, wide="diagonal")},
+    "sampled labels": {"curvature": natgrad.KFAC(fisher="sampled", likelihood="categorical")},
+    "refreshed seldom": {"refresh": natgrad.Refresh(factors=2, inverses=4), "steps": 9},
+}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_ranks_equal_comm_opt(ranks, name, count):
+    ahead, left, traffic = compare(ranks, count, plainly, OPTIONS[name])
+    due = slice(2 * WARM, None, 2) if name == "refreshed seldom" else slice(WARM, None)
+    for own in ahead if count > 1 else []:
+        assert set(own[due]) == {LAYERS}, ahead
+    for own in left if count > 1 else []:
+        assert set(own[due]) == {2 * LAYERS}, left
+    for ours, theirs in zip(traffic[:count], traffic[count:], strict=True):
+        assert ours.get("factors") == theirs.get("factors")
+
+
+def with_one_bucket(placement):
+    return train("pipelined" if placement == SINGLY else placement).result()
+
+
+def test_the_sums_of_inputs_are_never_held_up_by_others(ranks):
+    """However cheap it were to send all at once."""
+    ahead, left, _ = compare(ranks, 2, with_one_bucket)
+    assert all(own[WARM:] == [1] * 4 for own in ahead)
+    assert all(own[WARM:] == [2] * 4 for own in left)
+
+
+# --- What may come of a guess -----------------------------------------------------------------------------------
+
+
+def accumulate(placement, parts):
+    trainer = Trainer(placement)
+    for step in range(5):
+        x, y = data(step)
+        for index, (xs, ys) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True)):
+            with trainer.wrapped.no_sync() if index < parts - 1 else torch.enable_grad():
+                loss, _ = trainer.forward(xs, ys)
+                trainer.backward(loss / parts)
+        trainer.finish()
+    return trainer.result()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_last_micro_batch_alone_is_guessed(ranks, count):
+    ahead, *_ = compare(ranks, count, accumulate, 3)
+    assert ahead == [[0, 0, 0] * WARM + [0, 0, LAYERS] * 3] * count
+
+
+def train_unevenly(placement, counts):
+    """Each rank has other numbers of micro-batches of other sizes; one of them has none at all in some steps."""
+    trainer, rank = Trainer(placement, gradients="reduce"), place()[0]
+    for step, parts in enumerate(counts[rank]):
+        x, y = jobs.batch(step)
+        x, y = x[: 3 + 2 * rank], y[: 3 + 2 * rank]
+        for xs, ys in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True) if parts else ():
+            outputs = trainer.model(xs)
+            trainer.backward(cross_entropy(outputs, ys) / parts)
+        trainer.finish()
+    return trainer.result()
+
+
+def test_ranks_that_do_not_do_alike(ranks):
+    counts = [[1, 1, 1, 1, 1, 1, 1, 1], [2, 2, 2, 3, 2, 2, 2, 2], [1, 0, 1, 1, 0, 1, 1, 1]]
+    ahead, *_ = compare(ranks, 3, train_unevenly, counts)
+    assert ahead[0][WARM] == LAYERS
+
+
+def guess_in_vain(placement, when, evaluating):
+    """Forward passes with gradients that nobody asks for, of one rank only or of all."""
+    trainer = Trainer(placement)
+    for step in range(9):
+        x, y = data(step)
+        some = [0] if when == "one rank" else [0, 1]
+        if step % 4 == 3 and place()[0] in some:
+            trainer.model.train(not evaluating)
+            kept = [trainer.model(x[:2] + index) for index in range(2)]
+            if when != "alive":
+                del kept
+            trainer.model.train()
+        trainer.backward(*trainer.forward(x, y))
+        trainer.finish()
+    return trainer.result()
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+@pytest.mark.parametrize("when", ["all ranks", "one rank", "alive"])
+def test_forward_passes_that_are_never_differentiated(ranks, when, evaluating):
+    """What left is sent again, and nothing leaves in the next forward pass; evaluation mode is not guessed in."""
+    ahead, left, traffic = compare(ranks, 2, guess_in_vain, when, evaluating)
+    sent, needed = traffic[0]["factors"], traffic[2]["factors"]
+    if evaluating:
+        assert ahead == [[0, 0, *[LAYERS] * 7]] * 2
+        assert sent == needed
+        return
+    # A wrong guess, a pass without any, and right ones; after the next wrong guess three passes without any.
+    assert ahead == [[0, 0, LAYERS, LAYERS, 0, LAYERS, LAYERS, LAYERS, 0]] * 2
+    assert left == [[0, LAYERS, *[2 * LAYERS] * 2, LAYERS, *[2 * LAYERS] * 3, LAYERS]] * 2
+    assert sent == needed + 2 * A * 8  # again in two of the steps
+
+
+def stop_after_the_forward_pass(placement, stopping):
+    """Some ranks do not differentiate what they have computed: their samples do not count in that step."""
+    trainer = Trainer(placement, gradients="reduce")
+    for step in range(7):
+        x, y = data(step)
+        loss = cross_entropy(trainer.model(x), y)
+        if step not in (3, 5) or place()[0] not in stopping:
+            trainer.backward(loss)
+        trainer.finish()
+    return trainer.result()
+
+
+@pytest.mark.parametrize("stopping", [[0], [1], [0, 1]])
+def test_ranks_that_stop_after_the_forward_pass(ranks, stopping):
+    _, left, _ = compare(ranks, 2, stop_after_the_forward_pass, stopping)
+    assert all(own[3] == (LAYERS if rank in stopping else 2 * LAYERS) for rank, own in enumerate(left))
+
+
+def train_two_players(placement):
+    """A discriminator sees true and made samples, and made ones again for the generator's loss alone."""
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    trainer = Trainer(
+        placement, nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double(), gradients="reduce"
+    )
+    for step in range(8):
+        draw = torch.Generator().manual_seed(10 * step + place()[0])
+        x, z = (torch.randn(4, width, generator=draw, dtype=torch.float64) for width in (3, 2))
+        labels = torch.zeros(4, dtype=torch.long)
+        generator.zero_grad()
+        cross_entropy(trainer.model(generator(z)), 1 - labels).backward()
+        trainer.model.zero_grad()
+        made = generator(z).detach()
+        if step % 2:  # in one pass or in two
+            trainer.backward(cross_entropy(trainer.model(made), labels))
+            trainer.backward(cross_entropy(trainer.model(x), 1 - labels))
+        else:
+            losses = [cross_entropy(trainer.model(made), labels), cross_entropy(trainer.model(x), 1 - labels)]
+            trainer.backward(sum(losses))
+        trainer.finish()
+    return trainer.result()
+
+
+def test_two_players(ranks):
+    compare(ranks, 2, train_two_players)
+
+
+def train_again(placement):
+    """Losses that share a forward pass, differentiated one by one; now and then one of them only."""
+    trainer = Trainer(placement, gradients="reduce")
+    for step in range(8):
+        x, y = data(step)
+        outputs = trainer.model(x)
+        trainer.backward(cross_entropy(outputs, y), retain_graph=step % 3 != 2)
+        if step % 3 != 2:
+            trainer.backward(outputs.pow(2).mean())
+        trainer.finish()
+    return trainer.result()
+
+
+def test_a_retained_graph(ranks):
+    compare(ranks, 2, train_again)
+
+
+class Checkpointed(nn.Module):
+    """The network, recomputed: all of it, or a first part."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layers, self.how = jobs.network(), how
+
+    def forward(self, x):
+        first, rest = (self.layers[:4], self.layers[4:]) if self.how == "reentrant" else (self.layers, nn.Identity())
+        if self.how == "reentrant":
+            return rest(checkpoint(first, x.requires_grad_(), use_reentrant=True))
+        if self.how == "selective":
+            contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+            return rest(checkpoint(first, x, use_reentrant=False, context_fn=contexts))
+        return rest(checkpoint(first, x, use_reentrant=False))
+
+
+def _keep_products(context, operation, *args, **options):
+    kept = operation.__name__.split(".")[0] in ("addmm", "addmm_", "baddbmm_", "convolution")
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def unnoticed_products():
+    """Check that nothing of the pass around it changes the products of inputs, nor sees them."""
+    original = natgrad.KFAC.observe_inputs
+
+    def observe_inputs(self, sums, inputs):
+        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.is_grad_enabled()
+        assert _get_current_dispatch_mode() is None
+        original(self, sums, inputs)
+
+    natgrad.KFAC.observe_inputs = observe_inputs
+    try:
+        yield
+    finally:
+        natgrad.KFAC.observe_inputs = original
+
+
+def recompute(placement, how):
+    with unnoticed_products():
+        return train(placement, model=Checkpointed(how)).result()
+
+
+@pytest.mark.parametrize(("how", "early"), [("reentrant", 1), ("plain", LAYERS), ("selective", LAYERS)])
+def test_checkpointing(ranks, how, early):
+    """What is recomputed is not guessed twice; reentrant checkpoints show nothing before they are recomputed."""
+    ahead, left, _ = compare(ranks, 2, recompute, how)
+    assert all(own[WARM:] == [early] * 4 for own in ahead)
+    assert all(own[WARM:] == [LAYERS + early] * 4 for own in left)
+
+
+class Branching(nn.Module):
+    """A layer is used twice, or once, or its output is not used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = (nn.Linear(*sizes).double() for sizes in ((3, 4), (4, 4), (4, 2)))
+
+    def forward(self, x, way):
+        hidden = self.first(x).tanh()
+        seen = self.middle(hidden).tanh()
+        if way == "twice":
+            seen = self.middle(seen).tanh()
+        return self.last(hidden if way == "unused" else seen)
+
+
+def branch(placement):
+    trainer = Trainer(placement, Branching(), gradients="reduce")
+    for step, way in enumerate(["once"] * 4 + ["twice", "once", "once", "unused", "once", "once", "twice", "unused"]):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + place()[0]), dtype=torch.float64)
+        trainer.backward(trainer.model(x, "once" if place()[0] else way).pow(2).mean())
+        trainer.finish()
+    return trainer.result()
+
+
+def test_layers_that_are_used_otherwise_than_before(ranks):
+    ahead, *_ = compare(ranks, 2, branch)
+    assert ahead[0][:7] == [0, 0, LAYERS, LAYERS, LAYERS, 0, LAYERS]
+
+
+def throw_away(placement):
+    trainer = Trainer(placement)
+    for step in range(7):
+        x, y = data(step)
+        if step in (2, 5):  # between the forward pass and its gradients, or after them
+            loss, _ = trainer.forward(x + 1, y)
+            if step == 5:
+                loss.backward()
+                trainer.model.zero_grad()
+            trainer.preconditioner.discard()
+        trainer.backward(*trainer.forward(x, y))
+        trainer.finish()
+    return trainer.result()
+
+
+def test_passes_that_are_discarded(ranks):
+    compare(ranks, 2, throw_away)
+
+
+def round_products(placement):
+    """Float32, and autocast that would round the products of what is not rounded itself."""
+    trainer = Trainer(placement, jobs.network().float())
+    for step in range(5):
+        x, y = data(step)
+        with torch.autocast("cpu", torch.bfloat16), unnoticed_products():
+            loss, outputs = trainer.forward(x.float(), y)
+        trainer.backward(loss, outputs)
+        trainer.finish()
+    parameters, *rest = trainer.result()
+    return {name: p.double() for name, p in parameters.items()}, *rest
+
+
+def test_autocast_does_not_round_what_leaves(ranks):
+    ahead, *_ = compare(ranks, 2, round_products, tolerance=1e-5)
+    assert all(own[WARM:] == [LAYERS] * 3 for own in ahead)
+
+
+# --- Nothing is kept --------------------------------------------------------------------------------------------
+
+
+def keep(placement):
+    """Tell how many of the guessed sums live on after each pass, and after each step."""
+    alive, original = [], Guesses.make
+
+    def make(self, layer, use, sums):
+        alive.extend(weakref.ref(tensor) for tensor in sums.values())
+        original(self, layer, use, sums)
+
+    def count():
+        gc.collect()
+        return sum(tensor() is not None for tensor in alive)
+
+    Guesses.make = make
+    try:
+        trainer, counts = Trainer(placement), []
+        for step in range(6):
+            x, y = data(step)
+            loss, outputs = trainer.forward(x, y)
+            before = count()
+            if step == 4:
+                del loss, outputs  # never differentiated, and no other pass either
+            else:
+                trainer.backward(loss)
+            after = count()
+            if step == 4:
+                for p in trainer.model.parameters():
+                    p.grad = torch.zeros_like(p)
+            trainer.finish()
+            counts.append((before, after, count()))
+        return counts, len(alive)
+    finally:
+        Guesses.make = original
+
+
+def test_guesses_are_dropped(ranks):
+    for counts, made in ranks.run(2, keep, SINGLY):
+        assert counts[0] == (0, 0, 0)
+        assert counts[1:4] == [(LAYERS, 0, 0)] * 3
+        assert counts[4] == (LAYERS, LAYERS, 0)
+        assert counts[5] == (0, 0, 0)  # after a wrong one there is none
+        assert made == 4 * LAYERS
