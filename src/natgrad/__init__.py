@@ -31,6 +31,7 @@ _HOMES = {
     "Precision": "natgrad.precision",
     "PreconditionedOptimizer": "natgrad.optimizer",
     "Preconditioner": "natgrad.preconditioner",
+    "RankOne": "natgrad.curvature",
     "Refresh": "natgrad.refresh",
     "Schedule": "natgrad.schedule",
     "UnitWise": "natgrad.curvature",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from natgrad.curvature import EKFAC as EKFAC
     from natgrad.curvature import KFAC as KFAC
     from natgrad.curvature import Curvature as Curvature
+    from natgrad.curvature import RankOne as RankOne
     from natgrad.curvature import UnitWise as UnitWise
     from natgrad.errors import CurvatureError as CurvatureError
     from natgrad.errors import NatgradError as NatgradError

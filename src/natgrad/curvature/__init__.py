@@ -3,6 +3,7 @@
 from natgrad.curvature.base import Curvature, Part, Spec
 from natgrad.curvature.ekfac import EKFAC
 from natgrad.curvature.kfac import KFAC
+from natgrad.curvature.rank_one import RankOne
 from natgrad.curvature.unitwise import UnitWise
 
-__all__ = ["EKFAC", "KFAC", "Curvature", "Part", "Spec", "UnitWise"]
+__all__ = ["EKFAC", "KFAC", "Curvature", "Part", "RankOne", "Spec", "UnitWise"]

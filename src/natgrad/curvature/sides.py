@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 from natgrad import linalg
 from natgrad.curvature.base import Spec
+from natgrad.iterative import Warm
 from natgrad.layers import Rows
 
-# The form of K-FAC: an eigenvalue decomposition of each factor, or its damped inverse.
+# What is made of a factor: its eigenvalue decomposition, or its damped inverse.
 Form = Literal["eigen", "inverse"]
 
 
@@ -64,8 +65,18 @@ class Side(ABC):
         return self.trace(factor) / factor.shape[-1]
 
     @abstractmethod
-    def decompose(self, factor: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return eigenvectors (none, if those are the unit vectors) and eigenvalues; and which blocks succeeded."""
+    def decompose(
+        self, factor: Tensor, warm: Warm | None = None, before: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return eigenvectors (none, if those are the unit vectors) and eigenvalues; and which blocks succeeded.
+
+        With `warm` they are brought forward from the eigenvectors `before`, where there are any.
+        """
+
+    @property
+    def matrices(self) -> bool:
+        """Whether what is made of the factor are matrices, with which the next renewal can begin."""
+        return True
 
     def repeated(self, form: Form) -> float | None:
         """Return what `Part.repeated` is to be."""
@@ -73,9 +84,17 @@ class Side(ABC):
 
     @abstractmethod
     def invert(
-        self, factor: Tensor, damping: Tensor, columns: slice | None = None
+        self,
+        factor: Tensor,
+        damping: Tensor,
+        columns: slice | None = None,
+        warm: Warm | None = None,
+        before: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return ``(factor + damping I)⁻¹`` for a damping ``[N]``, or `columns` of it; and which blocks succeeded."""
+        """Return ``(factor + damping I)⁻¹`` for a damping ``[N]``, or `columns` of it; and which blocks succeeded.
+
+        With `warm` it is brought forward from the inverse `before`, where there is one.
+        """
 
     @abstractmethod
     def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
@@ -124,9 +143,11 @@ class Full(Side):
         """See `Side.trace`."""
         return factor.diagonal(dim1=-2, dim2=-1).sum(-1)
 
-    def decompose(self, factor: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def decompose(
+        self, factor: Tensor, warm: Warm | None = None, before: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
         """See `Side.decompose`."""
-        values, vectors, fine = linalg.eigh(factor)
+        values, vectors, fine = linalg.eigh(factor) if warm is None else warm.eigh(factor, before)
         return (vectors, values), fine
 
     def repeated(self, form: Form) -> float | None:
@@ -134,10 +155,18 @@ class Full(Side):
         return 1 / 3 if form == "inverse" else None
 
     def invert(
-        self, factor: Tensor, damping: Tensor, columns: slice | None = None
+        self,
+        factor: Tensor,
+        damping: Tensor,
+        columns: slice | None = None,
+        warm: Warm | None = None,
+        before: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """See `Side.invert`."""
-        inverse, fine = linalg.damped_inverse(factor, damping, columns)
+        if warm is None:
+            inverse, fine = linalg.damped_inverse(factor, damping, columns)
+        else:
+            inverse, fine = warm.damped_inverse(factor, damping, before)
         return (inverse,), fine
 
     def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
@@ -160,6 +189,11 @@ class Diagonal(Side):
     def __str__(self) -> str:
         """See `Side`."""
         return "diagonal"
+
+    @property
+    def matrices(self) -> bool:
+        """See `Side.matrices`."""
+        return False
 
     def statistic(self, name: str, size: int, *, mean: Literal["samples", "rows"], degree: int) -> Spec:
         """See `Side.statistic`."""
@@ -186,12 +220,19 @@ class Diagonal(Side):
         """See `Side.trace`."""
         return factor.sum(-1)
 
-    def decompose(self, factor: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def decompose(
+        self, factor: Tensor, warm: Warm | None = None, before: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
         """See `Side.decompose`."""
         return (factor,), factor.sum(-1).isfinite()
 
     def invert(
-        self, factor: Tensor, damping: Tensor, columns: slice | None = None
+        self,
+        factor: Tensor,
+        damping: Tensor,
+        columns: slice | None = None,
+        warm: Warm | None = None,
+        before: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """See `Side.invert`."""
         inverse = (factor + damping[:, None]).reciprocal_()
@@ -273,16 +314,28 @@ class Blocks(Side):
         """See `Side.mean_eigenvalue`: what pads the last block is no part of it."""
         return self.trace(factor) / self.size
 
-    def decompose(self, factor: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def decompose(
+        self, factor: Tensor, warm: Warm | None = None, before: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
         """See `Side.decompose`."""
-        values, vectors, fine = linalg.eigh(factor.flatten(0, 1))
+        every, start = factor.flatten(0, 1), None if before is None else before.flatten(0, 1)
+        values, vectors, fine = linalg.eigh(every) if warm is None else warm.eigh(every, start)
         return (vectors.view_as(factor), values.view(len(factor), -1)), fine.view(len(factor), -1).all(-1)
 
     def invert(
-        self, factor: Tensor, damping: Tensor, columns: slice | None = None
+        self,
+        factor: Tensor,
+        damping: Tensor,
+        columns: slice | None = None,
+        warm: Warm | None = None,
+        before: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """See `Side.invert`."""
-        inverse, fine = linalg.damped_inverse(factor.flatten(0, 1), damping.repeat_interleave(self.count))
+        every, damping = factor.flatten(0, 1), damping.repeat_interleave(self.count)
+        if warm is None:
+            inverse, fine = linalg.damped_inverse(every, damping)
+        else:
+            inverse, fine = warm.damped_inverse(every, damping, None if before is None else before.flatten(0, 1))
         return (inverse.view_as(factor),), fine.view(len(factor), -1).all(-1)
 
     def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:

@@ -122,7 +122,7 @@ class TableKFAC(Curvature):
         before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
         """See `Curvature.renew`."""
-        return self._factors.renew(part, self.merged(averages), damping, columns)
+        return self._factors.renew(part, self.merged(averages), damping, columns, before)
 
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
         """See `Curvature.solve`."""

@@ -1,0 +1,70 @@
+"""K-FAC without the side of the outputs: F ≈ I ⊗ A (FOOF: Benzing 2022, "Gradient descent on neurons")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from natgrad.curvature.base import Curvature, Part, Spec
+from natgrad.layers import Rows
+
+if TYPE_CHECKING:
+    from natgrad.curvature.kfac import KFAC
+
+
+class InputKFAC(Curvature):
+    """The factor A of a layer's inputs alone: ``V = W (A + γI)⁻¹``; the gradients g are not looked at."""
+
+    def __init__(self, factors: KFAC) -> None:
+        """Wrap the K-FAC whose form and side A it takes; that has no π."""
+        self._factors, self.pools = factors, factors.pools
+
+    def __repr__(self) -> str:
+        """Show the variant."""
+        return self._factors.describe(A=self._factors.A)
+
+    @property
+    def factor_decay(self) -> float:
+        """See `Curvature.factor_decay`."""
+        return self._factors.factor_decay
+
+    def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
+        """See `Curvature.statistics`: A, as K-FAC's."""
+        return tuple(spec for spec in self._factors.statistics(outputs, inputs) if spec.name == "A")
+
+    def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
+        """See `Curvature.parts`: that of A."""
+        return tuple(part for part in self._factors.parts(outputs, inputs) if part.name == "A")
+
+    def observe(
+        self,
+        sums: Mapping[str, Tensor],
+        inputs: Rows,
+        gradients: Rows,
+        *,
+        scale: float,
+        first: bool,
+        held: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """See `Curvature.observe`."""
+        self._factors.A.add_(sums["A"], inputs, scale=1.0, overwrite=first)
+
+    def renew(
+        self,
+        part: str,
+        averages: Mapping[str, Tensor],
+        damping: float,
+        columns: slice | None = None,
+        before: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """See `Curvature.renew`."""
+        return self._factors.renew(part, averages, damping, columns, before)
+
+    def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
+        """See `Curvature.solve`."""
+        A = self._factors.A
+        if "vA" not in held:
+            return A.multiply(W, held, "A")
+        return A.rotate_back(A.rotate(W, held, "A") / (held["vA"][:, None, :] + damping), held, "A")
