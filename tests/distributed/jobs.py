@@ -22,6 +22,7 @@ RAGGED = {1: [12], 2: [9, 3], 4: [5, 1, 4, 2]}
 class Job:
     """How to train; everything a rank needs to know."""
 
+    kind: str = "KFAC"
     curvature: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     refresh: dict[str, Any] = field(default_factory=lambda: {"factors": 2, "inverses": 3})
@@ -81,7 +82,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=job.lr, momentum=job.momentum)
         self.preconditioner = natgrad.Preconditioner(
             self.wrapped,
-            natgrad.KFAC(**job.curvature),
+            getattr(natgrad, job.kind)(**job.curvature),
             optimizer=self.optimizer,
             damping=0.05,
             kl_clip=job.kl_clip,

@@ -119,6 +119,7 @@ class Case:
     sharding: dict[str, Any] = field(default_factory=dict)
     policy: dict[str, torch.dtype] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
+    kind: str = "KFAC"
     curvature: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     ragged: bool = False
@@ -197,7 +198,7 @@ class Training:
         self.optimizer = make([p for p in self.model.parameters() if p.requires_grad], lr=case.lr)
         self.preconditioner = natgrad.Preconditioner(
             self.wrapped,
-            natgrad.KFAC(**case.curvature),
+            getattr(natgrad, case.kind)(**case.curvature),
             optimizer=self.optimizer,
             damping=0.05,
             kl_clip=case.kl_clip,

@@ -36,6 +36,7 @@ class Case:
     staleness: int = 1
     factors: int = 2
     inverses: int = 3
+    kind: str = "KFAC"
     curvature: dict[str, Any] = field(default_factory=lambda: {"form": "inverse"})
     name: str = "background"
     micro_batches: int = 1
@@ -56,7 +57,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=MOMENTUM)
         self.preconditioner = natgrad.Preconditioner(
             self.wrapped,
-            natgrad.KFAC(**case.curvature),
+            getattr(natgrad, case.kind)(**case.curvature),
             optimizer=self.optimizer,
             damping=damping,
             kl_clip=CLIP,
