@@ -1,4 +1,4 @@
-"""``placement="pipelined"``: sums leave during the forward and backward passes; whatever happens, ranks equal one process."""
+"""``placement="pipelined"``: sums leave during the passes; whatever happens, ranks equal one process."""
 
 from functools import partial
 

@@ -161,15 +161,27 @@ def test_ranks_equal_comm_opt(ranks, name, count):
         assert ours.get("factors") == theirs.get("factors")
 
 
-def with_one_bucket(placement):
-    return train("pipelined" if placement == SINGLY else placement).result()
+SLOW = natgrad.Link(latency=0.0, bandwidth=1.0)  # of two messages in a row, each is ready before the other has left
+FAR = natgrad.Link(latency=9.0)
 
 
-def test_the_sums_of_inputs_are_never_held_up_by_others(ranks):
-    """However cheap it were to send all at once."""
-    ahead, left, _ = compare(ranks, 2, with_one_bucket)
-    assert all(own[WARM:] == [1] * 4 for own in ahead)
-    assert all(own[WARM:] == [2] * 4 for own in left)
+def train_over(placement, link):
+    told = natgrad.Placement(name="pipelined", link=link) if placement == SINGLY else placement
+    trainer = train(told)
+    messages = trainer.preconditioner._capture.sums._messages if placement == SINGLY and place()[1] > 1 else []
+    return *trainer.result()[:3], [message.early for message in messages]
+
+
+@pytest.mark.parametrize(("link", "early"), [(SLOW, True), (FAR, False)])
+def test_the_link_decides_whether_anything_leaves_then(ranks, link, early):
+    """Where latency is what messages cost, one is best; where bandwidth is, what is ready leaves at once."""
+    ahead, left, forms = compare(ranks, 2, train_over, link)
+    for own, of, messages in zip(ahead, left, forms, strict=False):
+        assert messages == sorted(messages, reverse=True)
+        assert (sum(messages) > 0) == early
+        assert len(messages) == 1 or early
+        assert own[-2:] == [sum(messages)] * 2
+        assert of[-2:] == [len(messages)] * 2
 
 
 # --- What may come of a guess -----------------------------------------------------------------------------------

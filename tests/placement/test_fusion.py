@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from natgrad import placement
 from natgrad.placement import Link, cut, fuse, groups
 
 LAYERS = st.integers(1, 7)
@@ -54,6 +55,8 @@ def test_no_cut_is_better(backward, link, bucket, ranks):
     assert allowed(messages, sizes, kinds, bucket * (1 + 1e-12))
     ends = [arrival(cut, ready, sizes, link, ranks) for cut in cuts(len(ready)) if allowed(cut, sizes, kinds, bucket)]
     assert arrival(messages, ready, sizes, link, ranks) <= min(ends) * (1 + 1e-9) + 1e-12
+    told = placement.arrival(messages, ready, sizes, link=link, ranks=ranks)
+    assert told == pytest.approx(arrival(messages, ready, sizes, link, ranks), rel=1e-9, abs=1e-12)
 
 
 def rule(ready, sizes, link, ranks):

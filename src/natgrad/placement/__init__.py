@@ -2,7 +2,7 @@
 
 from natgrad.placement.choice import make_plan, step_seconds
 from natgrad.placement.cost import Cycle, Link
-from natgrad.placement.fusion import cut, fuse, groups
+from natgrad.placement.fusion import arrival, cut, fuse, groups
 from natgrad.placement.options import Placement, resolve
 from natgrad.placement.plan import Plan, Seat, Work
 from natgrad.placement.runtime import Posted, Runtime, flatten, joined, unflatten
@@ -18,6 +18,7 @@ __all__ = [
     "Runtime",
     "Seat",
     "Work",
+    "arrival",
     "cut",
     "flatten",
     "fuse",

@@ -17,26 +17,27 @@ def fuse(
     bucket: float,
     ranks: int,
 ) -> list[range]:
-    """Cut the layers of a backward pass into messages such that the last one arrives as early as it can.
+    """Cut the sums of the layers of a step into messages such that the last one arrives as early as it can.
 
-    Messages leave one after the other, each no sooner than its last layer is ready. That layer l + 1 joins the message
-    of l iff it is ready before that would start plus the latency (SPD-KFAC, Shi 2021, section IV-A; MG-WFBP, Shi 2019)
-    is what is best for two layers. Here it is done for all of them: the first j layers arrive at the earliest at
-    ``E_j = min_i max(ready_j, E_i) + α + β size(i..j)``, which takes L times the layers of a message to compute.
+    An item is what of a layer leaves together: all of it, or first what needs its inputs alone, A of K-FAC, and then
+    the rest. Messages leave one after the other, each no sooner than its last item is ready. That item l + 1 joins the
+    message of l iff it is ready before that would start plus the latency (SPD-KFAC, Shi 2021, section IV-A; MG-WFBP,
+    Shi 2019) is what is best for two items. Here it is done for all of them: the first j items arrive at the earliest
+    at ``E_j = min_i max(ready_j, E_i) + α + β size(i..j)``, which takes L times the items of a message to compute.
 
     Args:
-        ready: When each of L layers is ready, in seconds, rising: the order in which they leave.
+        ready: When each of L items is ready, in seconds >= 0, rising: the order in which they leave.
         sizes: Bytes of each.
-        kinds: What must be equal for layers to leave together, as their dtype.
+        kinds: What must be equal for items to leave together, as their dtype.
         link: What messages cost.
-        bucket: The most bytes of a message; a layer of more leaves alone.
+        bucket: The most bytes of a message; an item of more leaves alone.
         ranks: P: a byte that is summed over the ranks is sent 2 (P - 1) / P times.
 
     Returns:
-        The layers of each message, in the order in which they leave; of equally early ones, of the fewest messages.
+        The items of each message, in the order in which they leave; of equally early ones, of the fewest messages.
     """
     share = 2 * (ranks - 1) / ranks
-    ends: list[tuple[float, int]] = [(0.0, 0)]  # of the first j layers: when they arrive, and in how many messages
+    ends: list[tuple[float, int]] = [(0.0, 0)]  # of the first j items: when they arrive, and in how many messages
     starts: list[int] = []
     for last in range(len(ready)):
         best, start, size = (float("inf"), 0), last, 0.0
@@ -91,3 +92,22 @@ def cut(sizes: Sequence[float], count: int) -> list[int]:
         parts.append(min(count - 1, int(count * (before + size / 2) / total)) if total else 0)
         before += size
     return parts
+
+
+def arrival(
+    messages: Sequence[range], ready: Sequence[float], sizes: Sequence[float], *, link: Link, ranks: int
+) -> float:
+    """Return when the last of some messages arrives, by the model of `fuse`.
+
+    Args:
+        messages: The items of each, in the order in which they leave.
+        ready: As in `fuse`.
+        sizes: As in `fuse`.
+        link: As in `fuse`.
+        ranks: As in `fuse`.
+    """
+    end = 0.0
+    for own in messages:
+        size = sum(sizes[item] for item in own)
+        end = max(end, ready[own[-1]]) + link.message(2 * (ranks - 1) / ranks * size)
+    return end

@@ -1,18 +1,24 @@
-"""Sums that leave while the backward pass goes on (SPD-KFAC, Shi 2021).
+"""Sums that leave while the forward and the backward pass go on (SPD-KFAC, Shi 2021).
 
 A layer's sums can leave once its last gradient of the step has come. No wrapper tells which that is, so each rank
 expects what it has seen: as many gradients as mostly came in the steps before, over all micro-batches and all uses of a
 weight. With accumulation it is hence the last micro-batch whose messages leave, under any wrapper and under none.
 
-That is a guess, on which nothing but time depends. What leaves early is a copy. `step` knows what is true, and the
-ranks tell each other in a message of a few numbers which copies were right. Those that were not, for gradients that
-came later, passes that were thrown away, masks or loss scales that only `step` knows, are sent again by all ranks.
-Whatever happens on one rank, all post the same messages in the same order: early ones by their number, each no sooner
-than the one before, and in `step` the rest.
+Those of the inputs alone, A of K-FAC, leave before: in the forward pass of the use whose gradient is expected to be the
+last one. It is summed there and kept until that gradient comes, which takes it as it is. Where another comes, or none
+(evaluation with gradients, unused branches, players of a game), it is dropped, and A is summed in the backward pass.
+So it is from the start of layers with several uses in a pass, of token losses, whose masks only gradients tell, of
+reentrant checkpoints and compiled graphs, which show no use before its gradient, and in evaluation mode.
 
-A, which is known in the forward pass, does not leave then: no sum is that of the loss before a gradient hook has come
-(evaluation, masked positions and unused branches leave no trace), and a curvature observes inputs and gradients at
-once.
+All of that is a guess, on which nothing but time depends. What leaves early is a copy. `step` knows what is true, and
+the ranks tell each other in a message of a few numbers which copies were right. Those that were not, for gradients that
+came later or never, passes that were thrown away, masks or loss scales that only `step` knows, are sent again by all
+ranks. Whatever happens on one rank, all post the same messages in the same order: early ones by their number, each no
+sooner than the one before, and in `step` the rest.
+
+After a wrong guess on gradients a rank sends nothing early for a while. After one on inputs, or a gradient that comes
+without one, no rank sends anything in the forward pass for a while, and sums leave in the backward pass, A and G as one
+(`forms.py`): messages of inputs that are late would hold up all others.
 """
 
 from __future__ import annotations
@@ -28,10 +34,11 @@ from torch import Tensor
 
 from natgrad.blocks import Stack
 from natgrad.kept import pack
-from natgrad.placement import Placement, Posted, Runtime, fuse, narrower
+from natgrad.placement import Placement, Posted, Runtime
 from natgrad.sums.clock import Clock, Item
+from natgrad.sums.forms import form
 from natgrad.sums.guesses import Caution, Expected, Guesses
-from natgrad.sums.messages import Arrived, Message, neighbours
+from natgrad.sums.messages import Arrived, Message
 from natgrad.sums.sums import ObserveInputs, Sums
 
 Gain = Callable[[int], "float | Tensor"]
@@ -85,7 +92,8 @@ class _Travel:
 class PipelinedSums(Sums):
     """Raw sums of which each message may leave before `step`, on each rank when it is ready there.
 
-    It takes the memory of the sums twice, from when they leave to `step`.
+    It takes the memory of the sums twice, from when they leave to `step`; of what leaves in the forward pass once more
+    for each layer until its gradient comes.
     """
 
     def __init__(
@@ -113,7 +121,7 @@ class PipelinedSums(Sums):
         items: list[Item] = [(name, "whole") for name in self._members]
         items += [(name, "early") for name, (stack, _) in self._members.items() if stack.curvature.early]
         self._ready = dict.fromkeys(items, inf)
-        self._forms = [self._messages] * 2  # where nothing leaves in the forward pass, and where something may
+        self._forms = self._messages, self._messages  # without what leaves in the forward pass, and with it
         self._begin()
 
     def _begin(self) -> None:
@@ -181,7 +189,7 @@ class PipelinedSums(Sums):
                 if index >= len(self._travels):
                     if complete:
                         self._missing[index].discard(layer)
-                elif not (complete and self._messages[index].early):  # which has told of it, if `close` finds no guess
+                elif not (complete and self._messages[index].early and layer in self._guesses.proven):
                     self._travels[index].late = True
             if complete:
                 self._send_complete(passes)
@@ -323,32 +331,9 @@ class PipelinedSums(Sums):
         self._news = False
         mine = [time if self._runtime.rank == 0 else 0.0 for time in self._ready.values()]
         self._ready = dict(zip(self._ready, self._runtime.totals(mine, "schedule"), strict=True))
-        whole = {item: time for item, time in self._ready.items() if item[1] == "whole"}
-        apart: dict[Item, float] = {}
-        for (name, _), time in whole.items():
-            before = self._ready.get((name, "early"), inf)
-            if before < inf:
-                apart |= {(name, "early"): min(before, time), (name, "rest"): time}
-            else:
-                apart[name, "whole"] = time
-        self._forms = [self._cut(whole), self._cut(apart)]
-
-    def _cut(self, ready: Mapping[Item, float]) -> list[Message]:
-        """Return the messages for items that are ready at some seconds; inf: nobody knows when."""
-        known = [time for time in ready.values() if time < inf]
-        first, last = min(known, default=0.0), max(known, default=0.0)
-        items = sorted(ready, key=lambda item: ready[item])
-        layers = [(*self._members[name], portion) for name, portion in items]
-        sizes = [Message(neighbours([layer])).numel * narrower(self._wire, layer[0].dtype).itemsize for layer in layers]
-        ranges = fuse(
-            [min(ready[item], last) - first for item in items],
-            sizes,
-            [(stack.dtype, stack.device, portion == "early") for stack, _, portion in layers],
-            link=self._placement.link,
-            bucket=self._placement.bucket,
-            ranks=self._runtime.ranks,
+        self._forms = form(
+            self._members, self._ready, placement=self._placement, ranks=self._runtime.ranks, wire=self._wire
         )
-        return [Message(neighbours(layers[own.start : own.stop])) for own in ranges]
 
     def abandon(self) -> None:
         """Send what the other ranks may wait for, and wait for what has left; collective."""
