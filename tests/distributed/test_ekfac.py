@@ -101,7 +101,7 @@ def test_dp_trains_alike(ranks):
 
 
 def refused(placement):
-    with pytest.raises(ValueError, match="placement=.*EKFAC.*QA") as raised:
+    with pytest.raises(ValueError, match=r"placement=.*EKFAC.*QA") as raised:
         natgrad.Preconditioner(network(), natgrad.EKFAC(), placement=placement)
     # Where other layers alone have no such curvature, nothing is refused.
     natgrad.Preconditioner(network(), natgrad.KFAC(), placement=placement)
