@@ -202,8 +202,7 @@ class Training:
             optimizer=self.optimizer,
             damping=0.05,
             kl_clip=case.kl_clip,
-            refresh=natgrad.Refresh(factors=2, inverses=3),
-            **case.options,
+            **{"refresh": natgrad.Refresh(factors=2, inverses=3), **case.options},
         )
         self.joined = natgrad.PreconditionedOptimizer(self.optimizer, self.preconditioner) if case.joined else None
 

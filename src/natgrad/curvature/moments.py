@@ -9,8 +9,8 @@ from torch import Tensor
 from natgrad.curvature.sides import Side
 from natgrad.layers import Rows
 
-_PIECE = 1 << 22
-"""About how many elements of rows and per-sample gradients exist at once."""
+_PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""About how many elements of rows and per-sample gradients exist at once: what caches hold, and what fills a GPU."""
 
 
 def add_moments_(
@@ -34,33 +34,24 @@ def add_moments_(
     T = inputs.positions
     o, i = S.shape[1:]
     size = len(S) * (T * (o + i) + (o * i if T > 1 else 0))
-    step = max(1, _PIECE // size)
+    step = max(1, _PIECE.get(S.device.type, _PIECE["cuda"]) // size)
     for start in range(0, inputs.samples, step):
         stop = min(start + step, inputs.samples)
-        a, g = (rows.part(start, stop).dense().to(S.dtype) for rows in (inputs, gradients))  # [n, B, T, d]
+        some, g = inputs.part(start, stop), gradients.part(start, stop).dense().to(S.dtype)  # [n, B, T, d]
         if T == 1:
-            a, g = A.rotate(a[:, :, 0], held, "A"), G.rotate(g[:, :, 0], held, "G")
+            a, g = A.rotate(some.dense().to(S.dtype)[:, :, 0], held, "A"), G.rotate(g[:, :, 0], held, "G")
             S.baddbmm_(g.square().mT, a.square(), alpha=scale)
+            continue
+        early_a, early_g = o >= T, i >= T
+        if early_g:
+            g = _rotated(g, G, held, "G")
+        if early_a:
+            gradient = g.mT @ _rotated(some.dense().to(S.dtype), A, held, "A")  # [n, B, o, i]
         else:
-            S.add_(_squares(a, g, A, G, held), alpha=scale)
-
-
-def _squares(a: Tensor, g: Tensor, A: Side, G: Side, held: Mapping[str, Tensor]) -> Tensor:
-    """Return Σ_n (Q_Gᵀ ∇_n Q_A)∘² ``[n, o, i]``."""
-    T, o, i = a.shape[2], g.shape[3], a.shape[3]
-    early_a, early_g = o >= T, i >= T
-    if early_a:
-        a = _rotated(a, A, held, "A")
-    if early_g:
-        g = _rotated(g, G, held, "G")
-    if early_a and not early_g:
-        return _rotated(a.mT @ g, G, held, "G").square_().sum(1).mT
-    gradient = g.mT @ a  # [n, B, o, i]
-    if not early_a:
-        gradient = _rotated(gradient, A, held, "A")
-    if not early_g:
-        gradient = _rotated(gradient.mT, G, held, "G").mT
-    return gradient.square_().sum(1)
+            gradient = _rotated(some.outer(g), A, held, "A")
+        if not early_g:
+            gradient = _rotated(gradient.mT, G, held, "G").mT
+        S.add_(gradient.square_().sum(1), alpha=scale)
 
 
 def _rotated(rows: Tensor, side: Side, held: Mapping[str, Tensor], name: str) -> Tensor:

@@ -140,6 +140,13 @@ class PatchRows(KernelRows):
         rows = patches.unflatten(1, (self.groups, -1)).flatten(2, 3).permute(1, 0, 3, 2)
         return with_constant(rows, 1) if self.bias else rows
 
+    def outer(self, gradients: Tensor) -> Tensor:
+        """See `Rows.outer`: of patches as they lie, and the constant 1 apart."""
+        patches = torch.stack([view.flatten(2) for view in self._offsets()], 2).to(gradients.dtype)
+        by_group = patches.unflatten(1, (self.groups, -1)).flatten(2, 3)  # [B, n, i, T]
+        products = (gradients.transpose(0, 1).mT @ by_group.mT).transpose(0, 1)
+        return torch.cat([products, sum_up(gradients, 2)[..., None]], -1) if self.bias else products
+
     def _offsets(self) -> list[Tensor]:
         """Return, for each offset of the kernel, what it sees at all positions ``[B, C, *positions]``."""
         window = self.window

@@ -53,6 +53,10 @@ class Rows(ABC):
         """Return these rows of the samples `start` to `stop` only."""
         return DenseRows(self.dense()[:, start:stop], one_hot=self.one_hot)
 
+    def outer(self, gradients: Tensor) -> Tensor:
+        """Return Σ_t g xᵀ of each sample ``[n, B, o, d]``, for ``gradients [n, B, T, o]`` in at least float32."""
+        return gradients.mT @ self.dense().to(gradients.dtype)
+
     def masked(self, mask: Tensor) -> Rows:
         """Return these rows with those set to zero where `mask` ``[B, T]`` is false."""
         return DenseRows(self.dense() * mask[:, :, None])
