@@ -16,6 +16,9 @@ VARIANTS = {
     "inverse": {"form": "inverse"},
     "sampled": {"fisher": "sampled", "likelihood": "categorical"},
     "reduce": {"sharing": "reduce"},
+    "iterative": {"form": "iterative", "tolerance": 0.3},
+    "newton-schulz": {"form": "newton-schulz"},
+    "inputs": {"sides": "a"},
 }
 
 

@@ -8,6 +8,7 @@ from scratch. Shapes: ``N`` blocks of size ``d``; norms are Frobenius's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil, log, log2
 
 import torch
@@ -20,6 +21,8 @@ from natgrad.linalg import damped_inverse, eigh, tensor_on
 # a rule.
 _FIRST, _LATER = 8, 4
 _GAIN = 4.0
+# From this size on, a part of a product takes longer than the calls around it.
+_LARGE = 384
 # How far from orthogonal a basis may be, in units of the rounding of its dtype; LAPACK's are at about 10.
 _SKEW = 1000.0
 
@@ -95,11 +98,22 @@ class Warm:
         if not bool(straight.all()):
             Q = torch.where(straight[:, None, None], Q, _straightened(Q))
             straight = _is_straight(Q)
-        Y = _applied(F, Q, reach)
-        if Y is None:
-            return F.new_zeros(F.shape[:-1]), Q, [False] * len(F)
-        values, residual = _rayleigh(Q, Y)
+        size = F.shape[-1]
+        # The host is told at once by a CPU that no block is near enough: by the leading vectors alone.
+        cuts = [0, size - size // _FIRST, size] if F.device.type == "cpu" and size >= _LARGE else [0, size]
+        pieces: list[tuple[Tensor, Tensor, Tensor]] = []
+        for start, stop in reversed(list(pairwise(cuts))):
+            some = Q if len(cuts) == 2 else Q[..., start:stop]
+            pieces.insert(0, (Y := F @ some, *_rayleigh(some, Y)))
+            if start and bool((pieces[0][2] > reach).all()):
+                return F.new_zeros(F.shape[:-1]), Q, [False] * len(F)
+        values, residual = pieces[0][1:]
+        if len(pieces) > 1:
+            values, residual = torch.cat([values, pieces[1][1]], -1), torch.hypot(residual, pieces[1][2])
         passed, near = (torch.stack([residual <= limit, residual <= reach]) & straight).tolist()  # the host waits
+        if all(passed) or not any(near):
+            return values, Q, passed
+        Y = torch.cat([piece[0] for piece in pieces], -1) if len(pieces) > 1 else Y
         turns = False
         for share in (_FIRST, *[_LATER] * (self.iterations - 1))[: self.iterations]:
             left = [block for block in range(len(F)) if near[block] and not passed[block]]
@@ -172,16 +186,6 @@ def symmetric(matrices: Tensor) -> Tensor:
     whole = lower + lower.mT
     whole.diagonal(dim1=-2, dim2=-1).copy_(matrices.diagonal(dim1=-2, dim2=-1))
     return whole
-
-
-def _applied(F: Tensor, Q: Tensor, reach: Tensor) -> Tensor | None:
-    """Return FQ, or None where the leading vectors alone tell that no block's residual is within `reach` ``[N]``."""
-    if F.device.type != "cpu":
-        return F @ Q  # far cheaper than an answer
-    tail = F.shape[-1] - max(1, F.shape[-1] // _FIRST)
-    leading = F @ Q[..., tail:]
-    _, residual = _rayleigh(Q[..., tail:], leading)
-    return None if bool((residual > reach).all()) else torch.cat([F @ Q[..., :tail], leading], -1)
 
 
 def _rayleigh(Q: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,7 @@ class Layout:
             scales = power_of_two(grouped, _TOP)
             self._scales(message).copy_(scales)
             codes.copy_((grouped / scales[..., None]).flatten(1)[:, : self.narrow])
-        else:
+        elif narrow:  # what is renewed may be vectors alone
             torch._foreach_copy_(codes.split([piece.shape[1] for piece in narrow], 1), list(narrow))
 
     def read(self, message: Tensor) -> tuple[Tensor, Tensor]:

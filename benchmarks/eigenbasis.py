@@ -1,0 +1,200 @@
+"""Renewals that begin with the last result against those from scratch, on factors of a real training.
+
+    python -m benchmarks.eigenbasis [--rounds 9] [--device cpu|cuda]
+
+A network of linear layers learns to read characters (the task "glyphs") with K-FAC; the running averages of its factors
+are kept after 100 steps, and 1, 10 and 100 steps later. What decomposes the earlier ones is brought forward to the
+later ones. One thread and its CPU time, or on an accelerator wall time; all ways are timed in turn, round by round,
+ratios are taken to `torch.linalg.eigh` within a round, then their median.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+
+import natgrad
+from benchmarks.common import CLOCKS, conditions, interleave, median, save
+from natgrad import linalg
+from natgrad.iterative import Warm, symmetric
+from natgrad.tasks.glyphs import Glyphs
+
+WIDTHS = (1024, 512, 256, 128, 64, 36)
+WARMUP, DRIFTS = 100, (1, 10, 100)
+BATCH, DECAY, DAMPING = 256, 0.95, 1e-2
+TOLERANCES = (0.1, 0.01)
+SKIPPED, RENEWED = 0.35, 1.1  # what the project wants of a renewal that stays and of one that does not, on the CPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One factor after one drift.
+
+    Attributes:
+        factor: Its name.
+        size: d.
+        drift: The steps between the two averages.
+        eigh_ms: What `torch.linalg.eigh` takes.
+        residual: Of the old basis on the new factor, relative.
+        ratios: For each way the time over that of eigh.
+        outcomes: For each tolerance "stays", "turned" or "scratch", and the residual at the end.
+    """
+
+    factor: str
+    size: int
+    drift: int
+    eigh_ms: float
+    residual: float
+    ratios: dict[str, float]
+    outcomes: dict[str, tuple[str, float]]
+
+
+def averages() -> dict[int, dict[str, Tensor]]:
+    """Train, and return the factors ``[1, d, d]`` by name, after `WARMUP` steps (0) and after each drift."""
+    torch.manual_seed(0)
+    images, labels = Glyphs().load()[0].tensors[:2]
+    inputs = images.float().mean(1).flatten(1)
+    inputs = (inputs - inputs.mean()) / inputs.std()
+    layers = [each for sizes in pairwise(WIDTHS) for each in (nn.Linear(*sizes), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    preconditioner = natgrad.Preconditioner(
+        model,
+        natgrad.KFAC(factor_decay=DECAY),
+        optimizer=optimizer,
+        damping=DAMPING,
+        refresh=natgrad.Refresh(factors=1, inverses=10),
+    )
+    found = {}
+    for step in range(WARMUP + max(DRIFTS) + 1):
+        some = torch.randint(len(inputs), (BATCH,))
+        optimizer.zero_grad()
+        torch.autograd.backward(functional.cross_entropy(model(inputs[some]), labels[some]))
+        preconditioner.step()
+        optimizer.step()
+        if step - WARMUP in (0, *DRIFTS):
+            found[step - WARMUP] = dict(_factors(preconditioner))
+    return found
+
+
+def _factors(preconditioner: natgrad.Preconditioner) -> Iterator[tuple[str, Tensor]]:
+    for stack in preconditioner._stacks:
+        for side, lower in stack.corrected(slice(None), ("A", "G")).items():
+            yield f"{stack.members[0].layer.name}.{side}", symmetric(lower)
+
+
+def measure(factor: str, drift: int, old: Tensor, new: Tensor, rounds: int, device: str) -> Result:
+    """Time all ways on one factor after one drift."""
+    old, new = old.to(device), new.to(device)
+    damping = torch.full((1,), DAMPING**0.5, device=device)
+    values, basis, _ = linalg.eigh(old)
+    inverse, _ = linalg.damped_inverse(old, damping)
+    newton = Warm(tolerance=0.01, iterations=12)
+    ways: dict[str, Callable[[], object]] = {"eigh": lambda: torch.linalg.eigh(new)}
+    outcomes = {}
+    for tolerance in TOLERANCES:
+        warm = Warm(tolerance=tolerance, iterations=2)
+        ways[f"iterative {tolerance}"] = lambda warm=warm: warm.eigh(new, basis)  # type: ignore[misc]
+        found, vectors, _ = warm.eigh(new, basis)
+        left = residual(new, found, vectors)
+        kept = torch.equal(vectors, basis)
+        outcomes[str(tolerance)] = "stays" if kept else "scratch" if left < 1e-4 else "turned", left
+    ways["cholesky"] = lambda: linalg.damped_inverse(new, damping)
+    ways["newton-schulz"] = lambda: newton.damped_inverse(new, damping, inverse)
+    clock = CLOCKS["cpu" if device == "cpu" else "wall"]
+
+    def timed(run: Callable[[], object]) -> Callable[[], dict[str, float]]:
+        def subject() -> dict[str, float]:
+            start = clock()
+            run()
+            if device != "cpu":
+                torch.cuda.synchronize()
+            return {"run": clock() - start}
+
+        return subject
+
+    times = interleave({name: timed(run) for name, run in ways.items()}, rounds=rounds, title=f"{factor} +{drift}")
+    exact = (basis.mT @ new @ basis).diagonal(dim1=1, dim2=2)
+    del values
+    return Result(
+        factor=factor,
+        size=new.shape[-1],
+        drift=drift,
+        eigh_ms=1e3 * median(times["eigh/run"]),
+        residual=residual(new, exact, basis),
+        ratios={name: float(np.median(times[f"{name}/run"] / times["eigh/run"])) for name in ways if name != "eigh"},
+        outcomes=outcomes,
+    )
+
+
+def residual(factor: Tensor, values: Tensor, vectors: Tensor) -> float:
+    """Return ``‖F - Q diag(v) Qᵀ‖ / ‖F‖``."""
+    return float((factor - (vectors * values[:, None, :]) @ vectors.mT).norm() / factor.norm())
+
+
+def table(results: list[Result]) -> Table:
+    """Show the results."""
+    ways = list(results[0].ratios)
+    shown = Table("factor", "d", "drift", "eigh [ms]", "residual", *ways)
+    for result in results:
+        cells = []
+        for way in ways:
+            text = f"{result.ratios[way]:.2f}"
+            if way.startswith("iterative"):
+                outcome, left = result.outcomes[way.split()[1]]
+                text += f" {outcome} {left:.4f}"
+            cells.append(text)
+        numbers = (result.factor, result.size, result.drift, f"{result.eigh_ms:.2f}", f"{result.residual:.4f}")
+        shown.add_row(*map(str, numbers), *cells)
+    return shown
+
+
+def summary(results: list[Result]) -> dict[str, Any]:
+    """Return the largest and the median ratio of renewals that stay, and of the others, by tolerance and size."""
+    found: dict[str, Any] = {"wanted": {"stays": SKIPPED, "else": RENEWED}}
+    for tolerance in map(str, TOLERANCES):
+        for kind in ("stays", "turned", "scratch"):
+            own = [each for each in results if each.outcomes[tolerance][0] == kind]
+            ratios = {each.size: [] for each in own}  # type: ignore[var-annotated]
+            for each in own:
+                ratios[each.size].append(each.ratios[f"iterative {tolerance}"])
+            found[f"{tolerance} {kind}"] = {str(size): float(np.median(some)) for size, some in sorted(ratios.items())}
+    return found
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds over which the medians are taken.")] = 9,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where it is measured.")] = "cpu",
+) -> None:
+    """Measure, print the table, and write benchmarks/results/eigenbasis_<device>.json."""
+    torch.set_num_threads(1)
+    found = averages()
+    with torch.no_grad():
+        results = [
+            measure(factor, drift, old, found[drift][factor], rounds, device)
+            for factor, old in found[0].items()
+            for drift in DRIFTS
+            if old.shape[-1] > min(WIDTHS)
+        ]
+    console = Console(width=160)
+    console.print(table(results))
+    about = summary(results)
+    console.print(about)
+    settings = {"rounds": rounds, "device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
+    shown = {**conditions("cpu" if device == "cpu" else "wall"), **settings, "summary": about}
+    path = save(f"eigenbasis_{device}", {**shown, "results": [asdict(result) for result in results]})
+    console.print(f"Written to {path.relative_to(path.parents[2])}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
