@@ -1,4 +1,4 @@
-"""Few rows that stand for all: exact where they are all, unbiased where they are drawn, near where the kernel decays."""
+"""Few rows that stand for all: exact where they are all, unbiased where drawn, near where the kernel decays."""
 
 import pytest
 import torch

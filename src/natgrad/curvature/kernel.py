@@ -5,7 +5,7 @@ The Fisher block of a layer is ``F = UᵀU / S`` over S samples, where row n of 
 
     (F + αI)⁻¹ v = (1/α) [v - (1/S) Uᵀ M U v],
 
-with the kernel's inverse M and with all rows (eq. 7, corrected), or with few rows that stand for all (eq. 8, corrected).
+with the kernel's inverse M: of all rows (eq. 7, corrected), or of few rows that stand for all (eq. 8, corrected).
 
 Shapes: N blocks, m rows (samples of one rank), r of them selected, o outputs, i inputs: ``A [N, m, i]``,
 ``G [N, m, o]``, ``V [N, o, i]``. S counts the samples of all ranks, as a tensor too: then nothing waits for it.
@@ -46,9 +46,9 @@ def gram(A: Tensor, G: Tensor) -> Tensor:
 
 def multiply(A: Tensor, G: Tensor, V: Tensor) -> Tensor:
     """Return ``U v`` ``[N, m]``, of each row ``gᵀ V a``. Cost: N m o i multiply-adds, in N m min(o, i) of memory."""
-    if V.shape[-1] <= V.shape[-2]:
-        return torch.linalg.vecdot(G @ V, A)
-    return torch.linalg.vecdot(A @ V.mT, G)
+    left, right = (G @ V, A) if V.shape[-1] <= V.shape[-2] else (A @ V.mT, G)
+    products: Tensor = torch.linalg.vecdot(left, right)
+    return products
 
 
 def multiply_transposed(A: Tensor, G: Tensor, c: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def interpolate(A: Tensor, G: Tensor, count: int, *, samples: float | Tensor, da
         for kept, retried in zip((pivots, live, Y, fine), wide, strict=True):
             kept[own] = retried.to(kept.dtype)
     live = live & fine[:, None]
-    return Selection(pick(A, pivots, live), pick(G, pivots, live), torch.where(_last(fine, 2), Y, 0), fine)
+    return Selection(pick(A, pivots, live), pick(G, pivots, live), torch.where(fine[:, None, None], Y, 0), fine)
 
 
 def _interpolate(
@@ -222,7 +222,7 @@ def pivoted_cholesky(Q: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def scores(A: Tensor, G: Tensor) -> Tensor:
     """Return ``‖a_j‖ ‖g_j‖``, the norms of the rows of U ``[N, m]``."""
-    return A.norm(dim=-1) * G.norm(dim=-1)
+    return torch.linalg.vector_norm(A, dim=-1) * torch.linalg.vector_norm(G, dim=-1)
 
 
 def inclusion(scores: Tensor, count: int) -> Tensor:
