@@ -16,6 +16,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "KFAC": "natgrad.curvature",
     "EKFAC": "natgrad.curvature",
+    "HyLo": "natgrad.curvature",
+    "SNGD": "natgrad.curvature",
     "Bernoulli": "natgrad.likelihood",
     "Categorical": "natgrad.likelihood",
     "Curvature": "natgrad.curvature",
@@ -40,7 +42,9 @@ _HOMES = {
 if TYPE_CHECKING:
     from natgrad.curvature import EKFAC as EKFAC
     from natgrad.curvature import KFAC as KFAC
+    from natgrad.curvature import SNGD as SNGD
     from natgrad.curvature import Curvature as Curvature
+    from natgrad.curvature import HyLo as HyLo
     from natgrad.curvature import RankOne as RankOne
     from natgrad.curvature import UnitWise as UnitWise
     from natgrad.errors import CurvatureError as CurvatureError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -219,6 +219,23 @@ class Stack:
     def _written(self) -> list[Spec]:
         return [spec for part in self.parts for spec in part.writes]
 
+    # What rows change, whose number the batch decides (`natgrad.rows`).
+
+    def written_like(self, own: Mapping[str, Tensor]) -> list[Spec]:
+        """Return what renewals write, in such sizes as the state of a layer has."""
+        return self._written()
+
+    def make_room(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take memory for what the states of some layers hold."""
+        self.allocate_held()
+
+    def fitted(self, name: str, values: Tensor) -> Tensor:
+        """Return a tensor of a layer's state ``[n, ...]`` in the size that it is held in."""
+        return values
+
+    def saw(self, W: Tensor, places: list[int] | None) -> None:
+        """Take notice of the gradients ``[n, o, i]`` of a step, of the blocks at `places`; None: of all."""
+
     def restart(self, part: Part, start: int, success: Sequence[bool]) -> None:
         """Begin new running averages with what a part has made of the blocks from `start` on, where it succeeded."""
         if not part.restarts:
@@ -252,7 +269,13 @@ def unpacked(averages: Mapping[str, Tensor], statistics: Sequence[Spec]) -> dict
     return {spec.name: unpack(averages[spec.name], spec, lower=True) for spec in statistics if spec.name in averages}
 
 
-def stack(layers: list[tuple[Layer, Curvature]], precision: Precision, plan: Plan[str], rank: int) -> list[Stack]:
+def stack(
+    layers: list[tuple[Layer, Curvature]],
+    precision: Precision,
+    plan: Plan[str],
+    rank: int,
+    make: Callable[[Curvature], type[Stack]] = lambda _: Stack,
+) -> list[Stack]:
     """Put layers with the same curvature, sizes, dtype, device and workers into one stack, in the order of the model.
 
     Args:
@@ -260,10 +283,11 @@ def stack(layers: list[tuple[Layer, Curvature]], precision: Precision, plan: Pla
         precision: The dtypes.
         plan: Their workers.
         rank: This process's rank.
+        make: What the stacks of a curvature are.
     """
     groups: dict[tuple[object, ...], tuple[Curvature, list[Layer], Role]] = {}
     for layer, curvature in layers:
         parameter, role = layer.slots[0].parameter, Role.of(plan, layer.key, rank)
         key = (id(curvature), layer.outputs, layer.inputs, parameter.dtype, parameter.device, *role.shape)
         groups.setdefault(key, (curvature, [], role))[1].append(layer)
-    return [Stack(curvature, equal, precision, role) for curvature, equal, role in groups.values()]
+    return [make(curvature)(curvature, equal, precision, role) for curvature, equal, role in groups.values()]

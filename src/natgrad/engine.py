@@ -23,6 +23,7 @@ from natgrad.progress import Progress
 from natgrad.reduction import Scaling
 from natgrad.refresh import Refresh
 from natgrad.renewal import Background, fold, observed, renew
+from natgrad.rows import Collected, Epochs, Renewal, row_stacks
 from natgrad.schedule import Schedule, value_at
 from natgrad.structure import Structure
 from natgrad.sums import make_sums
@@ -45,6 +46,8 @@ class Engine:
     _clip: Clip
     _given: Given
     _progress: Progress
+    _epochs: Epochs
+    _seed: int
     _precision: Precision
     _refresh: Refresh
     _damping: Schedule
@@ -54,6 +57,14 @@ class Engine:
     @property
     def _stacks(self) -> list[Stack]:
         return self._structure.stacks
+
+    @property
+    def _keeps_rows(self) -> bool:
+        return any(stack.curvature.rows for stack in self._stacks)
+
+    @property
+    def _sums_up(self) -> bool:
+        return any(not stack.curvature.rows for stack in self._stacks)
 
     @property
     def _exchanges(self) -> bool:
@@ -77,8 +88,10 @@ class Engine:
         """Set the hooks on the layers as they are now."""
         if not self._detached:
             placement, wire = self._structure.plan.placement, self._precision.wire
-            sums = make_sums(self._stacks, placement, self._runtime, wire, self._scaling.of_captured)
-            self._capture.attach(self._stacks, sums)
+            summed = [stack for stack in self._stacks if not stack.curvature.rows]
+            sums = make_sums(summed, placement, self._runtime, wire, self._scaling.of_captured)
+            rows = Collected(row_stacks(self._stacks), wire if self._runtime.ranks > 1 else None)
+            self._capture.attach(self._stacks, sums, rows)
         self._watch.forget()
         self._progress.began = self._progress.ended = 0.0
 
@@ -104,6 +117,14 @@ class Engine:
             self._begin()
             self._inspection.restart()
 
+    def _await(self) -> None:
+        """Tell the hooks what the coming step needs."""
+        progress, refresh = self._progress, self._refresh
+        self._capture.reset(
+            wanted=self._sums_up and refresh.factors_due(progress.step, progress.last_factors),
+            rows=self._keeps_rows and refresh.inverses_due(progress.step, progress.last_inverses),
+        )
+
     def _damping_now(self) -> float:
         return value_at("damping", self._damping, self._progress.step, "a number > 0", minimum=0, strict=True)
 
@@ -126,7 +147,7 @@ class Engine:
         backwards, structure = len(self._capture.backwards), self._structure
         with self._progress.phase("reduce", self._runtime):
             device = next((parameter.device for parameter in self._root.parameters()), None)
-            if device is not None and (self._reduces or self._capture.wanted):
+            if device is not None and (self._reduces or self._capture.wanted or self._capture.rows_wanted):
                 self._capture.sums.spoilt = self._scaling.spoilt(self._runtime, device)
             return self._scaling.of_gradients(self._root, structure, self._runtime, self._early, samples, backwards)
 
@@ -135,9 +156,8 @@ class Engine:
         if self._runtime.ranks == 1 and self._capture.sums.empty:
             return
         with self._progress.phase("reduce", self._runtime):
-            share = 1.0 if count is None else count / max(1, self._capture.samples)
-            wire, gain = self._precision.wire, self._scaling.of_captured(len(self._capture.backwards))
-            self._capture.sums.close(share, gain)
+            wire = self._precision.wire
+            self._capture.sums.close(*self._gains(count))
             if self._behind:
                 sums, inspection = self._capture.sums, self._inspection
                 self._background.post(self._stacks, sums, self._runtime, self._progress, inspection, wire)
@@ -152,16 +172,43 @@ class Engine:
             if self._agreed(bool(renewed)) if first else renewed is not None or self._exchanges:
                 self._progress.renewed_factors()
 
-    def _update_inverses(self, damping: float) -> None:
+    def _gains(self, count: int | None) -> tuple[float, float | Tensor]:
+        """Return how many positions of the loss count of those seen, and what captured gradients are to be times."""
+        share = 1.0 if count is None else count / max(1, self._capture.samples)
+        return share, self._scaling.of_captured(len(self._capture.backwards))
+
+    def _update_rows(self, count: int | None, damping: float) -> bool:
+        capture, spoilt = self._capture, self._capture.sums.spoilt
+        if not (self._keeps_rows and capture.rows_wanted) or (spoilt is not None and bool(spoilt)):
+            return False
+        capture.finish()
+        self._epochs.see(self._clip.optimizer)
+        renewal = Renewal(
+            plan=self._structure.plan,
+            runtime=self._runtime,
+            epochs=self._epochs,
+            watch=self._watch,
+            damping=damping,
+            seed=self._seed,
+            step=self._progress.step,
+            wire=self._precision.wire,
+        )
+        return renewal.run(row_stacks(self._stacks), capture.rows, *self._gains(count))
+
+    def _update_inverses(self, count: int | None, damping: float) -> None:
+        begins = not self._progress.has_curvature
         with self._progress.phase("renew", self._runtime):
             plan, wire = self._structure.plan, self._precision.wire
-            seen, captured = observed(self._stacks), self._capture.wanted and not self._behind
+            refreshed = self._update_rows(count, damping)  # first: so they are seen
+            captured = (self._capture.wanted or not self._sums_up) and not self._behind
+            captured = captured and (self._capture.rows_wanted or not self._keeps_rows)
+            seen = observed(self._stacks)
             usable = self._inspection.usable(self._stacks, seen, captured=captured)
             if self._behind:
                 self._background.begin(self._stacks, plan, usable, damping, self._runtime.rank, self._progress)
                 return
-            renewed = renew(self._stacks, plan, self._runtime, usable, damping, self._watch, wire)
-            if renewed or self._exchanges:
+            renewed = renew(self._stacks, plan, self._runtime, usable, damping, self._watch, wire) or refreshed
+            if self._agreed(renewed) if begins else renewed or self._exchanges:
                 self._progress.renewed_inverses()
 
     def _precondition(self, damping: float, scale: float | Tensor, left: Left | None) -> None:

@@ -82,6 +82,7 @@ class Entry:
                 sources.append(rows)
         if targets:  # other ranks expect a layer's result even where no rank has used it yet
             torch._foreach_copy_(targets, sources)
+        stack.saw(W, self.places())
         self.V = self._solved(W, damping)
         self.inner = torch.bmm(self.V.flatten(1)[:, None, :], W.flatten(1)[:, :, None])[:, 0, 0]
         stack.charge(self.members, perf_counter() - started)

@@ -30,6 +30,7 @@ from natgrad.progress import Progress
 from natgrad.reduction import Scaling, take_over_reduction
 from natgrad.refresh import Refresh
 from natgrad.renewal import Background
+from natgrad.rows import Epochs, row_stacks
 from natgrad.sampling import LabelSampler
 from natgrad.schedule import Schedule
 from natgrad.sharding import check_layers
@@ -145,10 +146,10 @@ class Preconditioner(Engine):
         counting = self._scaling.counts or (where.name == "dp" and reduction == "tokens")
         self._capture = Capture(self._root, reduction=reduction, counting=counting)
         self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=reduction)
-        self._progress = Progress()
+        self._progress, self._epochs = Progress(), Epochs()
         self._background = Background()
         self._unseen = Unseen()
-        self._detached = False
+        self._detached, self._seed = False, seed
         rank, ranks = self._runtime.rank, self._runtime.ranks
         self._structure = Structure(
             self._root,
@@ -187,7 +188,7 @@ class Preconditioner(Engine):
         fits = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
         require(fits, "loss", describe(loss), "a scalar tensor with a graph")
         likelihood = next((part.curvature.likelihood for part in self._stacks if part.curvature.likelihood), None)
-        if likelihood is not None and self._capture.wanted:
+        if likelihood is not None and (self._capture.wanted or self._capture.rows_wanted):
             fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.requires_grad
             require(fits, "outputs", describe(outputs), "a tensor with samples first and a graph")
             score = self._sampler.score(likelihood, outputs.detach(), mask, self._progress.step)
@@ -217,14 +218,14 @@ class Preconditioner(Engine):
         self._refresh.check(self._progress.step)
         self._follow()
         self._progress.damping = damping
-        if self._progress.last_factors is None and not self._capture.backwards:
+        if not self._progress.has_curvature and not self._capture.backwards:
             self._unseen.check(self._stacks)
         # A rank without samples has no backward pass, and where natgrad reduces it takes part all the same.
         if not self._reduces and self._capture.idle and self._given.untouched():
             warnings.warn("natgrad: step() without a backward pass since the last one", NatgradWarning, stacklevel=3)
             return
         progress = self._progress
-        if self._runtime.ranks == 1 and not self._capture.backwards and progress.last_factors is None:
+        if self._runtime.ranks == 1 and not self._capture.backwards and not progress.has_curvature:
             return  # a checkpoint loader's step, before any forward
         if progress.start_clock(layer for layer, _ in self._structure.coverage.layers):
             self._capture.warn_of_others()
@@ -233,14 +234,23 @@ class Preconditioner(Engine):
         scale, left = self._scale_gradients(count)
         if self._capture.wanted:
             self._update_factors(count)
-        if progress.last_factors is not None and self._refresh.inverses_due(progress.step, progress.last_inverses):
-            self._update_inverses(damping)
+        known = progress.last_factors is not None or self._keeps_rows
+        if known and self._refresh.inverses_due(progress.step, progress.last_inverses):
+            self._update_inverses(count, damping)
         self._precondition(damping, scale, left)
         progress.step += 1
-        self._capture.reset(wanted=self._refresh.factors_due(progress.step, progress.last_factors))
+        self._await()
         progress.ended = perf_counter()
         self._inspection.report()
         self._watch.check()
+
+    def next_epoch(self) -> None:
+        """Tell that an epoch has ended, between two steps; collective: every rank calls it.
+
+        ``HyLo(method="switch")`` needs it: the host waits for the norm of the gradient summed over the epoch. Others
+        count epochs, and send nothing.
+        """
+        self._epochs.next(row_stacks(self._stacks), self._runtime)
 
     def discard(self) -> None:
         """Forget the backward passes since the last step, whose gradients were thrown away.
@@ -276,7 +286,7 @@ class Preconditioner(Engine):
     @property
     def has_curvature(self) -> bool:
         """Whether statistics were ever captured, here or before a checkpoint."""
-        return self._progress.last_factors is not None
+        return self._progress.has_curvature
 
     @property
     def saw_backward(self) -> bool:
@@ -296,6 +306,7 @@ class Preconditioner(Engine):
             "kl_scale": self._clip.last,
             **progress.updates,
             **self._watch.metrics(),
+            **self._epochs.metrics(row_stacks(self._stacks)),
             "plain_layers": len(self._inspection.reasons),
             **{f"seconds/{phase}": spent for phase, spent in seconds.items()},
         }
@@ -374,6 +385,7 @@ class Preconditioner(Engine):
             "format": states.FORMAT,
             **self._progress.state_dict(),
             **self._background.state_dict(),
+            "epochs": self._epochs.state_dict(),
             "blocks": blocks,
             "watch": counted,
         }
@@ -386,11 +398,13 @@ class Preconditioner(Engine):
         """
         self._follow()
         states.check(state, self._stacks, {"updates": self._progress.updates, "watch": self._watch.state_dict()})
+        epochs = Epochs.loaded(state["epochs"])
         states.restore(state["blocks"], self._stacks)
         self._background.drop(self._progress)
         self._progress.load_state_dict(state)
+        self._epochs = epochs
         self._watch.load_state_dict(state["watch"])
-        self._capture.reset(wanted=self._refresh.factors_due(self._progress.step, self._progress.last_factors))
+        self._await()
 
     def __reduce__(self) -> NoReturn:
         """Refuse copies: their hooks would be those of the original."""

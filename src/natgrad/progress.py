@@ -52,6 +52,11 @@ class Progress:
         self.inverse_updates += 1
 
     @property
+    def has_curvature(self) -> bool:
+        """Whether anything was ever captured, here or before a checkpoint: sums, or rows that renewals were made of."""
+        return self.last_factors is not None or self.last_inverses is not None
+
+    @property
     def updates(self) -> dict[str, int]:
         """How often what was renewed."""
         return {"factor_updates": self.factor_updates, "inverse_updates": self.inverse_updates}

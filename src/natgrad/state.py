@@ -16,7 +16,7 @@ FORMAT = 1
 
 Blocks = dict[str, dict[str, Tensor]]
 
-_FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "blocks", "watch")
+_FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "epochs", "blocks", "watch")
 
 
 def blocks(stacks: list[Stack]) -> Blocks:
@@ -77,10 +77,11 @@ def check(state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, 
         fits = isinstance(state[name], Mapping) and state[name].keys() == counted.keys()
         fits = fits and all(map(_is_whole, state[name].values()))
         require(fits, f"state[{name!r}]", state[name], f"a whole number for each of {', '.join(counted)}")
-    given, wanted = state["blocks"], _shapes(stacks)
+    given = state["blocks"]
     known = {member.layer.key for stack in stacks for member in stack.members}
     fits = isinstance(given, Mapping) and all(isinstance(own, Mapping) for own in given.values())
     require(fits, "state['blocks']", type(given).__name__, "a dict of dicts of tensors")
+    wanted = _shapes(stacks, given)
     for verb, names in (
         ("is missing", set(wanted) - set(given)),
         ("is unknown to the model", set(given) - known),
@@ -96,6 +97,9 @@ def check(state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, 
 def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> None:
     """Copy checked blocks into the stacks; blocks that are not given stay as they are."""
     for stack in stacks:
+        loaded = [given[member.layer.key] for member in stack.members if given.get(member.layer.key)]
+        if loaded and stack.role.works:
+            stack.make_room(loaded)
         for member in stack.members:
             own = given.get(member.layer.key, {})
             if not own:
@@ -112,12 +116,12 @@ def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> N
                     stack.renewed(part.name, member.start, [bool(row[column]) for row in flags], forget=True)
             for tensors in kept:
                 for name in tensors:
-                    tensors.write_whole(name, member.blocks, own[name].to(stack.device))
+                    tensors.write_whole(name, member.blocks, stack.fitted(name, own[name].to(stack.device)))
 
 
 def fitting(given: Blocks, stacks: list[Stack]) -> Blocks:
     """Return those blocks of `given` whose shapes are still right."""
-    wanted = _shapes(stacks)
+    wanted = _shapes(stacks, given)
     return {
         key: own
         for key, own in given.items()
@@ -129,7 +133,7 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _shapes(stacks: list[Stack]) -> dict[str, dict[str, tuple[int, ...]]]:
+def _shapes(stacks: list[Stack], given: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, tuple[int, ...]]]:
     wanted = {}
     for stack in stacks:
         for member in stack.members:
@@ -138,7 +142,7 @@ def _shapes(stacks: list[Stack]) -> dict[str, dict[str, tuple[int, ...]]]:
             if stack.role.receives:
                 shapes |= {"weight": (n,), **{spec.name: (n, *spec.shape) for spec in stack.statistics}}
             if stack.role.works:
-                written = (spec for part in stack.parts for spec in part.writes)
+                written = stack.written_like(given.get(member.layer.key, {}))
                 shapes |= {"renewed": (n, len(stack.parts)), **{spec.name: (n, *spec.shape) for spec in written}}
             if shapes:
                 wanted[member.layer.key] = shapes

@@ -9,7 +9,7 @@ from zlib import crc32
 from torch import nn
 
 from natgrad import state as states
-from natgrad.blocks import stack
+from natgrad.blocks import Stack, stack
 from natgrad.coverage import cover
 from natgrad.curvature import Curvature
 from natgrad.demand import work
@@ -17,6 +17,7 @@ from natgrad.errors import NatgradError, require
 from natgrad.placement import Cycle, Link, Placement, Plan, Seat, make_plan
 from natgrad.precision import Precision
 from natgrad.refresh import Refresh
+from natgrad.rows import RowStack
 from natgrad.sharding import reshard
 
 
@@ -55,7 +56,9 @@ class Structure:
         self.plan = self._planned()
         self._check_sight()
         self._seated.update(self.plan.seats)
-        self.stacks = stack(self.coverage.layers, self._precision, self.plan, self._rank)
+        self.stacks = stack(
+            self.coverage.layers, self._precision, self.plan, self._rank, lambda one: RowStack if one.rows else Stack
+        )
 
     def digest(self) -> int:
         """Return a number that is the same on ranks with the same plan for the same layers."""
@@ -70,7 +73,7 @@ class Structure:
         # Layers that stay keep their workers, who alone may have their curvature; and "auto" chooses once. Curvatures
         # that look need every rank.
         placement = self._placement
-        looks = any(curvature.looks for _, curvature in self.coverage.layers)
+        looks = any(curvature.looks or curvature.rows for _, curvature in self.coverage.layers)
         if placement.name == "auto" and (looks or (placement.link == Link() and self._accelerated)):
             placement = replace(placement, name="comm-opt")  # the costs known are those of a processor core
         plan = make_plan(placement, works, self._ranks, self._seated, cycle)
@@ -80,6 +83,9 @@ class Structure:
     def _check_sight(self) -> None:
         """Check that who captures also works, for curvatures that look at what was made of a layer."""
         for layer, curvature in self.coverage.layers:
+            fits = not curvature.rows or self._placement.name in ("comm-opt", "dp")
+            allowed = f"'auto', 'comm-opt' or 'dp': {curvature!r} gathers rows, which every worker of a layer must have"
+            require(fits, "placement", str(self._placement), allowed)
             key, plan = layer.key, self.plan
             blind = (rank for rank in range(self._ranks) if plan.captures(key, rank) and not plan.works(key, rank))
             if curvature.looks and next(blind, None) is not None:

@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +22,7 @@ from natgrad.aside import aside
 from natgrad.blocks import Member, Stack
 from natgrad.capture import compiled
 from natgrad.capture.early import look_ahead
+from natgrad.capture.pooled import Pooled
 from natgrad.capture.saved import Saved, outline
 from natgrad.capture.taps import EndTap, Forward, LayerTap, RootTap, watchers
 from natgrad.capture.upstream import destination, mark, marked, reached, sources, unnoticed
@@ -30,11 +30,13 @@ from natgrad.capture.uses import Terms, Use
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError, NatgradWarning
 from natgrad.layers import Handle, Layer, Rows, Slot
-from natgrad.layers.rows import DenseRows, by_sample
+from natgrad.layers.rows import by_sample
 from natgrad.precision import full_products
+from natgrad.rows import Collected
 from natgrad.sharding import owners
 from natgrad.shards import is_sharded
 from natgrad.sums import Sums
+from natgrad.sums.messages import Tally
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -43,24 +45,15 @@ if TYPE_CHECKING:
 _REENTRANT = "fisher='sampled' needs checkpoint(..., use_reentrant=False)"
 
 
-@dataclass
-class _Pooled:
-    """The pooled rows of all uses of a layer in one backward pass (sharing by *reduce*)."""
-
-    task: int
-    inputs: Tensor
-    gradients: Tensor
-    positions: int
-    scale: float
-
-
 class Capture:
     """Everything that the hooks of one preconditioner share.
 
     Attributes:
-        wanted: Whether the coming step needs statistics.
+        wanted: Whether the coming step needs sums.
+        rows_wanted: Whether it needs rows, where a curvature keeps them.
         sampling: Whether the backward pass under way differentiates a loss of sampled labels.
         sums: The raw sums.
+        rows: The rows.
         seconds: Host seconds spent in the hooks.
     """
 
@@ -74,24 +67,25 @@ class Capture:
         self._places: dict[str, tuple[Stack, Member]] = {}
         self._captured: set[str] = set()  # those of them whose statistics are this rank's to capture
         self._owners: dict[nn.Module, FSDPModule] = {}
-        self._pooled: dict[str, dict[bool, _Pooled]] = {}  # one for lookups of a tied embedding, one for other uses
+        self._pooled: dict[str, dict[bool, Pooled]] = {}  # one for lookups of a tied embedding, one for other uses
         self._uses: dict[str, weakref.WeakSet[Use]] = {}  # those whose gradient may come yet, of layers that pool
         self._marks: weakref.WeakValueDictionary[int, Use] = weakref.WeakValueDictionary()
         self._loss: int | None = None  # the last backward pass that turned out to be the loss's
         self._fills = False  # whether it writes into ``.grad``
-        self.wanted = True
+        self.wanted = self.rows_wanted = True
         self.sampling = False
         self._drew = False  # whether labels were sampled since the last step
         self.sums = Sums([], fused=False)
+        self.rows = Collected([], None)
         self._terms = Terms(reduction)
         self.seconds = 0.0
         weakref.finalize(self, _remove, self._handles).atexit = False
 
-    def attach(self, stacks: list[Stack], sums: Sums) -> None:
-        """Set the hooks on the layers of `stacks`, in place of those set before; what they show is added to `sums`."""
+    def attach(self, stacks: list[Stack], sums: Sums, rows: Collected) -> None:
+        """Set the hooks on the layers of `stacks`, in place of those set before, to add to `sums` or to `rows`."""
         self._forget()
         self.sums.abandon()
-        self.sums = sums
+        self.sums, self.rows = sums, rows
         self._owners = owners(self._root)
         self._handles.append(self._root.register_forward_pre_hook(RootTap(self._forward), with_kwargs=True))
         for stack in stacks:
@@ -129,7 +123,7 @@ class Capture:
     @property
     def idle(self) -> bool:
         """Whether nothing has made gradients since the last step; where hooks need not look, forward passes tell."""
-        looks = self._counting or (self.wanted and bool(self._captured))
+        looks = self._counting or any(map(self._wants, self._captured))
         return not (self.backwards or (self._forward.began and not looks))
 
     @property
@@ -145,9 +139,21 @@ class Capture:
     @property
     def missing_samples(self) -> bool:
         """Whether statistics are due from sampled labels, and the loss was differentiated without them."""
-        sampled = [name for name in self._captured if self._layers[name][1].likelihood is not None]
-        unseen = not any(self.sums.tallies[name].rows or name in self._pooled for name in sampled)
-        return self.wanted and bool(sampled) and any(self.backwards.values()) and unseen and not self._drew
+        if self._drew or not any(self.backwards.values()):
+            return False
+        sampled = [
+            name for name in self._captured if self._wants(name) and self._layers[name][1].likelihood is not None
+        ]
+        return bool(sampled) and not any(self._tally(name).rows or name in self._pooled for name in sampled)
+
+    def _wants(self, name: str) -> bool:
+        """Tell whether this rank is to capture a layer in the coming step."""
+        if name not in self._captured:
+            return False
+        return self.rows_wanted if self._layers[name][1].rows else self.wanted
+
+    def _tally(self, name: str) -> Tally:
+        return (self.rows if self._layers[name][1].rows else self.sums).tallies[name]
 
     def warn_of_others(self) -> None:
         """Warn where another living preconditioner looks on at the same layers; called by the step itself."""
@@ -197,9 +203,9 @@ class Capture:
         for name in list(self._pooled):
             self._flush(name)
 
-    def reset(self, *, wanted: bool) -> None:
-        """Begin the next step."""
-        self.wanted = wanted
+    def reset(self, *, wanted: bool, rows: bool) -> None:
+        """Begin the next step, which needs sums or `rows`."""
+        self.wanted, self.rows_wanted = wanted, rows
         self._drew = False
         self.discard()
         self.sums.note_turns()
@@ -211,21 +217,22 @@ class Capture:
         self._forward.began = False
         self._terms.clear()
         self.sums.reset()
+        self.rows.reset()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Want statistics meanwhile, and know nothing of it afterwards; to be called between steps."""
-        wanted = self.wanted
-        self.reset(wanted=True)
+        before = {"wanted": self.wanted, "rows": self.rows_wanted}
+        self.reset(wanted=True, rows=True)
         try:
             with aside(self, seconds=0.0):
                 yield
         finally:
-            self.reset(wanted=wanted)
+            self.reset(**before)
 
     def watch(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
         """Keep the inputs of one use of a layer, or of the one tied to it, until the gradient of its output comes."""
-        wanted = self.wanted and name in self._captured
+        wanted = self._wants(name)
         if not (wanted or self._counting) or not torch.is_grad_enabled() or not output.requires_grad:
             return
         primary, curvature = self._layers[name]
@@ -252,7 +259,7 @@ class Capture:
 
     def receive(self, name: str, index: int, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
         """Note the gradient of one use of a layer in a compiled graph, whose forward `watch` did not see."""
-        if (self._counting or (self.wanted and name in self._captured)) and name in self._layers:
+        if (self._counting or self._wants(name)) and name in self._layers:
             primary, curvature = self._layers[name]
             layer = (primary, *primary.others)[index].current()
             known, outer_task = map(int, batch)
@@ -287,7 +294,7 @@ class Capture:
                 use.inputs, use.outline = None, outline(use.outline)
         self._terms.settle(use, first, gradient, drawn=self.sampling)
         current = self._layers.get(use.primary.name) == (use.primary, use.curvature)  # else the coverage has changed
-        wanted = self.wanted and current and use.primary.name in self._captured
+        wanted = current and self._wants(use.primary.name)
         wanted = wanted and self.sampling == (use.curvature.likelihood is not None)
         if wanted and inputs is not None:
             with full_products(gradient.device):
@@ -340,15 +347,13 @@ class Capture:
         before = self._pooled.get(name, {}).get(inputs.one_hot)
         if before and (before.task, before.inputs.shape[1]) != (task, inputs.samples):
             self._flush(name)
-        dtype = next(iter(self.sums.of(name).values())).dtype
+        dtype = self._places[name][0].dtype
         a, g, positions = inputs.pool().to(dtype), gradients.pool().to(dtype), inputs.positions
         kinds = self._pooled.setdefault(name, {})
         if inputs.one_hot not in kinds:
-            kinds[inputs.one_hot] = _Pooled(task, a, g, positions, scale)
-            return
-        pooled = kinds[inputs.one_hot]
-        pooled.inputs, pooled.gradients = pooled.inputs + a, pooled.gradients + g
-        pooled.positions += positions
+            kinds[inputs.one_hot] = Pooled(task, a, g, positions, scale)
+        else:
+            kinds[inputs.one_hot].add(a, g, positions)
 
     def _awaits(self, use: Use) -> bool:
         """Tell whether other uses of the layer may show more of the same samples."""
@@ -362,8 +367,11 @@ class Capture:
     def _flush(self, name: str) -> None:
         _, curvature = self._layers[name]
         for one_hot, pooled in self._pooled.pop(name).items():
-            inputs = DenseRows((pooled.inputs / pooled.positions)[:, :, None], one_hot=one_hot)
-            gradients = DenseRows(pooled.gradients[:, :, None])
+            inputs, gradients = pooled.rows(one_hot=one_hot)
+            if curvature.rows:
+                self.rows.add(name, inputs.values[:, :, 0], gradients.values[:, :, 0], pooled.scale)
+                self._count(name, pooled.task, inputs, inputs.samples, inputs.samples)
+                continue
             with full_products(pooled.inputs.device):
                 seen = {"inputs": inputs, "gradients": gradients, "scale": pooled.scale, **self._looked_at(name)}
                 self.sums.add(name, pooled.task, partial(curvature.observe, **seen))
@@ -374,10 +382,11 @@ class Capture:
 
         What is looked up once (positions) serves all of the batch.
         """
-        whole, tally = self._terms.whole(task, samples), self.sums.tallies[name]
+        whole, tally = self._terms.whole(task, samples), self._tally(name)
         beyond, before = samples > whole, tally.known(task) if self._reduction == "tokens" else 0  # a head in pieces
         tally.count(task, whole if inputs.one_hot else min(before + samples, whole), rows, beyond=beyond)
-        self.sums.counted(name, len(self.backwards))
+        if name in self.sums.tallies:
+            self.sums.counted(name, len(self.backwards))
 
 
 def _whole(output: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from natgrad.curvature.base import Curvature, Part, Spec
 from natgrad.curvature.ekfac import EKFAC
 from natgrad.curvature.kfac import KFAC
 from natgrad.curvature.rank_one import RankOne
+from natgrad.curvature.rows import SNGD, HyLo, RowCurvature
 from natgrad.curvature.unitwise import UnitWise
 
-__all__ = ["EKFAC", "KFAC", "Curvature", "Part", "RankOne", "Spec", "UnitWise"]
+__all__ = ["EKFAC", "KFAC", "SNGD", "Curvature", "HyLo", "Part", "RankOne", "RowCurvature", "Spec", "UnitWise"]

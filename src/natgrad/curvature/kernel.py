@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 _BATCH = 2**24
 """About how many elements of kernels are decomposed together."""
@@ -133,6 +134,14 @@ def _inverted(A: Tensor, G: Tensor, Y: Tensor | None, samples: float | Tensor, d
     return H.mT @ H, fine.all(-1) & well
 
 
+def every(A: Tensor, G: Tensor, count: int) -> Selection:
+    """Select all rows ``[N, m, i]`` and ``[N, m, o]``, where other ranks have up to `count` of them."""
+    padding = (0, 0, 0, count - A.shape[1])
+    fine = A.flatten(1).sum(1).isfinite() & G.flatten(1).sum(1).isfinite()
+    A, G = (torch.where(fine[:, None, None], pad(rows, padding), 0) for rows in (A, G))
+    return Selection(A, G, None, fine)
+
+
 def interpolate(A: Tensor, G: Tensor, count: int, *, samples: float | Tensor, damping: float) -> Selection:
     """Select rows by an interpolative decomposition of the kernel, and keep what it leaves over (KID, Mu 2022).
 
@@ -222,7 +231,8 @@ def pivoted_cholesky(Q: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def scores(A: Tensor, G: Tensor) -> Tensor:
     """Return ``‖a_j‖ ‖g_j‖``, the norms of the rows of U ``[N, m]``."""
-    return torch.linalg.vector_norm(A, dim=-1) * torch.linalg.vector_norm(G, dim=-1)
+    norms: list[Tensor] = [torch.linalg.vector_norm(rows, dim=-1) for rows in (A, G)]
+    return norms[0] * norms[1]
 
 
 def inclusion(scores: Tensor, count: int) -> Tensor:
@@ -246,7 +256,7 @@ def inclusion(scores: Tensor, count: int) -> Tensor:
     return torch.where(positive, probability, 0)
 
 
-def sample(A: Tensor, G: Tensor, count: int, *, generator: torch.Generator | None = None) -> Selection:
+def sample(A: Tensor, G: Tensor, count: int, *, starts: Tensor) -> Selection:
     """Draw rows with probabilities proportional to their norms, without replacement (KIS, Mu 2022).
 
     The drawing is systematic; a drawn row of G is divided by the root of its probability, so that ``UᵀU`` is unbiased
@@ -256,7 +266,7 @@ def sample(A: Tensor, G: Tensor, count: int, *, generator: torch.Generator | Non
         A: The rows of this rank ``[N, m, i]``.
         G: The same ``[N, m, o]``.
         count: r, how many are drawn.
-        generator: Of the one random number that each block needs, on the host.
+        starts: One uniformly random number in [0, 1) for each block ``[N]`` (float64).
 
     Returns:
         The rows. Cost: N m (i + o) multiply-adds and sorting.
@@ -266,8 +276,7 @@ def sample(A: Tensor, G: Tensor, count: int, *, generator: torch.Generator | Non
     fine = found.isfinite().all(-1)
     found = torch.where(fine[:, None], found, 0)
     probability = inclusion(found, count)
-    start = torch.rand(len(A), 1, dtype=torch.float64, generator=generator).to(A.device, non_blocking=True)
-    grid = torch.arange(count, dtype=torch.float64, device=A.device) + start
+    grid = torch.arange(count, dtype=torch.float64, device=A.device) + starts[:, None]
     known = (found > 0).sum(-1, keepdim=True)
     place = torch.searchsorted(probability.cumsum(-1), grid, right=True).clamp_(max=(known - 1).clamp(min=0))
     live = torch.arange(count, device=A.device) < known
@@ -300,7 +309,7 @@ def _cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 def _last(value: float | Tensor, dims: int) -> float | Tensor:
     """Return a number, or ``[N]`` with `dims` dimensions behind."""
-    return value if not isinstance(value, Tensor) or not value.ndim else value[(..., *[None] * dims)]
+    return value if not isinstance(value, Tensor) or not value.ndim else value.view(-1, *[1] * dims)
 
 
 def _part(value: float | Tensor, blocks: slice) -> float | Tensor:

@@ -194,7 +194,7 @@ def jobs_of(stacks: list[Stack], plan: Plan[str], keys: Collection[str]) -> list
     """Return the jobs of the layers that this rank works for: neighbouring layers of one owner together."""
     jobs: list[Job] = []
     for stack in stacks:
-        if not stack.role.works:
+        if not stack.role.works or stack.curvature.rows:
             continue
         for part in stack.parts:
             for member in stack.members:

@@ -1,0 +1,244 @@
+"""Curvatures that keep rows of samples in place of sums over them: SNGD and HyLo (Mu 2022)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Literal, NoReturn, Protocol
+
+from torch import Tensor
+
+from natgrad.curvature import kernel
+from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
+from natgrad.errors import require
+from natgrad.likelihood import Likelihood
+
+# The number of rows by which layers are compared before any batch has told theirs.
+_NOMINAL = 256
+# Of the running averages of norm layers beside, those of `UnitWise`.
+_DECAY = 0.95
+
+
+class Training(Protocol):
+    """What the choice of rows may hang on."""
+
+    def critical(self, threshold: float) -> bool:
+        """Tell whether the gradients of this epoch change fast."""
+
+
+class RowCurvature(Curvature):
+    """``F = UᵀU / S`` of rows ``g_n ⊗ a_n``, over positions ``(Σ_t g_t) ⊗ (mean_t a_t)``.
+
+    It has no sums. In the steps in which inverses are due the rows of the batch are kept until the step; each rank
+    `select`s some, the layer's owner makes ``M`` of those of all ranks, and all solve with these rows and M until the
+    next renewal, with the damping of this one.
+
+    Attributes:
+        exact: Whether all rows are selected, so that the number of ranks makes no difference.
+        switches: Whether the choice of rows hangs on the epochs of the training.
+    """
+
+    rows = True
+    pools = True
+    exact: bool = False
+    switches: bool = False
+
+    def __init__(self, *, fisher: Literal["empirical", "sampled"], likelihood: str | Likelihood | None) -> None:
+        """Check what is common."""
+        self.fisher = fisher
+        _, self.likelihood = check_estimate(fisher, _DECAY, likelihood)
+
+    @property
+    def factor_decay(self) -> float:
+        """That of norm layers beside it: rows have no running average."""
+        return _DECAY
+
+    def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
+        """See `Curvature.statistics`: none."""
+        return ()
+
+    def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
+        """See `Curvature.parts`: M, of a size that the batch decides (`held`)."""
+        rows = self.nominal
+        return (Part(name="M", reads=(), writes=(), cost=float(rows * rows * (outputs + inputs) + rows**3)),)
+
+    @property
+    def nominal(self) -> int:
+        """About how many rows there are."""
+        return _NOMINAL
+
+    def held(self, rows: int, outputs: int, inputs: int) -> tuple[Spec, ...]:
+        """Return what is held of a block ``[outputs, inputs]`` with so many rows.
+
+        M is flat, as a vector: like S and α it is never kept in fewer than 32 bits, whose rounding `solve` would
+        multiply by the largest eigenvalue over α.
+        """
+        specs = (
+            Spec(name="A", shape=(rows, inputs)),
+            Spec(name="G", shape=(rows, outputs)),
+            Spec(name="M", shape=(rows * rows,)),
+            Spec(name="samples", shape=()),
+            Spec(name="damping", shape=()),
+        )
+        return (*specs, Spec(name="gradient", shape=(outputs * inputs,))) if self.switches else specs
+
+    @abstractmethod
+    def share(self, samples: float, most: int, ranks: int) -> int:
+        """Return how many rows each rank selects.
+
+        Args:
+            samples: S of all ranks.
+            most: The most rows that any rank has.
+            ranks: P.
+        """
+
+    @abstractmethod
+    def links(self, training: Training) -> bool:
+        """Tell whether the selection has a Y."""
+
+    @abstractmethod
+    def select(
+        self, A: Tensor, G: Tensor, count: int, training: Training, *, samples: float, damping: float, starts: Tensor
+    ) -> kernel.Selection:
+        """Select rows of this rank.
+
+        Args:
+            A: All its rows ``[N, m, i]``.
+            G: The same ``[N, m, o]``, of per-sample losses.
+            count: How many are to be selected.
+            training: The training.
+            samples: S of all ranks.
+            damping: α of this renewal.
+            starts: A random number in [0, 1) for each block ``[N]``.
+        """
+
+    def observe(self, *args: object, **options: object) -> NoReturn:
+        """See `Curvature.observe`: there are no sums."""
+        raise AssertionError("rows are kept, not summed")
+
+    def renew(self, *args: object, **options: object) -> tuple[Sequence[Tensor], Tensor]:
+        """See `Curvature.renew`: there are no averages."""
+        raise AssertionError("rows are renewed by natgrad.rows")
+
+    def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
+        """See `Curvature.solve`: with the α that M was made with."""
+        A, G, M = (held[name].to(W.dtype) for name in ("A", "G", "M"))
+        M = M.unflatten(1, (A.shape[1], A.shape[1]))
+        samples, alpha = held["samples"].to(W.dtype), held["damping"].to(W.dtype)
+        return kernel.precondition(A, G, M, W, samples=samples, damping=alpha)
+
+
+class SNGD(RowCurvature):
+    """Sherman-Morrison-Woodbury natural gradient: (F + αI)⁻¹ exactly, of all rows of the global batch (SPEC 4).
+
+    Its kernel has the global batch's rows squared: for batches of some thousand at most.
+    """
+
+    exact = True
+
+    def __init__(
+        self,
+        *,
+        fisher: Literal["empirical", "sampled"] = "empirical",
+        likelihood: str | Likelihood | None = None,
+    ) -> None:
+        """Choose the variant.
+
+        Args:
+            fisher: "empirical": g from the true labels. "sampled": g from labels drawn from the model's own
+                prediction, in one more backward pass; use ``preconditioner.backward(loss, outputs)``.
+            likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.
+
+        Raises:
+            ValueError: if an argument is none of those.
+        """
+        super().__init__(fisher=fisher, likelihood=likelihood)
+
+    def __repr__(self) -> str:
+        """Show the variant."""
+        return f"SNGD(fisher={self.fisher!r})"
+
+    def share(self, samples: float, most: int, ranks: int) -> int:
+        """See `RowCurvature.share`: all, as many as the rank with most has."""
+        return most
+
+    def links(self, training: Training) -> bool:
+        """See `RowCurvature.links`."""
+        return False
+
+    def select(
+        self, A: Tensor, G: Tensor, count: int, training: Training, *, samples: float, damping: float, starts: Tensor
+    ) -> kernel.Selection:
+        """See `RowCurvature.select`."""
+        return kernel.every(A, G, count)
+
+
+class HyLo(RowCurvature):
+    """Hybrid low-rank natural gradient (Mu 2022): few rows stand for those of the global batch (SPEC 4).
+
+    *KID* decomposes each rank's kernel into some of its rows and what they leave over; it is near the exact natural
+    gradient once there are more rows than the kernel's rank. *KIS* draws rows by their norms, which is far cheaper.
+    """
+
+    def __init__(
+        self,
+        rank: float = 0.1,
+        threshold: float = 0.5,
+        method: Literal["switch", "kid", "kis"] = "switch",
+        *,
+        fisher: Literal["empirical", "sampled"] = "empirical",
+        likelihood: str | Likelihood | None = None,
+    ) -> None:
+        """Choose the variant.
+
+        Args:
+            rank: r: a fraction of the global batch, in (0, 1], or (int) a number of its rows; ceil(r / P) a rank.
+            threshold: η, the relative change of the gradient's norm from which on an epoch is critical, 0 or more.
+            method: "kid", "kis", or "switch": KID in critical epochs, KIS else. Critical are the first two, those after
+                a fall of a learning rate to half or less, and e ≥ 2 with |‖Δ_{e-1}‖ - ‖Δ_{e-2}‖| ≥ η ‖Δ_{e-2}‖, where
+                Δ is the gradient summed over an epoch. ``preconditioner.next_epoch()`` tells of epochs: without it
+                everything is the first.
+            fisher: "empirical": g from the true labels. "sampled": g from labels drawn from the model's own
+                prediction, in one more backward pass; use ``preconditioner.backward(loss, outputs)``.
+            likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.
+
+        Raises:
+            ValueError: if an argument is none of those.
+        """
+        number = isinstance(rank, (int, float)) and not isinstance(rank, bool)
+        fits = number and (rank >= 1 if isinstance(rank, int) else 0 < rank <= 1)
+        require(fits, "rank", rank, "a fraction of the global batch in (0, 1], or a whole number of its rows >= 1")
+        number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
+        require(number and threshold >= 0, "threshold", threshold, "a number >= 0")
+        require(method in ("switch", "kid", "kis"), "method", method, "'switch', 'kid' or 'kis'")
+        super().__init__(fisher=fisher, likelihood=likelihood)
+        self.rank, self.threshold, self.method = rank, float(threshold), method
+        self.switches = method == "switch"
+
+    def __repr__(self) -> str:
+        """Show the variant."""
+        return f"HyLo(rank={self.rank!r}, method={self.method!r}, fisher={self.fisher!r})"
+
+    @property
+    def nominal(self) -> int:
+        """See `RowCurvature.nominal`."""
+        return self.rank if isinstance(self.rank, int) else _NOMINAL
+
+    def share(self, samples: float, most: int, ranks: int) -> int:
+        """See `RowCurvature.share`: ceil(r / P), and no more than there are."""
+        # Rounding makes 0.1 x 30 more than 3.
+        rows = self.rank if isinstance(self.rank, int) else ceil(self.rank * samples - 1e-9)
+        return min(most, ceil(rows / ranks))
+
+    def links(self, training: Training) -> bool:
+        """See `RowCurvature.links`: in KID."""
+        return training.critical(self.threshold) if self.switches else self.method == "kid"
+
+    def select(
+        self, A: Tensor, G: Tensor, count: int, training: Training, *, samples: float, damping: float, starts: Tensor
+    ) -> kernel.Selection:
+        """See `RowCurvature.select`."""
+        if self.links(training):
+            return kernel.interpolate(A, G, count, samples=samples, damping=damping)
+        return kernel.sample(A, G, count, starts=starts)

@@ -1,0 +1,226 @@
+"""Rows become what a solve needs: each rank selects some, all gather them, and the owner of a layer makes their M."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from natgrad.blocks import Member
+from natgrad.curvature import kernel
+from natgrad.guard import Watch
+from natgrad.kept import Kept
+from natgrad.placement import Plan, Runtime
+from natgrad.precision import full_products
+from natgrad.rows.collected import Collected
+from natgrad.rows.epochs import Epochs
+from natgrad.rows.messages import gather, give
+from natgrad.rows.stack import RowStack
+
+
+@dataclass
+class Seen:
+    """The rows of a layer on their way.
+
+    Attributes:
+        stack: Its stack.
+        member: Its place there.
+        samples: S of all ranks.
+        share: How many rows each rank selects.
+        chosen: Those of this rank, then of all of them, with Y ``[n, P, share, share]`` if there is one.
+        finite: Whether the rows of each block are, on all ranks, ``[n]`` (bool).
+        M: What a solve needs ``[n, r, r]``, made by the owner.
+        fine: Whether each block succeeded.
+    """
+
+    stack: RowStack
+    member: Member
+    samples: float
+    share: int
+    chosen: kernel.Selection
+    finite: Tensor
+    M: Tensor
+    fine: list[bool]
+
+    @property
+    def blocks(self) -> int:
+        """The number of its blocks."""
+        return self.member.stop - self.member.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renewal:
+    """What a renewal of rows needs beside them.
+
+    Attributes:
+        plan: The owners.
+        runtime: The ranks.
+        epochs: The training, which the choice of rows may hang on.
+        watch: Counts what failed.
+        damping: α.
+        seed: Of the drawing of rows, which is a function of it, rank, step and layer.
+        step: Completed steps.
+        wire: The dtype in which rows travel, if narrower than their own.
+    """
+
+    plan: Plan[str]
+    runtime: Runtime
+    epochs: Epochs
+    watch: Watch
+    damping: float
+    seed: int
+    step: int
+    wire: torch.dtype | None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks gather their rows: all; where each layer has one worker, that one has its own alone."""
+        return self.runtime.ranks if self.plan.columns == 1 else 1
+
+    def run(self, stacks: Iterable[RowStack], rows: Collected, share: float, gain: float | Tensor) -> bool:
+        """Renew what is made of rows; layers that nobody saw, and blocks that fail, keep what they had.
+
+        Args:
+            stacks: Those that keep rows.
+            rows: Theirs, of this rank; given away.
+            share: How many positions of the loss count (masked tokens) of those that it was taken to have.
+            gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
+
+        Returns:
+            Whether any block was renewed; the same on all ranks that gather.
+        """
+        stacks = [stack for stack in stacks if stack.role.works]
+        seen = self._counted(stacks, rows, share)
+        if not seen:
+            return False
+        self.epochs.used = any(stack.curvature.links(self.epochs) for stack in stacks)
+        for alike in _groups(seen, lambda one: (id(one.stack), one.samples, one.share, rows.count(_name(one)))):
+            self._select(alike, rows, share, gain)
+        if self.ranks > 1:
+            gather(seen, self.runtime, self.wire)
+        self._finish(seen)
+        return any(flag for one in seen for flag in one.fine)
+
+    def _counted(self, stacks: Sequence[RowStack], rows: Collected, share: float) -> list[Seen]:
+        """Return the layers that any rank has seen; all ranks learn the rows and samples of each."""
+        places = [(stack, member) for stack in stacks for member in stack.members]
+        names = [member.layer.name for _, member in places]
+        own = [float(rows.count(name)) for name in names] + [rows.tallies[name].samples * share for name in names]
+        found = [own]
+        if self.ranks > 1 and own:
+            message = torch.tensor(own, dtype=torch.float64, device="cpu").to(stacks[0].device)
+            found = self.runtime.gather(message, {"counters": len(own)}, self.runtime.group).tolist()
+        seen = []
+        for index, (stack, member) in enumerate(places):
+            samples = sum(numbers[len(names) + index] for numbers in found)
+            most = int(max(numbers[index] for numbers in found))
+            if samples <= 0 or most == 0:
+                continue
+            # A worker that goes by its own rows alone takes as many as if all ranks had so many samples.
+            spread = 1 if self.ranks == self.runtime.ranks else self.runtime.ranks
+            count = stack.curvature.share(samples * spread, most, self.runtime.ranks)
+            nothing = torch.empty(0, device="cpu")
+            empty = kernel.Selection(nothing, nothing, None, nothing)
+            seen.append(Seen(stack, member, samples, count, empty, nothing, nothing, []))
+        return seen
+
+    def _select(self, alike: list[Seen], rows: Collected, share: float, gain: float | Tensor) -> None:
+        """Select rows of this rank, of layers of a stack with equally many."""
+        stack, started = alike[0].stack, perf_counter()
+        # Drawn labels know nothing of the loss, its scale and its mean.
+        factor = 1.0 if stack.curvature.likelihood is not None else gain * share
+        taken = [rows.take(_name(one), factor) if rows.count(_name(one)) else _none(one) for one in alike]
+        A, G = (torch.cat(each) for each in zip(*taken, strict=True))
+        finite = A.flatten(1).sum(1).isfinite() & G.flatten(1).sum(1).isfinite()
+        starts = torch.cat([self._drawn(one) for one in alike]).to(stack.device)
+        options = {"samples": alike[0].samples, "damping": self.damping}
+        with full_products(stack.device):
+            chosen = stack.curvature.select(A, G, alike[0].share, self.epochs, **options, starts=starts)
+        start = 0
+        for one in alike:
+            own = slice(start, start + one.blocks)
+            Y = None if chosen.Y is None else chosen.Y[own][:, None]
+            one.chosen = kernel.Selection(chosen.A[own], chosen.G[own], Y, chosen.fine[own])
+            one.finite, start = finite[own], own.stop
+        stack.charge([one.member for one in alike], perf_counter() - started)
+
+    def _drawn(self, one: Seen) -> Tensor:
+        """Return a random number for each block, a function of seed, rank, step and layer."""
+        name = repr(("rows", self.seed, self.runtime.rank, self.step, one.member.layer.key))
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
+        return torch.rand(one.blocks, dtype=torch.float64, device="cpu", generator=generator)
+
+    def _finish(self, seen: list[Seen]) -> None:
+        """Make M of the selected rows of all ranks, each on the layer's owner, and hold all of it."""
+        drafts = {}
+        for own in _groups(seen, lambda one: (id(one.stack),)):
+            rows = max(one.chosen.A.shape[1] for one in own)
+            drafts[id(own[0].stack)] = (own[0].stack.draft(rows), rows)
+        for one in seen:
+            self._invert(one, drafts[id(one.stack)][0])
+        if self.ranks > 1:
+            give(seen, self.plan, self.runtime)
+        for own in _groups(seen, lambda one: (id(one.stack),)):
+            stack, (fresh, rows) = own[0].stack, drafts[id(own[0].stack)]
+            for one in own:
+                _write(fresh, "M", one, one.M.to(stack.device), rows)
+                self._judge(one)
+            stack.install(fresh, rows, {one.member: one.fine for one in own})
+
+    def _invert(self, one: Seen, fresh: Kept) -> None:
+        """Write the rows into what will be held, and where this rank is the owner make M of them as they are there."""
+        stack, started, blocks = one.stack, perf_counter(), one.member.blocks
+        rows = fresh["A"].shape[1]
+        stack.allocate_averages()[blocks] = 1  # as those that have been seen
+        _write(fresh, "A", one, one.chosen.A, rows)
+        _write(fresh, "G", one, one.chosen.G, rows)
+        fresh["samples"][blocks], fresh["damping"][blocks] = one.samples, self.damping
+        own = one.chosen.A.shape[1]
+        owner = self.plan.seats[one.member.layer.key].owners["M"]
+        if owner in (None, self.runtime.rank):
+            A, G = (fresh.read(name, blocks)[:, :own].to(stack.work_dtype) for name in ("A", "G"))
+            with full_products(stack.device):
+                one.M, fine = kernel.inverted(A, G, one.chosen.Y, samples=one.samples, damping=self.damping)
+            one.fine = [bool(flag) for flag in (fine & one.chosen.fine & one.finite).tolist()]
+        else:
+            one.M = torch.zeros(one.blocks, own, own, dtype=stack.work_dtype, device=stack.device)
+            one.fine = [False] * one.blocks
+        stack.charge([one.member], perf_counter() - started)
+
+    def _judge(self, one: Seen) -> None:
+        """Count what failed: rows that are not finite, or what was made of finite ones."""
+        self.watch.saw_factors(one.stack, one.member.blocks, ~one.finite)
+        usable = one.finite.tolist()
+        made = [fine or not finite for fine, finite in zip(one.fine, usable, strict=True)]
+        self.watch.saw_decompositions(one.stack, "M", one.member.start, made)
+
+
+def _write(fresh: Kept, name: str, one: Seen, values: Tensor, rows: int) -> None:
+    more = rows - one.chosen.A.shape[1]
+    values = pad(values, (0, more, 0, more)).flatten(1) if name == "M" else pad(values, (0, 0, 0, more))
+    fresh.write(name, one.member.blocks, values)
+
+
+def _groups(seen: Iterable[Seen], key: Callable[[Seen], tuple[object, ...]]) -> list[list[Seen]]:
+    groups: dict[tuple[object, ...], list[Seen]] = {}
+    for one in seen:
+        groups.setdefault(key(one), []).append(one)
+    return list(groups.values())
+
+
+def _name(one: Seen) -> str:
+    return one.member.layer.name
+
+
+def _none(one: Seen) -> tuple[Tensor, Tensor]:
+    """Return no rows."""
+    stack = one.stack
+    shapes = ((one.blocks, 0, size) for size in (stack.inputs, stack.outputs))
+    a, g = (torch.zeros(shape, dtype=stack.work_dtype, device=stack.device) for shape in shapes)
+    return a, g
