@@ -474,3 +474,91 @@ def test_without_epochs_all_is_the_first():
         cross_entropy(model(x), y).backward()
         preconditioner.step()
         assert preconditioner.metrics()["kid"] == 1.0
+
+
+# --- Other ways to train --------------------------------------------------------------------------------------------
+
+
+def test_scaled_losses_and_steps_that_the_scaler_skips():
+    model, (x, y) = network(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    preconditioner = build(model, natgrad.SNGD(), optimizer=optimizer, kl_clip=None, scaler=scaler)
+    wanted = expected(model, total(x, y))
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y) * (float("inf") if step else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        before = preconditioner.state_dict()["blocks"]
+        preconditioner.step()
+        if step == 0:
+            dense.assert_equal(dense.gradients(model), wanted, 1e-8)
+            scaler.update()
+    after = preconditioner.state_dict()["blocks"]
+    assert all(torch.equal(before[key][name], after[key][name]) for key in before for name in ("A", "G", "M"))
+    assert preconditioner.metrics()["skipped_factors"] == 0
+
+
+def test_a_compiled_model():
+    model, (x, y) = token_model(), batch()
+    x = x.flatten(1)[:, :4]
+    wanted = expected(model, total(x, y))
+    preconditioner = build(model, natgrad.SNGD())
+    compiled = torch.compile(model, backend="aot_eager")
+    cross_entropy(compiled(x), y).backward()
+    preconditioner.step()
+    dense.assert_equal(dense.gradients(model), wanted, 1e-8)
+
+
+def test_layers_that_are_never_called_stay_plain_with_a_warning():
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return nn.functional.linear(torch.tanh(self.one(x)), self.other.weight)
+
+    torch.manual_seed(0)
+    model = Around()
+    preconditioner = build(model, natgrad.HyLo(0.5))
+    cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+    raw = model.other.weight.grad.clone()
+    with pytest.warns(natgrad.NatgradWarning, match="never called"):
+        preconditioner.step()
+    assert torch.equal(model.other.weight.grad, raw)
+    assert preconditioner.metrics()["plain_layers"] == 1
+
+
+def test_a_step_before_any_forward_is_harmless():
+    model, (x, y) = network(), batch()
+    preconditioner = build(model, natgrad.HyLo(0.5))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    preconditioner.step()
+    assert preconditioner.metrics()["inverse_updates"] == 0
+    assert not preconditioner.has_curvature
+    model.zero_grad()
+    cross_entropy(model(x), y).backward()
+    preconditioner.step()
+    assert preconditioner.metrics()["inverse_updates"] == 1
+
+
+def test_a_model_that_changes_keeps_the_rows_of_layers_that_stay():
+    model, (x, y) = network(), batch()
+    preconditioner = build(model, natgrad.SNGD(), refresh=natgrad.Refresh(inverses=5))
+    for step in range(2):
+        if step:
+            model[5] = nn.Linear(5, 4).double()
+        model.zero_grad()
+        cross_entropy(model(x), y).backward()
+        raw = dense.gradients(model)
+        if not step:
+            rows = dense.capture(dense.twin(model), total(x, y))
+        preconditioner.step()
+    found = dense.gradients(model)
+    for name in ("0", "3"):
+        expected_step = solve(raw[name], pooled(rows[name]).fisher())
+        assert dense.relative_error(found[name], expected_step) < 1e-8
+    assert dense.relative_error(found["5"], raw["5"]) == 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -291,3 +292,51 @@ def test_what_is_not_finite_on_one_rank_is_renewed_on_none(ranks):
     for name in ("A", "G", "M"):
         assert torch.equal(first[1]["5.weight"][name], second[1]["5.weight"][name])
     assert int(skipped) >= 1
+
+
+# --- Wrappers, verification -----------------------------------------------------------------------------------------
+
+
+def take_sharded(curvature):
+    rank, count = place()
+    model = network()
+    for module in (model[0], model[3]):
+        fully_shard(module)
+    fully_shard(model)
+    preconditioner = natgrad.Preconditioner(
+        model, curvature_of(curvature), damping=DAMPING, refresh=natgrad.Refresh(inverses=1)
+    )
+    x, y = (tensor.chunk(count)[rank] for tensor in batch())
+    cross_entropy(model(x), y).backward()
+    preconditioner.step()
+    preconditioner.next_epoch()
+    plain = network()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        p.grad = q.grad.full_tensor()
+    return dense.gradients(plain), preconditioner.state_dict()["epochs"]["norms"]
+
+
+@pytest.mark.parametrize("curvature", [EXACT["sngd"], EXACT["most-kid"], {"rank": 12}], ids=["sngd", "kid", "switch"])
+def test_sharded_parameters(ranks, curvature):
+    results = ranks.run(2, take_sharded, curvature)
+    for found, norms in results:
+        dense.assert_equal(found, wanted(), 1e-8)
+        assert norms == results[0][1]
+    if "method" not in curvature and "class" not in curvature:
+        x, y = batch()
+        rows = dense.capture(network(), total(x, y)).values()
+        norm = sum(float(seen.gradient().square().sum()) for seen in rows) ** 0.5
+        assert results[0][1] == pytest.approx([norm])
+
+
+def verified(options):
+    rank, count = place()
+    preconditioner = natgrad.Preconditioner(DistributedDataParallel(network()), curvature_of(options), damping=DAMPING)
+    x, y = (tensor.chunk(count)[rank] for tensor in batch())
+    return preconditioner.verify((x, y), lambda model, both: cross_entropy(model(both[0]), both[1])).worst
+
+
+def test_verify_finds_all_rows_right_and_refuses_selected_ones(ranks):
+    assert max(ranks.run(2, verified, {"class": "SNGD"})) < 1e-8
+    with pytest.raises(AssertionError, match=r"curvature=HyLo.*SNGD"):
+        ranks.run(2, verified, {"rank": 0.5})

@@ -35,13 +35,11 @@ class RowCurvature(Curvature):
     next renewal, with the damping of this one.
 
     Attributes:
-        exact: Whether all rows are selected, so that the number of ranks makes no difference.
         switches: Whether the choice of rows hangs on the epochs of the training.
     """
 
     rows = True
     pools = True
-    exact: bool = False
     switches: bool = False
 
     def __init__(self, *, fisher: Literal["empirical", "sampled"], likelihood: str | Likelihood | None) -> None:
@@ -135,8 +133,6 @@ class SNGD(RowCurvature):
     Its kernel has the global batch's rows squared: for batches of some thousand at most.
     """
 
-    exact = True
-
     def __init__(
         self,
         *,
@@ -180,6 +176,8 @@ class HyLo(RowCurvature):
     *KID* decomposes each rank's kernel into some of its rows and what they leave over; it is near the exact natural
     gradient once there are more rows than the kernel's rank. *KIS* draws rows by their norms, which is far cheaper.
     """
+
+    exact = False
 
     def __init__(
         self,

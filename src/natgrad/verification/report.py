@@ -82,9 +82,8 @@ def compare(stacks: Sequence[Stack], root: nn.Module, placed: Outcome, plain: Ou
             layer = member.layer
             own = list(dict.fromkeys(names[id(slot.parameter)] for slot in layer.slots))
             gradient = max(apart.pop(name, 0.0) for name in own)
-            factors = max(
-                _difference(value, plain.factors[layer.key][name]) for name, value in placed.factors[layer.key].items()
-            )
+            known = plain.factors[layer.key]  # none where rows are kept
+            factors = max((_difference(v, known[name]) for name, v in placed.factors[layer.key].items()), default=0.0)
             rows[own[0]] = Difference(
                 layer=layer.name, curvature=repr(stack.curvature), gradient=gradient, factors=factors
             )

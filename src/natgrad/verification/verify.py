@@ -29,6 +29,9 @@ def verify(
     """Do what `natgrad.Preconditioner.verify` describes."""
     require(callable(loss_fn), "loss_fn", loss_fn, "a function of the model and the batch")
     _check_batch(batch)
+    chosen = [stack.curvature for stack in preconditioner._stacks if not stack.curvature.exact]
+    allowed = "SNGD and sums: of the rows that each rank selects for itself one process has others"
+    require(not chosen, "curvature", next(iter(chosen), None), allowed)
     fine = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
     require(fine, "dtype", dtype, "None or a floating dtype")
     pending = preconditioner.saw_backward
