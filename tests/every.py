@@ -19,6 +19,8 @@ EVERY: dict[str, Callable[..., Curvature]] = {
     "kfac inverse": partial(natgrad.KFAC, form="inverse"),
     "kfac reduce": partial(natgrad.KFAC, sharing="reduce"),
     "kfac blocks": partial(natgrad.KFAC, max_factor_size=4, wide="blocks"),
+    "kbfgs": natgrad.KBFGS,
+    "kbfgs limited": partial(natgrad.KBFGS, memory=5),
 }
 """Constructors, by what tests call them."""
 
@@ -67,7 +69,7 @@ class Training:
         self.optimizer.zero_grad()
         value, outputs = loss()
         self.preconditioner.backward(value, outputs)
-        self.preconditioner.step()
+        self.preconditioner.step(loss)
         return value.item()
 
     def step(self, batch):

@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 # Whatever needs torch is imported when it is first asked for (PEP 562), so that `natgrad --help` does without. A new
 # name is a line here, and one below, where type checkers and editors look.
 _HOMES = {
+    "KBFGS": "natgrad.curvature",
     "KFAC": "natgrad.curvature",
     "EKFAC": "natgrad.curvature",
     "HyLo": "natgrad.curvature",
@@ -41,6 +42,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from natgrad.curvature import EKFAC as EKFAC
+    from natgrad.curvature import KBFGS as KBFGS
     from natgrad.curvature import KFAC as KFAC
     from natgrad.curvature import SNGD as SNGD
     from natgrad.curvature import Curvature as Curvature

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from math import prod
 
@@ -76,6 +77,8 @@ class Stack:
         averages: Running averages of the statistics ``[N, *shape]``; empty before the first capture.
         weight: The bias correction ``1 - dᵏ`` of each block's running average ``[N]``.
         held: What the last renewal made ``[N, *shape]``; empty before the first.
+        memory: What the curvature keeps from step to step ``[N, *shape]``; empty before the first solve.
+        fresh: Whether the last update of the averages renewed each block ``[N]``; None: before the first.
         good: For each part and block, whether `held` has a result of it.
         ready: For each member, whether `held` is complete.
         turns: For each block, how often running averages have begun anew (`Part.restarts`).
@@ -89,6 +92,7 @@ class Stack:
         self.outputs, self.inputs = layers[0].outputs, layers[0].inputs
         self.statistics = curvature.statistics(self.outputs, self.inputs)
         self.parts = curvature.parts(self.outputs, self.inputs)
+        self.memories = curvature.memory(self.outputs, self.inputs)
         self.members: list[Member] = []
         self.size = 0
         for layer in layers:
@@ -100,6 +104,8 @@ class Stack:
         self.averages = Kept()
         self.weight: Tensor | None = None
         self.held = Kept()
+        self.memory = Kept()
+        self.fresh: Tensor | None = None
         self.good = {part.name: [False] * self.size for part in self.parts}
         self.ready = [False] * len(self.members)
         self.turns = [0] * self.size
@@ -119,7 +125,11 @@ class Stack:
     @property
     def work_dtype(self) -> torch.dtype:
         """The dtype of decompositions, and of gradients as they are preconditioned: at least float32."""
-        return at_least_float32(self._precision.solve_dtype(self._parameter))
+        return at_least_float32(self._solve_dtype)
+
+    @property
+    def _solve_dtype(self) -> torch.dtype:
+        return self._precision.solve_dtype(self._parameter)
 
     @property
     def _parameter(self) -> Tensor:
@@ -137,7 +147,7 @@ class Stack:
             return before not in (None, place)
         self.weight = self.weight.to(self.device, self.dtype)
         self.averages = self.averages.to(self._precision.factor_dtype(self._parameter), self.device)
-        self.held = self.held.to(self._precision.solve_dtype(self._parameter), self.device)
+        self.held, self.memory = (kept.to(self._solve_dtype, self.device) for kept in (self.held, self.memory))
         return True
 
     @contextmanager
@@ -147,8 +157,8 @@ class Stack:
         with ExitStack() as stack:
             for member in self.members:
                 stack.enter_context(aside(member.layer, seconds=0.0))
-            kept = {"averages": Kept(), "weight": None, "held": Kept(), "turns": list(self.turns)}
-            stack.enter_context(aside(self, good=good, ready=ready, **kept))
+            kept = {"averages": Kept(), "weight": None, "held": Kept(), "memory": Kept(), "fresh": None}
+            stack.enter_context(aside(self, good=good, ready=ready, turns=list(self.turns), **kept))
             yield
 
     def allocate_averages(self) -> Tensor:
@@ -162,21 +172,46 @@ class Stack:
     def allocate_held(self) -> Kept:
         """Make the tensors that renewals write unless they exist, and return them."""
         if not self.held:
-            dtype = self._precision.solve_dtype(self._parameter)
-            self.held = Kept(self._written(), self.size, dtype, self.device)
+            self.held = Kept(self._written(), self.size, self._solve_dtype, self.device)
         return self.held
 
+    def allocate_memory(self) -> Kept:
+        """Make the tensors that outlive steps unless they exist, and return them."""
+        if not self.memory:
+            self.memory = Kept(self.memories, self.size, self._solve_dtype, self.device)
+        return self.memory
+
     def corrected(self, blocks: slice | Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """Return bias-corrected running averages of some blocks, in the dtype of decompositions.
+        """Return what parts read of some blocks: bias-corrected running averages in their dtype, and memory.
 
         Of symmetric matrices only the lower triangles are there; what is above is undefined.
         """
-        return unpacked(self.snapshot(blocks, names), self.statistics)
+        averages = unpacked(self.snapshot(blocks, names), self.statistics)
+        own = [spec.name for spec in self.memories if spec.name in names]
+        return {**averages, **{name: self.allocate_memory().read(name, blocks) for name in own}}
 
     def solvers(self, blocks: slice | Tensor) -> dict[str, Tensor]:
         """Return what a solve of some blocks reads: what renewals have made, and live statistics."""
         made = {name: self.held.read(name, blocks) for name in self.held}
         return {**made, **self.corrected(blocks, self.curvature.live)} if self.curvature.live else made
+
+    def solve(self, blocks: slice | Tensor, W: Tensor, damping: float) -> Tensor:
+        """Return the preconditioned gradients of some blocks; what is remembered of finite ones is renewed by them."""
+        if not self.memories:
+            return self.curvature.solve(self.solvers(blocks), W, damping)
+        memory = self.allocate_memory()
+        known = {spec.name: memory.read(spec.name, blocks) for spec in self.memories}
+        fine = W.flatten(1).sum(1).isfinite()
+        self.rewrite(blocks, known, self.curvature.remember(known, W), fine)
+        return self.curvature.solve({**self.solvers(blocks), **known}, W, damping)
+
+    def rewrite(
+        self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor
+    ) -> None:
+        """Put what is `fresh` into the memory of some blocks, and among what is `known` of it, where `fine` ``[n]``."""
+        for name, values in fresh.items():
+            known[name] = torch.where(along(fine, values.ndim - 1), values, known[name])
+            self.memory.write(name, blocks, known[name])
 
     def seen_by(self, member: Member) -> dict[str, Tensor] | None:
         """Return what of `held` a capture of a layer looks at; None where that is not complete."""
@@ -201,12 +236,26 @@ class Stack:
                 result[spec.name] = torch.div(average, along(divisor, average.ndim - 1)).to(self.work_dtype)
         return result
 
+    def note(self, blocks: slice, fine: Tensor) -> None:
+        """Note which of some blocks an update of the averages renewed, where a replay asks."""
+        if self.curvature.replays:
+            self.fresh = (
+                torch.zeros(self.size, dtype=torch.bool, device=self.device) if self.fresh is None else self.fresh
+            )
+            self.fresh[blocks] = fine
+
+    def showing(self, names: tuple[str, ...]) -> Stack:
+        """Return a stack of the same layers with some of the statistics only."""
+        other = copy(self)
+        other.statistics = tuple(spec for spec in self.statistics if spec.name in names)
+        return other
+
     def bytes_per_block(self) -> int:
         """Return what this rank keeps for one block, factors and what is made of them."""
         factors, held = (f(self._parameter) for f in (self._precision.factor_dtype, self._precision.solve_dtype))
         kept = [
             *((packed_shape(spec), spec_dtype(spec, factors)) for spec in self.statistics if self.role.receives),
-            *((spec.shape, spec_dtype(spec, held)) for spec in self._written() if self.role.works),
+            *((spec.shape, spec_dtype(spec, held)) for spec in (*self._written(), *self.memories) if self.role.works),
         ]
         return sum(prod(shape) * dtype.itemsize for shape, dtype in kept)
 

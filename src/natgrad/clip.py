@@ -28,7 +28,7 @@ class Clip:
 
     def twin(self, copies: Mapping[int, nn.Parameter]) -> Clip:
         """Return a new clip with the present learning rates for copies of parameters, by the ``id`` of these."""
-        rates = self._rates() if self.bound is not None else {}
+        rates = self._rates() if self.optimizer is not None else {}
         groups = [{"params": [copy], "lr": rates[key]} for key, copy in copies.items() if key in rates]
         return Clip(torch.optim.SGD(groups) if groups else None, self.bound)
 

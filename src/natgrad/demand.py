@@ -18,19 +18,21 @@ def work(layer: Layer, curvature: Curvature, precision: Precision) -> Work:
     sizes, n = (layer.outputs, layer.inputs), layer.blocks
     statistics, parts = curvature.statistics(*sizes), curvature.parts(*sizes)
     written = [spec for part in parts for spec in part.writes]
+    kept = [*written, *curvature.memory(*sizes)]
     parameter = layer.slots[0].parameter
     factors, held = precision.factor_dtype(parameter), precision.solve_dtype(parameter)
     return Work(
         parts={part.name: part.cost * n for part in parts},
         # Blocks in float16 carry a scale each, which shares of a block would not agree on.
         repeated={part.name: part.repeated for part in parts if part.repeated is not None and held != torch.float16},
+        everywhere=frozenset(part.name for part in parts if part.everywhere),
         sums=n * sum(prod(packed_shape(spec)) for spec in statistics),
         results={part.name: n * sum(prod(packed_shape(spec)) for spec in part.writes) for part in parts},
         gradients=n * prod(sizes),
         blocks=n,
         solve=n * prod(sizes) * sum(_products(spec) for spec in written),
         averages=n * sum(prod(packed_shape(spec)) * spec_dtype(spec, factors).itemsize for spec in statistics),
-        held=n * sum(spec.numel * spec_dtype(spec, held).itemsize for spec in written),
+        held=n * sum(spec.numel * spec_dtype(spec, held).itemsize for spec in kept),
         itemsize=at_least_float32(held).itemsize,
         wire=narrower(precision.wire, at_least_float32(factors)).itemsize,
         alone=layer.form != "one-hot",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from natgrad.arguments import check_count, check_joined
@@ -25,6 +26,7 @@ from natgrad.refresh import Refresh
 from natgrad.renewal import Background, fold, observed, renew
 from natgrad.rows import Collected, Epochs, Renewal, row_stacks
 from natgrad.schedule import Schedule, value_at
+from natgrad.second_pass import Closure, Replay, SecondPass, check_damping
 from natgrad.structure import Structure
 from natgrad.sums import make_sums
 
@@ -45,6 +47,7 @@ class Engine:
     _watch: Watch
     _clip: Clip
     _given: Given
+    _second: SecondPass
     _progress: Progress
     _epochs: Epochs
     _seed: int
@@ -126,9 +129,11 @@ class Engine:
         )
 
     def _damping_now(self) -> float:
-        return value_at("damping", self._damping, self._progress.step, "a number > 0", minimum=0, strict=True)
+        damping = value_at("damping", self._damping, self._progress.step, "a number > 0", minimum=0, strict=True)
+        check_damping((stack.curvature for stack in self._stacks), damping)
+        return damping
 
-    def _check_step(self, count: int | None) -> None:
+    def _check_step(self, count: int | None, closure: Closure | None) -> None:
         """Check that a step may begin; `Preconditioner.step` tells what is raised."""
         if count is not None:
             check_count(count, self._reduction, self._capture.positions)
@@ -141,6 +146,7 @@ class Engine:
         if self._capture.backwards:
             self._scaling.check()
         check_joined(self._model)
+        self._second.begin(self._stacks, self._capture, closure, skips=self._scaling.skips)
 
     def _scale_gradients(self, count: int | None) -> tuple[float | Tensor, Left | None]:
         samples = self._capture.samples if count is None else count
@@ -194,6 +200,36 @@ class Engine:
             wire=self._precision.wire,
         )
         return renewal.run(row_stacks(self._stacks), capture.rows, *self._gains(count))
+
+    def _prepare_second_pass(self, count: int | None, closure: Closure | None, before: int | None) -> None:
+        """Have the batch looked at again after the optimizer's step, if a curvature needs it.
+
+        Args:
+            count: That of the step.
+            closure: Likewise.
+            before: The step at which factors were renewed before this one.
+        """
+        progress, optimizer = self._progress, self._clip.optimizer
+        if optimizer is None or progress.last_factors != progress.step or not self._second.needed(self._stacks):
+            return
+        replay = Replay.of(self._stacks, self._capture, closure, share=self._gains(count)[0], scaling=self._scaling)
+        last = progress.last_inverses
+        due = last is not None and (before is None or last > before)
+        damping = progress.damping
+        self._second.await_step(optimizer, lambda: self._look_again(replay, damping if due else None))
+
+    @torch.no_grad()
+    def _look_again(self, replay: Replay, damping: float | None) -> None:
+        """Run the second pass, and with a `damping` renew what goes on with what it shows."""
+        stacks = [stack for stack in self._stacks if stack.curvature.replays]
+        views = [stack.showing(stack.curvature.replays) for stack in stacks]
+        with self._progress.phase("replay", self._runtime):
+            sums = replay.sums(self._model, views, self._capture, self._runtime)
+        with self._progress.phase("renew", self._runtime):
+            keys = replay.learn(stacks, sums, views, self._watch)
+            if damping is not None:
+                plan, wire = self._structure.plan, self._precision.wire
+                renew(stacks, plan, self._runtime, keys, damping, self._watch, wire, replayed=True)
 
     def _update_inverses(self, count: int | None, damping: float) -> None:
         begins = not self._progress.has_curvature

@@ -95,13 +95,13 @@ class Entry:
             return W
         if self.ready:
             blocks = slice(None) if places is None else tensor_on(stack.device, places)
-            return stack.curvature.solve(stack.solvers(blocks), W, damping)
+            return stack.solve(blocks, W, damping)
         # Some layers have none yet, or are left plain: their gradients pass through.
         every = [flag for flag, count in zip(flags, self.blocks, strict=True) for _ in range(count)]
         own = tensor_on(stack.device, [index for index, flag in enumerate(every) if flag])
         blocks = own if places is None else tensor_on(stack.device, places)[own]
         V = W.clone()
-        V[own] = stack.curvature.solve(stack.solvers(blocks), W[own], damping)
+        V[own] = stack.solve(blocks, W[own], damping)
         self.ready = tensor_on(stack.device, [float(flag) for flag in every], W.dtype)
         return V
 
@@ -213,6 +213,15 @@ class Gradients:
                     sources.append(place)
         if targets:
             torch._foreach_copy_(targets, sources)
+
+
+def parameters(stack: Stack) -> Tensor:
+    """Return the parameters of a stack, none of them sharded, as blocks ``[N, o, i]`` in the dtype of solves."""
+    P = torch.empty(stack.size, stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
+    for layer, slot, view in _places(stack.members, P):
+        for values, place in _match(layer, slot, slot.parameter.detach(), None, view):
+            place.copy_(values)
+    return P
 
 
 def _has_gradient(member: Member) -> bool:

@@ -39,7 +39,7 @@ class Guard:
 
 
 _KINDS = ("skipped_factors", "skipped_gradients", "failed_decompositions")
-_FACTORS, _DECOMPOSITION, _HEARD = "factors", "decomposition of ", "curvature"
+_FACTORS, _REPLAY, _DECOMPOSITION, _HEARD = "factors", "replay", "decomposition of ", "curvature"
 
 
 class Watch:
@@ -60,6 +60,10 @@ class Watch:
     def saw_factors(self, stack: Stack, blocks: slice, bad: Tensor) -> None:
         """Count the blocks ``[n]`` whose statistics were not finite."""
         self._count("skipped_factors", _FACTORS, stack, blocks, bad)
+
+    def saw_replays(self, stack: Stack, blocks: slice, bad: Tensor) -> None:
+        """Count the blocks ``[n]`` of whose replay something was not finite."""
+        self._count("skipped_factors", _REPLAY, stack, blocks, bad)
 
     def saw_gradients(self, stack: Stack, blocks: list[int] | None, bad: Tensor) -> None:
         """Count the blocks ``[n]`` whose gradients were not finite; None: they are all of the stack."""

@@ -58,23 +58,25 @@ class Kept(dict[str, Tensor]):
         own = self[name][blocks]
         return own.float().mul_(along(self._scales[name][blocks], own.ndim - 1)) if name in self._scales else own
 
-    def write(self, name: str, blocks: slice, values: Tensor, generator: torch.Generator | None = None) -> None:
+    def write(
+        self, name: str, blocks: slice | Tensor, values: Tensor, generator: torch.Generator | None = None
+    ) -> None:
         """Write some blocks of a tensor.
 
         Args:
             name: The tensor.
-            blocks: Which.
+            blocks: Which, as a slice or as indices.
             values: Finite numbers ``[n, *shape]``, packed where `packed` says so.
             generator: The source of chance where rounding to a narrow dtype is stochastic; None: to the nearest.
         """
-        target = self[name][blocks]
+        target = self[name]
         if name in self._scales:
             scale = power_of_two(values.flatten(1), _TOP).float()
             self._scales[name][blocks] = scale
             values = values / along(scale, values.ndim - 1)
         if generator is not None and self.narrow(name):
             values = round_stochastically(values, target.dtype, generator)
-        target.copy_(values)
+        target[blocks] = values.to(target.dtype)
 
     def whole(self, name: str, blocks: slice) -> Tensor:
         """Return some blocks of a tensor ``[n, *shape]`` as `read` does, packed ones unpacked."""
@@ -120,7 +122,7 @@ def unpack(packed: Tensor, spec: Spec, *, lower: bool = False) -> Tensor:
 
 def spec_dtype(spec: Spec, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which the tensor of `spec` is kept among those in `dtype`."""
-    return dtype if len(spec.shape) > 1 else at_least_float32(dtype)
+    return dtype if len(spec.shape) > 1 and not spec.recurrent else at_least_float32(dtype)
 
 
 def along(scale: Tensor, dims: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
+from natgrad.second_pass import Reevaluation
 
 
 class PreconditionedOptimizer(Optimizer):
@@ -69,11 +70,15 @@ class PreconditionedOptimizer(Optimizer):
         """The inner optimizer's defaults."""
         return self.optimizer.defaults
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, replay: Callable[[], Any] | None = None) -> Any:
         """Evaluate `closure`, if given, make ``.grad`` the natural gradient, and step.
 
         Args:
-            closure: Clears the gradients, runs forward and backward, and returns the loss.
+            closure: By torch's convention: clears the gradients, runs forward and backward, and returns the loss. For
+                curvatures that look at the batch again (`natgrad.KBFGS`) it is evaluated once more after the step, as
+                ``torch.optim.LBFGS`` does; what it logs, it logs twice.
+            replay: What `natgrad.Preconditioner.step` takes as its closure, which runs no backward pass; wins over
+                `closure` there.
 
         Returns:
             What `closure` returned.
@@ -83,7 +88,8 @@ class PreconditionedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._is_loaders_step():
-            self.preconditioner.step()
+            again = replay if replay is not None or closure is None else Reevaluation(closure)
+            self.preconditioner.step(again)
         self.optimizer.step()
         return loss
 

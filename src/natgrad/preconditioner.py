@@ -33,6 +33,7 @@ from natgrad.renewal import Background
 from natgrad.rows import Epochs, row_stacks
 from natgrad.sampling import LabelSampler
 from natgrad.schedule import Schedule
+from natgrad.second_pass import Closure, SecondPass, check_second_pass
 from natgrad.sharding import check_layers
 from natgrad.structure import Structure
 from natgrad.verification import Verification, verify
@@ -130,7 +131,9 @@ class Preconditioner(Engine):
             seed=seed,
         )
         self._model, self._root = model, unwrap(model)
-        check_layers(layer for layer, _ in cover(self._root, curvature).layers)
+        where, covered = resolve(placement), cover(self._root, curvature).layers
+        check_layers(layer for layer, _ in covered)
+        check_second_pass(covered, optimizer, where, damping)
         group = resolve_group(model, process_group, mesh)
         self._curvature, self._precision = curvature, precision
         self._damping, self._refresh = damping, refresh
@@ -140,8 +143,8 @@ class Preconditioner(Engine):
         self._watch = Watch(guard)
         self._clip = Clip(optimizer, kl_clip)
         self._given = Given()
+        self._second = SecondPass()
         self._inspection = Inspection()
-        where = resolve(placement)
         # The positions that a loss has are told by the layer nearest to it, which another rank may capture.
         counting = self._scaling.counts or (where.name == "dp" and reduction == "tokens")
         self._capture = Capture(self._root, reduction=reduction, counting=counting)
@@ -196,24 +199,33 @@ class Preconditioner(Engine):
         loss.backward()
 
     @torch.no_grad()
-    def step(self, count: int | None = None) -> None:
+    def step(self, closure: Closure | int | None = None, *, count: int | None = None) -> None:
         """Make ``.grad`` the natural gradient.
 
         Call it after ``backward`` (and ``scaler.unscale_``), before the user's own clipping and ``optimizer.step()``.
         Gradients that the last call wrote and nobody has touched since stay as they are, with a warning.
 
         Args:
+            closure: Returns the loss of the same mini-batch once more, or a tuple that begins with it, without a
+                backward pass; with accumulation the sum of all the losses. Curvatures that look at the batch again
+                (`natgrad.KBFGS`) have the optimizer call it after its next step, with the random numbers that each
+                forward pass had (not where it is compiled); the others never do. Random numbers, buffers, training
+                modes and ``.grad`` are afterwards as they were. In place of it a number is taken as `count`.
             count: For token losses with masks: how many positions of this rank counted since the last step.
 
         Raises:
-            ValueError: if `count` is no number of positions, or given with another reduction than "tokens", or a
-                schedule returns what is not allowed; then nothing was changed.
-            NatgradError: if sampled labels are due and ``backward`` of this object was not used, if ``scaler.unscale_``
-                was not, within ``DistributedDataParallel.join()``, after `detach`, or if another rank has stopped.
+            ValueError: if `closure` cannot be called, `count` is no number of positions or given with another
+                reduction than "tokens", or a schedule returns what is not allowed; then nothing was changed.
+            NatgradError: if sampled labels are due and ``backward`` of this object was not used, if a closure is and
+                there is none, if ``scaler.unscale_`` was not used, within ``DistributedDataParallel.join()``, after
+                `detach`, or if another rank has stopped. The optimizer's step raises it where the closure ran a
+                backward pass or showed another batch.
             CurvatureError: if a layer has been in trouble for longer than the guard allows, or a renewal in the
                 background has raised an error on any rank.
         """
-        self._check_step(count)
+        if isinstance(closure, int):
+            closure, count = None, closure
+        self._check_step(count, closure)
         damping = self._damping_now()
         self._refresh.check(self._progress.step)
         self._follow()
@@ -224,7 +236,7 @@ class Preconditioner(Engine):
         if not self._reduces and self._capture.idle and self._given.untouched():
             warnings.warn("natgrad: step() without a backward pass since the last one", NatgradWarning, stacklevel=3)
             return
-        progress = self._progress
+        progress, before = self._progress, self._progress.last_factors
         if self._runtime.ranks == 1 and not self._capture.backwards and not progress.has_curvature:
             return  # a checkpoint loader's step, before any forward
         if progress.start_clock(layer for layer, _ in self._structure.coverage.layers):
@@ -237,6 +249,7 @@ class Preconditioner(Engine):
         known = progress.last_factors is not None or self._keeps_rows
         if known and self._refresh.inverses_due(progress.step, progress.last_inverses):
             self._update_inverses(count, damping)
+        self._prepare_second_pass(count, closure, before)
         self._precondition(damping, scale, left)
         progress.step += 1
         self._await()
@@ -267,6 +280,7 @@ class Preconditioner(Engine):
         It happens by itself when this object is deleted. Afterwards `step` raises a `natgrad.NatgradError`; the state
         may still be saved. The communication hook of ``gradients="reduce"`` stays, which torch cannot remove.
         """
+        self._second.cancel()
         self._capture.detach()
         self._early.detach()
         self._background.close(self._progress)

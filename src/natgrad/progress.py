@@ -77,7 +77,7 @@ class Progress:
         yield
         messages = runtime.seconds - before
         self.seconds["reduce"] += messages
-        self.seconds[name] += perf_counter() - started - messages
+        self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - started - messages
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed training goes on from, as plain numbers; -1 for never."""

@@ -39,13 +39,18 @@ class Scaling:
         twin._scaler = None
         return twin
 
+    @property
+    def skips(self) -> bool:
+        """Whether steps of the optimizer may be left out."""
+        return self._scaler is not None and self._scaler.is_enabled()
+
     def check(self) -> None:
         """Check that the gradients carry the scale of the loss no more.
 
         Raises:
             NatgradError: if ``unscale_`` was not called since the last update of the scaler.
         """
-        if self._scaler is None or not self._scaler.is_enabled():
+        if self._scaler is None or not self.skips:
             return
         stages = [state["stage"].name for state in self._scaler._per_optimizer_states.values()]
         if "UNSCALED" not in stages:
@@ -61,7 +66,7 @@ class Scaling:
             runtime: The ranks.
             device: Where the answer is to be.
         """
-        if self._scaler is None or not self._scaler.is_enabled():
+        if self._scaler is None or not self.skips:
             return None
         states = self._scaler._per_optimizer_states.values()
         found = [flag for state in states for flag in state["found_inf_per_device"].values()]
@@ -81,8 +86,13 @@ class Scaling:
             backwards: The backward passes of this rank since the last step.
         """
         gain = float(max(1, backwards)) if self._divided else 1.0
-        scale = getattr(self._scaler, "_scale", None)
-        return gain if scale is None else gain / scale
+        return gain / self.of_loss
+
+    @property
+    def of_loss(self) -> float | Tensor:
+        """The scale that the scaler gives the loss of this step."""
+        scale: Tensor | None = getattr(self._scaler, "_scale", None)
+        return 1.0 if scale is None else scale
 
     def of_gradients(
         self, model: nn.Module, structure: Structure, runtime: Runtime, early: Early, samples: int, backwards: int

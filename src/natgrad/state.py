@@ -30,7 +30,9 @@ def blocks(stacks: list[Stack]) -> Blocks:
                 own |= {name: stack.averages.whole(name, member.blocks) for name in stack.averages}
             if stack.role.works:
                 held = stack.allocate_held()
-                own |= {name: held.whole(name, member.blocks) for name in held}
+                own |= {
+                    name: kept.whole(name, member.blocks) for kept in (held, stack.allocate_memory()) for name in kept
+                }
                 good = [[stack.good[part.name][block] for part in stack.parts] for block in _range(member)]
                 own["renewed"] = torch.tensor(good, device="cpu")
             if own:
@@ -110,7 +112,7 @@ def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> N
                 weight[member.blocks] = own["weight"].to(weight)
                 kept.append(stack.averages)
             if stack.role.works:
-                kept.append(stack.allocate_held())
+                kept += [stack.allocate_held(), stack.allocate_memory()]
                 flags = own["renewed"].tolist()
                 for column, part in enumerate(stack.parts):
                     stack.renewed(part.name, member.start, [bool(row[column]) for row in flags], forget=True)
@@ -142,7 +144,7 @@ def _shapes(stacks: list[Stack], given: Mapping[str, Mapping[str, Tensor]]) -> d
             if stack.role.receives:
                 shapes |= {"weight": (n,), **{spec.name: (n, *spec.shape) for spec in stack.statistics}}
             if stack.role.works:
-                written = stack.written_like(given.get(member.layer.key, {}))
+                written = (*stack.written_like(given.get(member.layer.key, {})), *stack.memories)
                 shapes |= {"renewed": (n, len(stack.parts)), **{spec.name: (n, *spec.shape) for spec in written}}
             if shapes:
                 wanted[member.layer.key] = shapes

@@ -21,11 +21,12 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from natgrad.aside import aside
 from natgrad.blocks import Member, Stack
 from natgrad.capture import compiled
+from natgrad.capture.again import Chance, Pass, Recording, Repetition, accelerators
 from natgrad.capture.early import look_ahead
 from natgrad.capture.pooled import Pooled
-from natgrad.capture.saved import Saved, outline
+from natgrad.capture.saved import Saved, outline, whole
 from natgrad.capture.taps import EndTap, Forward, LayerTap, RootTap, watchers
-from natgrad.capture.upstream import destination, mark, marked, reached, sources, unnoticed
+from natgrad.capture.upstream import destination, go_down, mark, marked, sources
 from natgrad.capture.uses import Terms, Use
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError, NatgradWarning
@@ -52,6 +53,7 @@ class Capture:
         wanted: Whether the coming step needs sums.
         rows_wanted: Whether it needs rows, where a curvature keeps them.
         sampling: Whether the backward pass under way differentiates a loss of sampled labels.
+        replays: The layers whose curvature needs a replay, of those captured here.
         sums: The raw sums.
         rows: The rows.
         seconds: Host seconds spent in the hooks.
@@ -73,7 +75,8 @@ class Capture:
         self._loss: int | None = None  # the last backward pass that turned out to be the loss's
         self._fills = False  # whether it writes into ``.grad``
         self.wanted = self.rows_wanted = True
-        self.sampling = False
+        self.sampling = self._replaying = False
+        self.replays: set[str] = set()
         self._drew = False  # whether labels were sampled since the last step
         self.sums = Sums([], fused=False)
         self.rows = Collected([], None)
@@ -94,10 +97,12 @@ class Capture:
                 self._places[member.layer.name] = (stack, member)
                 if stack.role.captures:
                     self._captured.add(member.layer.name)
+                    self.replays |= {member.layer.name} if stack.curvature.replays else set()
                 for index, layer in enumerate((member.layer, *member.layer.others)):
                     self._handles += layer.tap(LayerTap(self, self._forward, member.layer.name, index))
         # Set last: where the model is itself a layer, its forward ends after that layer's.
         self._handles.append(self._root.register_forward_hook(EndTap(self._forward), always_call=True))
+        self._record()
         compiled.forget(self._root)
         if any(stack.curvature.likelihood is not None for stack in stacks):
             compiled.allow_two_passes()
@@ -111,9 +116,8 @@ class Capture:
         _remove(self._handles)
         self._layers.clear()
         self._places.clear()
-        self._captured.clear()
-        self._pooled.clear()
-        self._uses.clear()
+        for known in (self._captured, self.replays, self._pooled, self._uses):
+            known.clear()
 
     @property
     def backwards(self) -> dict[int, int]:
@@ -173,19 +177,15 @@ class Capture:
             score: The derivative of that loss by `outputs`.
         """
         self._drew = True
-        below = set() if outputs.grad_fn is None else reached(outputs.grad_fn)
-        ends = self._sampled_places(below)
-        if not ends:
-            return
-        self.sampling = True
-        try:
-            with unnoticed(below):
-                torch.autograd.grad(outputs, ends, score.to(outputs.dtype), retain_graph=True, allow_unused=True)
-        finally:
-            self.sampling = False
+        with aside(self, sampling=True):
+            go_down(outputs, score.to(outputs.dtype), self._places_of, retain=True)
 
-    def _sampled_places(self, below: set[Node]) -> list[GradientEdge]:
-        """Return where a pass must go so that it visits every use, at `below`, of layers with a sampled Fisher."""
+    def replayed_pass(self, loss: Tensor, scale: float | Tensor) -> None:
+        """Differentiate the loss of a replay, times the `scale` of the step's, down to the layers' outputs."""
+        go_down(loss, torch.ones_like(loss) * scale, self._places_of, retain=False)
+
+    def _places_of(self, below: set[Node]) -> list[GradientEdge]:
+        """Return where a pass must go so that it visits every use, at `below`, of the layers that it is for."""
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in below):
             raise NatgradError(_REENTRANT)
         found = [(edge, name) for edge, (capture, name) in marked(below, self._marks) if capture() is self]
@@ -193,7 +193,7 @@ class Capture:
         # In a compiled graph no place is that of a layer: go through all of it, down to the layer's parameters.
         for name in self._captured - seen:
             layer, curvature = self._layers[name]
-            if curvature.likelihood is not None:
+            if curvature.likelihood is not None or self._replaying:
                 edges = [get_gradient_edge(slot.parameter) for slot in layer.slots if slot.parameter.requires_grad]
                 ends += [edge for edge in edges if edge.node in below]
         return ends
@@ -209,6 +209,7 @@ class Capture:
         self._drew = False
         self.discard()
         self.sums.note_turns()
+        self._record()
 
     def discard(self) -> None:
         """Forget what backward passes have shown; forward passes may still be differentiated."""
@@ -218,6 +219,24 @@ class Capture:
         self._terms.clear()
         self.sums.reset()
         self.rows.reset()
+
+    def _record(self) -> None:
+        """Record forward passes from now on, if they may have to be repeated."""
+        recorded = self.wanted and self.replays
+        self._forward.script = Recording(accelerators(self._root)) if recorded else None
+
+    def recorded(self) -> list[tuple[Pass, Chance]]:
+        """Return the forward passes behind the losses since the last step; none where nobody has looked on."""
+        script = self._forward.script
+        return script.of(self.backwards) if isinstance(script, Recording) else []
+
+    @contextmanager
+    def replay(self, sums: Sums, repetition: Repetition) -> Iterator[None]:
+        """Add what the layers that need a replay show to other `sums` meanwhile, and know nothing of it afterwards."""
+        own = {"_captured": self.replays, "_counting": False, "_terms": Terms(self._reduction), "_loss": None}
+        forward = {"began": self._forward.began, "script": repetition}
+        with aside(self, wanted=True, sums=sums, _replaying=True, _fills=False, **own), aside(self._forward, **forward):
+            yield
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -250,11 +269,11 @@ class Capture:
             forward.note(name, layer.positions(output))
         if wanted and outer_task == -1:
             self.seconds += look_ahead(use, inputs, output, self._terms, self.sums)
-        size, output = output.shape, _whole(output)
+        size, output = output.shape, whole(output)
         output.register_hook(lambda gradient: self._gradient(use, gradient.reshape(size)))
         if curvature.pools:
             self._uses.setdefault(name, weakref.WeakSet()).add(use)
-        if wanted and curvature.likelihood is not None and outer_task == -1:
+        if wanted and (curvature.likelihood is not None or self._replaying) and outer_task == -1:
             self._marks[mark(output, (weakref.ref(self), name))] = use
 
     def receive(self, name: str, index: int, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
@@ -276,7 +295,7 @@ class Capture:
             return
         self._gather(use.layer.slots[0])
         task = use.outer_task if use.outer_task != -1 else torch._C._current_graph_task_id()
-        begins = not self.sampling and task != self._loss
+        begins = not (self.sampling or self._replaying) and task != self._loss
         taken = destination(use.layer.slots[0].parameter) if begins else ""
         if begins and not taken:
             return  # a pass down to the model's inputs, as attacks and saliency maps make, is none of the loss
@@ -387,14 +406,6 @@ class Capture:
         tally.count(task, whole if inputs.one_hot else min(before + samples, whole), rows, beyond=beyond)
         if name in self.sums.tallies:
             self.sums.counted(name, len(self.backwards))
-
-
-def _whole(output: Tensor) -> Tensor:
-    """Return what `output` is a view of, if all of it: an operation in place would drop the hooks of the view."""
-    base = output._base
-    # F.linear returns a view where samples have positions.
-    same = base is not None and base.requires_grad and base.numel() == output.numel()
-    return base if base is not None and same and base.is_contiguous() and output.is_contiguous() else output
 
 
 def _remove(handles: list[Handle]) -> None:

@@ -28,6 +28,14 @@ class Saved:
         return tensor
 
 
+def whole(output: Tensor) -> Tensor:
+    """Return what `output` is a view of, if all of it: an operation in place would drop the hooks of the view."""
+    base = output._base
+    # F.linear returns a view where samples have positions.
+    same = base is not None and base.requires_grad and base.numel() == output.numel()
+    return base if base is not None and same and base.is_contiguous() and output.is_contiguous() else output
+
+
 def outline(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape, dtype and device that takes no memory; its values mean nothing."""
     return tensor.new_empty(()).expand(tensor.shape)

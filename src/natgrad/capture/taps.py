@@ -31,11 +31,13 @@ class Pass:
 
     Attributes:
         first: The backward pass that differentiated it first.
+        batch: The batch size of the model's input; -1: none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batch: int = -1) -> None:
         """Begin before the first layer."""
         self.first: int | None = None
+        self.batch = batch
         self._rows: dict[str, int] = {}
         self._lengths: set[int] = set()
 
@@ -53,6 +55,13 @@ class Pass:
         return whole if whole in self._lengths else rows
 
 
+class Script(Protocol):
+    """What follows forward passes with gradients."""
+
+    def enter(self, forward: Pass) -> None:
+        """Note that a pass begins."""
+
+
 class Forward:
     """The model's own forward, in whose terms every layer's rows are samples x positions.
 
@@ -61,6 +70,7 @@ class Forward:
             new number.
         current: The pass that is under way.
         began: Whether a pass with gradients has begun since it was set to False.
+        script: What is told of passes with gradients; None: nobody.
     """
 
     def __init__(self) -> None:
@@ -68,6 +78,7 @@ class Forward:
         self.batch = NO_BATCH
         self.current: Pass | None = None
         self.began = False
+        self.script: Script | None = None
 
     def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a pass; its batch size is that of the first tensor, in whatever containers, that the model gets.
@@ -80,6 +91,9 @@ class Forward:
         self.current = Pass()
         if torch.is_grad_enabled():
             self.began = True
+            if not torch.compiler.is_compiling() and self.script is not None:
+                self.current.batch = int(self.batch)
+                self.script.enter(self.current)
 
     def leave(self) -> None:
         """End the pass: a layer called by itself says nothing of an earlier batch."""

@@ -5,7 +5,7 @@ What is written on a graph goes when the graph does.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -87,6 +87,22 @@ def unnoticed(nodes: Iterable[Node]) -> Iterator[None]:
     finally:
         for wrapper, before in enqueued.items():
             wrapper._static_graph_delay_allreduce_enqueued = before
+
+
+def go_down(outputs: Tensor, score: Tensor, ends: Callable[[set[Node]], list[GradientEdge]], *, retain: bool) -> None:
+    """Differentiate down to some places; parameters' ``.grad`` stay untouched, and wrappers unaware.
+
+    Args:
+        outputs: Where to begin.
+        score: The derivative of the loss by `outputs`.
+        ends: Returns the places, of all that is upstream.
+        retain: Whether the graph is to be differentiated again.
+    """
+    below = set() if outputs.grad_fn is None else reached(outputs.grad_fn)
+    places = ends(below)
+    if places:
+        with unnoticed(below):
+            torch.autograd.grad(outputs, places, score, retain_graph=retain, allow_unused=True)
 
 
 def destination(parameter: Tensor) -> Literal["grad", "caller", ""]:

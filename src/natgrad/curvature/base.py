@@ -33,6 +33,7 @@ class Spec:
         counts: Whether a statistic counts rows; where only a share of them counts (masked tokens), it is corrected as
             what it is divided by.
         fresh: Whether of a statistic only what was seen last is kept, and no running average.
+        recurrent: Whether it is made of what it was before, so that rounding adds up: kept in at least float32.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Spec:
     degree: int = 0
     counts: bool = False
     fresh: bool = False
+    recurrent: bool = False
 
     @property
     def numel(self) -> int:
@@ -58,13 +60,15 @@ class Part:
 
     Attributes:
         name: Its name among the parts of the block.
-        reads: The statistics that it needs.
+        reads: The statistics that it needs, and what of the memory.
         writes: What it makes, held until the next renewal.
         cost: Its work in multiply-adds, up to a factor common to all parts.
         repeated: Where several ranks may share the work, by columns of the one symmetric matrix that is written: the
             share of it that each has to repeat. None: one rank does it all.
         warm: Whether it begins with what it has made last (`before` of `Curvature.renew`); then ranks cannot share it.
         restarts: The statistics of which a new running average begins with what it makes.
+        everywhere: Whether every worker does it for itself: where the results are larger than the work.
+        replayed: Whether it goes on with what a replay has shown; a renewal only begins it.
     """
 
     name: str
@@ -74,6 +78,8 @@ class Part:
     repeated: float | None = None
     warm: bool = False
     restarts: tuple[str, ...] = ()
+    everywhere: bool = False
+    replayed: bool = False
 
 
 class Curvature(ABC):
@@ -87,6 +93,7 @@ class Curvature(ABC):
         looks: Which of what the parts write `observe` needs: then only workers can capture.
         live: Which statistics `solve` needs, as they are at that step.
         early: Which statistics are of the inputs alone, without any gradient, and may be summed in the forward pass.
+        replays: Which statistics are seen again in a replay: the same batch after the optimizer's step.
     """
 
     likelihood: Likelihood | None = None
@@ -96,6 +103,7 @@ class Curvature(ABC):
     looks: tuple[str, ...] = ()
     live: tuple[str, ...] = ()
     early: tuple[str, ...] = ()
+    replays: tuple[str, ...] = ()
 
     def fit(self, layer: Layer) -> Curvature | str:
         """Return the variant of this curvature for `layer`, the same object for equal needs, or why there is none."""
@@ -126,6 +134,35 @@ class Curvature(ABC):
     def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
         """Return the work of a renewal for a block ``[outputs, inputs]``."""
 
+    def memory(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
+        """Return what is kept from step to step beside statistics and what parts write; zeros at first."""
+        return ()
+
+    def remember(self, memory: Mapping[str, Tensor], W: Tensor) -> Mapping[str, Tensor]:
+        """Return what of `memory` ``[N, *shape]`` the gradient `W` ``[N, o, i]`` renews, before it is solved."""
+        return {}
+
+    def shown(self, means: Mapping[str, Tensor], parameters: Tensor) -> Mapping[str, Tensor]:
+        """Return what a pass has shown, of which a replay shows the change.
+
+        Args:
+            means: Those of `replays` ``[N, *shape]``, of one batch.
+            parameters: The parameters of that pass, as blocks ``[N, o, i]``.
+        """
+        return {}
+
+    def replayed(
+        self, memory: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Return what of `memory` ``[N, *shape]`` a replay renews.
+
+        Args:
+            memory: As it is.
+            before: What `shown` returned before the optimizer's step.
+            after: What it returns afterwards.
+        """
+        return {}
+
     @abstractmethod
     def observe(
         self,
@@ -140,8 +177,9 @@ class Curvature(ABC):
         """Add what one use of a layer shows to the raw sums, in a gradient hook.
 
         Args:
-            sums: A tensor ``[n, *shape]`` for each of `statistics`; uninitialised memory when `first`. Those of `early`
-                are missing where `observe_inputs` has seen this use: they are not asked for again.
+            sums: A tensor ``[n, *shape]`` for each of `statistics`, in a replay for each of `replays`; uninitialised
+                memory when `first`. Those of `early` are missing where `observe_inputs` has seen this use: they are not
+                asked for again.
             inputs: The rows a, of as many samples as the loss has terms here (token losses: positions).
             gradients: The rows g of the same samples, times ``1 / scale``.
             scale: What makes `gradients` those of per-sample losses.
@@ -171,7 +209,7 @@ class Curvature(ABC):
 
         Args:
             part: The name of the part.
-            averages: The running averages that the part reads ``[N, *shape]``, bias-corrected.
+            averages: What the part reads ``[N, *shape]``: of statistics the running averages, bias-corrected.
             damping: γ at this renewal.
             columns: Of a part that ranks share, which columns are wanted, from the diagonal down; None: all.
             before: What a warm part has written last ``[N, *shape]``, not to be changed; None: it never has.
@@ -185,7 +223,7 @@ class Curvature(ABC):
         """Return the preconditioned gradient ``[N, o, i]`` of `W` ``[N, o, i]``.
 
         Args:
-            held: All that the parts wrote, and of `live` statistics the bias-corrected running averages.
+            held: All that the parts wrote, what is in `memory`, and of `live` statistics the bias-corrected averages.
             W: The gradient; it may be overwritten no more than `held`.
             damping: γ of this step.
         """

@@ -97,7 +97,8 @@ def _place(
     turns = [0] * len(members)
     for key, part in weights if placement.owners == "round-robin" else _descending(weights):
         load, work, weight = loads[homes[key]], plan.layers[key], weights[key, part]
-        if placement.name == "pipelined" and _is_cheaper_everywhere(placement, work, part):
+        cheaper = placement.name == "pipelined" and _is_cheaper_everywhere(placement, work, part)
+        if cheaper or part in work.everywhere:
             owners[key][part] = None
             load.add(slice(None), weight)
         elif placement.owners == "round-robin":

@@ -25,6 +25,7 @@ class Work:
         parts: The work of each part of a renewal, in multiply-adds.
         sums: Elements of its statistics as they travel (triangles).
         repeated: For those parts that ranks may share, which share of the work each of them repeats.
+        everywhere: Those parts that every worker does for itself.
         results: Elements of what each part makes, as they travel.
         gradients: Elements of its gradient.
         blocks: How many blocks it has, each of which succeeds or fails by itself.
@@ -40,6 +41,7 @@ class Work:
     parts: Mapping[str, float]
     sums: int = 0
     repeated: Mapping[str, float] = field(default_factory=dict)
+    everywhere: frozenset[str] = frozenset()
     results: Mapping[str, int] = field(default_factory=dict)
     gradients: int = 0
     blocks: int = 1

@@ -33,6 +33,7 @@ def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
         fine = seen & finite if sums.spoilt is None else seen & finite & ~sums.spoilt.to(stack.device)
         decay, restarting = stack.curvature.factor_decay, stack.restarting
         past = stack.outlived(sums.turns[id(stack)], blocks) if restarting else None
+        stack.note(blocks, fine)
         for spec in stack.statistics:
             fresh = piece.sums[spec.name]
             if past is not None and spec.name in restarting:

@@ -126,8 +126,10 @@ def renew(
     damping: float,
     watch: Watch,
     wire: torch.dtype | None = None,
+    *,
+    replayed: bool = False,
 ) -> bool:
-    """Do all parts of some layers, each on its owner, and exchange the results among the workers.
+    """Do the parts of some layers, each on its owner, and exchange the results among the workers.
 
     Args:
         stacks: All stacks.
@@ -137,11 +139,12 @@ def renew(
         damping: γ of this renewal.
         watch: Counts what failed.
         wire: The dtype in which matrices travel, if narrower than that in which they are held.
+        replayed: Whether to do those parts alone that go on with what a replay has shown.
 
     Returns:
         Whether there was anything to do.
     """
-    jobs = jobs_of(stacks, plan, keys)
+    jobs = jobs_of(stacks, plan, keys, replayed=replayed)
     success: list[list[float]] = []
     for job in jobs:
         job.stack.allocate_held()
@@ -190,15 +193,19 @@ def conclude(
     return [job for job, numbers in zip(jobs, success, strict=True) if RAISED in numbers]
 
 
-def jobs_of(stacks: list[Stack], plan: Plan[str], keys: Collection[str]) -> list[Job]:
-    """Return the jobs of the layers that this rank works for: neighbouring layers of one owner together."""
+def jobs_of(stacks: list[Stack], plan: Plan[str], keys: Collection[str], *, replayed: bool = False) -> list[Job]:
+    """Return the jobs of the layers that this rank works for: neighbouring layers of one owner together.
+
+    Of parts that replays go on with, a renewal does those that have never been done, and a replay the others.
+    """
     jobs: list[Job] = []
     for stack in stacks:
         if not stack.role.works or stack.curvature.rows:
             continue
         for part in stack.parts:
             for member in stack.members:
-                if member.layer.key in keys:
+                begun = part.replayed and all(stack.good[part.name][member.blocks])
+                if member.layer.key in keys and begun == replayed:
                     owner = plan.seats[member.layer.key].owners[part.name]
                     if isinstance(owner, tuple):
                         shares = equal_shares(part.writes[0].shape[-1], len(owner))

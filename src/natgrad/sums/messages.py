@@ -109,11 +109,12 @@ class Message:
         places: In which piece each is.
         early: Whether no statistic needs a gradient. All pieces of a message are alike in this.
         role: What this rank has to do with all of its layers.
+        kind: What its sums are counted as.
     """
 
-    def __init__(self, pieces: list[Piece]) -> None:
+    def __init__(self, pieces: list[Piece], kind: str = "factors") -> None:
         """Lay out neighbouring layers of some stacks with the same role; no tensor is made."""
-        self.pieces, self.role = pieces, pieces[0].stack.role
+        self.pieces, self.role, self.kind = pieces, pieces[0].stack.role, kind
         self.places = {member.layer.name: index for index, piece in enumerate(pieces) for member in piece.members}
         self.early = pieces[0].portion == "early"
         self._counters = 0 if self.early else 2 * len(self.places)
@@ -154,7 +155,7 @@ class Message:
     @property
     def kinds(self) -> dict[str, int]:
         """How many of its elements are of which kind."""
-        return {"factors": self.numel - self._counters, "counters": self._counters}
+        return {self.kind: self.numel - self._counters, "counters": self._counters}
 
     def arrived(self, early: Mapping[str, Message] | None = None) -> Iterator[Arrived]:
         """Yield the sums of each piece, with the counters; nothing of a message without them.

@@ -40,8 +40,11 @@ class Sums:
         turns: `Stack.turns` as they were when this step began, by the ``id`` of the stack.
     """
 
-    def __init__(self, stacks: Sequence[Stack], *, fused: bool) -> None:
-        """Lay out the messages of those `stacks` to whose sums this rank adds or from whom it receives them."""
+    def __init__(self, stacks: Sequence[Stack], *, fused: bool, kind: str = "factors") -> None:
+        """Lay out the messages of those `stacks` to whose sums this rank adds or from whom it receives them.
+
+        They are counted as of some `kind`.
+        """
         groups: dict[object, list[Piece]] = {}
         stacks = [stack for stack in stacks if stack.role.captures or stack.role.receives]
         for stack in stacks:
@@ -56,7 +59,7 @@ class Sums:
         self.spoilt: Tensor | None = None
         self._stacks = stacks
         self.note_turns()
-        self._arrange([Message(pieces) for pieces in groups.values()])
+        self._arrange([Message(pieces, kind) for pieces in groups.values()])
 
     def _arrange(self, messages: list[Message]) -> None:
         """Collect in these messages from now on."""

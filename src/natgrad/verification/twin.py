@@ -20,6 +20,7 @@ from natgrad.placement import Placement, Runtime
 from natgrad.progress import Progress
 from natgrad.refresh import Refresh
 from natgrad.renewal import Background
+from natgrad.second_pass import SecondPass
 from natgrad.structure import Structure
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def as_new(original: Preconditioner) -> Iterator[None]:
             _given=Given(),
             _scaling=original._scaling.unscaled(),
             _unseen=Unseen(),
+            _second=SecondPass(off=True),
         )
         stack.enter_context(fresh)
         yield
@@ -72,7 +74,7 @@ def twin(original: Preconditioner, model: nn.Module) -> Preconditioner:
             precision=replace(original._precision, wire=None),
             guard=Guard(limit=None),
         )
-    alone._runtime, alone._inspection = Runtime(None), Inspection(silent=True)
+    alone._runtime, alone._inspection, alone._second = Runtime(None), Inspection(silent=True), SecondPass(off=True)
     alone._structure = Structure(model, alone._curvature, alone._precision, placement=Placement(), rank=0, ranks=1)
     alone._begin()
     return alone

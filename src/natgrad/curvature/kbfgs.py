@@ -1,0 +1,230 @@
+"""K-BFGS and K-BFGS(L): quasi-Newton inverses of Kronecker factors (Goldfarb, Ren & Bahamou 2020, arXiv 2006.08877)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from natgrad import linalg
+from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
+from natgrad.curvature.quasi_newton import Compact, append, bfgs, damped, inner, multiply
+from natgrad.curvature.unitwise import UnitWise
+from natgrad.errors import require
+from natgrad.layers import Layer, Rows
+from natgrad.likelihood import Likelihood
+
+
+class KBFGS(Curvature):
+    """Preconditions by ``H_G Ŵ H_A``, Ŵ being a running average of the gradient W (SPEC 3).
+
+    No factor is decomposed but A, once. ``H_A`` begins as the inverse of ``A_LM = Ā + √γ I``, with Ā the running
+    average of a aᵀ, and each renewal updates it by BFGS with ``s = H_A mean(a)``, ``y = A_LM s``. ``H_G`` begins as I,
+    and is updated with running averages s of ``mean(z⁺) - mean(z)`` and y of ``mean(g⁺) - mean(g)``, doubly damped: z
+    are the layer's outputs, and z⁺, g⁺ those of the same batch after the optimizer's step. For that second pass give
+    ``preconditioner.step(closure)`` the loss once more. All means are over samples and positions.
+
+    Where rounding has cost an inverse its definiteness, it begins anew.
+    """
+
+    replays = ("a", "g")
+
+    def __init__(
+        self,
+        *,
+        memory: int | None = None,
+        factor_decay: float = 0.9,
+        gradient_decay: float = 0.9,
+        pair_decay: float = 0.9,
+        max_factor_size: int | None = 8192,
+        fisher: Literal["empirical", "sampled"] = "empirical",
+        likelihood: str | Likelihood | None = None,
+    ) -> None:
+        """Choose the variant.
+
+        Args:
+            memory: How many pairs H_G is made of (the paper's K-BFGS(L) has 100); None: it is kept as a matrix.
+            factor_decay: The weight of the old in Ā, in [0, 1).
+            gradient_decay: That in Ŵ, which is corrected for its beginning as Ā is; 0: W itself.
+            pair_decay: That in s and y.
+            max_factor_size: The most inputs (with the bias's constant 1) of a layer, and without `memory` the most
+                outputs; layers with more are left to the optimizer. None: any number.
+            fisher: The Fisher of norm layers beside it, as in `natgrad.UnitWise`: K-BFGS itself takes the gradients of
+                the loss.
+            likelihood: Likewise.
+
+        Raises:
+            ValueError: if an argument is none of those.
+        """
+        whole = isinstance(memory, int) and not isinstance(memory, bool) and memory >= 1
+        require(memory is None or whole, "memory", memory, "a whole number >= 1, or None")
+        for name, value in (("gradient_decay", gradient_decay), ("pair_decay", pair_decay)):
+            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
+            require(fits, name, value, "a number in [0, 1)")
+        whole = isinstance(max_factor_size, int) and not isinstance(max_factor_size, bool) and max_factor_size >= 1
+        fits = max_factor_size is None or whole
+        require(fits, "max_factor_size", max_factor_size, "a whole number >= 1, or None")
+        self._factor_decay, self._beside = check_estimate(fisher, factor_decay, likelihood)
+        self.limit, self.fisher, self.max_factor_size = memory, fisher, max_factor_size
+        self.gradient_decay, self.pair_decay = float(gradient_decay), float(pair_decay)
+
+    def __repr__(self) -> str:
+        """Show the variant."""
+        return f"KBFGS(memory={self.limit})"
+
+    @property
+    def factor_decay(self) -> float:
+        """See `Curvature.factor_decay`."""
+        return self._factor_decay
+
+    @cached_property
+    def _elementwise(self) -> Curvature:
+        return UnitWise(fisher=self.fisher, factor_decay=self.factor_decay, likelihood=self._beside)
+
+    def fit(self, layer: Layer) -> Curvature | str:
+        """See `Curvature.fit`: matrices whose weight is trained, for the outputs are compared over a step."""
+        fitted = super().fit(layer)
+        if fitted is not self:
+            return fitted
+        if not layer.weight:
+            return f"{self!r} has no form for a bias whose weight is frozen"
+        widest = layer.inputs if self.limit is not None else max(layer.inputs, layer.outputs)
+        if self.max_factor_size is not None and widest > self.max_factor_size:
+            return f"{widest} wide, more than max_factor_size={self.max_factor_size}"
+        return self
+
+    def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
+        """See `Curvature.statistics`: Ā, and the means of a and g of the last batch."""
+        return (
+            Spec(name="A", shape=(inputs, inputs), symmetric=True, mean="rows"),
+            Spec(name="a", shape=(inputs,), mean="rows", fresh=True),
+            Spec(name="g", shape=(outputs,), mean="rows", degree=1, fresh=True),
+        )
+
+    def memory(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
+        """See `Curvature.memory`: the sums behind Ŵ and its bias correction, and the pair."""
+        return (
+            Spec(name="W", shape=(outputs, inputs), recurrent=True),
+            Spec(name="share", shape=()),
+            Spec(name="s", shape=(outputs,)),
+            Spec(name="y", shape=(outputs,)),
+        )
+
+    def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
+        """See `Curvature.parts`: updates of rank two, which cost less than to send what they make."""
+        H_A = Spec(name="H_A", shape=(inputs, inputs), symmetric=True, recurrent=True)
+        made: tuple[Spec, ...] = (Spec(name="H_G", shape=(outputs, outputs), symmetric=True, recurrent=True),)
+        cost = 4.0 * outputs * outputs
+        if self.limit is not None:
+            made = tuple(Spec(name=name, shape=(self.limit, outputs), recurrent=True) for name in ("S", "Y"))
+            cost = 3.0 * self.limit**2 * outputs
+        A = Part(name="A", reads=("A", "a"), writes=(H_A,), cost=5.0 * inputs * inputs, warm=True, everywhere=True)
+        return A, replace(A, name="G", reads=("s", "y"), writes=made, cost=cost, replayed=True)
+
+    def observe(
+        self,
+        sums: Mapping[str, Tensor],
+        inputs: Rows,
+        gradients: Rows,
+        *,
+        scale: float,
+        first: bool,
+        held: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """See `Curvature.observe`; a replay has no use for A."""
+        if "A" in sums:
+            inputs.add_gram_(sums["A"], overwrite=first)
+        for name, rows, factor in (("a", inputs, 1.0), ("g", gradients, scale)):
+            total = rows.pool().sum(1)
+            if first:
+                sums[name].zero_()
+            sums[name].add_(total, alpha=factor)
+
+    def remember(self, memory: Mapping[str, Tensor], W: Tensor) -> Mapping[str, Tensor]:
+        """See `Curvature.remember`: Ŵ."""
+        decay = self.gradient_decay
+        return {
+            "W": torch.lerp(W.to(memory["W"]), memory["W"], decay),
+            "share": decay * memory["share"] + (1 - decay),
+        }
+
+    def shown(self, means: Mapping[str, Tensor], parameters: Tensor) -> Mapping[str, Tensor]:
+        """See `Curvature.shown`: mean(z), for z is linear in a, and mean(g); a frozen bias is in no difference."""
+        return {"z": multiply(parameters, means["a"]), "g": means["g"]}
+
+    def replayed(
+        self, memory: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """See `Curvature.replayed`: the running averages of the pair, whose scale does not matter."""
+        changes = {"s": after["z"] - before["z"], "y": after["g"] - before["g"]}
+        return {name: torch.lerp(change, memory[name], self.pair_decay) for name, change in changes.items()}
+
+    def renew(
+        self,
+        part: str,
+        averages: Mapping[str, Tensor],
+        damping: float,
+        columns: slice | None = None,
+        before: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """See `Curvature.renew`; `damping` is below 1."""
+        if part == "A":
+            return self._renew_inputs(averages, damping**0.5, before)
+        update = self._updated if self.limit is None else self._appended
+        made = update(averages["s"], averages["y"], damping**0.5, before)
+        return made, _finite(*made)
+
+    def _renew_inputs(
+        self, averages: Mapping[str, Tensor], shift: float, before: Mapping[str, Tensor] | None
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        A, a = averages["A"], averages["a"]
+        if before is None:
+            inverse, fine = linalg.damped_inverse(A, A.new_full((len(A),), shift))
+            return (inverse,), fine
+        H = before["H_A"].to(A.dtype)
+        s = multiply(H, a)
+        lower = A.tril(-1)
+        y = multiply(A.tril(), s) + multiply(lower.mT, s) + shift * s
+        H, fine = bfgs(H, s, y), torch.ones(len(A), dtype=torch.bool, device=A.device)
+        lost = inner(a, s) < 0
+        if bool(lost.any()):
+            H[lost], fine[lost] = linalg.damped_inverse(A[lost], A.new_full((int(lost.sum()),), shift))
+        return (H,), fine & _finite(H)
+
+    def _updated(self, s: Tensor, y: Tensor, mu: float, before: Mapping[str, Tensor] | None) -> tuple[Tensor, ...]:
+        unit = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device).expand(len(s), -1, -1)
+        H = unit if before is None else before["H_G"].to(s.dtype)
+        Hy = multiply(H, y)
+        lost = inner(y, Hy) < 0
+        H, Hy = torch.where(lost[:, None, None], unit, H), torch.where(lost[:, None], y, Hy)
+        return (bfgs(H, *damped(s, y, Hy, mu)),)
+
+    def _appended(self, s: Tensor, y: Tensor, mu: float, before: Mapping[str, Tensor] | None) -> tuple[Tensor, ...]:
+        assert self.limit is not None
+        if before is None:
+            empty = s.new_zeros(len(s), self.limit, s.shape[-1])
+            return empty, empty
+        S, Y = before["S"].to(s.dtype), before["Y"].to(s.dtype)
+        Hy = Compact(S, Y).multiply(y[:, :, None])[:, :, 0]
+        lost = (inner(y, Hy) < 0)[:, None]
+        S, Y = (torch.where(lost[:, :, None], 0, memory) for memory in (S, Y))
+        s, y = damped(s, y, torch.where(lost, y, Hy), mu)
+        curved = (inner(s, y) > 0)[:, None, None]
+        return torch.where(curved, append(S, s), S), torch.where(curved, append(Y, y), Y)
+
+    def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
+        """See `Curvature.solve`."""
+        mean = held["W"] / held["share"].clamp(min=torch.finfo(W.dtype).tiny)[:, None, None]
+        right = linalg.product(mean, held["H_A"])
+        if self.limit is None:
+            return linalg.product(held["H_G"], right)
+        return Compact(held["S"], held["Y"]).multiply(right)
+
+
+def _finite(*stacked: Tensor) -> Tensor:
+    sums = [tensor.flatten(1).sum(1) for tensor in stacked]
+    return torch.stack(sums).isfinite().all(0)

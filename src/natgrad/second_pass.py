@@ -1,0 +1,238 @@
+"""The second pass over a batch, after the optimizer's step: what a curvature learns from the change (K-BFGS)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.blocks import Stack
+from natgrad.capture import Capture
+from natgrad.capture.again import Chance, Pass, Repetition, as_found
+from natgrad.curvature import Curvature
+from natgrad.errors import NatgradError, NatgradWarning, describe, require
+from natgrad.gradients import parameters
+from natgrad.guard import Watch
+from natgrad.kept import along
+from natgrad.layers import Layer
+from natgrad.placement import Placement, Runtime
+from natgrad.reduction import Scaling
+from natgrad.schedule import Schedule
+from natgrad.shards import is_sharded
+from natgrad.sums import Sums
+
+Closure = Callable[[], Any]
+
+_WITHOUT = ("dp", "background")
+
+
+class Reevaluation:
+    """A closure by torch's convention: it clears the gradients and runs a backward pass of its own."""
+
+    def __init__(self, closure: Closure) -> None:
+        """Wrap it."""
+        self._closure = closure
+
+    def __call__(self) -> Any:
+        """Call it."""
+        return self._closure()
+
+
+def check_second_pass(
+    covered: Iterable[tuple[Layer, Curvature]], optimizer: object, placement: Placement, damping: Schedule
+) -> None:
+    """Check what a curvature asks for that needs a second pass.
+
+    Raises:
+        ValueError: without an optimizer, under FSDP2 or a placement that it does not go with, or with a damping of 1
+            or more.
+    """
+    layer, curvature = next(((layer, own) for layer, own in covered if own.replays), (None, None))
+    if layer is None or curvature is None:
+        return
+    allowed = f"given: {curvature!r} looks at the batch again after its step"
+    require(optimizer is not None, "optimizer", optimizer, allowed)
+    allowed = f"another than {' and '.join(map(repr, _WITHOUT))} with {curvature!r}"
+    require(placement.name not in _WITHOUT, "placement", str(placement), allowed)
+    sharded = any(is_sharded(slot.parameter) for one, own in covered if own.replays for slot in one.slots)
+    require(not sharded, "model", "sharded by FSDP2", f"plain or in DistributedDataParallel with {curvature!r}")
+    if not callable(damping):
+        check_damping([curvature], damping)
+
+
+def check_damping(curvatures: Iterable[Curvature], damping: float) -> None:
+    """Check the damping of a step.
+
+    Raises:
+        ValueError: if it is 1 or more where its root is a share (the double damping of K-BFGS).
+    """
+    curvature = next((own for own in curvatures if own.replays), None)
+    require(curvature is None or damping < 1, "damping", damping, f"a number below 1 with {curvature!r}")
+
+
+class SecondPass:
+    """Runs a closure in the hook that an optimizer calls after its step."""
+
+    def __init__(self, *, off: bool = False) -> None:
+        """Wait for nothing; `off` ones never do."""
+        self._off = off
+        self._handle: Any = None
+        self._told = False
+
+    def needed(self, stacks: Iterable[Stack]) -> bool:
+        """Tell whether any curvature needs it."""
+        return not self._off and any(stack.curvature.replays for stack in stacks)
+
+    def begin(self, stacks: Iterable[Stack], capture: Capture, closure: object, *, skips: bool) -> None:
+        """Begin a step: check its closure, and wait no more for the optimizer's last one.
+
+        Args:
+            stacks: All stacks.
+            capture: What was captured.
+            closure: What `natgrad.Preconditioner.step` was given.
+            skips: Whether the optimizer's step may rightly be left out (``GradScaler``).
+
+        Raises:
+            ValueError: if `closure` cannot be called.
+            NatgradError: if there is none though one is needed now.
+        """
+        require(closure is None or callable(closure), "closure", describe(closure), "a function without arguments")
+        missing = closure is None and capture.wanted and bool(capture.backwards) and self.needed(stacks)
+        if missing:
+            curvature = next(stack.curvature for stack in stacks if stack.curvature.replays)
+            raise NatgradError(
+                f"{type(curvature).__name__} needs preconditioner.step(closure): the closure returns the loss of the "
+                "same batch once more, without a backward pass"
+            )
+        if self.cancel() and not skips and not self._told:
+            self._told = True
+            warnings.warn(
+                "natgrad: the optimizer that the Preconditioner was given has not stepped since the last step(), and "
+                "the second pass over that batch was left out",
+                NatgradWarning,
+                stacklevel=4,  # past the decorator of `step`
+            )
+
+    def cancel(self) -> bool:
+        """Wait no more; tell whether a second pass was to come."""
+        waits = self._handle is not None
+        if waits:
+            self._handle.remove()
+            self._handle = None
+        return waits
+
+    def await_step(self, optimizer: torch.optim.Optimizer, act: Callable[[], None]) -> None:
+        """Have `act` called once, after the optimizer's next step."""
+
+        def hook(*_: object) -> None:
+            self.cancel()
+            act()
+
+        self._handle = optimizer.register_step_post_hook(hook)
+
+
+@dataclass
+class Replay:
+    """What the second pass over a batch goes by, told before the optimizer's step.
+
+    Attributes:
+        closure: Returns the loss of the batch; None: this rank had none.
+        recorded: The forward passes of the first pass.
+        shown: By the ``id`` of a stack that this rank works for, what the first pass has shown of it.
+        share: See `Sums.close`.
+        gain: Likewise.
+        scale: What the loss is scaled by.
+    """
+
+    closure: Closure | None
+    recorded: Sequence[tuple[Pass, Chance]]
+    shown: dict[int, Mapping[str, Tensor]]
+    share: float
+    gain: float | Tensor
+    scale: float | Tensor
+
+    @classmethod
+    def of(
+        cls, stacks: Iterable[Stack], capture: Capture, closure: Closure | None, *, share: float, scaling: Scaling
+    ) -> Replay:
+        """Take what the pass before the optimizer's step has shown."""
+        shown = {
+            id(stack): stack.curvature.shown(stack.corrected(slice(None), stack.curvature.replays), parameters(stack))
+            for stack in stacks
+            if stack.curvature.replays and stack.role.works
+        }
+        passes = len(capture.backwards)
+        gain = scaling.of_captured(passes)
+        return cls(closure if passes else None, capture.recorded(), shown, share, gain, scaling.of_loss)
+
+    def sums(self, model: nn.Module, views: Sequence[Stack], capture: Capture, runtime: Runtime) -> Sums:
+        """Look at the batch again; return the sums over all ranks.
+
+        Args:
+            model: The model, in its wrapper.
+            views: Stacks with what is to be seen as their statistics.
+            capture: The hooks.
+            runtime: The ranks.
+
+        Raises:
+            ValueError: if the closure returns no loss.
+            NatgradError: if it ran a backward pass, or its loss is of another batch.
+        """
+        sums = Sums(views, fused=runtime.ranks > 1, kind="replay")
+        if self.closure is not None:
+            repetition = Repetition(self.recorded)
+            with as_found(model), capture.replay(sums, repetition), torch.enable_grad():
+                self._differentiate(self.closure(), sums, capture)
+                passes = [forward.batch for forward in repetition.passes if forward.first in capture.backwards]
+            expected = [forward.batch for forward, _ in self.recorded]
+            if expected and passes != expected:
+                raise NatgradError(
+                    f"the closure has shown batches of {passes} samples, the step was of {expected}: return the loss "
+                    "of the same mini-batch, of all its parts where they were accumulated"
+                )
+        sums.close(self.share, self.gain)
+        sums.travel(runtime, None)
+        return sums
+
+    def _differentiate(self, result: Any, sums: Sums, capture: Capture) -> None:
+        if isinstance(self.closure, Reevaluation):
+            return
+        if not sums.empty:
+            raise NatgradError("the closure has run a backward pass: it is to return the loss, and no more")
+        loss = result[0] if isinstance(result, tuple) and result else result
+        fits = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
+        require(fits, "closure()", describe(loss), "a scalar loss with a graph, or (loss, outputs)")
+        capture.replayed_pass(loss, self.scale)
+
+    def learn(self, stacks: Iterable[Stack], sums: Sums, views: Sequence[Stack], watch: Watch) -> set[str]:
+        """Renew what the curvatures of `stacks` remember; return the keys of the layers of which all was finite."""
+        origins = dict(zip(map(id, views), stacks, strict=True))
+        P: dict[int, Tensor] = {}
+        learned: set[str] = set()
+        for piece in sums.arrived():
+            stack, blocks = origins[id(piece.stack)], piece.blocks
+            if not stack.role.works or stack.fresh is None:
+                continue
+            if id(stack) not in P:
+                P[id(stack)] = parameters(stack)
+            rows = piece.rows.clamp(min=1)
+            means = {name: (own / along(rows, own.ndim - 1)).to(stack.work_dtype) for name, own in piece.sums.items()}
+            after = stack.curvature.shown(means, P[id(stack)][blocks])
+            before = {name: own[blocks] for name, own in self.shown[id(stack)].items()}
+            finite = torch.stack([own.flatten(1).sum(1).isfinite() for own in after.values()]).all(0)
+            seen = (piece.rows > 0) & stack.fresh[blocks]
+            memory = stack.allocate_memory()
+            known = {spec.name: memory.read(spec.name, blocks) for spec in stack.memories}
+            stack.rewrite(blocks, known, stack.curvature.replayed(known, before, after), seen & finite)
+            watch.saw_replays(stack, blocks, seen & ~finite)
+            flags = dict(zip(range(blocks.start, blocks.stop), (seen & finite).tolist(), strict=True))
+            learned |= {
+                member.layer.key
+                for member in stack.members
+                if all(flags.get(block, False) for block in range(member.start, member.stop))
+            }
+        return learned
