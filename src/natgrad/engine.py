@@ -178,6 +178,19 @@ class Engine:
             if self._agreed(bool(renewed)) if first else renewed is not None or self._exchanges:
                 self._progress.renewed_factors()
 
+    @property
+    def _inverses_due(self) -> bool:
+        return self._refresh.inverses_due(self._progress.step, self._progress.last_inverses)
+
+    def _renew(self, count: int | None, damping: float, closure: Closure | None) -> None:
+        """Renew what is due, and have the rest renewed after the optimizer's step."""
+        before = self._progress.last_factors
+        if self._capture.wanted:
+            self._update_factors(count)
+        if (self._progress.last_factors is not None or self._keeps_rows) and self._inverses_due:
+            self._update_inverses(count, damping)
+        self._prepare_second_pass(count, closure, before)
+
     def _gains(self, count: int | None) -> tuple[float, float | Tensor]:
         """Return how many positions of the loss count of those seen, and what captured gradients are to be times."""
         share = 1.0 if count is None else count / max(1, self._capture.samples)

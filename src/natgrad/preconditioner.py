@@ -206,11 +206,8 @@ class Preconditioner(Engine):
         Gradients that the last call wrote and nobody has touched since stay as they are, with a warning.
 
         Args:
-            closure: Returns the loss of the same mini-batch once more, or a tuple that begins with it, without a
-                backward pass; with accumulation the sum of all the losses. Curvatures that look at the batch again
-                (`natgrad.KBFGS`) have the optimizer call it after its next step, with the random numbers that each
-                forward pass had (not where it is compiled); the others never do. Random numbers, buffers, training
-                modes and ``.grad`` are afterwards as they were. In place of it a number is taken as `count`.
+            closure: For curvatures that look at the batch again after the optimizer's step (`natgrad.KBFGS`): returns
+                its loss (or loss first), with accumulation the sum of all, and runs no backward pass; an int: `count`.
             count: For token losses with masks: how many positions of this rank counted since the last step.
 
         Raises:
@@ -218,8 +215,7 @@ class Preconditioner(Engine):
                 reduction than "tokens", or a schedule returns what is not allowed; then nothing was changed.
             NatgradError: if sampled labels are due and ``backward`` of this object was not used, if a closure is and
                 there is none, if ``scaler.unscale_`` was not used, within ``DistributedDataParallel.join()``, after
-                `detach`, or if another rank has stopped. The optimizer's step raises it where the closure ran a
-                backward pass or showed another batch.
+                `detach`, or if another rank has stopped.
             CurvatureError: if a layer has been in trouble for longer than the guard allows, or a renewal in the
                 background has raised an error on any rank.
         """
@@ -236,20 +232,15 @@ class Preconditioner(Engine):
         if not self._reduces and self._capture.idle and self._given.untouched():
             warnings.warn("natgrad: step() without a backward pass since the last one", NatgradWarning, stacklevel=3)
             return
-        progress, before = self._progress, self._progress.last_factors
+        progress = self._progress
         if self._runtime.ranks == 1 and not self._capture.backwards and not progress.has_curvature:
             return  # a checkpoint loader's step, before any forward
         if progress.start_clock(layer for layer, _ in self._structure.coverage.layers):
             self._capture.warn_of_others()
             self._compare_plans()
-        self._collect(early=self._behind and self._refresh.inverses_due(progress.step, progress.last_inverses))
+        self._collect(early=self._behind and self._inverses_due)
         scale, left = self._scale_gradients(count)
-        if self._capture.wanted:
-            self._update_factors(count)
-        known = progress.last_factors is not None or self._keeps_rows
-        if known and self._refresh.inverses_due(progress.step, progress.last_inverses):
-            self._update_inverses(count, damping)
-        self._prepare_second_pass(count, closure, before)
+        self._renew(count, damping, closure)
         self._precondition(damping, scale, left)
         progress.step += 1
         self._await()
@@ -328,7 +319,7 @@ class Preconditioner(Engine):
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by kind of message.
 
-        "padding" evens out FSDP2's shards; "schedule" is what "pipelined" tells of messages that left early.
+        "padding" evens out FSDP2's shards, "schedule" tells of messages that left early, "replay" of second passes.
         """
         return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self._runtime.traffic()}
 

@@ -1,4 +1,10 @@
-"""The second pass over a batch, after the optimizer's step: what a curvature learns from the change (K-BFGS)."""
+"""The second pass over a batch, after the optimizer's step: what a curvature learns from the change (K-BFGS).
+
+The optimizer calls the closure in the hook after its step. Each forward pass begins with the random numbers that it had
+the first time, so that dropout drops the same: the change is to be that of one function. (Where the model is compiled
+nobody sees its passes begin, and chance goes on.) Random numbers, buffers, training modes and ``.grad`` are afterwards
+as they were before. The pass goes down to the layers' outputs only; no gradient of a parameter is made.
+"""
 
 from __future__ import annotations
 
@@ -81,6 +87,7 @@ class SecondPass:
         """Wait for nothing; `off` ones never do."""
         self._off = off
         self._handle: Any = None
+        self._act: Callable[[], None] | None = None
         self._told = False
 
     def needed(self, stacks: Iterable[Stack]) -> bool:
@@ -119,18 +126,21 @@ class SecondPass:
 
     def cancel(self) -> bool:
         """Wait no more; tell whether a second pass was to come."""
-        waits = self._handle is not None
-        if waits:
+        if self._handle is not None:
             self._handle.remove()
-            self._handle = None
-        return waits
+        waited = self._act is not None
+        self._handle = self._act = None
+        return waited
 
     def await_step(self, optimizer: torch.optim.Optimizer, act: Callable[[], None]) -> None:
         """Have `act` called once, after the optimizer's next step."""
+        self._act = act
 
         def hook(*_: object) -> None:
-            self.cancel()
-            act()
+            # It is not removed here: the optimizer is going through its hooks.
+            waiting, self._act = self._act, None
+            if waiting is not None:
+                waiting()
 
         self._handle = optimizer.register_step_post_hook(hook)
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-_REENTRANT = "fisher='sampled' needs checkpoint(..., use_reentrant=False)"
+_REENTRANT = "sampled labels and second passes (K-BFGS) need checkpoint(..., use_reentrant=False)"
 
 
 class Capture:
@@ -233,7 +233,7 @@ class Capture:
     @contextmanager
     def replay(self, sums: Sums, repetition: Repetition) -> Iterator[None]:
         """Add what the layers that need a replay show to other `sums` meanwhile, and know nothing of it afterwards."""
-        own = {"_captured": self.replays, "_counting": False, "_terms": Terms(self._reduction), "_loss": None}
+        own = {"_captured": self.replays, "_counting": False, "_terms": self._terms.anew(), "_loss": None}
         forward = {"began": self._forward.began, "script": repetition}
         with aside(self, wanted=True, sums=sums, _replaying=True, _fills=False, **own), aside(self._forward, **forward):
             yield
@@ -319,8 +319,7 @@ class Capture:
             with full_products(gradient.device):
                 self._observe(use, first, inputs.get(), gradient)
         spent = perf_counter() - started
-        self.seconds += spent
-        use.primary.seconds += spent
+        self.seconds, use.primary.seconds = self.seconds + spent, use.primary.seconds + spent
 
     def _thrown_away(self) -> bool:
         """Tell whether the gradients of all passes counted so far were set to None since (``zero_grad``)."""

@@ -63,6 +63,12 @@ class Terms:
         self._rows: dict[str, int] = {}  # the positions that each layer has shown (token losses)
         self._warned = False
 
+    def anew(self) -> Terms:
+        """Return others, before the first pass, that warn of nothing that these have warned of."""
+        other = Terms("tokens" if self._tokens else "mean")
+        other._warned = self._warned
+        return other
+
     def clear(self) -> None:
         """Forget all passes."""
         self.of_loss.clear()

@@ -176,7 +176,7 @@ class KBFGS(Curvature):
             return self._renew_inputs(averages, damping**0.5, before)
         update = self._updated if self.limit is None else self._appended
         made = update(averages["s"], averages["y"], damping**0.5, before)
-        return made, _finite(*made)
+        return made, _finite(averages["s"], averages["y"], *made)
 
     def _renew_inputs(
         self, averages: Mapping[str, Tensor], shift: float, before: Mapping[str, Tensor] | None

@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from natgrad import KFAC
+from natgrad import KBFGS, KFAC
 from natgrad.curvature import Curvature
 from natgrad.errors import require
 
-_CLASSES: dict[str, Callable[..., Curvature]] = {"kfac": KFAC}
+_CLASSES: dict[str, Callable[..., Curvature]] = {"kfac": KFAC, "kbfgs": KBFGS}
 
 # What the job has a field of, or the task decides.
 _APART = ("fisher", "likelihood")

@@ -195,11 +195,11 @@ class Training:
 
     def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Take one optimizer step and return this rank's mean loss."""
+        count = min(self.job.accumulate, len(inputs))
+        parts = list(zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True))
 
         def closure() -> Tensor:
             self.optimizer.zero_grad()
-            count = min(self.job.accumulate, len(inputs))
-            parts = list(zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True))
             total = inputs.new_zeros((), dtype=torch.float32)
             for number, (part, labels) in enumerate(parts, 1):
                 with self._without_reduction() if number < count else nullcontext():
@@ -211,8 +211,12 @@ class Training:
                         loss.backward()
                 total += loss.detach()
             if self.preconditioner is not None:
-                self.preconditioner.step()
+                self.preconditioner.step(again)
             return total
+
+        def again() -> Tensor:
+            losses = [self.task.loss(self._replica(part), labels) / count for part, labels in parts]
+            return torch.stack(losses).sum()
 
         loss: Tensor = self.optimizer.step(closure)  # type: ignore[arg-type,assignment]
         self.scheduler.step()
