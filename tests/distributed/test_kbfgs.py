@@ -1,0 +1,178 @@
+"""K-BFGS on ranks: the second pass over everybody's samples, and the same inverses on all of them to the last bit."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad
+from tests import dense
+
+SAMPLES = 12
+RAGGED = {1: [12], 2: [9, 3], 3: [2, 6, 4], 4: [5, 1, 4, 2]}
+EVEN = {ranks: [SAMPLES // ranks] * ranks for ranks in RAGGED}
+IDLE = {1: [12], 2: [12, 0], 3: [7, 0, 5], 4: [0, 6, 6, 0]}
+
+
+class Network(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv1d(2, 4, 3, stride=2, groups=2)
+        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
+        self.drop = nn.Dropout(0.3 if norm else 0.0)
+        self.second, self.head = nn.Linear(4, 5), nn.Linear(5, 3, bias=False)
+
+    def forward(self, x):
+        x = self.drop(self.norm(self.first(x)).tanh()).mT
+        return self.head(self.second(x).tanh().mean(1))
+
+
+def place():
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(100 + step)
+    x = torch.randn(SAMPLES, 2, 7, generator=generator, dtype=torch.float64) + 0.3
+    return x, torch.randint(3, (SAMPLES,), generator=generator)
+
+
+def train(steps, sizes, *, wrapper=None, memory=None, norm=False, parts=1, mixed=False, **options):
+    """Parameters, blocks, buffers and traffic of this rank after some steps."""
+    rank, ranks = place()
+    torch.manual_seed(7 + rank)
+    model = Network(norm).double()
+    wrapped = model if wrapper is None or ranks == 1 else DistributedDataParallel(model, **wrapper)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    curvature = natgrad.KBFGS(memory=memory)
+    curvature = {"second": natgrad.KFAC(), "*": curvature} if mixed else curvature
+    preconditioner = natgrad.Preconditioner(
+        wrapped, curvature, optimizer=optimizer, damping=0.05, refresh=natgrad.Refresh(factors=1, inverses=2), **options
+    )
+    for step in range(steps):
+        x, y = (tensor.split(sizes[ranks])[rank] for tensor in batch(step))
+        pieces = list(zip(x.chunk(parts), y.chunk(parts), strict=True)) if len(x) else []
+
+        def losses(pieces=pieces):
+            return [cross_entropy(wrapped(xs), ys) / len(pieces) for xs, ys in pieces]
+
+        optimizer.zero_grad()
+        for number, (xs, ys) in enumerate(pieces, 1):
+            with nullcontext() if wrapped is model or number == parts else wrapped.no_sync():
+                (cross_entropy(wrapped(xs), ys) / parts).backward()
+        preconditioner.step((lambda losses=losses: sum(losses())) if pieces else None)
+        optimizer.step()
+    blocks = preconditioner.state_dict(gather=True)["blocks"]
+    kept = {f"{key} {name}": own for key, found in blocks.items() for name, own in found.items() if name != "renewed"}
+    return (
+        {**{name: own.detach() for name, own in model.named_parameters()}, **kept},
+        dict(model.named_buffers()),
+        preconditioner.traffic(),
+    )
+
+
+def assert_same(results, tolerance=0.0):
+    first, *others = (result[0] for result in results)
+    for other in others:
+        dense.assert_equal(other, first, tolerance)
+
+
+@pytest.mark.parametrize("wrapper", [None, {}])
+@pytest.mark.parametrize("memory", [None, 3])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_ragged_batches_equal_one_process(ranks, count, memory, wrapper):
+    options = {"memory": memory, "wrapper": wrapper, "gradients": "reduce"}
+    results = ranks.run(count, call, 6, RAGGED, options)
+    assert_same(results)
+    dense.assert_equal(results[0][0], train(6, RAGGED, memory=memory)[0], 1e-10)
+
+
+def call(steps, sizes, options):
+    return train(steps, sizes, **options)
+
+
+@pytest.mark.parametrize(
+    "wrapper", [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}]
+)
+def test_kinds_of_data_parallelism(ranks, wrapper):
+    results = ranks.run(2, call, 5, EVEN, {"wrapper": wrapper})
+    assert_same(results)
+    dense.assert_equal(results[0][0], train(5, EVEN)[0], 1e-10)
+
+
+@pytest.mark.parametrize("placement", ["mem-opt", "hybrid:0.5", "reduce-scatter", "pipelined"])
+def test_placements(ranks, placement):
+    results = ranks.run(4, call, 5, RAGGED, {"placement": placement, "gradients": "reduce"})
+    assert_same(results)
+    dense.assert_equal(results[0][0], train(5, RAGGED)[0], 1e-10)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_without_samples_take_part(ranks, count):
+    results = ranks.run(count, call, 4, IDLE, {"gradients": "reduce"})
+    assert_same(results)
+    dense.assert_equal(results[0][0], train(4, IDLE)[0], 1e-10)
+
+
+def test_accumulation_without_synchronisation(ranks):
+    results = ranks.run(2, call, 4, EVEN, {"wrapper": {}, "parts": 3})
+    assert_same(results)
+    dense.assert_equal(results[0][0], train(4, EVEN)[0], 1e-10)
+
+
+@pytest.mark.parametrize("wrapper", [{}, {"static_graph": True}, {"broadcast_buffers": False}])
+def test_statistics_of_norms_and_masks_of_ranks(ranks, wrapper):
+    """Every rank repeats its own masks, and running statistics count each batch once."""
+    results = ranks.run(2, call, 4, EVEN, {"wrapper": wrapper, "norm": True})
+    assert_same(results)
+    assert all(int(buffers["norm.num_batches_tracked"]) == 4 for _, buffers, _ in results)
+
+
+def test_it_goes_with_other_curvatures(ranks):
+    results = ranks.run(2, call, 4, RAGGED, {"mixed": True, "gradients": "reduce"})
+    assert_same(results)
+    dense.assert_equal(results[0][0], train(4, RAGGED, mixed=True)[0], 1e-10)
+
+
+def test_vectors_travel_and_no_inverses(ranks):
+    steps = 4
+    results = ranks.run(2, call, steps, EVEN, {"wrapper": {}})
+    vectors = 2 * (4 + 2) + (5 + 5) + (5 + 3)  # a and g: of both groups, and of two linear layers
+    for _, _, traffic in results:
+        assert traffic["replay"] == steps * vectors * 8  # an all-reduce among two sends each number once
+        assert traffic["inverses"] == 0
+
+
+def fail_alike():
+    """A closure that is missing is missed by all ranks before any of them has sent anything."""
+    model = Network(False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    wrapped = DistributedDataParallel(model)
+    preconditioner = natgrad.Preconditioner(wrapped, natgrad.KBFGS(), optimizer=optimizer)
+    x, y = batch(0)
+    cross_entropy(wrapped(x), y).backward()
+    with pytest.raises(natgrad.NatgradError, match="closure"):
+        preconditioner.step()
+    return preconditioner.traffic()
+
+
+def test_a_missing_closure_sends_nothing(ranks):
+    assert all(not any(traffic.values()) for traffic in ranks.run(2, fail_alike))
+
+
+def shard():
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="FSDP2"):
+        natgrad.Preconditioner(model, natgrad.KBFGS(), optimizer=optimizer)
+
+
+def test_sharded_models_are_refused(ranks):
+    ranks.run(2, shard)
