@@ -1,0 +1,277 @@
+"""A training that is measured while it runs, and goes on bit by bit as it would without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from natgrad.analysis import FIGURES, Measures, Probe, Seen
+from natgrad.analysis.drift import drifts
+from natgrad.analysis.error import errors
+from natgrad.analysis.norms import ALL, THRESHOLD, EpochGradients
+from natgrad.analysis.rank import ranks
+from natgrad.analysis.spectra import spectra
+from natgrad.errors import require
+
+from .build import rehearse
+from .display import display
+from .job import Job
+from .loop import Training
+from .result import Result
+from .world import join, launched, stop_requests
+
+Labels = Literal["true", "sampled"]
+
+# Of a direction's rows and of a kernel's, unless sizes are given: more take minutes.
+_MOST_ROWS, _SIZES = 1024, (1 / 2, 1, 2, 4)
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_LOOKS = 50  # about how many drifts a run has
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What is measured of which run.
+
+    A batch size here counts samples as natgrad does: of a loss over tokens each position is one.
+
+    Attributes:
+        job: The run; on one rank.
+        figures: Some of `natgrad.analysis.FIGURES`.
+        layers: fnmatch patterns of the layers; the switch goes by all parameters all the same.
+        labels: Whose gradients the rows hold: those of the "true" labels (as in the papers) or of "sampled" ones. The
+            gradient that is preconditioned is that of the true ones in any case.
+        every: Steps between drifts; None: some 50 over the run.
+        snapshots: At how many steps rank, error and spectra are measured: the first and the last, and between.
+        batch_sizes: Of the kernels; None: half of the run's batch, the batch, twice and four times it.
+        ranks: r of KID and KIS; None: shares of the batch from 1 % to all of it.
+        kernel_damping: α of the directions; None: the job's damping.
+        threshold: η of the switch.
+    """
+
+    job: Job
+    figures: tuple[str, ...] = FIGURES
+    layers: tuple[str, ...] = ("*",)
+    labels: Labels = "true"
+    every: int | None = None
+    snapshots: int = 3
+    batch_sizes: tuple[int, ...] | None = None
+    ranks: tuple[int, ...] | None = None
+    kernel_damping: float | None = None
+    threshold: float = THRESHOLD
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            ValueError: One is not allowed; the message names it, its value and what is allowed.
+        """
+        wrong = [name for name in self.figures if name not in FIGURES]
+        text = ",".join(self.figures)
+        require(self.figures and not wrong, "figures", text, f"some of {', '.join(FIGURES)}, separated by commas")
+        require(all(self.layers) and self.layers, "layers", ",".join(self.layers), "patterns of names, none empty")
+        require(self.labels in get_args(Labels), "labels", self.labels, f"one of {', '.join(get_args(Labels))}")
+        for name, least in (("every", 1), ("snapshots", 1)):
+            value = getattr(self, name)
+            fits = (name == "every" and value is None) or (type(value) is int and value >= least)
+            require(fits, name, value, f"a whole number of at least {least}")
+        for name in ("batch_sizes", "ranks"):
+            values = getattr(self, name)
+            fits = values is None or (values and all(type(each) is int and each >= 1 for each in values))
+            require(fits, name, values, "whole numbers of at least 1, separated by commas")
+        for name in ("kernel_damping", "threshold"):
+            value = getattr(self, name)
+            fits = (name == "kernel_damping" and value is None) or (0 < (value or 0) < float("inf"))
+            require(fits, name, value, "a finite number above 0")
+        require(self.job.workers == 1, "workers", self.job.workers, "1: an analysis runs on one process")
+        require(self.job.optimizer != "lbfgs", "optimizer", "lbfgs", "one that asks for one gradient a step")
+
+    def resolved(self) -> Study:
+        """Return the study with every default filled in, checked against the task's data.
+
+        Raises:
+            ValueError: A batch size exceeds the training set, or the job is not allowed.
+        """
+        job = self.job.resolved()
+        data, terms = job.build_task().datasets()[0], self.terms
+        most = len(data) * terms
+        batch = job.global_batch * terms
+        if self.batch_sizes is None:
+            batch = min(batch, _MOST_ROWS)
+            sizes = {min(max(1, round(share * batch)), most) for share in _SIZES}
+        else:
+            sizes = set(self.batch_sizes)
+            what = f"at most {most}, the training set"
+            require(max(sizes) <= most, "batch_sizes", ",".join(map(str, self.batch_sizes)), what)
+        rows = self.rows
+        counts = self.ranks or tuple(max(1, round(share * rows)) for share in _SHARES)
+        return replace(
+            self,
+            job=job,
+            every=self.every or max(1, job.total_steps // _LOOKS),
+            batch_sizes=tuple(sorted(sizes)),
+            ranks=tuple(sorted({min(each, rows) for each in counts})),
+            kernel_damping=self.kernel_damping or job.damping,
+        )
+
+    @property
+    def terms(self) -> int:
+        """How many terms of the loss a sample of the data has: 1, or its positions."""
+        task = self.job.build_task()
+        return task.datasets()[0][:1][1].numel() if task.reduction == "tokens" else 1
+
+    @property
+    def samples(self) -> int:
+        """How many samples of the data are behind a direction: the run's batch, or fewer of very many positions."""
+        return min(self.job.global_batch, max(1, _MOST_ROWS // self.terms))
+
+    @property
+    def rows(self) -> int:
+        """How many rows those are."""
+        return self.samples * self.terms
+
+    @property
+    def snapshot_steps(self) -> frozenset[int]:
+        """The steps before which rank, error and spectra are measured."""
+        last, parts = self.job.total_steps - 1, max(1, self.snapshots - 1)
+        return frozenset(round(index * last / parts) for index in range(self.snapshots))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return {**asdict(self), "job": self.job.to_json()}
+
+
+def analyze(study: Study, measures: Measures, *, show: bool = False) -> Result:
+    """Train the study's job and add what is measured to `measures`, as it comes.
+
+    Args:
+        study: What to measure.
+        measures: Where to; what was measured before a stop or an error stays.
+        show: Whether to show the run on the terminal.
+
+    Raises:
+        ValueError: An option does not fit the task, or this process is one of several.
+    """
+    study = study.resolved()
+    rehearse(study.job)
+    require(not launched(), "workers", "several", "1: an analysis runs on one process, without a launcher")
+    with stop_requests() as stop, join(study.job.device) as world, display(show) as view:
+        training = Measured(study, measures, world=world, watch=view, stop=stop)
+        result = training.run()
+        training.end_epoch()
+    return result
+
+
+class Measured(Training):
+    """A training that is measured before its steps.
+
+    Args:
+        study: What to measure, resolved.
+        measures: Where to.
+        **options: Of `Training`.
+    """
+
+    def __init__(self, study: Study, measures: Measures, **options: Any) -> None:
+        """Build the training, and its probe beside it."""
+        super().__init__(study.job, **options)
+        task, job = self.task, study.job
+        self._study, self._measures = study, measures
+        self._probe = Probe(
+            task.model,
+            task.loss,
+            reduction=task.reduction,
+            likelihood=task.likelihood if study.labels == "sampled" else None,
+            layers=study.layers,
+            device=self.world.device,
+            seed=job.seed,
+        )
+        order = torch.randperm(len(self._train), generator=torch.Generator().manual_seed(job.seed))
+        self._order: list[int] = order.tolist()
+        self._before: tuple[int, dict[str, Mapping[str, Tensor]]] | None = None  # the last factors, and their step
+        self._epochs, self._rate = EpochGradients(study.threshold), 0.0
+        self._sums: dict[str, dict[str, Tensor]] = {}
+        if "norms" in study.figures:
+            self._sum_gradients()
+
+    def end_epoch(self) -> None:
+        """Note the norms of the epoch that has just ended, if one has."""
+        if self.position.batch == 0 and self.position.step > 0 and self._sums:
+            own = {layer: list(sums.values()) for layer, sums in self._sums.items()}
+            wanted = {ALL, *self._probe.layers}
+            self._measures.norms += [each for each in self._epochs.close(own, self._rate) if each.layer in wanted]
+            torch._foreach_zero_([each for sums in self._sums.values() for each in sums.values()])
+
+    def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        started = perf_counter()
+        self._measure(inputs, targets)
+        # Measuring is no training: the speed that is shown is that of the run itself.
+        self.position.seconds -= perf_counter() - started
+        return super()._step(inputs, targets)
+
+    def _measure(self, inputs: Tensor, targets: Tensor) -> None:
+        """Measure what is due before a step, on its own batch (drift) or the same one throughout (all else)."""
+        study, step = self._study, self.position.step
+        if self.position.batch == 0:
+            self.end_epoch()
+            self._rate = float(self.scheduler.get_last_lr()[0])
+        if "drift" in study.figures:
+            self._follow_factors(step, inputs, targets)
+        if step in study.snapshot_steps:
+            self._take_snapshot(step)
+
+    def _follow_factors(self, step: int, inputs: Tensor, targets: Tensor) -> None:
+        """Look at the batches of each step whose drift is wanted, and of the one before."""
+        assert self._study.every is not None
+        due, next_due = (each > 0 and each % self._study.every == 0 for each in (step, step + 1))
+        if not (due or next_due):
+            return
+        seen = self._probe.look(self.model.state_dict(), inputs, targets)
+        now = {layer: each.factors for layer, each in seen.items()}
+        if due and self._before is not None and self._before[0] == step - 1:
+            self._measures.drift += drifts(step, self._before[1], now)
+        self._before = step, now
+
+    def _take_snapshot(self, step: int) -> None:
+        study, measures, state = self._study, self._measures, self.model.state_dict()
+        assert study.ranks is not None
+        assert study.batch_sizes is not None
+        assert study.kernel_damping is not None
+        if {"error", "spectra"} & set(study.figures):
+            seen = self._look(state, self._order[: study.samples])
+            for layer, each in seen.items():
+                if "error" in study.figures:
+                    measures.error += errors(
+                        step, layer, each.A, each.G, each.W, study.ranks, study.kernel_damping, seed=study.job.seed
+                    )
+                if "spectra" in study.figures:
+                    for name, factor in each.factors.items():
+                        measures.spectra += spectra(step, layer, name, factor)
+        if "rank" in study.figures:
+            samples = -(-study.batch_sizes[-1] // study.terms)
+            pieces = -(-samples // study.job.global_batch)  # of about the run's batch, as ranks would take them
+            indices = [part.tolist() for part in torch.tensor(self._order[:samples]).tensor_split(pieces)]
+            looks = [self._look(state, own) for own in indices]
+            for layer in looks[0]:
+                A, G = (torch.cat([getattr(look[layer], side) for look in looks], 1) for side in "AG")
+                measures.rank += ranks(step, layer, A, G, study.batch_sizes)
+
+    def _look(self, state: Mapping[str, Tensor], indices: list[int]) -> dict[str, Seen]:
+        return self._probe.look(state, *self._train[indices])
+
+    def _sum_gradients(self) -> None:
+        """Have each parameter add its gradients up, as they come."""
+        for name, parameter in self.model.named_parameters():
+            layer, _, leaf = name.rpartition(".")
+            if parameter.requires_grad:
+                total = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+                self._sums.setdefault(layer, {})[leaf] = total
+                parameter.register_hook(partial(_add, total))
+
+
+def _add(total: Tensor, gradient: Tensor) -> None:
+    total.add_(gradient.detach())

@@ -1,0 +1,163 @@
+"""A probe sees what torch's own per-sample derivatives say, and leaves everything as it is."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+from natgrad import tasks
+from natgrad.analysis import Probe
+
+
+class Network(nn.Module):
+    """A convolution in groups, a layer used twice, a norm, dropout, a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, groups=2)
+        self.shared = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.drop = nn.Dropout(0.0)
+        self.head = nn.Linear(16, 3, bias=False)
+
+    def forward(self, x):
+        x = self.first(x).tanh().flatten(1)
+        x = self.norm(self.shared(self.shared(x).tanh()))
+        return self.head(self.drop(x))
+
+
+def build():
+    return Network().double()
+
+
+@pytest.fixture
+def case():
+    torch.manual_seed(1)
+    model = build()
+    return model, torch.randn(6, 2, 4, 4, dtype=torch.float64), torch.randint(3, (6,))
+
+
+def per_sample(model, x, y):
+    """Return for each parameter the gradients of per-sample losses ``[6, ...]``."""
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(parameters, x, y):
+        return F.cross_entropy(functional_call(model, parameters, (x[None],)), y[None])
+
+    return vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
+
+
+def test_rows_of_a_layer_without_positions_make_its_per_sample_gradients(case):
+    model, x, y = case
+    seen = Probe(build, F.cross_entropy).look(model.state_dict(), x, y)
+    own = per_sample(model, x, y)["head.weight"]
+    head = seen["head"]
+    torch.testing.assert_close(torch.einsum("no,ni->noi", head.G[0], head.A[0]), own)
+    torch.testing.assert_close(head.W[0], own.mean(0))
+    torch.testing.assert_close(head.factors["A"][0], head.A[0].mT @ head.A[0] / 6)
+    torch.testing.assert_close(head.factors["G"][0], head.G[0].mT @ head.G[0] / 6)
+
+
+def test_a_convolutions_rows_are_mean_inputs_and_summed_gradients_block_by_block(case):
+    model, x, y = case
+    first = Probe(build, F.cross_entropy).look(model.state_dict(), x, y)["first"]
+    own = per_sample(model, x, y)
+    patches = F.unfold(x, 3).unflatten(1, (2, 9))  # [samples, blocks, 9, positions]
+    constant = torch.cat([patches, torch.ones_like(patches[:, :, :1])], 2).movedim(1, 0)
+    torch.testing.assert_close(first.A, constant.mean(-1))
+    torch.testing.assert_close(first.G, own["first.bias"].unflatten(1, (2, 2)).movedim(1, 0))
+    torch.testing.assert_close(first.factors["A"], torch.einsum("nbit,nbjt->nij", constant, constant) / 6)
+    weight = own["first.weight"].mean(0).flatten(1).unflatten(0, (2, 2))
+    bias = own["first.bias"].mean(0).unflatten(0, (2, 2))
+    torch.testing.assert_close(first.W, torch.cat([weight, bias[..., None]], -1))
+
+
+def test_uses_of_shared_weights_are_positions(case):
+    model, x, y = case
+    shared = Probe(build, F.cross_entropy).look(model.state_dict(), x, y)["shared"]
+    before = model.first(x).tanh().flatten(1)
+    inputs = torch.stack([before, model.shared(before).tanh()]).detach()
+    inputs = torch.cat([inputs, torch.ones_like(inputs[..., :1])], -1)
+    torch.testing.assert_close(shared.A[0], inputs.mean(0))
+    torch.testing.assert_close(shared.G[0], per_sample(model, x, y)["shared.bias"])
+    torch.testing.assert_close(shared.factors["A"][0], torch.einsum("tni,tnj->ij", inputs, inputs) / 6)
+
+
+def test_positions_of_a_token_loss_are_samples():
+    torch.manual_seed(2)
+    build_it = lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()  # noqa: E731
+    model, x, y = build_it(), torch.randn(2, 7, 3, dtype=torch.float64), torch.randint(4, (2, 7))
+
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    tokens = Probe(build_it, loss, reduction="tokens").look(model.state_dict(), x, y)
+    flat = Probe(build_it, F.cross_entropy).look(model.state_dict(), x.flatten(0, 1), y.flatten())
+    assert tokens["0"].A.shape == (1, 14, 4)
+    for name in flat:
+        for part in ("A", "G", "W"):
+            torch.testing.assert_close(getattr(tokens[name], part), getattr(flat[name], part))
+        for factor in "AG":
+            torch.testing.assert_close(tokens[name].factors[factor], flat[name].factors[factor])
+
+
+def test_sampled_labels_change_the_rows_and_not_the_gradient(case):
+    model, x, y = case
+    true = Probe(build, F.cross_entropy).look(model.state_dict(), x, y)["head"]
+    probe = Probe(build, F.cross_entropy, likelihood="categorical")
+    drawn = probe.look(model.state_dict(), x, y)["head"]
+    torch.testing.assert_close(drawn.W, true.W)
+    torch.testing.assert_close(drawn.A, true.A)
+    assert not torch.allclose(drawn.G, true.G)
+    again = Probe(build, F.cross_entropy, likelihood="categorical").look(model.state_dict(), x, y)["head"]
+    assert torch.equal(drawn.G, again.G)
+    assert not torch.equal(drawn.G, probe.look(model.state_dict(), x, y)["head"].G)  # drawn anew each time
+
+
+def test_model_and_generators_stay_as_they_are(case):
+    model, x, y = case
+    probe = Probe(build, F.cross_entropy)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    noise = torch.get_rng_state()
+    Probe(build, F.cross_entropy)
+    probe.look(model.state_dict(), x, y)
+    assert torch.equal(torch.get_rng_state(), noise)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_looks_do_not_add_up(case):
+    model, x, y = case
+    probe = Probe(build, F.cross_entropy)
+    probe.look(model.state_dict(), x[:4], y[:4])
+    again = probe.look(model.state_dict(), x, y)["head"]
+    fresh = Probe(build, F.cross_entropy).look(model.state_dict(), x, y)["head"]
+    assert torch.equal(again.W, fresh.W)
+    assert torch.equal(again.factors["A"], fresh.factors["A"])
+    assert again.A.shape == (1, 6, 16)
+
+
+def test_layers_are_chosen_by_pattern(case):
+    assert Probe(build, F.cross_entropy).layers == ["first", "shared", "head"]
+    assert Probe(build, F.cross_entropy, layers=("h*", "first")).layers == ["first", "head"]
+    with pytest.raises(ValueError, match=r"layers='nothing' is not allowed.*first, shared, head"):
+        Probe(build, F.cross_entropy, layers=("nothing",))
+
+
+@pytest.mark.parametrize("name", tasks.names())
+def test_every_task_shows_its_layers(name):
+    options = {"glyphs": {"images": 64}, "text": {"sequences": 64, "context": 16}}
+    task = tasks.get(name, **options.get(name, {}))
+    torch.manual_seed(0)
+    model = task.model()
+    probe = Probe(task.model, task.loss, reduction=task.reduction, likelihood=task.likelihood)
+    seen = probe.look(model.state_dict(), *task.datasets()[0][:12])
+    assert list(seen) == probe.layers
+    for layer in seen.values():
+        rows = 12 * 16 if name == "text" else 12
+        assert layer.A.shape[1] == layer.G.shape[1] == rows
+        assert layer.W.any()
+        for name_of, size in (("A", layer.A.shape[2]), ("G", layer.G.shape[2])):
+            assert layer.factors[name_of].shape[1:] == (size, size)
