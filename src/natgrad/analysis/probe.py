@@ -211,7 +211,7 @@ class _Record(_Silent):
             return torch.cat([a / n for a, _, n in self._uses], 1), torch.cat([g for _, g, _ in self._uses], 1)
         # Several uses show the same samples (shared weights): they are positions too.
         positions = sum(n for *_, n in self._uses)
-        A, G = (torch.stack([use[side] for use in self._uses]).sum(0) for side in (0, 1))
+        A, G = (torch.stack(each).sum(0) for each in ([a for a, *_ in self._uses], [g for _, g, _ in self._uses]))
         return A / positions, G
 
     def _gradient(self) -> Tensor:

@@ -32,7 +32,8 @@ def spectrum(X: Tensor) -> Tensor:
 
     What rounding made negative is zero.
     """
-    return torch.linalg.eigvalsh(X.double()).flatten().clamp(min=0).sort(descending=True).values
+    values: Tensor = torch.linalg.eigvalsh(X.double()).flatten().clamp(min=0).sort(descending=True).values
+    return values
 
 
 def spectra(step: int, layer: str, factor: str, X: Tensor) -> list[Eigenvalue]:

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 import natgrad
 from natgrad.errors import NatgradError
 
+from .analyze import analyze
 from .compare import compare
 from .flags import in_flags
 from .tasks import tasks
@@ -34,6 +35,7 @@ class _PlainErrors(TyperGroup):
 app = typer.Typer(cls=_PlainErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(train)
 app.command()(compare)
+app.command()(analyze)
 app.command()(tasks)
 
 

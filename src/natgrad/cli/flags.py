@@ -14,6 +14,7 @@ _COMMANDS_NAME = {
     "task option": "set_",
     "task_options": "set_",
     "name": "task",
+    "figures": "figure",
     "trials": "search",
 }
 

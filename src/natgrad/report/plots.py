@@ -19,7 +19,7 @@ from natgrad.training.summary import Quantity
 # Okabe and Ito's colours: readable on black and on white, and by the colour-blind.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 # Stands for the colour of the text around the plot, which only the reader's browser knows.
-_TEXT = "#010203"
+TEXT = "#010203"
 
 Curves = Mapping[str, Sequence[Sequence[Point]]]
 
@@ -33,9 +33,7 @@ def overview(curves: Curves, metric: Metric, targets: Mapping[Quantity, float] |
         metric: The task's.
         targets: Values of "loss" and "metric" to mark.
     """
-    figure = Figure(figsize=(10, 6.4), layout="constrained")
-    FigureCanvasSVG(figure)
-    figure.patch.set_alpha(0)
+    figure = blank(6.4)
     rows: list[tuple[Quantity, str, Callable[[Point], float]]] = [
         ("loss", "training loss", lambda point: point.loss),
         ("metric", f"test {metric.name}", lambda point: point.metric),
@@ -50,14 +48,22 @@ def overview(curves: Curves, metric: Metric, targets: Mapping[Quantity, float] |
             for colour, (name, runs) in zip(_cycle(len(curves)), curves.items(), strict=True):
                 _draw(axes, runs, x, y, name, colour)
             if targets and quantity in targets:
-                axes.axhline(targets[quantity], color=_TEXT, linewidth=0.8, linestyle=":", label="target")
-            _dress(axes, x_label, label)
+                axes.axhline(targets[quantity], color=TEXT, linewidth=0.8, linestyle=":", label="target")
+            dress(axes, x_label, label)
             values = [y(point) for runs in curves.values() for run in runs for point in run]
             falls = quantity == "loss" or metric.better == "lower"
             if falls and values and min(values) > 0 and max(values) > 10 * min(values):
                 axes.set_yscale("log")
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, labelcolor=_TEXT)
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, labelcolor=TEXT)
+    return figure
+
+
+def blank(height: float) -> Figure:
+    """Return an empty figure of a height in inches that lets the page shine through."""
+    figure = Figure(figsize=(10, height), layout="constrained")
+    FigureCanvasSVG(figure)
+    figure.patch.set_alpha(0)
     return figure
 
 
@@ -66,7 +72,7 @@ def to_svg(figure: Figure, text: str = "currentColor") -> str:
     buffer = StringIO()
     figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = buffer.getvalue()
-    return svg[svg.index("<svg") :].replace(_TEXT, text)
+    return svg[svg.index("<svg") :].replace(TEXT, text)
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -92,14 +98,14 @@ def _draw(
         )
 
 
-def _dress(axes: Axes, x_label: str, y_label: str) -> None:
+def dress(axes: Axes, x_label: str, y_label: str) -> None:
     """Give the axes their labels and the reader's own text colour."""
     axes.patch.set_alpha(0)
-    axes.set_xlabel(x_label, color=_TEXT)
-    axes.set_ylabel(y_label, color=_TEXT)
-    axes.tick_params(which="both", colors=_TEXT)
+    axes.set_xlabel(x_label, color=TEXT)
+    axes.set_ylabel(y_label, color=TEXT)
+    axes.tick_params(which="both", colors=TEXT)
     for spine in axes.spines.values():
-        spine.set_color(_TEXT)
+        spine.set_color(TEXT)
         spine.set_linewidth(0.6)
     axes.grid(alpha=0.25, linewidth=0.5)
 

@@ -95,9 +95,11 @@ class Study:
         """Return the study with every default filled in, checked against the task's data.
 
         Raises:
-            ValueError: A batch size exceeds the training set, or the job is not allowed.
+            ValueError: A batch size exceeds the training set, no layer has such a name, or the job is not allowed.
         """
         job = self.job.resolved()
+        rehearse(job)
+        self.probe(torch.device("cpu"))
         data, terms = job.build_task().datasets()[0], self.terms
         most = len(data) * terms
         batch = job.global_batch * terms
@@ -141,6 +143,23 @@ class Study:
         last, parts = self.job.total_steps - 1, max(1, self.snapshots - 1)
         return frozenset(round(index * last / parts) for index in range(self.snapshots))
 
+    def probe(self, device: torch.device) -> Probe:
+        """Return a probe of the task's model.
+
+        Raises:
+            ValueError: No layer has such a name.
+        """
+        task = self.job.build_task()
+        return Probe(
+            task.model,
+            task.loss,
+            reduction=task.reduction,
+            likelihood=task.likelihood if self.labels == "sampled" else None,
+            layers=self.layers,
+            device=device,
+            seed=self.job.seed,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
         return {**asdict(self), "job": self.job.to_json()}
@@ -158,7 +177,6 @@ def analyze(study: Study, measures: Measures, *, show: bool = False) -> Result:
         ValueError: An option does not fit the task, or this process is one of several.
     """
     study = study.resolved()
-    rehearse(study.job)
     require(not launched(), "workers", "several", "1: an analysis runs on one process, without a launcher")
     with stop_requests() as stop, join(study.job.device) as world, display(show) as view:
         training = Measured(study, measures, world=world, watch=view, stop=stop)
@@ -179,18 +197,9 @@ class Measured(Training):
     def __init__(self, study: Study, measures: Measures, **options: Any) -> None:
         """Build the training, and its probe beside it."""
         super().__init__(study.job, **options)
-        task, job = self.task, study.job
         self._study, self._measures = study, measures
-        self._probe = Probe(
-            task.model,
-            task.loss,
-            reduction=task.reduction,
-            likelihood=task.likelihood if study.labels == "sampled" else None,
-            layers=study.layers,
-            device=self.world.device,
-            seed=job.seed,
-        )
-        order = torch.randperm(len(self._train), generator=torch.Generator().manual_seed(job.seed))
+        self._probe = study.probe(self.world.device)
+        order = torch.randperm(len(self._train), generator=torch.Generator().manual_seed(study.job.seed))
         self._order: list[int] = order.tolist()
         self._before: tuple[int, dict[str, Mapping[str, Tensor]]] | None = None  # the last factors, and their step
         self._epochs, self._rate = EpochGradients(study.threshold), 0.0

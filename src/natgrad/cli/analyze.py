@@ -1,0 +1,271 @@
+"""`natgrad analyze`: what the papers plot, measured on a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from natgrad.analysis import Measures
+    from natgrad.training.analyze import Study
+    from natgrad.training.job import Job
+    from natgrad.training.result import Result
+
+_CURVATURE = "Curvature"
+_RUN = "Run"
+_MEASURES = "Measures"
+_WIDTH = 80
+_CONFIGURATION = "analysis.json"
+
+# Left out, an option is as tuned for the task, or the contender's own default.
+_OWN = {"show_default": False}
+
+
+def analyze(
+    task: Annotated[str, typer.Argument(help="One of `natgrad tasks`.")],
+    figure: Annotated[
+        str, typer.Option(help="Some of rank, error, norms, drift, spectra.", rich_help_panel=_MEASURES)
+    ] = "rank,error,norms,drift,spectra",
+    layers: Annotated[str, typer.Option(help="Patterns of layers' names.", rich_help_panel=_MEASURES)] = "*",
+    labels: Annotated[
+        str, typer.Option(help="Of the rows' gradients: true or sampled.", rich_help_panel=_MEASURES)
+    ] = "true",
+    every: Annotated[int | None, typer.Option(help="Steps between drifts.", rich_help_panel=_MEASURES)] = None,
+    snapshots: Annotated[
+        int, typer.Option(help="How often rank, error and spectra are measured.", rich_help_panel=_MEASURES)
+    ] = 3,
+    batch_sizes: Annotated[
+        str | None, typer.Option(help="Of the kernels, as 64,128,256.", rich_help_panel=_MEASURES)
+    ] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Rows of KID and KIS, as 4,16,64.", rich_help_panel=_MEASURES)
+    ] = None,
+    kernel_damping: Annotated[
+        float | None, typer.Option(help="Of the SNGD directions; default: the run's.", rich_help_panel=_MEASURES)
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="Of the switch by norms.", rich_help_panel=_MEASURES)] = 0.5,
+    optimizer: Annotated[
+        str, typer.Option(help="natgrad, sgd, adamw, muon as tuned, or any of torch.optim.", rich_help_panel=_RUN)
+    ] = "natgrad",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Option of the optimizer; repeatable.", rich_help_panel=_RUN),
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.", rich_help_panel=_RUN, **_OWN)] = None,
+    schedule: Annotated[str, typer.Option(help="constant, cosine or step.", rich_help_panel=_RUN)] = "cosine",
+    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.", rich_help_panel=_RUN)] = 0,
+    epochs: Annotated[int | None, typer.Option(help="Default: the task's.", rich_help_panel=_RUN)] = None,
+    steps: Annotated[int | None, typer.Option(help="In place of --epochs.", rich_help_panel=_RUN)] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Default: the task's.", rich_help_panel=_RUN)] = None,
+    accumulate: Annotated[int, typer.Option(help="Backward passes a step.", rich_help_panel=_RUN)] = 1,
+    seed: Annotated[int, typer.Option(help="Of parameters, order and noise.", rich_help_panel=_RUN)] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_RUN)] = "auto",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Option of the task; repeatable.", rich_help_panel=_RUN),
+    ] = None,
+    curvature: Annotated[str | None, typer.Option(help="none, kfac ...", rich_help_panel=_CURVATURE, **_OWN)] = None,
+    curvature_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Option of the curvature; repeatable.", rich_help_panel=_CURVATURE),
+    ] = None,
+    form: Annotated[str | None, typer.Option(help="Of K-FAC.", rich_help_panel=_CURVATURE, **_OWN)] = None,
+    fisher: Annotated[
+        str | None, typer.Option(help="empirical or sampled, in training.", rich_help_panel=_CURVATURE, **_OWN)
+    ] = None,
+    sharing: Annotated[str | None, typer.Option(help="Of K-FAC.", rich_help_panel=_CURVATURE, **_OWN)] = None,
+    factors: Annotated[
+        int | None, typer.Option(help="Steps between factor updates.", rich_help_panel=_CURVATURE, **_OWN)
+    ] = None,
+    inverses: Annotated[
+        int | None, typer.Option(help="Steps between decompositions.", rich_help_panel=_CURVATURE, **_OWN)
+    ] = None,
+    damping: Annotated[
+        float | None, typer.Option(help="Added to the curvature.", rich_help_panel=_CURVATURE, **_OWN)
+    ] = None,
+    kl_clip: Annotated[
+        float | None, typer.Option(help="Bound of a step; 0: off.", rich_help_panel=_CURVATURE, **_OWN)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of CSV files, plots and the page; default: under runs/.")
+    ] = None,
+) -> None:
+    """Train TASK on one process and measure what the papers plot; Ctrl-C keeps what was measured.
+
+    What is left out of the run's options is as tuned for the task.
+    """
+    print(f"analyzing {task} ...", flush=True)  # before the imports, which take seconds
+    from natgrad.analysis import Measures
+    from natgrad.training.analyze import Study
+    from natgrad.training.analyze import analyze as run
+    from natgrad.training.optimizers import parse
+
+    job = _job(
+        task,
+        optimizer,
+        {
+            "task_options": parse(set_ or (), "--set"),
+            "options": None if option is None else parse(option),
+            "learning_rate": lr,
+            "schedule": schedule,
+            "warmup": warmup,
+            "epochs": epochs,
+            "steps": steps,
+            "batch_size": batch_size,
+            "accumulate": accumulate,
+            "seed": seed,
+            "device": device,
+        },
+        {
+            "curvature": curvature,
+            "curvature_options": None if curvature_option is None else parse(curvature_option, "--curvature-option"),
+            "form": form,
+            "fisher": fisher,
+            "sharing": sharing,
+            "factors": factors,
+            "inverses": inverses,
+            "damping": damping,
+            "kl_clip": kl_clip,
+        },
+    )
+    study = Study(
+        job=job,
+        figures=tuple(_split(figure)),
+        layers=tuple(_split(layers)),
+        labels=labels,  # type: ignore[arg-type]  # checked there
+        every=every,
+        snapshots=snapshots,
+        batch_sizes=_numbers("batch_sizes", batch_sizes),
+        ranks=_numbers("ranks", ranks),
+        kernel_damping=kernel_damping,
+        threshold=threshold,
+    ).resolved()
+    folder, measures = _folder(out, task, study), Measures()
+    result = None
+    try:
+        result = run(study, measures, show=True)
+    finally:
+        _report(study, measures, result, folder)
+    _end(result)
+
+
+def _job(task: str, optimizer: str, of_run: dict[str, Any], of_curvature: dict[str, Any]) -> Job:
+    """Return the contender's job, as far as it is tuned, with what was given in its place."""
+    from natgrad import tasks
+    from natgrad.errors import require
+    from natgrad.training import contenders, optimizers, tuned
+    from natgrad.training.job import Job
+
+    require(task in tasks.names(), "task", task, f"one of {', '.join(tasks.names())}")
+    allowed = list(dict.fromkeys([*contenders.NAMES, *optimizers.names()]))
+    require(optimizer in allowed, "optimizer", optimizer, f"one of {', '.join(allowed)}")
+    known, contender = tuned.read(task), contenders.get(optimizer)
+    settings: dict[str, Any] = {**contender.settings, **(known.settings.get(optimizer, {}) if known else {})}
+    given = {name: value for name, value in of_curvature.items() if value is not None}
+    if given.get("curvature", settings.get("curvature", "none")) == "none":
+        for name, value in given.items():
+            require(name == "curvature", name, value, "given with --curvature")
+        settings = {name: value for name, value in settings.items() if name not in of_curvature}
+    if "kl_clip" in given:
+        given["kl_clip"] = given["kl_clip"] or None
+    own = {name: value for name, value in of_run.items() if value is not None}
+    return Job.from_json({**settings, **own, **given, "task": task})
+
+
+def _split(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",")]
+
+
+def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
+    from natgrad.errors import ArgumentError
+
+    try:
+        return None if text is None else tuple(int(each) for each in _split(text))
+    except ValueError as error:
+        raise ArgumentError(name, text, "whole numbers of at least 1, separated by commas") from error
+
+
+def _folder(out: Path | None, task: str, study: Study) -> Path:
+    """Make the folder of an analysis, with what it is an analysis of."""
+    import json
+    from datetime import datetime
+
+    from natgrad.errors import require
+    from natgrad.training import environment
+    from natgrad.training.result import replace_text
+
+    folder = out or Path("runs") / f"{task}-analysis-{datetime.now():%Y%m%d-%H%M%S}"
+    taken = (folder / _CONFIGURATION).exists()
+    require(not taken, "out", str(folder), "a folder without an analysis")
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {**study.to_json(), "environment": environment.describe()}
+    replace_text(folder / _CONFIGURATION, json.dumps(values, indent=2) + "\n")
+    return folder
+
+
+def _report(study: Study, measures: Measures, result: Result | None, folder: Path) -> None:
+    """Print the tables, write everything, and say where it lies."""
+    from rich.console import Console
+
+    from natgrad.report import columns, page
+    from natgrad.report.measured_plots import figures
+    from natgrad.report.measured_sheets import measured_sheets
+    from natgrad.report.plots import save
+    from natgrad.report.tables import table
+
+    written = columns.write(measures, folder)
+    drawn, sheets = figures(measures), measured_sheets(measures)
+    for name, each in drawn.items():
+        save(each, folder / f"{name}.svg")
+    run = _describe(study, result)
+    page.write_analysis(study.job.build_task(), run, drawn, sheets, folder / "index.html")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    for own in sheets.values():
+        for sheet in own:
+            console.print(table(sheet), "")
+    plain = Console(highlight=False, soft_wrap=True)
+    plain.print(run)
+    _tell_missing(study, measures, plain)
+    names = ", ".join([_CONFIGURATION, *(path.name for path in written), *(f"{name}.svg" for name in drawn)])
+    plain.print(f"kept in {folder}: {names}")
+    plain.print(f"page: {(folder / 'index.html').resolve()}")
+
+
+def _describe(study: Study, result: Result | None) -> str:
+    """Say how the run was trained, and how it ended."""
+    job = study.job
+    kind = (
+        job.optimizer if job.curvature == "none" else f"{job.optimizer} behind {job.curvature}, damping {job.damping:g}"
+    )
+    text = f"Trained by {kind}, learning rate {job.learning_rate:g} ({job.schedule}), batch {job.batch_size}, "
+    text += f"seed {job.seed}; rows of {study.labels} labels."
+    if result is None:
+        return f"{text} It ended with an error."
+    if not result.points:
+        return f"{text} It was {result.status} before the first evaluation."
+    last = result.points[-1]
+    metric = job.build_task().metric.name
+    return f"{text} It {result.status} after {last.step} steps: loss {last.loss:.4g}, {metric} {last.metric:.4g}."
+
+
+def _tell_missing(study: Study, measures: Measures, console: Console) -> None:
+    """Say which figures stayed empty, and why that may be."""
+    reasons = {"norms": "no epoch was completed", "drift": "two steps in a row are needed"}
+    for name in study.figures:
+        if not getattr(measures, name):
+            console.print(f"{name}: nothing measured, {reasons.get(name, 'the run ended before')}", style="yellow")
+
+
+def _end(result: Result) -> None:
+    from natgrad.training.launch import INTERRUPTED
+
+    if result.status == "stopped":
+        raise typer.Exit(INTERRUPTED)
+    if result.status == "diverged":
+        raise typer.Exit(1)
