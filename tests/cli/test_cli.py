@@ -16,7 +16,7 @@ def run(*arguments):
 
 
 def test_help_names_the_commands_and_tasks_lists_the_tasks():
-    assert all(name in run("--help").output for name in ("train", "compare", "tasks"))
+    assert all(name in run("--help").output for name in ("train", "compare", "analyze", "tasks"))
     assert all(name in run("tasks").output for name in ("autoencoder", "digits", "glyphs", "poisson"))
 
 

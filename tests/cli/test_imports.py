@@ -21,7 +21,9 @@ raise SystemExit(f"imported {{sorted(heavy)}}" if heavy else 0)
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["compare", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["train", "--help"], ["compare", "--help"], ["analyze", "--help"]]
+)
 def test_what_needs_no_torch_does_without(arguments):
     script = _AFTER.format(arguments=arguments)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

@@ -24,6 +24,8 @@ _CONFIGURATION = "analysis.json"
 # Left out, an option is as tuned for the task, or the contender's own default.
 _OWN = {"show_default": False}
 
+_ENDS = {"finished": "finished", "stopped": "was stopped", "diverged": "diverged"}
+
 
 def analyze(
     task: Annotated[str, typer.Argument(help="One of `natgrad tasks`.")],
@@ -246,12 +248,12 @@ def _describe(study: Study, result: Result | None) -> str:
     text = f"Trained by {kind}, learning rate {job.learning_rate:g} ({job.schedule}), batch {job.batch_size}, "
     text += f"seed {job.seed}; rows of {study.labels} labels."
     if result is None:
-        return f"{text} It ended with an error."
+        return f"{text} The run ended with an error."
     if not result.points:
-        return f"{text} It was {result.status} before the first evaluation."
-    last = result.points[-1]
-    metric = job.build_task().metric.name
-    return f"{text} It {result.status} after {last.step} steps: loss {last.loss:.4g}, {metric} {last.metric:.4g}."
+        return f"{text} The run {_ENDS[result.status]} before its first evaluation."
+    last, metric = result.points[-1], job.build_task().metric.name
+    text += f" The run {_ENDS[result.status]}; after {last.step} steps: "
+    return f"{text}loss {last.loss:.4g}, {metric} {last.metric:.4g}."
 
 
 def _tell_missing(study: Study, measures: Measures, console: Console) -> None:

@@ -43,8 +43,9 @@ def figures(measures: Measures) -> dict[str, Figure]:
 def rank_figure(entries: Sequence[KernelRank]) -> Figure:
     """Draw the distribution of ranks over layers by batch size, a panel a snapshot."""
     figure = blank(_HEIGHT)
+    entries = [each for each in entries if not isnan(each.rank)]
     for axes, step in _panels(figure, entries):
-        own = [each for each in entries if each.step == step and not isnan(each.rank)]
+        own = [each for each in entries if each.step == step]
         sizes = sorted({each.batch_size for each in own})
         line = {"color": COLOURS[0]}
         axes.boxplot(

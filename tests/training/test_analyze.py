@@ -1,0 +1,199 @@
+"""A run is measured where it is, and goes on as if it were not."""
+
+import pytest
+import torch
+
+from natgrad.analysis import Measures, Probe
+from natgrad.analysis.norms import ALL
+from natgrad.training.analyze import Measured, Study, analyze
+from natgrad.training.display import Silent
+from natgrad.training.job import Job
+from natgrad.training.loop import Training
+from natgrad.training.world import World
+
+WORLD = World(rank=0, size=1, device=torch.device("cpu"))
+KFAC = {"curvature": "kfac", "form": "inverse", "damping": 0.03, "factors": 2, "inverses": 4}
+
+
+def plain(job):
+    training = Training(job.resolved(), WORLD, watch=Silent(), stop=lambda: False)
+    training.run()
+    return training
+
+
+def measured(stop=lambda: False, **options):
+    measures = Measures()
+    training = Measured(Study(**options).resolved(), measures, world=WORLD, watch=Silent(), stop=stop)
+    training.run()
+    training.end_epoch()
+    return training, measures
+
+
+def same(one, other):
+    """Compare nested states bit by bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    return one == other
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"task": "digits", "optimizer": "sgd", "options": {"momentum": 0.9}, "learning_rate": 0.01, **KFAC, "steps": 7},
+        {"task": "glyphs", "task_options": {"images": 64}, "batch_size": 32, "steps": 3, "accumulate": 2},
+        {"task": "text", "task_options": {"sequences": 64, "context": 16}, "steps": 3, **KFAC, "learning_rate": 1e-3},
+    ],
+    ids=lambda settings: settings["task"],
+)
+@pytest.mark.parametrize("labels", ["true", "sampled"])
+def test_a_run_that_is_measured_is_the_same_bit_by_bit(settings, labels):
+    job = Job(**settings)
+    alone = plain(job)
+    watched, measures = measured(job=job, labels=labels, every=1, snapshots=2, batch_sizes=(8, 16), ranks=(2, 8))
+    assert measures.rank
+    assert measures.error
+    assert measures.drift
+    assert measures.spectra
+    assert same(alone.model.state_dict(), watched.model.state_dict())
+    assert same(alone.optimizer.state_dict(), watched.optimizer.state_dict())
+    assert torch.equal(alone.state_dict()["ranks"]["0"]["cpu"], watched.state_dict()["ranks"]["0"]["cpu"])
+    assert [(each.loss, each.metric) for each in alone.points] == [(each.loss, each.metric) for each in watched.points]
+    if alone.preconditioner is not None:
+        one, other = (each.preconditioner.state_dict()["blocks"] for each in (alone, watched))
+        assert same(one, other)
+
+
+def test_summed_gradients_are_what_plain_descent_has_gone():
+    job = Job(task="tabular", optimizer="sgd", learning_rate=0.01, epochs=1, accumulate=2)
+    torch.manual_seed(job.seed)
+    start = dict(job.build_task().model().named_parameters())
+    training, measures = measured(job=job, figures=("norms",))
+    gone = {name: (start[name] - value).detach() / 0.01 for name, value in training.model.named_parameters()}
+    found = {each.layer: each.norm for each in measures.norms}
+    whole = torch.cat([each.flatten() for each in gone.values()]).norm()
+    assert found[ALL] == pytest.approx(float(whole), rel=1e-3)
+    first = torch.cat([gone[name].flatten() for name in gone if name.startswith("0.")]).norm()
+    assert found["0"] == pytest.approx(float(first), rel=1e-3)
+
+
+def test_norms_are_those_of_the_gradient_before_it_is_preconditioned():
+    job = Job(task="tabular", optimizer="sgd", learning_rate=1e-9, epochs=1)
+    without = measured(job=job, figures=("norms",))[1].norms
+    with_kfac = measured(job=Job(**{**job.to_json(), **KFAC}), figures=("norms",))[1].norms
+    assert [each.norm for each in with_kfac] == pytest.approx([each.norm for each in without], rel=1e-4)
+
+
+def test_each_epoch_has_its_own_sum_and_only_whole_epochs_count():
+    job = Job(task="tabular", optimizer="sgd", learning_rate=1e-9, steps=17)  # of 7 steps an epoch
+    measures = measured(job=job, figures=("norms",))[1]
+    every = [each for each in measures.norms if each.layer == ALL]
+    assert [each.epoch for each in every] == [0, 1]
+    assert every[1].norm == pytest.approx(every[0].norm, rel=0.05)
+    assert every[1].change == pytest.approx(abs(every[1].norm / every[0].norm - 1))
+
+
+def test_factors_of_the_same_batch_and_parameters_do_not_drift():
+    job = Job(task="tabular", optimizer="sgd", learning_rate=1e-12, batch_size=448, steps=4)
+    same_batch = measured(job=job, figures=("drift",), every=1)[1].drift
+    assert {each.step for each in same_batch} == {1, 2, 3}
+    assert max(each.drift for each in same_batch) < 1e-5
+    job = Job(task="tabular", optimizer="sgd", learning_rate=1e-12, batch_size=64, steps=4)
+    others = measured(job=job, figures=("drift",), every=2)[1].drift
+    assert {each.step for each in others} == {2}
+    assert min(each.drift for each in others) > 1e-3
+
+
+def test_drift_is_that_of_the_runs_own_batches():
+    job = Job(task="tabular", optimizer="sgd", learning_rate=0.1, steps=3)
+    seen = []
+
+    class Spy(Measured):
+        def _step(self, inputs, targets):
+            state = {name: value.clone() for name, value in self.model.state_dict().items()}
+            seen.append((state, inputs, targets))
+            return super()._step(inputs, targets)
+
+    measures = Measures()
+    study = Study(job=job, figures=("drift",), every=1).resolved()
+    Spy(study, measures, world=WORLD, watch=Silent(), stop=lambda: False).run()
+    task = job.build_task()
+    probe = Probe(task.model, task.loss)
+    first, second = (probe.look(*each)["2"].factors["G"] for each in seen[1:])
+    (found,) = (each.drift for each in measures.drift if (each.step, each.layer, each.factor) == (2, "2", "G"))
+    assert found == pytest.approx(float((second - first).norm() / first.norm()))
+
+
+def test_kernels_larger_than_the_batch_are_made_of_several_passes():
+    job = Job(task="tabular", steps=1)
+    whole = measured(job=job, figures=("rank",), batch_sizes=(30, 200, 448))[1].rank
+    larger = Job(task="tabular", steps=1, batch_size=448)
+    at_once = measured(job=larger, figures=("rank",), batch_sizes=(30, 200, 448))[1].rank
+    assert [(each.layer, each.batch_size, each.rank) for each in whole] == [
+        (each.layer, each.batch_size, each.rank) for each in at_once
+    ]
+
+
+def test_snapshots_are_spread_from_the_first_step_to_the_last():
+    job = Job(task="tabular", steps=11)
+    assert sorted(Study(job=job, snapshots=3).snapshot_steps) == [0, 5, 10]
+    assert sorted(Study(job=job, snapshots=1).snapshot_steps) == [0]
+    assert sorted(Study(job=job, snapshots=99).snapshot_steps) == list(range(11))
+
+
+def test_defaults_follow_the_batch():
+    study = Study(job=Job(task="digits", damping=0.2)).resolved()
+    assert study.batch_sizes == (64, 128, 256, 512)
+    assert study.ranks == (1, 3, 6, 13, 26, 64, 128)
+    assert study.kernel_damping == 0.2
+    assert study.every == 4  # of 240 steps
+    text = Study(job=Job(task="text")).resolved()
+    assert text.rows == 1024  # 8 sequences of 128 bytes
+    assert text.batch_sizes == (512, 1024, 2048, 4096)
+
+
+def test_what_was_measured_before_a_stop_is_kept():
+    asked = []
+
+    def stop():
+        asked.append(1)
+        return len(asked) >= 5
+
+    training, measures = measured(job=Job(task="tabular", epochs=9), stop=stop, every=1)
+    assert training.position.step < 9
+    assert {each.step for each in measures.rank} == {0}
+    assert max(each.step for each in measures.drift) == training.position.step - 1
+
+
+@pytest.mark.parametrize("labels", ["true", "sampled"])
+def test_a_run_that_diverges_is_measured_to_its_end(labels):
+    job = Job(task="tabular", optimizer="sgd", learning_rate=1e38, steps=6)
+    measures = Measures()
+    result = analyze(Study(job=job, labels=labels, every=1, snapshots=6), measures)
+    assert result.status == "diverged"
+    assert measures.rank[0].rank > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"figures": ("rank", "rink")}, "figures='rank,rink'"),
+        ({"figures": ()}, "figures"),
+        ({"layers": ("nothing",)}, "layers='nothing'"),
+        ({"labels": "drawn"}, "labels='drawn'"),
+        ({"every": 0}, "every=0"),
+        ({"snapshots": 0}, "snapshots=0"),
+        ({"batch_sizes": (0,)}, "batch_sizes"),
+        ({"batch_sizes": (9999,)}, "at most 448"),
+        ({"ranks": ()}, "ranks"),
+        ({"kernel_damping": 0.0}, "kernel_damping=0.0"),
+        ({"threshold": -1.0}, "threshold=-1.0"),
+        ({"job": Job(task="tabular", workers=2)}, "workers=2"),
+        ({"job": Job(task="tabular", optimizer="lbfgs")}, "optimizer='lbfgs'"),
+    ],
+)
+def test_what_is_not_allowed_is_named(options, named):
+    with pytest.raises(ValueError, match="is not allowed") as told:
+        Study(**{"job": Job(task="tabular"), **options}).resolved()
+    assert named in str(told.value)
