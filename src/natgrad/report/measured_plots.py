@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import isnan
+from math import isfinite, isnan, nan
 from typing import Any
 
 import numpy as np
@@ -157,7 +157,8 @@ def _draw_spread(
     axes: Axes, x: Sequence[int], values: Sequence[Sequence[float]], percentiles: Sequence[int], colour: str, name: str
 ) -> None:
     """Draw a line of medians and bands between percentiles that belong together, outermost first."""
-    marks = np.array([np.percentile(each, percentiles) for each in values]).T
+    known = [[value for value in each if isfinite(value)] or [nan] for each in values]
+    marks = np.array([np.percentile(each, percentiles) for each in known]).T
     axes.plot(x, marks[len(marks) // 2], color=colour, linewidth=1.6, label=name)
     for low, high in zip(marks[: len(marks) // 2], marks[: len(marks) // 2 : -1], strict=True):
         axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)

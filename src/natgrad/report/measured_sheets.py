@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import isnan
+from math import isfinite, isnan
 from statistics import median
 from typing import Any
 
@@ -109,8 +109,9 @@ def _drift(entries: Sequence[Drift]) -> list[Sheet]:
         cells = []
         for factor in "AG":
             values = [each.drift for each in entries if (each.step, each.factor) == (step, factor)]
-            low, middle, high = np.percentile(values, (5, 50, 95))
-            cells.append(f"{middle:.3g} ({low:.2g} to {high:.2g})")
+            known = [value for value in values if isfinite(value)]
+            low, middle, high = np.percentile(known or [float("nan")], (5, 50, 95))
+            cells.append(f"{middle:.3g} ({low:.2g} to {high:.2g})" if known else "-")
         rows.append((str(step), *cells))
     caption = "‖X_t - X_t₋₁‖ / ‖X_t₋₁‖ (Frobenius) of the factors of single batches: median over layers (5 to 95 %)."
     headings = ("step", "A", "G")
@@ -127,8 +128,9 @@ def _spectra(entries: Sequence[Eigenvalue]) -> list[Sheet]:
     for layer in dict.fromkeys(layer for layer, _ in values):
         cells: list[str] = []
         for factor in "AG":
-            own = values[layer, factor]
-            cells += [str(len(own)), f"{own[0]:.2g}", str(int(leading(torch.tensor(own, dtype=torch.float64))))]
+            own = values.get((layer, factor), [])
+            count = int(leading(torch.tensor(own or [0.0], dtype=torch.float64)))
+            cells += [str(len(own)), f"{own[0]:.2g}", str(count)] if own else ["-"] * 3
         rows.append((layer, *cells))
     share = f"{SHARE:.0%}"
     return [

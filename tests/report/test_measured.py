@@ -1,0 +1,121 @@
+"""Tables and figures of an analysis, from constructed numbers."""
+
+import csv
+from math import nan
+
+import pytest
+from rich.console import Console
+
+from natgrad import tasks
+from natgrad.analysis import Measures
+from natgrad.analysis.drift import Drift
+from natgrad.analysis.error import DirectionError
+from natgrad.analysis.norms import ALL, EpochNorm
+from natgrad.analysis.rank import KernelRank
+from natgrad.analysis.spectra import Eigenvalue
+from natgrad.report import columns, page
+from natgrad.report.measured_plots import drift_figure, error_figure, figures, norms_figure, rank_figure
+from natgrad.report.measured_sheets import measured_sheets
+from natgrad.report.tables import table
+
+LAYERS = [f"blocks.{index}.perceptron.projection" for index in range(5)]
+STEPS = (0, 4000, 8000, 12000, 15999)
+
+
+@pytest.fixture
+def measures():
+    found = Measures()
+    for step in STEPS:
+        for index, layer in enumerate(LAYERS):
+            for size in (64, 128, 256, 512):
+                rank = 10 * (index + 1) * (1 + step)
+                found.rank.append(KernelRank(step=step, layer=layer, batch_size=size, rank=rank, share=rank / size))
+            for method, factor in (("kid", 1), ("kis", 8)):
+                for rank in (1, 13, 128):
+                    error = factor * (index + 1) / rank
+                    of = {"step": step, "layer": layer, "method": method, "rank": rank, "batch_size": 128}
+                    found.error.append(DirectionError(**of, damping=0.01, error=error, least=error, greatest=error))
+            for factor in "AG":
+                found.drift.append(Drift(step=step, layer=layer, factor=factor, drift=(index + 1) / (1 + step)))
+                for place in range(10):
+                    of = {"step": step, "layer": layer, "factor": factor}
+                    found.spectra.append(Eigenvalue(**of, index=place, eigenvalue=2.0))
+    for epoch in range(40):
+        for layer in (LAYERS[0], ALL):
+            of = {"epoch": epoch, "layer": layer, "norm": 40.0 - epoch, "change": None if epoch == 0 else 0.25}
+            found.norms.append(EpochNorm(**of, critical=epoch in (0, 1, 2, 17, 30, 31), learning_rate=0.1))
+    return found
+
+
+def test_tables_fit_eighty_columns_and_show_every_cell(measures):
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    for sheets in measured_sheets(measures).values():
+        for sheet in sheets:
+            assert {len(row) for row in sheet.rows} == {len(sheet.headings)}
+            console.print(table(sheet))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+
+
+def test_tables_say_what_was_measured(measures):
+    sheets = measured_sheets(measures)
+    (rank,) = sheets["rank"]
+    assert rank.rows[1] == (LAYERS[1], *["320000"] * 4)
+    assert rank.rows[5] == ("median, step 0", "30 (47%)", "30 (23%)", "30 (12%)", "30 (6%)")
+    by_rank, by_layer = sheets["error"]
+    assert by_rank.headings == (
+        "r",
+        *(f"{method}, step {step}" for step in (0, 8000, 15999) for method in ("KID", "KIS")),
+    )
+    assert by_rank.rows[0] == ("1", *["3", "24"] * 3)
+    assert by_layer.rows[1] == (LAYERS[1], "0.15", "1.2", "8")  # r = 13, the nearest to a tenth
+    (norms,) = sheets["norms"]
+    assert len(norms.rows) == 10
+    assert norms.rows[0] == ("0", "40", "-", "0.1", "KID")
+    assert "0-2, 17, 30-31; 6 of 40 epochs" in norms.caption
+    (drift,) = sheets["drift"]
+    assert drift.rows[0] == ("0", "3 (1.2 to 4.8)", "3 (1.2 to 4.8)")
+    (spectra,) = sheets["spectra"]
+    assert spectra.rows[0] == (LAYERS[0], "10", "2", "9", "10", "2", "9")
+
+
+def test_figures_show_medians_and_bands(measures):
+    errors = error_figure(measures.error)
+    assert [axes.get_title() for axes in errors.axes] == [f"after {step} steps" for step in (0, 8000, 15999)]
+    kid, kis = errors.axes[0].lines
+    assert list(kid.get_ydata()) == pytest.approx([3, 3 / 13, 3 / 128])
+    assert list(kis.get_ydata()) == pytest.approx([24, 24 / 13, 24 / 128])
+    band = errors.axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((1 / 128, 5))
+    A, G = drift_figure(measures.drift).axes
+    assert list(A.lines[0].get_xdata()) == list(STEPS)
+    assert A.lines[0].get_ydata()[0] == 3
+    assert len(G.collections) == 2  # of five percentiles
+    norms = norms_figure(measures.norms).axes[0]
+    assert len(norms.patches) == 6  # critical epochs
+    assert list(norms.lines[1].get_ydata())[:2] == [40, 39]
+
+
+def test_what_is_no_number_is_left_out(measures):
+    measures.rank = [*measures.rank[:4], KernelRank(step=1, layer="x", batch_size=64, rank=nan, share=nan)]
+    measures.drift = [Drift(step=1, layer="x", factor=factor, drift=nan) for factor in "AG"]
+    assert len(rank_figure(measures.rank).axes) == 1
+    drift_figure(measures.drift)
+    sheets = measured_sheets(measures)
+    assert sheets["drift"][0].rows == [("1", "-", "-")]
+
+
+def test_only_what_was_measured_is_written(measures, tmp_path):
+    some = Measures(norms=measures.norms, drift=measures.drift)
+    assert [path.name for path in columns.write(some, tmp_path)] == ["norms.csv", "drift.csv"]
+    with (tmp_path / "norms.csv").open() as file:
+        first, *_, last = csv.DictReader(file)
+    assert (first["norm"], first["change"], first["critical"]) == ("40.0", "", "1")
+    assert (last["layer"], last["change"], last["critical"]) == (ALL, "0.25", "0")
+    page.write_analysis(tasks.get("tabular"), "A <run>.", figures(some), measured_sheets(some), tmp_path / "index.html")
+    text = (tmp_path / "index.html").read_text()
+    assert text.count("<h2>") == 3
+    assert text.startswith("<!DOCTYPE html>")
+    assert "A &lt;run&gt;." in text
+    assert "torch:" in text
