@@ -66,7 +66,8 @@ def approximate(
     if method == "kid":
         chosen = kernel.interpolate(A, G, rank, samples=rows, damping=damping)
     else:
-        chosen = kernel.sample(A, G, rank, generator=generator)
+        starts = torch.rand(len(A), generator=generator, dtype=torch.float64)
+        chosen = kernel.sample(A, G, rank, starts=starts)
     Y = None if chosen.Y is None else chosen.Y[:, None]
     M, _ = kernel.inverted(chosen.A, chosen.G, Y, samples=rows, damping=damping)
     return kernel.precondition(chosen.A, chosen.G, M, W, samples=rows, damping=damping)
