@@ -19,6 +19,7 @@ VARIANTS = {
     "iterative": {"form": "iterative", "tolerance": 0.3},
     "newton-schulz": {"form": "newton-schulz"},
     "inputs": {"sides": "a"},
+    "ekfac": {"kind": "EKFAC"},
 }
 
 
@@ -32,12 +33,12 @@ def network():
 class Run:
     """A model in training."""
 
-    def __init__(self, **curvature):
+    def __init__(self, kind="KFAC", **curvature):
         self.model = network()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.preconditioner = natgrad.Preconditioner(
             self.model,
-            natgrad.KFAC(**curvature),
+            getattr(natgrad, kind)(**curvature),
             optimizer=self.optimizer,
             damping=lambda step: 0.1 * 0.9**step,
             refresh=natgrad.Refresh(factors=2, inverses=3),
