@@ -1,7 +1,7 @@
 """The hooks: what a layer's forward saw is kept until its output's gradient arrives, then reduced to sums.
 
-Only gradient hooks commit. A forward pass that is never differentiated leaves no trace, and nothing is kept once the
-gradient has come: activations are never hoarded.
+Only gradient hooks commit. A forward pass that is never differentiated leaves no trace but a guess (`early.py`), and
+nothing is kept once the gradient has come: activations are never hoarded.
 """
 
 from __future__ import annotations

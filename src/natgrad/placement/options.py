@@ -29,8 +29,8 @@ class Placement:
     - "mem-opt": each layer has one worker. "hybrid" (KAISA, Pauloski 2021): a `fraction` of the ranks.
     - "reduce-scatter" (Osawa 2019): as "mem-opt", but factors travel to their worker only.
     - "dp" (DP-KFAC, Zhang 2022): as "mem-opt", but a layer's only worker builds its factors, of its own samples.
-    - "pipelined" (SPD-KFAC, Shi 2021): as "comm-opt", but factors leave during the backward pass, and those that are
-      decomposed sooner than sent are decomposed by every rank.
+    - "pipelined" (SPD-KFAC, Shi 2021): as "comm-opt", but A leaves during the forward pass and G during the backward
+      pass, and those that are decomposed sooner than sent are decomposed by every rank.
     - "background": as "comm-opt", but renewals happen beside the steps that follow, which go on with what there is.
     - "auto": of "comm-opt", "hybrid" of every fraction, "mem-opt" and "reduce-scatter", which train alike, the one
       whose step costs the least by the model of its `link`; "comm-opt" unless another saves a tenth. It is chosen once,
