@@ -187,7 +187,7 @@ class Engine:
         before = self._progress.last_factors
         if self._capture.wanted:
             self._update_factors(count)
-        if (self._progress.last_factors is not None or self._keeps_rows) and self._inverses_due:
+        if self._inverses_due:
             self._update_inverses(count, damping)
         self._prepare_second_pass(count, closure, before)
 
@@ -245,6 +245,8 @@ class Engine:
                 renew(stacks, plan, self._runtime, keys, damping, self._watch, wire, replayed=True)
 
     def _update_inverses(self, count: int | None, damping: float) -> None:
+        if self._progress.last_factors is None and not self._keeps_rows:
+            return
         begins = not self._progress.has_curvature
         with self._progress.phase("renew", self._runtime):
             plan, wire = self._structure.plan, self._precision.wire

@@ -137,8 +137,9 @@ class Preconditioner(Engine):
         group = resolve_group(model, process_group, mesh)
         self._curvature, self._precision = curvature, precision
         self._damping, self._refresh = damping, refresh
-        self._reduction, self._reduces = reduction, gradients == "reduce"
-        self._scaling = Scaling(reduction, accumulation=accumulation, reduces=self._reduces, scaler=scaler)
+        self._reduction = reduction
+        reduces = self._reduces = gradients == "reduce"
+        self._scaling = Scaling(reduction, accumulation=accumulation, reduces=reduces, scaler=scaler)
         self._runtime = Runtime(group)
         self._watch = Watch(guard)
         self._clip = Clip(optimizer, kl_clip)
@@ -155,14 +156,7 @@ class Preconditioner(Engine):
         self._detached, self._seed = False, seed
         rank, ranks = self._runtime.rank, self._runtime.ranks
         self._structure = Structure(
-            self._root,
-            curvature,
-            precision,
-            placement=where,
-            rank=rank,
-            ranks=ranks,
-            refresh=refresh,
-            reduces=self._reduces,
+            self._root, curvature, precision, placement=where, rank=rank, ranks=ranks, refresh=refresh, reduces=reduces
         )
         self._early = Early(self._runtime, self._structure.plan.placement.link)
         idle = idle_patterns(self._root, curvature)
@@ -170,7 +164,7 @@ class Preconditioner(Engine):
             what = f"the patterns {idle} decide for no module" if idle else "no layer of the model is covered"
             warnings.warn(f"natgrad: {what}; see explain()", NatgradWarning, stacklevel=2)
         # Last, for the warning may be an error.
-        if self._reduces:
+        if reduces:
             take_over_reduction(model)
         self._begin()
 
@@ -249,10 +243,9 @@ class Preconditioner(Engine):
         self._watch.check()
 
     def next_epoch(self) -> None:
-        """Tell that an epoch has ended, between two steps; collective: every rank calls it.
+        """Tell that an epoch has ended: between two steps, on every rank.
 
-        ``HyLo(method="switch")`` needs it: the host waits for the norm of the gradient summed over the epoch. Others
-        count epochs, and send nothing.
+        ``HyLo(method="switch")`` needs it, to sum up its gradients' norm over the ranks; others count epochs.
         """
         self._epochs.next(row_stacks(self._stacks), self._runtime)
 
@@ -302,6 +295,7 @@ class Preconditioner(Engine):
         """Return a flat dict of plain numbers and lazy tensors; nothing waits for the device until one is read.
 
         Skipped factors and failed decompositions are those of layers whose sums and results this rank keeps.
+        With SNGD and HyLo there are the "epoch", the "rows" in use, and whether "kid" has chosen them.
         """
         progress = self._progress
         seconds = {**progress.seconds, "capture": self._capture.seconds}
@@ -319,7 +313,8 @@ class Preconditioner(Engine):
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by kind of message.
 
-        "padding" evens out FSDP2's shards, "schedule" tells of messages that left early, "replay" of second passes.
+        "padding" evens out FSDP2's shards, "schedule" tells of messages that left early, "replay" of second passes, "rows"
+        are those that SNGD and HyLo gather, with Y.
         """
         return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self._runtime.traffic()}
 
@@ -403,11 +398,10 @@ class Preconditioner(Engine):
         """
         self._follow()
         states.check(state, self._stacks, {"updates": self._progress.updates, "watch": self._watch.state_dict()})
-        epochs = Epochs.loaded(state["epochs"])
+        self._epochs = Epochs.loaded(state["epochs"])
         states.restore(state["blocks"], self._stacks)
         self._background.drop(self._progress)
         self._progress.load_state_dict(state)
-        self._epochs = epochs
         self._watch.load_state_dict(state["watch"])
         self._await()
 
