@@ -149,8 +149,8 @@ def test_defaults_follow_the_batch():
     assert study.kernel_damping == 0.2
     assert study.every == 4  # of 240 steps
     text = Study(job=Job(task="text")).resolved()
-    assert text.rows == 1024  # 8 sequences of 128 bytes
-    assert text.batch_sizes == (512, 1024, 2048, 4096)
+    assert text.rows == 512  # 4 sequences of 128 bytes
+    assert text.batch_sizes == (256, 512, 1024, 2048)
 
 
 def test_what_was_measured_before_a_stop_is_kept():
@@ -158,12 +158,24 @@ def test_what_was_measured_before_a_stop_is_kept():
 
     def stop():
         asked.append(1)
-        return len(asked) >= 5
+        return len(asked) >= 13  # eight times in the snapshot, once a step
 
     training, measures = measured(job=Job(task="tabular", epochs=9), stop=stop, every=1)
-    assert training.position.step < 9
-    assert {each.step for each in measures.rank} == {0}
+    assert training.position.step == 6  # the stop is heard of a step later
+    assert {(each.step, each.layer) for each in measures.rank} == {(0, layer) for layer in "0246"}
     assert max(each.step for each in measures.drift) == training.position.step - 1
+
+
+def test_a_stop_ends_a_snapshot_that_takes_long():
+    asked = []
+
+    def stop():
+        asked.append(1)
+        return len(asked) > 2
+
+    training, measures = measured(job=Job(task="tabular", epochs=9), figures=("error",), stop=stop)
+    assert training.position.step == 2  # the stop is heard of a step later
+    assert {each.layer for each in measures.error} == {"0", "2"}
 
 
 @pytest.mark.parametrize("labels", ["true", "sampled"])

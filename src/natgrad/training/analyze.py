@@ -29,7 +29,7 @@ from .world import join, launched, stop_requests
 Labels = Literal["true", "sampled"]
 
 # Of a direction's rows and of a kernel's, unless sizes are given: more take minutes.
-_MOST_ROWS, _SIZES = 1024, (1 / 2, 1, 2, 4)
+_MOST_ROWS, _SIZES = 512, (1 / 2, 1, 2, 4)
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _LOOKS = 50  # about how many drifts a run has
 
@@ -48,7 +48,7 @@ class Study:
             gradient that is preconditioned is that of the true ones in any case.
         every: Steps between drifts; None: some 50 over the run.
         snapshots: At how many steps rank, error and spectra are measured: the first and the last, and between.
-        batch_sizes: Of the kernels; None: half of the run's batch, the batch, twice and four times it.
+        batch_sizes: Of the kernels; None: half of the run's batch (or of 512), the batch, twice and four times it.
         ranks: r of KID and KIS; None: shares of the batch from 1 % to all of it.
         kernel_damping: α of the directions; None: the job's damping.
         threshold: η of the switch.
@@ -253,6 +253,8 @@ class Measured(Training):
         if {"error", "spectra"} & set(study.figures):
             seen = self._look(state, self._order[: study.samples])
             for layer, each in seen.items():
+                if self._stop():  # a snapshot may take long
+                    return
                 if "error" in study.figures:
                     measures.error += errors(
                         step, layer, each.A, each.G, each.W, study.ranks, study.kernel_damping, seed=study.job.seed
@@ -266,6 +268,8 @@ class Measured(Training):
             indices = [part.tolist() for part in torch.tensor(self._order[:samples]).tensor_split(pieces)]
             looks = [self._look(state, own) for own in indices]
             for layer in looks[0]:
+                if self._stop():
+                    return
                 A, G = (torch.cat([getattr(look[layer], side) for look in looks], 1) for side in "AG")
                 measures.rank += ranks(step, layer, A, G, study.batch_sizes)
 
