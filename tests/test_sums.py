@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import natgrad
+from natgrad.habit import Caution, Expected
 from natgrad.sums.clock import Clock
 from natgrad.sums.forms import form
-from natgrad.sums.guesses import Caution, Expected, Guesses
+from natgrad.sums.guesses import Guesses
 from natgrad.sums.messages import Message, Tally, neighbours
 
 CPU = torch.device("cpu")

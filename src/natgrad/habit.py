@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -14,48 +14,60 @@ _MEMORY = 4
 _PATIENCE = 64
 
 
-class Habit(Generic[Key]):
-    """How often each of some things comes in a step, as it mostly did in the steps before.
+class Expected(Generic[Key]):
+    """How often each of some things comes in a step: as often as it mostly has in the steps before.
 
     Attributes:
-        counts: How often each has come in this step.
-        expected: How often each mostly came; -1 before the first step.
+        counts: How often each has come in this step so far.
+        totals: How often each is expected to; -1: nothing is known.
     """
 
     def __init__(self, keys: Iterable[Key]) -> None:
-        """Expect nothing yet."""
+        """Begin with nothing seen."""
         self._seen: dict[Key, deque[int]] = {key: deque(maxlen=_MEMORY) for key in keys}
-        self._pause = self._caution = 0
         self.begin()
 
     def begin(self) -> None:
         """Begin the next step."""
         self.counts = dict.fromkeys(self._seen, 0)
-        self.expected = {key: _usual(seen) for key, seen in self._seen.items()}
+        self.totals = {key: _usual(seen) for key, seen in self._seen.items()}
 
-    def came(self, key: Key) -> bool:
-        """Count one that has come; tell whether it is expected to be the last of its kind in this step."""
-        self.counts[key] += 1
-        return self.counts[key] == self.expected[key]
-
-    @property
-    def paused(self) -> bool:
-        """Whether it is better not to act on what is expected."""
-        return self._pause > 0
-
-    def learn(self, *, wrong: bool) -> None:
-        """End a step: expect what it has shown; after a wrong guess pause for a while, longer every time."""
+    def learn(self) -> None:
+        """Remember this step."""
         for key, count in self.counts.items():
             self._seen[key].append(count)
-        if wrong:
-            self._caution = min(2 * self._caution + 1, _PATIENCE)
-            self._pause = self._caution
-        elif self._pause:
-            self._pause -= 1
-        else:
-            self._caution //= 2
+
+    def last(self, key: Key) -> bool:
+        """Tell whether the next of a kind is the last one."""
+        return self.counts[key] + 1 == self.totals[key]
+
+    def complete(self, key: Key) -> bool:
+        """Tell whether the last of a kind has just come."""
+        return self.counts[key] == self.totals[key]
 
 
-def _usual(counts: Sequence[int]) -> int:
+def _usual(counts: deque[int]) -> int:
     """Return the most frequent of some numbers, the larger of equally frequent ones; -1 if there are none."""
     return max(counts, key=lambda count: (counts.count(count), count), default=-1)
+
+
+class Caution:
+    """How long not to guess: after a guess that was wrong for a while, longer every time."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._steps = self._left = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing is to be guessed in this step."""
+        return self._left > 0
+
+    def learn(self, *, wrong: bool) -> None:
+        """Take whether a guess was wrong in this step."""
+        if wrong:
+            self._left = self._steps = min(2 * self._steps + 1, _PATIENCE)
+        elif self._left:
+            self._left -= 1
+        else:
+            self._steps //= 2

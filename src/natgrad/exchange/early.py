@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from natgrad.blocks import Stack
 from natgrad.exchange.routes import Kind, Route, routes
 from natgrad.exchange.vectors import Size, Swap, nbytes
-from natgrad.habit import Habit
+from natgrad.habit import Caution, Expected
 from natgrad.placement import Link, Runtime, cut, flatten
 from natgrad.precision import at_least_float32
 
@@ -138,7 +138,8 @@ class Early:
         self.messages: list[Message] = []
         self._index: dict[int, int] = {}
         self._missing: list[int] = []
-        self._habit: Habit[int] = Habit(())
+        self._expected: Expected[int] = Expected(())
+        self._caution = Caution()
         weakref.finalize(self, _remove, self._handles).atexit = False
 
     # --- In the backward pass -----------------------------------------------------------------------------------
@@ -149,10 +150,11 @@ class Early:
         with self._lock:
             self._order.pop(index, None)
             self._order[index] = None
-            if not self._habit.came(index) or not self.messages:
+            self._expected.counts[index] += 1
+            if not self._expected.complete(index) or not self.messages:
                 return
             self._missing[self._index[index]] -= 1
-            if self._habit.paused:
+            if self._caution.waits:
                 return
             for message, missing in zip(self.messages, self._missing, strict=True):
                 if missing:
@@ -176,7 +178,7 @@ class Early:
         self.detach()
         self._trained, self._parameters, self._stacks = state, list(trained), stacks
         self.messages, self._watched, self._order = [], False, {}
-        self._habit = Habit(range(len(trained)))
+        self._expected, self._caution = Expected(range(len(trained))), Caution()
         # A message is worth its latency if its bytes take as long.
         ranks, link = self._runtime.ranks, self._link
         seconds = sum(map(_nbytes, trained)) * (ranks - 1) / ranks / link.bandwidth
@@ -198,13 +200,14 @@ class Early:
         if not self.messages and self._watched:
             self._lay_out()
         self._watched = True
-        self._habit.learn(wrong=any(message.wrong for message in self.messages))
+        self._expected.learn()
+        self._caution.learn(wrong=any(message.wrong for message in self.messages))
         self._begin()
 
     def _begin(self) -> None:
         self._order = {}
-        self._habit.begin()
-        expected = self._habit.expected
+        self._expected.begin()
+        expected = self._expected.totals
         self._missing = [sum(expected[index] != 0 for index in message.indices) for message in self.messages]
 
     def _lay_out(self) -> None:

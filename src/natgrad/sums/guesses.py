@@ -1,76 +1,11 @@
-"""What is expected of a step, and what was summed in its forward pass before anything was known."""
+"""What was summed in the forward pass of a step, before anything was known."""
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
-
-# Captured steps of which the most frequent number of gradients is expected: the last accumulation of an epoch is short.
-_MEMORY = 4
-# The most captured steps in which nothing leaves early, after guesses that were wrong again and again.
-_PATIENCE = 64
-
-
-class Expected:
-    """How many gradients each layer shows in a step: as many as it mostly has in the steps before.
-
-    Attributes:
-        counts: Those of this step so far.
-        totals: Those that are expected of it; -1: nothing is known.
-    """
-
-    def __init__(self, layers: Iterable[str]) -> None:
-        """Begin with nothing seen."""
-        self._seen: dict[str, deque[int]] = {layer: deque(maxlen=_MEMORY) for layer in layers}
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin the next step."""
-        self.counts = dict.fromkeys(self._seen, 0)
-        self.totals = {layer: _usual(seen) for layer, seen in self._seen.items()}
-
-    def learn(self) -> None:
-        """Remember this step."""
-        for layer, count in self.counts.items():
-            self._seen[layer].append(count)
-
-    def last(self, layer: str) -> bool:
-        """Tell whether the next gradient of a layer is the last one."""
-        return self.counts[layer] + 1 == self.totals[layer]
-
-    def complete(self, layer: str) -> bool:
-        """Tell whether the last gradient of a layer has just come."""
-        return self.counts[layer] == self.totals[layer]
-
-
-def _usual(counts: deque[int]) -> int:
-    """Return the most frequent of some numbers, the larger of equally frequent ones; -1 if there are none."""
-    return max(counts, key=lambda count: (counts.count(count), count), default=-1)
-
-
-class Caution:
-    """How long not to guess: after a guess that was wrong for a while, longer every time."""
-
-    def __init__(self) -> None:
-        """Begin without any."""
-        self._steps = self._left = 0
-
-    @property
-    def waits(self) -> bool:
-        """Whether nothing is to be guessed in this step."""
-        return self._left > 0
-
-    def learn(self, *, wrong: bool) -> None:
-        """Take whether a guess was wrong in this step."""
-        if wrong:
-            self._left = self._steps = min(2 * self._steps + 1, _PATIENCE)
-        elif self._left:
-            self._left -= 1
-        else:
-            self._steps //= 2
 
 
 class Guesses:

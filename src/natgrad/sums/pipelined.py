@@ -33,11 +33,12 @@ import torch
 from torch import Tensor
 
 from natgrad.blocks import Stack
+from natgrad.habit import Caution, Expected
 from natgrad.kept import pack
 from natgrad.placement import Placement, Posted, Runtime
 from natgrad.sums.clock import Clock, Item
 from natgrad.sums.forms import form
-from natgrad.sums.guesses import Caution, Expected, Guesses
+from natgrad.sums.guesses import Guesses
 from natgrad.sums.messages import Arrived, Message
 from natgrad.sums.sums import ObserveInputs, Sums
 

@@ -6,11 +6,18 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from natgrad import KBFGS, KFAC
+from natgrad import EKFAC, KBFGS, KFAC, SNGD, HyLo, RankOne
 from natgrad.curvature import Curvature
 from natgrad.errors import require
 
-_CLASSES: dict[str, Callable[..., Curvature]] = {"kfac": KFAC, "kbfgs": KBFGS}
+_CLASSES: dict[str, Callable[..., Curvature]] = {
+    "kfac": KFAC,
+    "ekfac": EKFAC,
+    "kbfgs": KBFGS,
+    "sngd": SNGD,
+    "hylo": HyLo,
+    "rank-one": RankOne,
+}
 
 # What the job has a field of, or the task decides.
 _APART = ("fisher", "likelihood")

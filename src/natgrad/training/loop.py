@@ -180,6 +180,8 @@ class Training:
         position.seconds += perf_counter() - started
         if position.batch == len(self._batches):
             position.epoch, position.batch = position.epoch + 1, 0
+            if self.preconditioner is not None:
+                self.preconditioner.next_epoch()
         ended = position.batch == 0 or position.step == self.total_steps
         return self._evaluate(status) if ended and status != "diverged" else status
 
