@@ -19,14 +19,26 @@ EVERY: dict[str, Callable[..., Curvature]] = {
     "kfac inverse": partial(natgrad.KFAC, form="inverse"),
     "kfac reduce": partial(natgrad.KFAC, sharing="reduce"),
     "kfac blocks": partial(natgrad.KFAC, max_factor_size=4, wide="blocks"),
+    "kfac iterative": partial(natgrad.KFAC, form="iterative"),
+    "kfac newton-schulz": partial(natgrad.KFAC, form="newton-schulz"),
+    "ekfac": natgrad.EKFAC,
+    "rank one": natgrad.RankOne,
+    "sngd": natgrad.SNGD,
+    "hylo whole": partial(natgrad.HyLo, rank=1.0, method="kid"),
+    "hylo kid": partial(natgrad.HyLo, rank=0.5, method="kid"),
+    "hylo kis": partial(natgrad.HyLo, rank=0.5, method="kis"),
+    "hylo switch": natgrad.HyLo,
     "kbfgs": natgrad.KBFGS,
     "kbfgs limited": partial(natgrad.KBFGS, memory=5),
 }
 """Constructors, by what tests call them."""
 
-PLACEMENTS: dict[str, tuple[str, ...]] = dict.fromkeys(
-    EVERY, ("comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter", "pipelined")
-)
+# Of whose samples some are chosen, by each rank from its own: not the same ones in other batches and on other ranks.
+CHOOSING = ("hylo kid", "hylo kis", "hylo switch")
+
+_ALL = ("comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter", "pipelined")
+_FEW = {"ekfac": ("comm-opt", "pipelined"), "sngd": ("comm-opt",), "hylo whole": ("comm-opt",)}
+PLACEMENTS = {name: _FEW.get(name, _ALL) for name in EVERY if name not in CHOOSING}
 """The placements under which ranks together do what one process does."""
 
 DAMPING = 0.1
@@ -55,7 +67,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
         likelihood = "categorical" if fisher == "sampled" else None
         options = {"refresh": natgrad.Refresh(factors=1, inverses=2), "damping": DAMPING, **options}
-        curvature = make(fisher=fisher, likelihood=likelihood)
+        curvature = make() if make is natgrad.RankOne else make(fisher=fisher, likelihood=likelihood)
         self.replica = DistributedDataParallel(self.model) if dist.is_initialized() else self.model
         self.preconditioner = natgrad.Preconditioner(self.replica, curvature, optimizer=self.optimizer, **options)
 

@@ -47,7 +47,9 @@ def train(
         typer.Option(metavar="NAME=VALUE", help="Option of the curvature; repeatable.", rich_help_panel=_CURVATURE),
     ] = None,
     form: Annotated[str | None, typer.Option(help="Of K-FAC: eigen, inverse ...", rich_help_panel=_CURVATURE)] = None,
-    fisher: Annotated[str, typer.Option(help="empirical or sampled.", rich_help_panel=_CURVATURE)] = "sampled",
+    fisher: Annotated[
+        str | None, typer.Option(help="empirical or sampled, the default.", rich_help_panel=_CURVATURE)
+    ] = None,
     sharing: Annotated[str | None, typer.Option(help="Of K-FAC: expand or reduce.", rich_help_panel=_CURVATURE)] = None,
     placement: Annotated[str, typer.Option(help="Where the work is done.", rich_help_panel=_CURVATURE)] = "auto",
     factors: Annotated[int, typer.Option(help="Steps between factor updates.", rich_help_panel=_CURVATURE)] = 1,

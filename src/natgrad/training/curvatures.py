@@ -46,17 +46,21 @@ def check(name: str, options: Mapping[str, Any]) -> None:
         require(option in allowed, "curvature option", option, what)
 
 
-def build(name: str, options: Mapping[str, Any], *, fisher: str, likelihood: str) -> Curvature:
+def build(name: str, options: Mapping[str, Any], *, fisher: str | None, likelihood: str) -> Curvature:
     """Return a curvature.
 
     Args:
         name: One of `names()`.
         options: Those of its constructor.
-        fisher: "empirical" or "sampled".
+        fisher: "empirical" or "sampled"; None: the latter, where the curvature has the choice.
         likelihood: What sampled labels are drawn from.
 
     Raises:
         ValueError: An option's value is not allowed.
     """
     check(name, options)
+    if "fisher" not in inspect.signature(_CLASSES[name]).parameters:
+        require(fisher is None, "fisher", fisher, f"left out: {name} has no choice")
+        return _CLASSES[name](**options)
+    fisher = fisher or "sampled"
     return _CLASSES[name](fisher=fisher, likelihood=likelihood if fisher == "sampled" else None, **options)

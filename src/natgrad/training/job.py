@@ -32,7 +32,8 @@ class Job:
         curvature: What preconditions the gradients: "none", or one of `curvatures.names()`.
         curvature_options: Options of its constructor; those that have a field of their own may stand there instead.
         form: How K-FAC solves; None takes the curvature's own default, as with all that follow.
-        fisher: Whether the curvature takes the data's labels or draws them from the model.
+        fisher: Whether the curvature takes the data's labels or draws them from the model; None: "sampled", where it
+            has the choice.
         sharing: How K-FAC treats shared weights.
         placement: Where the curvature's work is done.
         factors: Steps between updates of the factors.
@@ -58,7 +59,7 @@ class Job:
     curvature: str = "none"
     curvature_options: Mapping[str, Any] = field(default_factory=dict)
     form: str | None = None
-    fisher: Fisher = "sampled"
+    fisher: Fisher | None = None
     sharing: str | None = None
     placement: str = "auto"
     factors: int = 1
@@ -84,7 +85,6 @@ class Job:
         object.__setattr__(self, "optimizer", self.optimizer.lower())
         for name, choices in (
             ("schedule", optimizers.ScheduleName),
-            ("fisher", Fisher),
             ("device", Device),
         ):
             _check_choice(name, getattr(self, name), get_args(choices))
@@ -96,6 +96,8 @@ class Job:
         _check_positive("damping", self.damping)
         _check_positive("kl_clip", self.kl_clip, optional=True)
         require(self.epochs is None or self.steps is None, "steps", self.steps, "left out where epochs is given")
+        if self.fisher is not None:
+            _check_choice("fisher", self.fisher, get_args(Fisher))
         optimizers.check(self.optimizer, self.options)
         if self.curvature != "none":
             curvatures.check(self.curvature, self.all_curvature_options)
