@@ -251,3 +251,21 @@ def test_no_activation_outlives_its_hook():
         preconditioner.step()
     assert isinstance(preconditioner._capture, Capture)
     assert preconditioner._capture.sums.empty
+
+
+def test_verification_leaves_the_moments_alone():
+    ends = []
+    for verified in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        preconditioner = natgrad.Preconditioner(model, natgrad.EKFAC(), refresh=natgrad.Refresh(factors=1, inverses=4))
+        for step in range(7):
+            x = torch.randn(6, 3, generator=torch.Generator().manual_seed(step)).double()
+            model.zero_grad()
+            (total_loss(model(x), 6) / 6).backward()
+            preconditioner.step()
+            if verified and step in (2, 5):
+                model.zero_grad()
+                assert preconditioner.verify(x, lambda model, x: total_loss(model(x), len(x)) / len(x)).worst < 1e-10
+        ends.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(left, right) for left, right in zip(*ends, strict=True))

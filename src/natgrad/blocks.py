@@ -81,7 +81,7 @@ class Stack:
         fresh: Whether the last update of the averages renewed each block ``[N]``; None: before the first.
         good: For each part and block, whether `held` has a result of it.
         ready: For each member, whether `held` is complete.
-        turns: For each block, how often running averages have begun anew (`Part.restarts`).
+        turns: For each block, how often running averages have begun anew (`Part.restarts`); it never goes back.
         role: What this rank has to do with its layers.
     """
 
@@ -158,7 +158,7 @@ class Stack:
             for member in self.members:
                 stack.enter_context(aside(member.layer, seconds=0.0))
             kept = {"averages": Kept(), "weight": None, "held": Kept(), "memory": Kept(), "fresh": None}
-            stack.enter_context(aside(self, good=good, ready=ready, turns=list(self.turns), **kept))
+            stack.enter_context(aside(self, good=good, ready=ready, **kept))
             yield
 
     def allocate_averages(self) -> Tensor:
