@@ -117,7 +117,6 @@ def test_wide_sides(wide, most):
     gradients = torch.einsum("bto,bti->boi", rows.g[0], rows.a[0])
     expected = (Q[1].mT @ gradients @ Q[0]).square().mean(0)
     torch.testing.assert_close(S, expected, rtol=1e-9, atol=1e-12)
-    model.zero_grad()
     preconditioner = natgrad.Preconditioner(
         model, natgrad.EKFAC(max_factor_size=most, wide=wide), refresh=ONCE, damping=0.3
     )

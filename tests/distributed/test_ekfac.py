@@ -166,10 +166,8 @@ def beside(case, steps):
     Step 0 renews at once. Later captures are in the averages from the next step on, and those of S only where the basis
     that they were measured in is still the one; the steps in which bases change are those of `test_background`.
     """
-    model, layers = network(), None
+    model = network()
     layers = dense.trained_layers(model)
-    preconditioner = None
-    del preconditioner
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     state = {name: {"A": 0.0, "G": 0.0, "n": 0, "S": 0.0, "s": 0.0, "basis": None, "made": None} for name in layers}
     decay, begun, last, pending = 0.95, None, None, None

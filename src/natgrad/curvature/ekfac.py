@@ -36,8 +36,9 @@ class EKFAC(KFAC):
     **Uses.** A layer that is used several times in one backward pass (recurrent cells, shared modules) adds the squares
     of each use, without products of two uses; with sharing="reduce" uses are pooled first.
 
-    **The basis** is unique only where eigenvalues differ. Within a null space, which factors of few samples have, S depends
-    on the eigenvectors that were found: ranks share theirs to the last bit, but runs that differ by rounding may part.
+    **The basis** is unique only where eigenvalues differ. Within a null space, which factors of few samples have, S
+    depends on the eigenvectors that were found: ranks share theirs to the last bit, but runs that differ by rounding
+    may part.
 
     Embeddings, alone or tied with linear layers, have K-FAC's form, whose basis leaves nothing to measure: a lookup is
     a unit vector. Norm layers have `UnitWise`.
