@@ -25,7 +25,7 @@ PHASES = ("inverses", "factors", "plain")
 PARTS = {"capture": "factors", "renew": "decomposition", "solve": "preconditioning", "reduce": "messages"}
 LEARNING_RATE, DAMPING, KL_CLIP, FACTOR_DECAY = 0.01, 3e-3, 1e-3, 0.95
 NEVER = 10**9
-Form = Literal["eigen", "inverse"]
+Form = Literal["eigen", "iterative", "inverse"]
 Reduction = Literal["averaged", "reduce"]
 Interval = Callable[[int], int]
 

@@ -53,10 +53,22 @@ def alone():
 def test_placements_equal_one_process(ranks, alone, placement, count, name):
     results = ranks.run(count, run, name, job(name, placement=placement), STEPS)
     assert_bit_identical(results)
-    same = {"placement": placement} if placement in ("background", "dp") else {}
-    if placement != "dp":  # whose factors are those of other samples
-        assert_close(results[0], alone(name, **same))
+    if placement != "dp":  # whose factors are those of some samples
+        assert_close(results[0], alone(name, **({"placement": placement} if placement == "background" else {})))
     assert all(value.isfinite().all() for value in results[0].model.values())
+
+
+def run_on_all_samples(*args):
+    with mock.patch("tests.distributed.jobs.share", lambda tensor, ragged=False: tensor):
+        return run(*args)
+
+
+@pytest.mark.parametrize("name", CURVATURES)
+@pytest.mark.parametrize("count", [2, 3])
+def test_dp_equals_one_process_where_all_ranks_have_the_same_samples(ranks, alone, count, name):
+    results = ranks.run(count, run_on_all_samples, name, job(name, placement="dp"), STEPS)
+    assert_bit_identical(results)
+    assert_close(results[0], alone(name))
 
 
 @pytest.mark.parametrize("name", CURVATURES)

@@ -58,7 +58,7 @@ class KFAC(Curvature):
         Args:
             form: "eigen": (G ⊗ A + γI)⁻¹ exactly, with the damping of the step. "inverse": damped Cholesky inverses of
                 A and G, cheaper to renew and to apply, with the damping of their renewal. "iterative": as "eigen", but
-                renewals begin with the last basis (`Warm.eigh`): on the CPU a third of the cost where it still serves.
+                renewals begin with the last basis (`Warm.eigh`): a third of the cost where that still serves.
                 "newton-schulz": as "inverse", beginning with the last inverse, by products of matrices alone
                 (`Warm.damped_inverse`); on the CPU Cholesky is cheaper. Both are for accelerators, and for renewals at
                 every step or nearly so.
