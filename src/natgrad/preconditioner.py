@@ -143,8 +143,7 @@ class Preconditioner(Engine):
         self._runtime = Runtime(group)
         self._watch = Watch(guard)
         self._clip = Clip(optimizer, kl_clip)
-        self._given = Given()
-        self._second = SecondPass()
+        self._given, self._second = Given(), SecondPass()
         self._inspection = Inspection()
         # The positions that a loss has are told by the layer nearest to it, which another rank may capture.
         counting = self._scaling.counts or (where.name == "dp" and reduction == "tokens")
@@ -205,21 +204,19 @@ class Preconditioner(Engine):
             count: For token losses with masks: how many positions of this rank counted since the last step.
 
         Raises:
-            ValueError: if `closure` cannot be called, `count` is no number of positions or given with another
-                reduction than "tokens", or a schedule returns what is not allowed; then nothing was changed.
-            NatgradError: if sampled labels are due and ``backward`` of this object was not used, if a closure is and
-                there is none, if ``scaler.unscale_`` was not used, within ``DistributedDataParallel.join()``, after
-                `detach`, or if another rank has stopped.
+            ValueError: if `closure` or `count` is of another kind, `count` given with another reduction than "tokens",
+                or a schedule returns what is not allowed; then nothing was changed.
+            NatgradError: without ``backward`` of this object where sampled labels are due, or a closure where one is;
+                without ``scaler.unscale_``; within ``DistributedDataParallel.join()``; after `detach`; if a rank stops.
             CurvatureError: if a layer has been in trouble for longer than the guard allows, or a renewal in the
                 background has raised an error on any rank.
         """
         if isinstance(closure, int):
             closure, count = None, closure
         self._check_step(count, closure)
-        damping = self._damping_now()
         self._refresh.check(self._progress.step)
+        damping = self._progress.damping = self._damping_now()
         self._follow()
-        self._progress.damping = damping
         if not self._progress.has_curvature and not self._capture.backwards:
             self._unseen.check(self._stacks)
         # A rank without samples has no backward pass, and where natgrad reduces it takes part all the same.

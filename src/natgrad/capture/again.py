@@ -42,9 +42,9 @@ class Chance:
 class Recording:
     """Forward passes with gradients, and the random numbers that they began with."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        """Begin with none."""
-        self._devices = devices
+    def __init__(self, model: nn.Module) -> None:
+        """Begin with none, of a model on these devices."""
+        self._devices = accelerators(model)
         self._passes: deque[tuple[Pass, Chance]] = deque(maxlen=_MOST)
 
     def enter(self, forward: Pass) -> None:

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from natgrad.aside import aside
 from natgrad.blocks import Member, Stack
 from natgrad.capture import compiled
-from natgrad.capture.again import Chance, Pass, Recording, Repetition, accelerators
+from natgrad.capture.again import Chance, Pass, Recording, Repetition
 from natgrad.capture.early import look_ahead
 from natgrad.capture.pooled import Pooled
 from natgrad.capture.saved import Saved, outline, whole
@@ -102,7 +102,7 @@ class Capture:
                     self._handles += layer.tap(LayerTap(self, self._forward, member.layer.name, index))
         # Set last: where the model is itself a layer, its forward ends after that layer's.
         self._handles.append(self._root.register_forward_hook(EndTap(self._forward), always_call=True))
-        self._record()
+        self._forward.script = Recording(self._root) if self.wanted and self.replays else None
         compiled.forget(self._root)
         if any(stack.curvature.likelihood is not None for stack in stacks):
             compiled.allow_two_passes()
@@ -114,9 +114,7 @@ class Capture:
 
     def _forget(self) -> None:
         _remove(self._handles)
-        self._layers.clear()
-        self._places.clear()
-        for known in (self._captured, self.replays, self._pooled, self._uses):
+        for known in (self._layers, self._places, self._captured, self.replays, self._pooled, self._uses):
             known.clear()
 
     @property
@@ -208,8 +206,8 @@ class Capture:
         self.wanted, self.rows_wanted = wanted, rows
         self._drew = False
         self.discard()
+        self._forward.script = Recording(self._root) if wanted and self.replays else None
         self.sums.note_turns()
-        self._record()
 
     def discard(self) -> None:
         """Forget what backward passes have shown; forward passes may still be differentiated."""
@@ -220,11 +218,6 @@ class Capture:
         self.sums.reset()
         self.rows.reset()
 
-    def _record(self) -> None:
-        """Record forward passes from now on, if they may have to be repeated."""
-        recorded = self.wanted and self.replays
-        self._forward.script = Recording(accelerators(self._root)) if recorded else None
-
     def recorded(self) -> list[tuple[Pass, Chance]]:
         """Return the forward passes behind the losses since the last step; none where nobody has looked on."""
         script = self._forward.script
@@ -234,8 +227,8 @@ class Capture:
     def replay(self, sums: Sums, repetition: Repetition) -> Iterator[None]:
         """Add what the layers that need a replay show to other `sums` meanwhile, and know nothing of it afterwards."""
         own = {"_captured": self.replays, "_counting": False, "_terms": self._terms.anew(), "_loss": None}
-        forward = {"began": self._forward.began, "script": repetition}
-        with aside(self, wanted=True, sums=sums, _replaying=True, _fills=False, **own), aside(self._forward, **forward):
+        own |= {"wanted": True, "sums": sums, "_replaying": True, "_fills": False}
+        with aside(self, **own), aside(self._forward, began=self._forward.began, script=repetition):
             yield
 
     @contextmanager
