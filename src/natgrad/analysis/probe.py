@@ -75,7 +75,7 @@ class Probe:
         with self._own_noise():
             self._twin = build().to(self._device)
         drawn = None if likelihood is None else resolve(likelihood)
-        recorder = _Recorder(layers, drawn, tokens=reduction == "tokens")
+        recorder = _Recorder(layers, drawn)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NatgradWarning)  # that no layer is covered is an error here
             self._preconditioner = Preconditioner(self._twin, recorder, reduction=reduction, seed=seed)
@@ -148,11 +148,11 @@ class _Silent(Curvature):
 class _Recorder(_Silent):
     """Gives each layer that is asked for a record of its own."""
 
-    def __init__(self, patterns: Sequence[str], likelihood: Likelihood | None, *, tokens: bool) -> None:
+    def __init__(self, patterns: Sequence[str], likelihood: Likelihood | None) -> None:
         super().__init__(likelihood)
         self.records: dict[str, _Record] = {}
         self.names: list[str] = []  # those that may be asked for
-        self._patterns, self._tokens = patterns, tokens
+        self._patterns = patterns
 
     def fit(self, layer: Layer) -> Curvature | str:
         if layer.form != "matrix" or layer.others or max(layer.outputs, layer.inputs) > _WIDEST:
@@ -162,16 +162,16 @@ class _Recorder(_Silent):
         if not any(fnmatchcase(layer.name, pattern) for pattern in self._patterns):
             return "not asked for"
         if layer.name not in self.records:
-            self.records[layer.name] = _Record(layer, self.likelihood, tokens=self._tokens)
+            self.records[layer.name] = _Record(layer, self.likelihood)
         return self.records[layer.name]
 
 
 class _Record(_Silent):
     """What one layer has shown in one backward pass."""
 
-    def __init__(self, layer: Layer, likelihood: Likelihood | None, *, tokens: bool) -> None:
+    def __init__(self, layer: Layer, likelihood: Likelihood | None) -> None:
         super().__init__(likelihood)
-        self._layer, self._tokens = layer, tokens
+        self._layer = layer
         self.clear()
 
     def clear(self) -> None:
@@ -186,8 +186,8 @@ class _Record(_Silent):
         self, sums: Mapping[str, Tensor], inputs: Rows, gradients: Rows, *, scale: float = 1.0, **_: Any
     ) -> None:
         sums["nothing"].zero_()  # what a curvature declares it also writes
-        a, g = (self._by_sample(rows).double().cpu() for rows in (inputs, gradients))
-        self._uses.append((a, g * scale, inputs.samples * inputs.positions // a.shape[1]))
+        a, g = (rows.pool().double().cpu() for rows in (inputs, gradients))
+        self._uses.append((a, g * scale, inputs.positions))
         for name, size, rows, factor in (
             ("A", self._layer.inputs, inputs, 1.0),
             ("G", self._layer.outputs, gradients, scale * scale),
@@ -195,9 +195,6 @@ class _Record(_Silent):
             if name not in self._sums:
                 self._sums[name] = sums["nothing"].new_zeros(self._layer.blocks, size, size)
             rows.add_gram_(self._sums[name], scale=factor)
-
-    def _by_sample(self, rows: Rows) -> Tensor:
-        return rows.dense().flatten(1, 2) if self._tokens else rows.pool()
 
     def seen(self) -> Seen:
         """Return everything as natgrad's curvatures count it (A is a mean over samples, G over all rows)."""
@@ -207,7 +204,7 @@ class _Record(_Silent):
         return Seen(A=A, G=G, W=self._gradient(), factors={"A": sums["A"] / A.shape[1], "G": sums["G"] / shown})
 
     def _rows(self) -> tuple[Tensor, Tensor]:
-        if self._tokens or len({a.shape[1] for a, _, _ in self._uses}) > 1:
+        if len({a.shape[1] for a, _, _ in self._uses}) > 1:  # each shows samples of its own
             return torch.cat([a / n for a, _, n in self._uses], 1), torch.cat([g for _, g, _ in self._uses], 1)
         # Several uses show the same samples (shared weights): they are positions too.
         positions = sum(n for *_, n in self._uses)
