@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from natgrad.agreement import check_agreement
 from natgrad.arguments import check_count, check_joined
 from natgrad.blocks import Stack
 from natgrad.capture import Capture
@@ -98,17 +99,21 @@ class Engine:
         self._watch.forget()
         self._progress.began = self._progress.ended = 0.0
 
-    def _compare_plans(self) -> None:
-        """Check once, and after every change of the model, that all ranks are about to do the same.
-
-        Raises:
-            NatgradError: on all ranks, if their models or the options of their placements differ.
-        """
-        if self._runtime.ranks > 1 and len(set(self._runtime.everywhere(self._structure.digest()))) > 1:
-            raise NatgradError(
-                "the ranks have made different plans: their models differ, or the options of natgrad.Placement "
-                "(costs, speeds, link and memory have to be the same on every rank)"
-            )
+    def _compare(self, damping: float) -> None:
+        """Check once, and after every change of the model, that all ranks are about to do the same."""
+        check_agreement(
+            self._runtime,
+            self._structure,
+            self._progress,
+            damping=damping,
+            kl_clip=self._clip.bound,
+            reduction=self._reduction,
+            gradients="reduce" if self._reduces else "averaged",
+            scaling=self._scaling.describe(),
+            refresh=self._refresh.intervals(self._progress.step),
+            precision=self._precision,
+            guard=self._watch.limit,
+        )
 
     def _follow(self) -> None:
         """Follow what has happened to the model's parameters since."""
@@ -119,6 +124,8 @@ class Engine:
         if self._structure.follow(lambda: self._collect(early=True)):
             self._begin()
             self._inspection.restart()
+            # What the hooks have seen of other layers is gone, on all ranks: factors stay due.
+            self._capture.wanted = self._capture.rows_wanted = False
 
     def _await(self) -> None:
         """Tell the hooks what the coming step needs."""

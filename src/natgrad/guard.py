@@ -57,6 +57,11 @@ class Watch:
         self._streaks: dict[tuple[str, int], tuple[Stack, Tensor]] = {}
         self._checks = 0
 
+    @property
+    def limit(self) -> int | None:
+        """That of the guard."""
+        return self._limit
+
     def saw_factors(self, stack: Stack, blocks: slice, bad: Tensor) -> None:
         """Count the blocks ``[n]`` whose statistics were not finite."""
         self._count("skipped_factors", _FACTORS, stack, blocks, bad)

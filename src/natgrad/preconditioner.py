@@ -228,7 +228,7 @@ class Preconditioner(Engine):
             return  # a checkpoint loader's step, before any forward
         if progress.start_clock(layer for layer, _ in self._structure.coverage.layers):
             self._capture.warn_of_others()
-            self._compare_plans()
+            self._compare(damping)
         self._collect(early=self._behind and self._inverses_due)
         scale, left = self._scale_gradients(count)
         self._renew(count, damping, closure)

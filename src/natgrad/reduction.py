@@ -44,6 +44,10 @@ class Scaling:
         """Whether steps of the optimizer may be left out."""
         return self._scaler is not None and self._scaler.is_enabled()
 
+    def describe(self) -> str:
+        """Return in words what has to be the same on all ranks."""
+        return f"accumulation={'mean' if self._divided else 'sum'!r}, {'a' if self.skips else 'no'} GradScaler"
+
     def check(self) -> None:
         """Check that the gradients carry the scale of the loss no more.
 

@@ -148,6 +148,15 @@ def test_a_model_that_changes(ranks, placement, count, name):
             assert float((results[0][key] - value).norm()) <= 1e-10 * float(value.norm()), key
 
 
+@pytest.mark.parametrize("placement", ["comm-opt", "reduce-scatter", "pipelined", "background"])
+def test_factors_that_are_due_when_the_model_changes_stay_due(ranks, placement):
+    """What was captured of the old layers is gone: as in one process the next step captures."""
+    expected = play("freeze_and_thaw", "background" if placement == "background" else "comm-opt", (3, 1))
+    for result in ranks.run(2, play, "freeze_and_thaw", placement, (3, 1)):
+        for key, value in expected.items():
+            assert float((result[key] - value).norm()) <= 1e-10 * float(value.norm()), key
+
+
 def train_where_the_owner_rests(owners):
     """Under dp an owner without samples in a step keeps its factors; nobody complains."""
     scene = Scene("dp", refresh=(1, 1))

@@ -24,6 +24,16 @@ def test_placements_equal_one_process(ranks, placement, count, form):
     assert_close(results[0], train(Job(curvature={"form": form}), STEPS))
 
 
+@pytest.mark.parametrize("form", ["eigen", "inverse"])
+@pytest.mark.parametrize("placement", ["comm-opt", "hybrid:0.5", "reduce-scatter"])
+def test_factors_that_are_diagonals_alone(ranks, placement, form):
+    """Renewals then send vectors and no matrix."""
+    curvature = {"form": form, "max_factor_size": 1}
+    results = ranks.run(4, train, Job(curvature=curvature, options={"placement": placement}), STEPS)
+    assert_bit_identical(results)
+    assert_close(results[0], train(Job(curvature=curvature), STEPS))
+
+
 class Residual(nn.Module):
     """A block of a ResNet."""
 

@@ -33,6 +33,47 @@ def test_ranks_that_would_do_different_things_all_raise(ranks, job):
     ranks.run(2, job)
 
 
+DIFFERENT = {
+    "state": {},
+    "curvature": {"curvature": natgrad.KFAC(form="inverse")},
+    "dtypes": {},
+    "damping": {"damping": lambda step: 0.2},
+    "kl_clip": {"kl_clip": None},
+    "reduction": {"reduction": "sum"},
+    "gradients": {"gradients": "averaged"},
+    "scaling": {"accumulation": "sum"},
+    "refresh": {"refresh": natgrad.Refresh(factors=2)},
+    "precision": {"precision": natgrad.Precision(wire=torch.bfloat16)},
+    "guard": {"guard": natgrad.Guard(limit=3)},
+}
+"""Arguments, by what an error calls them, that only one rank has."""
+
+
+def differ(name, placement):
+    """The messages of such ranks would not fit, or their parameters would drift apart."""
+    own = place()[0] == 1
+    model = nn.Linear(3, 2, dtype=torch.float64 if own and name == "dtypes" else torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {
+        "gradients": "reduce",
+        "placement": placement,
+        "optimizer": optimizer,
+        **(DIFFERENT[name] if own else {}),
+    }
+    preconditioner = natgrad.Preconditioner(model, **options)
+    if own and name == "state":
+        preconditioner.load_state_dict({**preconditioner.state_dict(), "step": 3, "last_factors": 2})
+    model(torch.randn(4, 3, dtype=model.weight.dtype)).square().mean().backward()
+    with pytest.raises(natgrad.NatgradError, match=f"the ranks differ in {name}"):
+        preconditioner.step()
+
+
+@pytest.mark.parametrize("placement", ["comm-opt", "reduce-scatter"])
+def test_ranks_with_other_options_all_raise(ranks, placement):
+    for name in DIFFERENT:
+        ranks.run(2, differ, name, placement, limit=30)
+
+
 def average_unseen(placement):
     """With a graph of their own gradients are not the loss's to the hooks: they stay plain, but are averaged."""
     torch.manual_seed(0)

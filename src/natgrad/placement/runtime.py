@@ -259,13 +259,21 @@ class Runtime:
         return self._background
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Return a new group of some ranks, this one among them; all ranks call it together, each for its own group."""
         assert self.group is not None
         members = [dist.get_global_rank(self.group, rank) for rank in ranks]
-        backend = dist.get_backend(self.group)
+        backend, timeout = dist.get_backend(self.group), _timeout(self.group)
+        # Torch names a group that its members alone make by how many groups a process is in. Ranks that are in
+        # different ones, of the user's, would wait for each other under different names: those in fewer fill up.
+        known = self.everywhere(len(dist.distributed_c10d._world.pg_names))
         with self.talking():
-            made = dist.new_group(
-                members, backend=backend, timeout=_timeout(self.group), use_local_synchronization=True
-            )
+            spare = [
+                dist.new_group([dist.get_rank()], backend=backend, timeout=timeout, use_local_synchronization=True)
+                for _ in range(max(known) - known[self.rank])
+            ]
+            made = dist.new_group(members, backend=backend, timeout=timeout, use_local_synchronization=True)
+            for group in spare:
+                dist.destroy_process_group(group)
         assert isinstance(made, dist.ProcessGroup)
         return made
 

@@ -1,0 +1,57 @@
+"""What has to be the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from zlib import crc32
+
+from natgrad.blocks import Stack
+from natgrad.errors import NatgradError
+from natgrad.placement import Runtime
+from natgrad.progress import Progress
+from natgrad.structure import Structure
+
+
+def check_agreement(runtime: Runtime, structure: Structure, progress: Progress, **options: object) -> None:
+    """Check that all ranks are about to do the same; collective.
+
+    What differs would show as messages that do not fit, a wait for what never comes, or ranks that drift apart.
+
+    Args:
+        runtime: The ranks.
+        structure: The layers and the plan of this rank.
+        progress: How far it has come.
+        **options: The others, whose text is compared.
+
+    Raises:
+        NatgradError: on all ranks, if their models, options or progress differ.
+    """
+    if runtime.ranks == 1:
+        return
+    found = runtime.everywhere((structure.digest(), _settings(structure.stacks, progress, options)))
+    if any(plan != found[0][0] for plan, _ in found):
+        raise NatgradError(
+            "the ranks have made different plans: their models differ, or the options of natgrad.Placement "
+            "(costs, speeds, link and memory have to be the same on every rank)"
+        )
+    settings = [own for _, own in found]
+    names = [name for name in settings[0] if any(own[name] != settings[0][name] for own in settings)]
+    if names:
+        first, other = next((settings[0], own) for own in settings if own != settings[0])
+        told = "; ".join(f"{name}: {first[name]} and {other[name]}" for name in names if first[name] != other[name])
+        raise NatgradError(
+            f"the ranks differ in {', '.join(names)} ({told}): build the Preconditioner with the same arguments on "
+            f"every rank, and load a state on every rank or on none"
+        )
+
+
+def _settings(stacks: Sequence[Stack], progress: Progress, options: dict[str, object]) -> dict[str, str]:
+    """Return, in words, what has to be the same beside the plan."""
+    made = [(one.curvature, one.statistics, one.parts) for one in stacks]
+    kinds = [(type(c), type(c.likelihood), c.factor_decay, *tensors) for c, *tensors in made]
+    return {
+        "state": f"step {progress.step}, factors of {progress.last_factors}, inverses of {progress.last_inverses}",
+        "curvature": f"{crc32(repr(kinds).encode()):08x}",
+        "dtypes": str([str(one.dtype) for one in stacks]),
+        **{name: str(value) for name, value in options.items()},
+    }
