@@ -26,26 +26,28 @@ class Contender:
     ranges: Mapping[str, tuple[float, float]]
 
 
+def _natural(name: str, curvature: str, **settings: Any) -> Contender:
+    """Return SGD with a curvature before it: a start, and ranges, that are the same for all but what `settings` say."""
+    start = {
+        "optimizer": "sgd",
+        "options": {"momentum": 0.9},
+        "curvature": curvature,
+        "factors": 2,
+        "inverses": 20,
+        "damping": 0.03,
+        "kl_clip": 1e-3,
+        "learning_rate": 0.3,
+    }
+    return Contender(
+        name=name, settings=start | settings, ranges={"learning_rate": (1e-2, 1.0), "damping": (1e-3, 1e-1)}
+    )
+
+
 # Learning rates are searched over three decades; natgrad's over two, and its damping over two more.
 _KNOWN = {
     contender.name: contender
     for contender in (
-        Contender(
-            name="natgrad",
-            settings={
-                "optimizer": "sgd",
-                "options": {"momentum": 0.9},
-                "curvature": "kfac",
-                "form": "inverse",
-                "fisher": "sampled",
-                "factors": 2,
-                "inverses": 20,
-                "damping": 0.03,
-                "kl_clip": 1e-3,
-                "learning_rate": 0.3,
-            },
-            ranges={"learning_rate": (1e-2, 1.0), "damping": (1e-3, 1e-1)},
-        ),
+        _natural("natgrad", "kfac", form="inverse", fisher="sampled"),
         Contender(
             name="sgd",
             settings={"optimizer": "sgd", "options": {"momentum": 0.9}, "learning_rate": 0.1},
@@ -61,10 +63,19 @@ _KNOWN = {
             settings={"optimizer": "muon", "learning_rate": 3e-3},
             ranges={"learning_rate": (1e-4, 1e-1)},
         ),
+        # The other curvatures, each with the intervals that it is meant for.
+        _natural("ekfac", "ekfac", fisher="sampled"),
+        _natural("iterative", "kfac", form="iterative", fisher="sampled", inverses=2),
+        _natural("foof", "kfac", form="inverse", fisher="empirical", curvature_options={"sides": "a"}),
+        _natural("rank-one", "rank-one", factors=1, inverses=1),
+        _natural("kbfgs", "kbfgs", fisher="sampled", factors=1, inverses=1, options={"momentum": 0.0}),
+        _natural("sngd", "sngd", fisher="empirical", inverses=5),
+        _natural("hylo", "hylo", fisher="empirical", inverses=5),
     )
 }
 
-NAMES = tuple(_KNOWN)
+NAMES = ("natgrad", "sgd", "adamw", "muon")
+CURVATURES = tuple(name for name in _KNOWN if name not in NAMES)
 REFERENCE = "adamw"
 
 
@@ -72,14 +83,14 @@ def get(name: str) -> Contender:
     """Return a contender by its name.
 
     Args:
-        name: One of `NAMES`, or any other optimizer, which starts from its own defaults.
+        name: One of `NAMES` or `CURVATURES`, or any other optimizer, which starts from its own defaults.
 
     Raises:
         ValueError: No such contender.
     """
     if name in _KNOWN:
         return _KNOWN[name]
-    allowed = list(dict.fromkeys([*NAMES, *optimizers.names()]))
+    allowed = list(dict.fromkeys([*_KNOWN, *optimizers.names()]))
     require(name in allowed, "optimizers", name, f"one of {', '.join(allowed)}")
     usual = optimizers.default_learning_rate(name)
     return Contender(
