@@ -187,8 +187,8 @@ class KBFGS(Curvature):
             return (inverse,), fine
         H = before["H_A"].to(A.dtype)
         s = multiply(H, a)
-        lower = A.tril(-1)
-        y = multiply(A.tril(), s) + multiply(lower.mT, s) + shift * s
+        lower = A.tril()
+        y = multiply(lower, s) + multiply(lower.mT, s) + (shift - lower.diagonal(dim1=-2, dim2=-1)) * s
         H, fine = bfgs(H, s, y), torch.ones(len(A), dtype=torch.bool, device=A.device)
         lost = inner(a, s) < 0
         if bool(lost.any()):

@@ -68,7 +68,7 @@ def bfgs(H: Tensor, s: Tensor, y: Tensor) -> Tensor:
     # Both rank-two terms as one product u sᵀ + s uᵀ.
     u = (0.5 * (rho * rho * inner(y, Hy) + rho))[:, None] * s - rho[:, None] * Hy
     outer = u[:, :, None] * s[:, None, :]
-    return torch.where(curved[:, None, None], H + (outer + outer.mT), H)
+    return (outer + outer.mT).add_(H)  # of a pair without curvature both terms are zero
 
 
 class Compact:
