@@ -132,6 +132,15 @@ def test_options_take_the_place_of_tuned_values(tmp_path):
     assert {row["damping"] for row in read(tmp_path / "error.csv")} == {"0.5"}
 
 
+def test_another_curvature_leaves_the_tuned_ones_options_behind(tmp_path):
+    done = run("analyze", "tabular", "--curvature", "hylo", "--epochs", 1, "--figure", "norms", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    job = json.loads((tmp_path / "analysis.json").read_text())["job"]
+    assert (job["curvature"], job["form"], job["fisher"]) == ("hylo", None, None)
+    assert job["inverses"] == 20  # as of natgrad
+    assert "Trained by sgd behind hylo" in done.output
+
+
 def test_a_divergence_has_its_own_exit_code_and_keeps_what_was_measured(tmp_path):
     done = run("analyze", "tabular", "--optimizer", "sgd", "--lr", 1e38, "--steps", 6, "--out", tmp_path)
     assert done.exit_code == 1, done.output

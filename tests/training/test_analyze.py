@@ -43,10 +43,11 @@ def same(one, other):
     [
         {"task": "digits", "optimizer": "sgd", "options": {"momentum": 0.9}, "learning_rate": 0.01, **KFAC, "steps": 7},
         {"task": "tabular", "optimizer": "sgd", "learning_rate": 0.01, "curvature": "kbfgs", "steps": 5},
+        {"task": "tabular", "optimizer": "sgd", "learning_rate": 0.01, "curvature": "hylo", "inverses": 3, "steps": 9},
         {"task": "glyphs", "task_options": {"images": 64}, "batch_size": 32, "steps": 3, "accumulate": 2},
         {"task": "text", "task_options": {"sequences": 64, "context": 16}, "steps": 3, **KFAC, "learning_rate": 1e-3},
     ],
-    ids=lambda settings: settings["task"],
+    ids=lambda settings: f"{settings['task']}-{settings.get('curvature', 'none')}",
 )
 @pytest.mark.parametrize("labels", ["true", "sampled"])
 def test_a_run_that_is_measured_is_the_same_bit_by_bit(settings, labels):
@@ -97,6 +98,27 @@ def test_each_epoch_has_its_own_sum_and_only_whole_epochs_count():
     assert [each.epoch for each in every] == [0, 1]
     assert every[1].norm == pytest.approx(every[0].norm, rel=0.05)
     assert every[1].change == pytest.approx(abs(every[1].norm / every[0].norm - 1))
+
+
+def test_hylo_switches_in_the_epochs_that_are_told():
+    known = []
+
+    class Spy(Measured):
+        def _step(self, inputs, targets):
+            loss = super()._step(inputs, targets)
+            if self.position.batch == 0:
+                known.append(bool(self.preconditioner.metrics()["kid"]))
+            return loss
+
+    measures, options = Measures(), {"curvature": "hylo", "inverses": 1, "curvature_options": {"threshold": 0.3}}
+    job = Job(task="tabular", optimizer="sgd", learning_rate=0.01, epochs=8, **options)
+    study = Study(job=job, figures=("norms",), threshold=0.3).resolved()
+    training = Spy(study, measures, world=WORLD, watch=Silent(), stop=lambda: False)
+    training.run()
+    training.end_epoch()
+    told = [each.critical for each in measures.norms if each.layer == ALL]
+    assert told == known
+    assert len(set(told)) == 2
 
 
 def test_factors_of_the_same_batch_and_parameters_do_not_drift():

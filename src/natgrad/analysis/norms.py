@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import sqrt
 
 from torch import Tensor
+
+from natgrad.rows.epochs import Epochs
 
 THRESHOLD = 0.5
 """η where none is given: the paper gives none, Accordion, which it cites, has this."""
 
 ALL = "(all)"
 """Stands for all parameters together, by whose norm HyLo switches."""
-
-_DECAY = 0.5  # a fall of the learning rate to this share or less is a decay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,8 @@ def critical(norms: Sequence[float], rates: Sequence[float], epoch: int, thresho
         epoch: e, from 0.
         threshold: η.
     """
-    if epoch < 2 or rates[epoch] <= _DECAY * rates[epoch - 1]:
-        return True
-    moved = change(norms, epoch - 1)
-    assert moved is not None
-    return not isfinite(moved) or moved >= threshold
+    decayed = epoch > 0 and rates[epoch] <= rates[epoch - 1] / 2
+    return Epochs(epoch=epoch, norms=list(norms[max(0, epoch - 2) : epoch]), decayed=decayed).critical(threshold)
 
 
 class EpochGradients:

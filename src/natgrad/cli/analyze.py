@@ -24,6 +24,9 @@ _CONFIGURATION = "analysis.json"
 # Left out, an option is as tuned for the task, or the contender's own default.
 _OWN = {"show_default": False}
 
+# What a curvature's options were tuned for.
+_OF_ITS_OWN = ("curvature_options", "form", "fisher", "sharing")
+
 _ENDS = {"finished": "finished", "stopped": "was stopped", "diverged": "diverged"}
 
 
@@ -70,7 +73,9 @@ def analyze(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Option of the task; repeatable.", rich_help_panel=_RUN),
     ] = None,
-    curvature: Annotated[str | None, typer.Option(help="none, kfac ...", rich_help_panel=_CURVATURE, **_OWN)] = None,
+    curvature: Annotated[
+        str | None, typer.Option(help="none, kfac, hylo ...", rich_help_panel=_CURVATURE, **_OWN)
+    ] = None,
     curvature_option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Option of the curvature; repeatable.", rich_help_panel=_CURVATURE),
@@ -172,6 +177,8 @@ def _job(task: str, optimizer: str, of_run: dict[str, Any], of_curvature: dict[s
         for name, value in given.items():
             require(name == "curvature", name, value, "given with --curvature")
         settings = {name: value for name, value in settings.items() if name not in of_curvature}
+    elif given.get("curvature") not in (None, settings.get("curvature")):  # what was tuned for one fits no other
+        settings = {name: value for name, value in settings.items() if name not in _OF_ITS_OWN}
     if "kl_clip" in given:
         given["kl_clip"] = given["kl_clip"] or None
     own = {name: value for name, value in of_run.items() if value is not None}
