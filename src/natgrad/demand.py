@@ -25,6 +25,7 @@ def work(layer: Layer, curvature: Curvature, precision: Precision) -> Work:
         parts={part.name: part.cost * n for part in parts},
         # Blocks in float16 carry a scale each, which shares of a block would not agree on.
         repeated={part.name: part.repeated for part in parts if part.repeated is not None and held != torch.float16},
+        replayed=n * sum(spec.numel for spec in statistics if spec.name in curvature.replays),
         everywhere=frozenset(part.name for part in parts if part.everywhere),
         sums=n * sum(prod(packed_shape(spec)) for spec in statistics),
         results={part.name: n * sum(prod(packed_shape(spec)) for spec in part.writes) for part in parts},

@@ -72,7 +72,7 @@ def train(steps, sizes, *, wrapper=None, memory=None, norm=False, parts=1, mixed
     return (
         {**{name: own.detach() for name, own in model.named_parameters()}, **kept},
         dict(model.named_buffers()),
-        preconditioner.traffic(),
+        {**preconditioner.traffic(), "planned": preconditioner.plan.traffic()["factors"].get("replay", 0)},
     )
 
 
@@ -146,6 +146,14 @@ def test_vectors_travel_and_no_inverses(ranks):
     for _, _, traffic in results:
         assert traffic["replay"] == steps * vectors * 8  # an all-reduce among two sends each number once
         assert traffic["inverses"] == 0
+
+
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "reduce-scatter"])
+def test_the_plan_knows_what_travels(ranks, placement):
+    results = ranks.run(3, call, 2, EVEN, {"wrapper": {}, "placement": placement})
+    planned = {traffic["planned"] for _, _, traffic in results}
+    sent = sum(traffic["replay"] for _, _, traffic in results)
+    assert planned == {sent // (2 * 8)}
 
 
 def fail_alike():

@@ -25,6 +25,7 @@ class Work:
         parts: The work of each part of a renewal, in multiply-adds.
         sums: Elements of its statistics as they travel (triangles).
         repeated: For those parts that ranks may share, which share of the work each of them repeats.
+        replayed: Elements of what a second pass over the batch shows.
         everywhere: Those parts that every worker does for itself.
         results: Elements of what each part makes, as they travel.
         gradients: Elements of its gradient.
@@ -41,6 +42,7 @@ class Work:
     parts: Mapping[str, float]
     sums: int = 0
     repeated: Mapping[str, float] = field(default_factory=dict)
+    replayed: int = 0
     everywhere: frozenset[str] = frozenset()
     results: Mapping[str, int] = field(default_factory=dict)
     gradients: int = 0
@@ -149,8 +151,9 @@ class Plan(Printed, Generic[Key]):
 
         They are those of SPEC 5 with symmetric matrices as triangles, an all-reduce of n elements as 2 (P - 1) n, one
         copy of n elements as n. "factors" is what one refresh of the factors sends, "inverses" one of the inverses,
-        "step" every step; counters ride along. Beside them, once in a training, a count or two find out whether there
-        is curvature and whether tables serve as heads. Gradients that the model's wrapper averages are not counted.
+        "step" every step; counters ride along, and a refresh of the factors has the "replay" of a second pass follow.
+        Beside them, once in a training, a count or two find out whether there is curvature and whether tables serve as
+        heads. Gradients that the model's wrapper averages are not counted.
         """
         P, n = self.ranks, self.ranks // self.columns
         copies = {"all": 2 * (P - 1), "worker": P - 1, "alone": 0}
@@ -161,6 +164,9 @@ class Plan(Printed, Generic[Key]):
             layer, sent = self.layers[key], copies[seat.sums]
             factors["factors"] += sent * layer.sums
             factors["counters"] += sent * 2  # samples and rows
+            if layer.replayed:
+                factors["replay"] = factors.get("replay", 0) + sent * layer.replayed
+                factors["counters"] += sent * 2
             owned = [part for part, owner in seat.owners.items() if owner is not None]
             inverses["inverses"] += (n - 1) * sum(layer.results.get(part, 0) for part in owned)
             shares = sum(len(seat.renewers(part)) for part in owned)

@@ -78,9 +78,10 @@ def _messages(plan: Plan[Any]) -> Table:
     traffic = plan.traffic()
     for words in _MOMENTS.values():
         table.add_column(words, justify="right")
-    for kind in ("factors", "inverses", "gradients", "counters"):
+    for kind in ("factors", "replay", "inverses", "gradients", "counters"):
         sent = [own.get(kind, 0) for own in traffic.values()]
-        table.add_row(kind, *(f"{elements:,}" if elements else "" for elements in sent))
+        if kind != "replay" or any(sent):
+            table.add_row(kind, *(f"{elements:,}" if elements else "" for elements in sent))
     return table
 
 
