@@ -2,11 +2,11 @@
 
     python -m benchmarks.curvature [--network resnet50] [--rounds 3] [--ranks 4] [--clock cpu]
 
-Every method is given the same rows, 32 samples a rank (`benchmarks.shapes`). A *refresh* is what a step in which all is
-due takes beyond one in which nothing is; a *step* is one of the latter without its backward pass. The *limit* of a
-refresh is the bare calls of BLAS and LAPACK that its mathematics needs, timed in the same round. *Kept* are the bytes
-of all tensors that live between two steps beyond those of SGD. On several ranks a layer's work is done by its owner,
-and *sent* counts what all ranks together send for a refresh.
+Every method is given the same rows, 128 samples a rank (`benchmarks.shapes`), of which HyLo chooses 32. A *refresh* is
+what a step in which all is due takes beyond one in which nothing is; a *step* is one of the latter without its backward
+pass. The *limit* of a refresh is the bare calls of BLAS and LAPACK that its mathematics needs, timed in the same round.
+*Kept* are the bytes of all tensors that live between two steps beyond those of SGD. On several ranks a layer's work is
+done by its owner, and *sent* counts what all ranks together send for a refresh.
 """
 
 from __future__ import annotations
@@ -26,17 +26,29 @@ from torch import Tensor
 
 import natgrad
 from benchmarks.common import CLOCKS, Clock, Seconds, Subject, conditions, interleave, launch, median, save
-from benchmarks.curvature_limit import LIMITS
+from benchmarks.curvature_limit import LIMITS, Layer, layers
 from benchmarks.shapes import NETWORKS, Layers
 from natgrad.curvature import Curvature
 
-SAMPLES = 32
+SAMPLES, CHOSEN = 128, 32  # a rank
 DAMPING = 0.01
-METHODS: dict[str, Callable[[], Curvature]] = {
-    "KFAC eigen": natgrad.KFAC,
-    "KFAC inverse": partial(natgrad.KFAC, form="inverse"),
-}
 REFERENCE = "KFAC eigen"
+METHODS: dict[str, Callable[[], Curvature]] = {
+    REFERENCE: natgrad.KFAC,
+    "KFAC inverse": partial(natgrad.KFAC, form="inverse"),
+    "KFAC iterative": partial(natgrad.KFAC, form="iterative"),
+    "KFAC newton-schulz": partial(natgrad.KFAC, form="newton-schulz"),
+    "KFAC, A alone": partial(natgrad.KFAC, form="inverse", sides="a"),
+    "EKFAC": natgrad.EKFAC,
+    "KBFGS": natgrad.KBFGS,
+    "KBFGS, 100 pairs": partial(natgrad.KBFGS, memory=100),
+    "SNGD": natgrad.SNGD,
+    "HyLo, KID": lambda: natgrad.HyLo(rank=CHOSEN * _ranks(), method="kid"),
+    "HyLo, KIS": lambda: natgrad.HyLo(rank=CHOSEN * _ranks(), method="kis"),
+    "RankOne": natgrad.RankOne,
+}
+# What the project wants of a refresh, as KFAC's over it, and of what is kept, as a share of KFAC's.
+WANTED = {("resnet50", "HyLo, KID"): (20.0, 0.5), ("resnet50", "HyLo, KIS"): (100.0, 0.5)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +119,7 @@ class Trainer:
             began = self.clock()
             loss.backward()
             between = self.clock()
-            self.preconditioner.step()
+            self.preconditioner.step(self.loss)
             self.optimizer.step()
             laps |= {f"{kind} pass": between - began, f"{kind} step": self.clock() - between}
         return laps
@@ -126,8 +138,10 @@ def measure(network: str, rounds: int, clock: Clock, chosen: tuple[str, ...]) ->
     """Time the chosen methods and their limits on a network; to be called on every rank of a process group, if any."""
     trainers = {name: Trainer(network, METHODS[name](), CLOCKS[clock]) for name in chosen}
     subjects: dict[str, Subject] = {name: trainer.cycle for name, trainer in trainers.items()}
-    bare = {name: LIMITS[name](network, SAMPLES) for name in chosen if name in LIMITS}
-    subjects |= {f"limit {name}": partial(_timed, run, CLOCKS[clock]) for name, run in bare.items()}
+    bare = layers(network, SAMPLES, CHOSEN)
+    for name in chosen:
+        if name in LIMITS and _ranks() == 1:
+            subjects[f"limit {name}"] = partial(_timed, LIMITS[name], bare, CLOCKS[clock])
     times = interleave(subjects, rounds=rounds, title=network)
     reference = _refresh(times, REFERENCE)
     rows = []
@@ -158,10 +172,15 @@ def _refresh(times: Mapping[str, Seconds], name: str) -> Seconds:
     return seconds
 
 
-def _timed(run: Callable[[], None], clock: Callable[[], float]) -> dict[str, float]:
+def _timed(run: Callable[[Layer], None], bare: list[Layer], clock: Callable[[], float]) -> dict[str, float]:
     began = clock()
-    run()
+    for layer in bare:
+        run(layer)
     return {"bare": clock() - began}
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def show(network: str, ranks: int, rows: list[Figures]) -> Table:
@@ -173,8 +192,10 @@ def show(network: str, ranks: int, rows: list[Figures]) -> Table:
     )
     for row in rows:
         limit = "" if row.over_limit is None else f"{row.over_limit:.2f}"
-        cells = [row.method, f"{row.refresh_ms:.1f}", f"{row.reference_over:.1f}", limit, f"{row.step_ms:.1f}"]
-        cells += [f"{row.kept_mib:.1f}", f"{row.kept_share:.2f}"]
+        least, most = WANTED.get((network, row.method), (None, None))
+        over = f"{row.reference_over:.1f}" + ("" if least is None else f" (≥ {least:g})")
+        share = f"{row.kept_share:.2f}" + ("" if most is None else f" (≤ {most:g})")
+        cells = [row.method, f"{row.refresh_ms:.1f}", over, limit, f"{row.step_ms:.1f}", f"{row.kept_mib:.1f}", share]
         table.add_row(*cells, *([f"{row.sent_mib:.1f}"] if ranks > 1 else []))
     return table
 
@@ -194,7 +215,7 @@ def main(
         rows = launch(ranks, measure, name, rounds, clock, chosen)
         results[name] = [asdict(row) for row in rows]
         console.print(show(name, ranks, rows))
-    settings = {"rounds": rounds, "ranks": ranks, "samples": SAMPLES}
+    settings = {"rounds": rounds, "ranks": ranks, "samples": SAMPLES, "chosen": CHOSEN}
     typer.echo(f"Written to {save(f'curvature_{ranks}', conditions(clock) | settings | results)}")
 
 
