@@ -24,7 +24,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,6 +53,7 @@ from benchmarks.peers import (
 )
 from benchmarks.placement_cycle import CYCLE, KINDS, SETTINGS, STEPS, Intervals, cycle, merge
 from benchmarks.placement_report import Result, Row, print_result, wanted
+from natgrad.placement import resolve
 
 HERE = Path(__file__).parent
 DDP, PEER = "DDP", "kfac-pytorch "
@@ -91,11 +92,10 @@ def label(placement: str, gradients: Reduction) -> str:
     return placement if gradients == "averaged" else f"{placement}, reduce"
 
 
-def told(placement: str, rate: str) -> str | natgrad.Placement:
-    """Return a placement that knows the link, where it asks for one."""
-    if placement != "pipelined" or rate not in BANDWIDTHS:
-        return placement
-    return natgrad.Placement(name="pipelined", link=natgrad.Link(bandwidth=BANDWIDTHS[rate]))
+def told(placement: str, rate: str) -> natgrad.Placement:
+    """Return a placement that knows the link, where there is one."""
+    known = resolve(placement)
+    return replace(known, link=natgrad.Link(bandwidth=BANDWIDTHS[rate])) if rate in BANDWIDTHS else known
 
 
 def configurations(form: Form, rate: str) -> dict[str, Method]:

@@ -100,8 +100,8 @@ class Preconditioner(Engine):
             guard: How far numerical trouble is tolerated.
             gradients: "averaged": ``.grad`` is averaged over the ranks already (``DistributedDataParallel``, FSDP2).
                 "reduce": natgrad averages it, weighted by samples; under ``DistributedDataParallel`` its communication
-                hook is replaced. Where a layer has one worker, its gradient goes to that one only, and comes back
-                preconditioned: as many bytes in all as without natgrad.
+                hook is replaced. Where a layer has one worker, its gradient goes to that one only, during the backward
+                pass, and comes back preconditioned: as many bytes in all as without natgrad.
             accumulation: With K backward passes a step, whether the user divides the loss by K ("mean") or not ("sum").
             scaler: The ``GradScaler`` whose scale the loss carries.
             seed: Of the labels drawn for the sampled Fisher; every rank draws its own.

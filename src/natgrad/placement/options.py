@@ -49,7 +49,8 @@ class Placement:
             inverses are due again.
         memory: Bytes of curvature that a rank may hold between two steps: "auto" keeps to it, what is asked for by name
             and holds more is an error. None: any.
-        link: What messages and work cost ("pipelined", "auto"), the same on every rank.
+        link: What messages and work cost, the same on every rank. "auto" chooses by it, and it tells what leaves early,
+            and in how many messages ("pipelined"; gradients that natgrad reduces to single workers; their results).
 
     Raises:
         ValueError: if one of them is not allowed.
