@@ -89,3 +89,16 @@ def test_columns_of_what_fails_in_float32():
         part, fine = linalg.damped_inverse(matrix[None].clone(), damping, share)
         assert fine.all()
         torch.testing.assert_close(part[:, share.start :, share], whole[:, share.start :, share])
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["at once", "one by one"])
+def test_eigenvalues_below_zero_count_as_zero(broken):
+    """Rounding leaves them, and damping below their size would make of a step its opposite."""
+    given = torch.diag_embed(torch.tensor([[1.0, -1e-3, 2.0], [3.0, -2.0, -1e-9]]))
+    if broken:
+        given = torch.cat([given, torch.full_like(given[:1], float("nan"))])
+    values, vectors, fine = linalg.eigh(given)
+    assert fine.tolist() == [True, True, False][: len(given)]
+    assert torch.equal(values[0], torch.tensor([0.0, 1.0, 2.0]))
+    assert torch.equal(values[1], torch.tensor([0.0, 0.0, 3.0]))
+    torch.testing.assert_close(vectors[:2] @ vectors[:2].mT, torch.eye(3).expand(2, -1, -1))

@@ -117,7 +117,8 @@ class Scaling:
         scale: float | Tensor = 1.0
         left = None
         device = structure.stacks[0].device if structure.stacks else None
-        passes = self._passes(model, runtime, backwards, device)
+        dtype = structure.stacks[0].work_dtype if structure.stacks else torch.float32
+        passes = self._passes(model, runtime, backwards, device, dtype)
         if self._reduces and structure.plan.columns == runtime.ranks > 1:
             scale, left = reduce_to_workers(
                 model,
@@ -133,7 +134,7 @@ class Scaling:
         elif self._summed and device is not None:
             total = tensor_on(device, [float(samples)], torch.float32)
             runtime.sum_(total, {"counters": 1})
-            exact = total[0].to(structure.stacks[0].work_dtype)  # of float32 models float32, of float64 ones float64
+            exact = total[0].to(dtype)  # of float32 models float32, of float64 ones float64
             scale = runtime.ranks / exact.clamp(min=1)  # what DDP has averaged is a sum over P
         if self._summed:
             return scale * passes if self._divided else scale, left
@@ -147,7 +148,7 @@ class Scaling:
         return scale.double().reciprocal().float()
 
     def _passes(
-        self, model: nn.Module, runtime: Runtime, backwards: int, device: torch.device | None
+        self, model: nn.Module, runtime: Runtime, backwards: int, device: torch.device | None, dtype: torch.dtype
     ) -> float | Tensor:
         """Return the backward passes of a rank, on average over those that had any, if they decide on the scale.
 
@@ -159,7 +160,8 @@ class Scaling:
             return own
         counted = tensor_on(device, [float(backwards), float(backwards > 0)], torch.float32)
         runtime.sum_(counted, {"counters": 2})
-        passes = (counted[0] / counted[1].clamp(min=1)).clamp(min=1)
+        total, users = counted.to(dtype)  # a third of float32 would be all that float64 gradients are scaled to
+        passes = (total / users.clamp(min=1)).clamp(min=1)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         if self._reduces and gradients:
             torch._foreach_mul_(gradients, own / passes if self._summed else passes / own)

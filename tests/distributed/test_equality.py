@@ -75,6 +75,31 @@ def test_accumulation_without_synchronisation(ranks, options):
     assert_close(results[0], train(Job(), STEPS))
 
 
+def sum_three_passes(gradients, reduction):
+    """A loss summed over passes (or meant over them, of sums), bounded by the clip: 1/3 is no float32."""
+    rank, ranks = place()
+    model = network()
+    wrapped = DistributedDataParallel(model) if ranks > 1 and gradients == "averaged" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    options = {"gradients": gradients, "reduction": reduction, "accumulation": "sum" if reduction == "mean" else "mean"}
+    preconditioner = natgrad.Preconditioner(wrapped, optimizer=optimizer, damping=0.05, kl_clip=1e-5, **options)
+    for x, y in zip(*(tensor.chunk(3) for tensor in batch(0)), strict=True):
+        own = slice(2 * rank, 2 * rank + 2) if ranks > 1 else slice(None)
+        loss = cross_entropy(wrapped(x[own]), y[own], reduction=reduction)
+        (loss if reduction == "mean" else loss / 3).backward()
+    preconditioner.step()
+    return float(preconditioner.metrics()["kl_scale"])
+
+
+@pytest.mark.parametrize("gradients", ["averaged", "reduce"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_passes_are_counted_in_the_precision_of_the_model(ranks, reduction, gradients):
+    expected = sum_three_passes("averaged", reduction)
+    assert expected < 1
+    for scale in ranks.run(2, sum_three_passes, gradients, reduction):
+        assert abs(scale / expected - 1) < 1e-10
+
+
 def accumulate_unevenly(steps, placement="auto"):
     """Two ranks with two micro-batches and one; a process alone takes the three at once."""
     rank, ranks = place()
