@@ -32,7 +32,9 @@ RESULTS = Path(__file__).parent / "results"
 CLOCKS: dict[Clock, Callable[[], float]] = {"wall": perf_counter, "cpu": process_time}
 
 
-def interleave(subjects: Mapping[str, Subject], *, rounds: int, title: str, seed: int = 0) -> dict[str, Seconds]:
+def interleave(
+    subjects: Mapping[str, Subject], *, rounds: int, title: str, seed: int = 0, warm: bool = False
+) -> dict[str, Seconds]:
     """Time several subjects side by side, so that the machine's noise hits all alike.
 
     Every round visits each subject once, in an order drawn anew; times of equal index therefore belong together, and
@@ -44,6 +46,7 @@ def interleave(subjects: Mapping[str, Subject], *, rounds: int, title: str, seed
         rounds: Number of rounds kept.
         title: What the progress bar says.
         seed: Of the orders.
+        warm: Whether all subjects have run before, so that no round is to be dropped.
 
     Returns:
         Lap times, `[rounds]` each, by "subject/lap".
@@ -51,11 +54,11 @@ def interleave(subjects: Mapping[str, Subject], *, rounds: int, title: str, seed
     order, shuffle = list(subjects), random.Random(seed).shuffle
     times: dict[str, list[float]] = defaultdict(list)
     leads = not dist.is_initialized() or dist.get_rank() == 0
-    for repeat in track(range(rounds + 1), title, transient=True, disable=not leads):
+    for repeat in track(range(rounds + (not warm)), title, transient=True, disable=not leads):
         shuffle(order)
         for name in order:
             laps = subjects[name]()
-            if repeat > 0:
+            if repeat > 0 or warm:
                 for lap, seconds in laps.items():
                     times[f"{name}/{lap}"].append(seconds)
     return {name: np.array(values) for name, values in times.items()}

@@ -85,7 +85,7 @@ class Trainer:
         self.model = Layers(NETWORKS[network](), SAMPLES, rank=rank)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
         self.samples, self.clock = torch.ones(SAMPLES, 1), clock
-        before = tensor_bytes()
+        self.before, self.kept, self.sent = tensor_bytes(), 0, 0.0
         self.preconditioner = natgrad.Preconditioner(
             self.model,
             curvature,
@@ -94,16 +94,13 @@ class Trainer:
             refresh=natgrad.Refresh(factors=2, inverses=2),
             placement="comm-opt",
         )
+
+    def settle(self) -> None:
+        """Take the first cycle, and note what it leaves and has sent."""
         self.cycle()
         self.optimizer.zero_grad()
-        self.kept = tensor_bytes() - before
-        sent = self.sent()
-        self.cycle()
-        self.sent_by_refresh = self.sent() - sent
-
-    def sent(self) -> int:
-        """Return the bytes that this rank has sent."""
-        return sum(self.preconditioner.traffic().values())
+        self.kept = tensor_bytes() - self.before
+        self.sent = float(sum(self.preconditioner.traffic().values()))
 
     def loss(self) -> Tensor:
         """Return the loss, the same at each call."""
@@ -136,18 +133,21 @@ def tensor_bytes() -> int:
 
 def measure(network: str, rounds: int, clock: Clock, chosen: tuple[str, ...]) -> list[Figures]:
     """Time the chosen methods and their limits on a network; to be called on every rank of a process group, if any."""
-    trainers = {name: Trainer(network, METHODS[name](), CLOCKS[clock]) for name in chosen}
+    trainers = {}
+    for name in chosen:
+        trainers[name] = Trainer(network, METHODS[name](), CLOCKS[clock])
+        trainers[name].settle()
     subjects: dict[str, Subject] = {name: trainer.cycle for name, trainer in trainers.items()}
     bare = layers(network, SAMPLES, CHOSEN)
     for name in chosen:
         if name in LIMITS and _ranks() == 1:
             subjects[f"limit {name}"] = partial(_timed, LIMITS[name], bare, CLOCKS[clock])
-    times = interleave(subjects, rounds=rounds, title=network)
+    times = interleave(subjects, rounds=rounds, title=network, warm=True)
     reference = _refresh(times, REFERENCE)
     rows = []
     for name, trainer in trainers.items():
         refresh, limit = _refresh(times, name), times.get(f"limit {name}/bare")
-        sent = torch.tensor(float(trainer.sent_by_refresh))
+        sent = torch.tensor(trainer.sent)
         if dist.is_initialized():
             dist.all_reduce(sent)
         rows.append(
