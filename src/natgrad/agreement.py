@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass
 from zlib import crc32
 
 from natgrad.blocks import Stack
+from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError
 from natgrad.placement import Runtime
 from natgrad.progress import Progress
@@ -31,14 +33,16 @@ def check_agreement(runtime: Runtime, structure: Structure, progress: Progress, 
     found = runtime.everywhere((structure.digest(), _settings(structure.stacks, progress, options)))
     if any(plan != found[0][0] for plan, _ in found):
         raise NatgradError(
-            "the ranks have made different plans: their models differ, or the options of natgrad.Placement "
-            "(costs, speeds, link and memory have to be the same on every rank)"
+            "the ranks have made different plans: their models or curvatures differ, or the options of "
+            "natgrad.Placement (costs, speeds, link and memory have to be the same on every rank)"
         )
     settings = [own for _, own in found]
-    names = [name for name in settings[0] if any(own[name] != settings[0][name] for own in settings)]
+    known = dict.fromkeys(name for own in settings for name in own)  # each rank has the options of its own curvatures
+    names = [name for name in known if len({own.get(name) for own in settings}) > 1]
     if names:
         first, other = next((settings[0], own) for own in settings if own != settings[0])
-        told = "; ".join(f"{name}: {first[name]} and {other[name]}" for name in names if first[name] != other[name])
+        differing = [name for name in names if first.get(name) != other.get(name)]
+        told = "; ".join(f"{name}: {first.get(name, 'none')} and {other.get(name, 'none')}" for name in differing)
         raise NatgradError(
             f"the ranks differ in {', '.join(names)} ({told}): build the Preconditioner with the same arguments on "
             f"every rank, and load a state on every rank or on none"
@@ -53,5 +57,16 @@ def _settings(stacks: Sequence[Stack], progress: Progress, options: dict[str, ob
         "state": f"step {progress.step}, factors of {progress.last_factors}, inverses of {progress.last_inverses}",
         "curvature": f"{crc32(repr(kinds).encode()):08x}",
         "dtypes": str([str(one.dtype) for one in stacks]),
+        **_options_of({id(one.curvature): one.curvature for one in stacks}.values()),
         **{name: str(value) for name, value in options.items()},
     }
+
+
+def _options_of(curvatures: Iterable[Curvature]) -> dict[str, str]:
+    """Return the options of some curvatures: what they hold of plain values, of those of one type together."""
+    found: dict[str, set[str]] = {}
+    for curvature in curvatures:
+        for name, value in vars(curvature).items():
+            if value is None or isinstance(value, (bool, int, float, str)) or is_dataclass(value):
+                found.setdefault(f"{type(curvature).__name__}.{name.lstrip('_')}", set()).add(repr(value))
+    return {name: " or ".join(sorted(values)) for name, values in found.items()}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from natgrad.agreement import check_agreement
 from natgrad.arguments import check_count, check_joined
+from natgrad.aside import aside
 from natgrad.blocks import Stack
 from natgrad.capture import Capture
 from natgrad.clip import Clip
@@ -243,7 +244,7 @@ class Engine:
         """Run the second pass, and with a `damping` renew what goes on with what it shows."""
         stacks = [stack for stack in self._stacks if stack.curvature.replays]
         views = [stack.showing(stack.curvature.replays) for stack in stacks]
-        with self._progress.phase("replay", self._runtime):
+        with self._progress.phase("replay", self._runtime), aside(self._early, listens=False):
             sums = replay.sums(self._model, views, self._capture, self._runtime)
         with self._progress.phase("renew", self._runtime):
             keys = replay.learn(stacks, sums, views, self._watch)

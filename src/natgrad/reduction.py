@@ -160,7 +160,8 @@ class Scaling:
             return own
         counted = tensor_on(device, [float(backwards), float(backwards > 0)], torch.float32)
         runtime.sum_(counted, {"counters": 2})
-        total, users = counted.to(dtype).unbind()  # a third of float32 would be all that float64 gradients are scaled to
+        # In their dtype: a third of float32 would be all that float64 gradients are scaled to.
+        total, users = counted.to(dtype).unbind()
         passes = (total / users.clamp(min=1)).clamp(min=1)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         if self._reduces and gradients:

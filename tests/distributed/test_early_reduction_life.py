@@ -4,11 +4,12 @@ import copy
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from tests.distributed.jobs import batch
+from tests.distributed.jobs import batch, place
 from tests.distributed.test_early_reduction import (
     FIRST,
     FREE,
@@ -121,3 +122,51 @@ def test_few_bytes_travel_in_one_message(ranks):
     """By the default link, to which the latency of a message is that of 250 kB; no hook is set then."""
     assert ranks.run(2, worth_it, natgrad.Link()) == [(False, False)] * 2
     assert ranks.run(2, worth_it, natgrad.Link(bandwidth=1e5)) == [(True, True)] * 2
+
+
+def look_again(closes):
+    """Train by K-BFGS, whose second pass makes gradients of its own where its closure runs a backward pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    placement = natgrad.Placement(name="mem-opt", link=FREE)
+    refresh = natgrad.Refresh(factors=3, inverses=3)
+    preconditioner = natgrad.Preconditioner(
+        model,
+        natgrad.KBFGS(),
+        optimizer=optimizer,
+        damping=0.1,
+        placement=placement,
+        gradients="reduce",
+        refresh=refresh,
+    )
+    both, sent, rank = natgrad.PreconditionedOptimizer(optimizer, preconditioner), [], place()[0]
+    for step in range(9):
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+
+        def loss(x=x):
+            return model(x).square().mean()
+
+        def closure(loss=loss):
+            both.zero_grad()
+            value = loss()
+            value.backward()
+            return value
+
+        before = preconditioner.traffic()["gradients"]
+        if closes:
+            both.step(closure)
+        else:
+            closure()
+            both.step(replay=loss)
+        sent.append(preconditioner.traffic()["gradients"] - before)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, sent
+
+
+def test_the_backward_passes_of_a_second_pass_send_nothing(ranks):
+    closed, replayed = ranks.run(2, look_again, True), ranks.run(2, look_again, False)
+    for (parameters, sent), (others, expected) in zip(closed, replayed, strict=True):
+        assert sent == expected
+        for name, values in parameters.items():
+            torch.testing.assert_close(values, others[name], rtol=0, atol=1e-12)

@@ -28,7 +28,12 @@ def have_other_models():
         step(nn.Linear(3, 4 + place()[0]))
 
 
-@pytest.mark.parametrize("job", [plan_differently, have_other_models])
+def take_curvatures_of_other_types():
+    with pytest.raises(natgrad.NatgradError, match="models or curvatures differ"):
+        step(nn.Linear(3, 4), curvature=(natgrad.SNGD, natgrad.RankOne)[place()[0]]())
+
+
+@pytest.mark.parametrize("job", [plan_differently, have_other_models, take_curvatures_of_other_types])
 def test_ranks_that_would_do_different_things_all_raise(ranks, job):
     ranks.run(2, job)
 
@@ -72,6 +77,32 @@ def differ(name, placement):
 def test_ranks_with_other_options_all_raise(ranks, placement):
     for name in DIFFERENT:
         ranks.run(2, differ, name, placement, limit=30)
+
+
+OTHERS = {
+    "HyLo.method": (natgrad.HyLo(4, method="kid"), natgrad.HyLo(4, method="kis")),
+    "HyLo.threshold": (natgrad.HyLo(threshold=0.5), natgrad.HyLo(threshold=0.1)),
+    "KBFGS.gradient_decay": (natgrad.KBFGS(), natgrad.KBFGS(gradient_decay=0.5)),
+    "KBFGS.pair_decay": (natgrad.KBFGS(), natgrad.KBFGS(pair_decay=0.5)),
+    "KFAC.warm": (natgrad.KFAC(form="iterative"), natgrad.KFAC(form="iterative", tolerance=0.5)),
+}
+"""Curvatures of two ranks, by what an error calls the difference."""
+
+
+def take_other_curvatures(name):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    curvature = OTHERS[name][place()[0]]
+    preconditioner = natgrad.Preconditioner(model, curvature, optimizer=optimizer, gradients="reduce")
+    x = torch.randn(4, 3)
+    model(x).square().mean().backward()
+    with pytest.raises(natgrad.NatgradError, match=f"the ranks differ in {name}"):
+        preconditioner.step(lambda: model(x).square().mean())
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_ranks_with_other_options_of_a_curvature_all_raise(ranks, name):
+    ranks.run(2, take_other_curvatures, name, limit=30)
 
 
 def average_unseen(placement):

@@ -117,6 +117,7 @@ class Early:
     Attributes:
         messages: In the order in which they leave. Empty where one message in `step` is as good, and until the first
             rank has told in which order gradients come.
+        listens: Whether passes are a step's; those of a second pass over a batch are not.
     """
 
     def __init__(self, runtime: Runtime, link: Link) -> None:
@@ -135,6 +136,7 @@ class Early:
         self._count = 1
         self._order: dict[int, None] = {}  # in which gradients have come in this step
         self._watched = False  # whether the hooks have seen all of this step
+        self.listens = True
         self.messages: list[Message] = []
         self._index: dict[int, int] = {}
         self._missing: list[int] = []
@@ -147,6 +149,8 @@ class Early:
     @torch.no_grad()
     def came(self, index: int) -> None:
         """Note that a pass has accumulated into a gradient, and send what is complete."""
+        if not self.listens:
+            return
         with self._lock:
             self._order.pop(index, None)
             self._order[index] = None
