@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
+from natgrad.sampling import LabelSampler
 from tests import dense
 from tests.test_dense_rows import ALL, batch, build, expected, network, pooled, solve, token_model, total
 
@@ -306,3 +307,23 @@ def test_a_model_that_changes_keeps_the_rows_of_layers_that_stay():
         expected_step = solve(raw[name], pooled(rows[name]).fisher())
         assert dense.relative_error(found[name], expected_step) < 1e-8
     assert dense.relative_error(found["5"], raw["5"]) == 0
+
+
+def test_labels_are_drawn_only_where_a_curvature_that_is_due_asks_for_them(monkeypatch):
+    drawn, score = [], LabelSampler.score
+
+    def count(self, likelihood, outputs, mask, step):
+        drawn.append(step)
+        return score(self, likelihood, outputs, mask, step)
+
+    monkeypatch.setattr(LabelSampler, "score", count)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    sampled = natgrad.SNGD(fisher="sampled", likelihood="categorical")
+    refresh = natgrad.Refresh(factors=1, inverses=3)
+    preconditioner = natgrad.Preconditioner(model, {"0": natgrad.KFAC(), "2": sampled}, refresh=refresh)
+    for _ in range(5):
+        model.zero_grad()
+        outputs = model(torch.randn(6, 4))
+        preconditioner.backward(cross_entropy(outputs, torch.randint(3, (6,))), outputs)
+        preconditioner.step()
+    assert drawn == [0, 3]

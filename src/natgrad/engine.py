@@ -14,7 +14,7 @@ from natgrad.aside import aside
 from natgrad.blocks import Stack
 from natgrad.capture import Capture
 from natgrad.clip import Clip
-from natgrad.errors import NatgradError
+from natgrad.errors import NatgradError, describe, require
 from natgrad.exchange import Early, Left, collect, deliver
 from natgrad.given import Given
 from natgrad.gradients import Entry, Gradients
@@ -27,6 +27,7 @@ from natgrad.reduction import Scaling
 from natgrad.refresh import Refresh
 from natgrad.renewal import Background, fold, observed, renew
 from natgrad.rows import Collected, Epochs, Renewal, row_stacks
+from natgrad.sampling import LabelSampler
 from natgrad.schedule import Schedule, value_at
 from natgrad.second_pass import Closure, Replay, SecondPass, check_damping
 from natgrad.structure import Structure
@@ -50,6 +51,7 @@ class Engine:
     _clip: Clip
     _given: Given
     _second: SecondPass
+    _sampler: LabelSampler
     _progress: Progress
     _epochs: Epochs
     _seed: int
@@ -135,6 +137,19 @@ class Engine:
             wanted=self._sums_up and refresh.factors_due(progress.step, progress.last_factors),
             rows=self._keeps_rows and refresh.inverses_due(progress.step, progress.last_inverses),
         )
+
+    def _draw(self, outputs: Tensor, mask: Tensor | None) -> None:
+        """Differentiate the loss of sampled labels, where the coming step needs any; as `Preconditioner.backward`."""
+        capture = self._capture
+        wanted = (
+            one.curvature for one in self._stacks if (capture.rows_wanted if one.curvature.rows else capture.wanted)
+        )
+        likelihood = next((curvature.likelihood for curvature in wanted if curvature.likelihood is not None), None)
+        if likelihood is not None:
+            fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.requires_grad
+            require(fits, "outputs", describe(outputs), "a tensor with samples first and a graph")
+            score = self._sampler.score(likelihood, outputs.detach(), mask, self._progress.step)
+            capture.sampled_pass(outputs, score)
 
     def _damping_now(self) -> float:
         damping = value_at("damping", self._damping, self._progress.step, "a number > 0", minimum=0, strict=True)

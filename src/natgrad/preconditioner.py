@@ -136,8 +136,7 @@ class Preconditioner(Engine):
         check_second_pass(covered, optimizer, where, damping)
         group = resolve_group(model, process_group, mesh)
         self._curvature, self._precision = curvature, precision
-        self._damping, self._refresh = damping, refresh
-        self._reduction = reduction
+        self._damping, self._refresh, self._reduction = damping, refresh, reduction
         reduces = self._reduces = gradients == "reduce"
         self._scaling = Scaling(reduction, accumulation=accumulation, reduces=reduces, scaler=scaler)
         self._runtime = Runtime(group)
@@ -150,8 +149,7 @@ class Preconditioner(Engine):
         self._capture = Capture(self._root, reduction=reduction, counting=counting)
         self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=reduction)
         self._progress, self._epochs = Progress(), Epochs()
-        self._background = Background()
-        self._unseen = Unseen()
+        self._background, self._unseen = Background(), Unseen()
         self._detached, self._seed = False, seed
         rank, ranks = self._runtime.rank, self._runtime.ranks
         self._structure = Structure(
@@ -183,12 +181,7 @@ class Preconditioner(Engine):
         """
         fits = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
         require(fits, "loss", describe(loss), "a scalar tensor with a graph")
-        likelihood = next((part.curvature.likelihood for part in self._stacks if part.curvature.likelihood), None)
-        if likelihood is not None and (self._capture.wanted or self._capture.rows_wanted):
-            fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.requires_grad
-            require(fits, "outputs", describe(outputs), "a tensor with samples first and a graph")
-            score = self._sampler.score(likelihood, outputs.detach(), mask, self._progress.step)
-            self._capture.sampled_pass(outputs, score)
+        self._draw(outputs, mask)
         loss.backward()
 
     @torch.no_grad()

@@ -30,7 +30,7 @@ from natgrad.capture.upstream import destination, go_down, mark, marked, sources
 from natgrad.capture.uses import Terms, Use
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError, NatgradWarning
-from natgrad.layers import Handle, Layer, Rows, Slot
+from natgrad.layers import Handle, Layer, Rows, Slot, remove_all
 from natgrad.layers.rows import by_sample
 from natgrad.precision import full_products
 from natgrad.rows import Collected
@@ -82,7 +82,7 @@ class Capture:
         self.rows = Collected([], None)
         self._terms = Terms(reduction)
         self.seconds = 0.0
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        weakref.finalize(self, remove_all, self._handles).atexit = False
 
     def attach(self, stacks: list[Stack], sums: Sums, rows: Collected) -> None:
         """Set the hooks on the layers of `stacks`, in place of those set before, to add to `sums` or to `rows`."""
@@ -113,7 +113,7 @@ class Capture:
         compiled.forget(self._root)
 
     def _forget(self) -> None:
-        _remove(self._handles)
+        remove_all(self._handles)
         for known in (self._layers, self._places, self._captured, self.replays, self._pooled, self._uses):
             known.clear()
 
@@ -381,11 +381,10 @@ class Capture:
             inputs, gradients = pooled.rows(one_hot=one_hot)
             if curvature.rows:
                 self.rows.add(name, inputs.values[:, :, 0], gradients.values[:, :, 0], pooled.scale)
-                self._count(name, pooled.task, inputs, inputs.samples, inputs.samples)
-                continue
-            with full_products(pooled.inputs.device):
+            else:
                 seen = {"inputs": inputs, "gradients": gradients, "scale": pooled.scale, **self._looked_at(name)}
-                self.sums.add(name, pooled.task, partial(curvature.observe, **seen))
+                with full_products(pooled.inputs.device):
+                    self.sums.add(name, pooled.task, partial(curvature.observe, **seen))
             self._count(name, pooled.task, inputs, inputs.samples, inputs.samples)
 
     def _count(self, name: str, task: int, inputs: Rows, samples: int, rows: int) -> None:
@@ -398,9 +397,3 @@ class Capture:
         tally.count(task, whole if inputs.one_hot else min(before + samples, whole), rows, beyond=beyond)
         if name in self.sums.tallies:
             self.sums.counted(name, len(self.backwards))
-
-
-def _remove(handles: list[Handle]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()

@@ -22,12 +22,12 @@ from threading import Lock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from natgrad.blocks import Stack
 from natgrad.exchange.routes import Kind, Route, routes
 from natgrad.exchange.vectors import Size, Swap, nbytes
 from natgrad.habit import Caution, Expected
+from natgrad.layers import Handle, remove_all
 from natgrad.placement import Link, Runtime, cut, flatten
 from natgrad.precision import at_least_float32
 
@@ -129,7 +129,7 @@ class Early:
         """
         self._runtime, self._link = runtime, link
         self._lock = Lock()  # the hooks of each device have a thread of their own
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Handle] = []
         self._trained: list[tuple[object, ...]] = []
         self._parameters: list[nn.Parameter] = []
         self._stacks: Sequence[Stack] = ()
@@ -142,7 +142,7 @@ class Early:
         self._missing: list[int] = []
         self._expected: Expected[int] = Expected(())
         self._caution = Caution()
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        weakref.finalize(self, remove_all, self._handles).atexit = False
 
     # --- In the backward pass -----------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Early:
 
     def detach(self) -> None:
         """Take the hooks off the parameters."""
-        _remove(self._handles)
+        remove_all(self._handles)
 
 
 class _Notice:
@@ -259,9 +259,3 @@ class _Notice:
 
 def _nbytes(parameter: Tensor) -> int:
     return parameter.numel() * parameter.element_size()
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()

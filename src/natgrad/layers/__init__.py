@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from natgrad.layers.attention import attention_layers, output_layers
-from natgrad.layers.base import Handle, Layer, Maker, Slot, Tap, is_trained, qualified
+from natgrad.layers.base import Handle, Layer, Maker, Slot, Tap, is_trained, qualified, remove_all
 from natgrad.layers.cells import CELLS, cell_layers
 from natgrad.layers.convolution import ConvolutionLayer
 from natgrad.layers.embedding import embedding_layers
@@ -16,7 +16,19 @@ from natgrad.layers.norm import NORMS, norm_layers
 from natgrad.layers.rows import Rows
 from natgrad.layers.transposed import TransposedConvolutionLayer
 
-__all__ = ["Handle", "Layer", "Rows", "Slot", "Tap", "is_known", "is_trained", "layers_for", "qualified", "reason_for"]
+__all__ = [
+    "Handle",
+    "Layer",
+    "Rows",
+    "Slot",
+    "Tap",
+    "is_known",
+    "is_trained",
+    "layers_for",
+    "qualified",
+    "reason_for",
+    "remove_all",
+]
 
 # The first type that a module is an instance of decides.
 _MAKERS: dict[type[nn.Module], Maker] = {

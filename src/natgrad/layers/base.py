@@ -20,6 +20,13 @@ class Handle(Protocol):
         """Undo it."""
 
 
+def remove_all(handles: list[Handle]) -> None:
+    """Undo everything, and forget it."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
 class Tap(Protocol):
     """Looks on while a layer is used."""
 
