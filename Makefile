@@ -31,6 +31,7 @@ bench: $(READY)  ## Run every benchmark; results go to benchmarks/results
 	$(RUN)python -m benchmarks.gram
 	$(RUN)python -m benchmarks.step
 	$(RUN)python -m benchmarks.memory
+	$(RUN)python -m benchmarks.curvature
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
