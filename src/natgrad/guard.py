@@ -153,4 +153,4 @@ class Watch:
 
 
 def _is_renewal(kind: str) -> bool:
-    return kind == _FACTORS or kind.startswith(_DECOMPOSITION)
+    return kind in (_FACTORS, _REPLAY) or kind.startswith(_DECOMPOSITION)

@@ -141,6 +141,13 @@ def test_another_curvature_leaves_the_tuned_ones_options_behind(tmp_path):
     assert "Trained by sgd behind hylo" in done.output
 
 
+def test_contenders_of_comparisons_are_analyzed(tmp_path):
+    out = tmp_path / "seen"
+    done = run("analyze", "tabular", "--optimizer", "ekfac", "--steps", 2, "--figure", "norms", "--out", out)
+    assert done.exit_code == 0, done.output
+    assert json.loads((out / "analysis.json").read_text())["job"]["curvature"] == "ekfac"
+
+
 def test_a_divergence_has_its_own_exit_code_and_keeps_what_was_measured(tmp_path):
     done = run("analyze", "tabular", "--optimizer", "sgd", "--lr", 1e38, "--steps", 6, "--out", tmp_path)
     assert done.exit_code == 1, done.output

@@ -184,3 +184,30 @@ def shard():
 
 def test_sharded_models_are_refused(ranks):
     ranks.run(2, shard)
+
+
+def look_again_at_what_is_not_finite():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()  # of one rank, which alone looks at what its second pass shows
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preconditioner = natgrad.Preconditioner(
+        model,
+        natgrad.KBFGS(),
+        optimizer=optimizer,
+        damping=0.1,
+        placement="mem-opt",
+        gradients="reduce",
+        guard=natgrad.Guard(limit=2),
+    )
+    x = torch.randn(5, 4, dtype=torch.float64)
+    with pytest.raises(natgrad.CurvatureError, match="2 times in a row"):
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            preconditioner.step(lambda: model(x).square().mean() * float("nan"))
+            optimizer.step()
+    return preconditioner.metrics()["step"]
+
+
+def test_all_ranks_raise_together_for_second_passes_that_are_not_finite(ranks):
+    assert len(set(ranks.run(2, look_again_at_what_is_not_finite, limit=30))) == 1

@@ -54,7 +54,7 @@ def analyze(
     ] = None,
     threshold: Annotated[float, typer.Option(help="Of the switch by norms.", rich_help_panel=_MEASURES)] = 0.5,
     optimizer: Annotated[
-        str, typer.Option(help="natgrad, sgd, adamw, muon as tuned, or any of torch.optim.", rich_help_panel=_RUN)
+        str, typer.Option(help="natgrad, ekfac, adamw ... as `compare` takes them.", rich_help_panel=_RUN)
     ] = "natgrad",
     option: Annotated[
         list[str] | None,
@@ -168,7 +168,7 @@ def _job(task: str, optimizer: str, of_run: dict[str, Any], of_curvature: dict[s
     from natgrad.training.job import Job
 
     require(task in tasks.names(), "task", task, f"one of {', '.join(tasks.names())}")
-    allowed = list(dict.fromkeys([*contenders.NAMES, *optimizers.names()]))
+    allowed = list(dict.fromkeys([*contenders.NAMES, *contenders.CURVATURES, *optimizers.names()]))
     require(optimizer in allowed, "optimizer", optimizer, f"one of {', '.join(allowed)}")
     known, contender = tuned.read(task), contenders.get(optimizer)
     settings: dict[str, Any] = {**contender.settings, **(known.settings.get(optimizer, {}) if known else {})}
