@@ -88,6 +88,12 @@ class Engine:
             plan, wire = self._structure.plan, self._precision.wire
             self._background.collect(plan, self._runtime, self._watch, self._progress, wire, early=early)
 
+    def _end_renewal(self) -> None:
+        """End a renewal under way between two steps; the passes to come see what it has made."""
+        self._collect(early=True)
+        if not self._runtime.any(bool(self._capture.backwards)):
+            self._capture.sums.note_turns()
+
     def _agreed(self, flag: bool) -> bool:
         return self._runtime.any(flag) if self._exchanges else flag
 

@@ -357,7 +357,7 @@ class Preconditioner(Engine):
         Under "background" a training resumes bit by bit unless a renewal is under way, which a state without `gather`
         leaves out: the first step after a load begins it anew, on all ranks alike. So it is with sums under way in a
         narrow dtype, of which the averages then lack one update. `gather` ends both first; with a staleness above 1
-        this training then uses the results sooner than it would have.
+        this training then uses the results sooner than it would have, and EKFAC measures in new bases a step sooner.
 
         Args:
             gather: Collect the blocks of all ranks (collective). Under "comm-opt" every rank holds all of them.
@@ -367,7 +367,7 @@ class Preconditioner(Engine):
         """
         self._background.fold(self._watch, alone=not gather)
         if gather:
-            self._collect(early=True)
+            self._end_renewal()
         blocks, counted = states.snapshot(states.blocks(self._stacks)), self._watch.state_dict()
         if gather and self._exchanges:
             blocks, counted = states.union(blocks, counted, self._runtime)

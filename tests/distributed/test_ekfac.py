@@ -1,5 +1,6 @@
 """EKFAC on many ranks: as in one process under every placement that lets all who capture see the basis."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -272,3 +273,22 @@ def go_on(case, states, steps, save=False):
     for step in steps:
         training.step(step)
     return training.state(gather=True) if save else training.parameters()
+
+
+def save_and_go_on(case, stop):
+    """Gather the state while a renewal is under way, and go on both with this training and with a resumed one."""
+    training, resumed = Training(case), Training(case)
+    for step in range(stop):
+        training.step(step)
+    resumed.load(copy.deepcopy(training.state(gather=True)))
+    for step in range(stop, 10):
+        training.step(step)
+        resumed.step(step)
+    return training.parameters(), resumed.parameters()
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_training_that_has_ended_a_renewal_to_save_goes_on_as_a_resumed_one(ranks, staleness):
+    case = Case(name="background", kind="EKFAC", curvature={}, factors=1, inverses=4, staleness=staleness)
+    results = ranks.run(2, save_and_go_on, case, 5)  # begun by step 4
+    assert_equal([parameters for pair in results for parameters in pair])
