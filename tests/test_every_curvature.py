@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
@@ -141,3 +142,42 @@ def test_arguments_are_checked(make):
     for wrong in ({"fisher": "exact"}, {"fisher": "sampled"}, {"likelihood": "categorical"}):
         with pytest.raises(ValueError, match=r"fisher|likelihood"):
             make(**wrong)
+
+
+@every
+def test_a_model_in_bfloat16(make):
+    training = Training(make, dtype=torch.bfloat16)
+    for step in range(4):
+        training.step(batch(step, dtype=torch.bfloat16))
+    gradients = training.gradients.values()
+    assert all(gradient.isfinite().all() and gradient.dtype == torch.bfloat16 for gradient in gradients)
+
+
+@every
+def test_batches_of_other_sizes_and_of_none(make):
+    training = Training(make)
+    for step, samples in enumerate((12, 1, 5)):
+        training.step(batch(step, samples=samples))
+    training.precondition(batch(3, samples=0), reduction="sum")
+    if not isinstance(training.preconditioner._curvature, natgrad.KBFGS):  # which goes on with its average
+        assert not any(gradient.any() for gradient in training.gradients.values())
+    training.step(batch(4))
+    assert all(parameter.isfinite().all() for parameter in training.model.parameters())
+
+
+@every
+def test_a_layer_that_is_used_twice(make):
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(4, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    preconditioner = natgrad.Preconditioner(model, make(), optimizer=optimizer, damping=0.1)
+    x, y = torch.randn(32, 4).double(), torch.randint(3, (32,))
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        losses.append(cross_entropy(model(x), y))
+        losses[-1].backward()
+        preconditioner.step(lambda: cross_entropy(model(x), y))
+        optimizer.step()
+    assert losses[-1] < losses[0]
