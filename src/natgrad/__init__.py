@@ -38,9 +38,11 @@ _HOMES = {
     "Refresh": "natgrad.refresh",
     "Schedule": "natgrad.schedule",
     "UnitWise": "natgrad.curvature",
+    "damping": "natgrad",
 }
 
 if TYPE_CHECKING:
+    from natgrad import damping as damping
     from natgrad.curvature import EKFAC as EKFAC
     from natgrad.curvature import KBFGS as KBFGS
     from natgrad.curvature import KFAC as KFAC
@@ -72,7 +74,9 @@ __all__ = list(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    home = _HOMES[name]
+    value = import_module(f"{home}.{name}") if home == __name__ else getattr(import_module(home), name)
+    globals()[name] = value
     return value
 
 

@@ -11,13 +11,14 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.curvature import Curvature
+from natgrad.damping import Control
 from natgrad.errors import NatgradError, require
 from natgrad.guard import Guard
 from natgrad.likelihood import Likelihood
 from natgrad.placement import resolve
 from natgrad.precision import Precision
 from natgrad.refresh import Refresh
-from natgrad.schedule import check_number, check_schedule
+from natgrad.schedule import check_number
 from natgrad.sharding import check_model, find_mesh, mesh_group, reshard
 
 
@@ -72,7 +73,7 @@ def check_arguments(
         own = {id(parameter) for parameter in model.parameters()}
         fits = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
         require(fits, "optimizer", type(optimizer).__name__, "one that holds parameters of the model")
-    check_schedule("damping", damping, "a number > 0", minimum=0, strict=True)
+    Control(damping)  # type: ignore[arg-type]
     if kl_clip is not None:
         check_number("kl_clip", kl_clip, "a number > 0, or None", minimum=0, strict=True)
         missing = clip_is_explicit and optimizer is None

@@ -83,11 +83,14 @@ class Stack:
         ready: For each member, whether `held` is complete.
         turns: For each block, how often running averages have begun anew (`Part.restarts`); it never goes back.
         role: What this rank has to do with its layers.
+        factor: What γ is multiplied by for them.
     """
 
-    def __init__(self, curvature: Curvature, layers: list[Layer], precision: Precision, role: Role) -> None:
+    def __init__(
+        self, curvature: Curvature, layers: list[Layer], precision: Precision, role: Role, factor: float = 1.0
+    ) -> None:
         """Lay out the blocks of `layers`; no tensor is made."""
-        self.role = role
+        self.role, self.factor = role, factor
         self.curvature = curvature
         self.outputs, self.inputs = layers[0].outputs, layers[0].inputs
         self.statistics = curvature.statistics(self.outputs, self.inputs)
@@ -198,12 +201,12 @@ class Stack:
     def solve(self, blocks: slice | Tensor, W: Tensor, damping: float) -> Tensor:
         """Return the preconditioned gradients of some blocks; what is remembered of finite ones is renewed by them."""
         if not self.memories:
-            return self.curvature.solve(self.solvers(blocks), W, damping)
+            return self.curvature.solve(self.solvers(blocks), W, damping * self.factor)
         memory = self.allocate_memory()
         known = {spec.name: memory.read(spec.name, blocks) for spec in self.memories}
         fine = W.flatten(1).sum(1).isfinite()
         self.rewrite(blocks, known, self.curvature.remember(known, W), fine)
-        return self.curvature.solve({**self.solvers(blocks), **known}, W, damping)
+        return self.curvature.solve({**self.solvers(blocks), **known}, W, damping * self.factor)
 
     def rewrite(
         self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor
@@ -324,8 +327,9 @@ def stack(
     plan: Plan[str],
     rank: int,
     make: Callable[[Curvature], type[Stack]] = lambda _: Stack,
+    factor: Callable[[Layer], float] = lambda _: 1.0,
 ) -> list[Stack]:
-    """Put layers with the same curvature, sizes, dtype, device and workers into one stack, in the order of the model.
+    """Put layers with the same curvature, sizes, dtype, device, workers and damping into one stack, in their order.
 
     Args:
         layers: The layers.
@@ -333,10 +337,11 @@ def stack(
         plan: Their workers.
         rank: This process's rank.
         make: What the stacks of a curvature are.
+        factor: What γ is multiplied by for a layer.
     """
-    groups: dict[tuple[object, ...], tuple[Curvature, list[Layer], Role]] = {}
+    groups: dict[tuple[object, ...], tuple[Curvature, list[Layer], Role, float]] = {}
     for layer, curvature in layers:
-        parameter, role = layer.slots[0].parameter, Role.of(plan, layer.key, rank)
-        key = (id(curvature), layer.outputs, layer.inputs, parameter.dtype, parameter.device, *role.shape)
-        groups.setdefault(key, (curvature, [], role))[1].append(layer)
-    return [make(curvature)(curvature, equal, precision, role) for curvature, equal, role in groups.values()]
+        parameter, role, own = layer.slots[0].parameter, Role.of(plan, layer.key, rank), factor(layer)
+        key = (id(curvature), layer.outputs, layer.inputs, parameter.dtype, parameter.device, *role.shape, own)
+        groups.setdefault(key, (curvature, [], role, own))[1].append(layer)
+    return [make(one[0])(one[0], one[1], precision, *one[2:]) for one in groups.values()]

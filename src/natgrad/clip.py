@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from natgrad.gradients import Gradients
 from natgrad.linalg import tensor_on
 
+# Told apart from a value that the user gives by its identity: only the latter insists on an optimizer.
+USUAL_BOUND = float("1e-3")
+
 
 class Clip:
     """ν = min(1, sqrt(κ / (lr² Σ_layers abs⟨V_i, ∇_i⟩)), which bounds lr² ν² VᵀFV by κ (Pauloski 2022, eq. 16).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from natgrad.curvature import Curvature
+from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer, is_known, is_trained, layers_for, qualified, reason_for
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
@@ -196,7 +198,15 @@ def _own(module: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in module._parameters.values() if parameter is not None)
 
 
-def idle_patterns(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None]) -> list[str]:
+def warn_of_idle(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None], coverage: Coverage) -> None:
+    """Warn where patterns decide for nothing, or nothing is covered; called by the constructor itself."""
+    idle = _idle_patterns(model, curvature)
+    if idle or not coverage.layers:
+        what = f"the patterns {idle} decide for no module" if idle else "no layer of the model is covered"
+        warnings.warn(f"natgrad: {what}; see explain()", NatgradWarning, stacklevel=3)
+
+
+def _idle_patterns(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None]) -> list[str]:
     """Return the patterns that decide for no module with parameters: misspelt, or behind one that matches as much."""
     if isinstance(curvature, Curvature):
         return []

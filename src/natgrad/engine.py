@@ -14,6 +14,7 @@ from natgrad.aside import aside
 from natgrad.blocks import Stack
 from natgrad.capture import Capture
 from natgrad.clip import Clip
+from natgrad.damping import Control
 from natgrad.errors import NatgradError, describe, require
 from natgrad.exchange import Early, Left, collect, deliver
 from natgrad.given import Given
@@ -28,7 +29,6 @@ from natgrad.refresh import Refresh
 from natgrad.renewal import Background, fold, observed, renew
 from natgrad.rows import Collected, Epochs, Renewal, row_stacks
 from natgrad.sampling import LabelSampler
-from natgrad.schedule import Schedule, value_at
 from natgrad.second_pass import Closure, Replay, SecondPass, check_damping
 from natgrad.structure import Structure
 from natgrad.sums import make_sums
@@ -57,7 +57,7 @@ class Engine:
     _seed: int
     _precision: Precision
     _refresh: Refresh
-    _damping: Schedule
+    _damping: Control
     _reduces: bool
     _detached: bool
 
@@ -158,8 +158,8 @@ class Engine:
             capture.sampled_pass(outputs, score)
 
     def _damping_now(self) -> float:
-        damping = value_at("damping", self._damping, self._progress.step, "a number > 0", minimum=0, strict=True)
-        check_damping((stack.curvature for stack in self._stacks), damping)
+        damping = self._damping.now(self._progress.step)
+        check_damping([(stack.curvature, stack.factor) for stack in self._stacks], damping)
         return damping
 
     def _check_step(self, count: int | None, closure: Closure | None) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from natgrad import state as states
 from natgrad.arguments import check_arguments, resolve_group, unwrap
 from natgrad.capture import Capture
-from natgrad.clip import Clip
-from natgrad.coverage import cover, idle_patterns
+from natgrad.clip import USUAL_BOUND, Clip
+from natgrad.coverage import cover, warn_of_idle
 from natgrad.curvature import KFAC, Curvature
+from natgrad.damping import Control, Damping
 from natgrad.engine import Engine
 from natgrad.errors import NatgradWarning, describe, require
 from natgrad.exchange import Early
@@ -32,14 +33,10 @@ from natgrad.refresh import Refresh
 from natgrad.renewal import Background
 from natgrad.rows import Epochs, row_stacks
 from natgrad.sampling import LabelSampler
-from natgrad.schedule import Schedule
 from natgrad.second_pass import Closure, SecondPass, check_second_pass
 from natgrad.sharding import check_layers
 from natgrad.structure import Structure
 from natgrad.verification import Verification, verify
-
-# Told apart from a value that the user gives by its identity: only the latter insists on an optimizer.
-_DEFAULT_KL_CLIP = float("1e-3")
 
 
 class Preconditioner(Engine):
@@ -60,8 +57,8 @@ class Preconditioner(Engine):
         curvature: Curvature | Mapping[str, Curvature | None] | None = None,
         *,
         optimizer: torch.optim.Optimizer | None = None,
-        damping: Schedule = 1e-3,
-        kl_clip: float | None = _DEFAULT_KL_CLIP,
+        damping: Damping = 1e-3,
+        kl_clip: float | None = USUAL_BOUND,
         reduction: Literal["mean", "tokens", "sum"] = "mean",
         refresh: Refresh | None = None,
         placement: str | Placement = "auto",
@@ -82,7 +79,7 @@ class Preconditioner(Engine):
                 ``KFAC()``), or a mapping from fnmatch patterns of module names to curvatures, of which the first match
                 wins; None as a value leaves a layer to the optimizer.
             optimizer: Where the KL clip reads the learning rates, live.
-            damping: γ: a number above 0, or a callable of the step.
+            damping: γ: a number above 0, a callable of the step, or one of `natgrad.damping`.
             kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16); None: off. Without an optimizer the default is
                 off too, and a value given is an error.
             reduction: How the loss combines its terms: "mean" over samples, "tokens" over all positions, "sum". Samples
@@ -119,7 +116,7 @@ class Preconditioner(Engine):
             optimizer=optimizer,
             damping=damping,
             kl_clip=kl_clip,
-            clip_is_explicit=kl_clip is not _DEFAULT_KL_CLIP,
+            clip_is_explicit=kl_clip is not USUAL_BOUND,
             reduction=reduction,
             refresh=refresh,
             placement=placement,
@@ -133,33 +130,36 @@ class Preconditioner(Engine):
         self._model, self._root = model, unwrap(model)
         where, covered = resolve(placement), cover(self._root, curvature).layers
         check_layers(layer for layer, _ in covered)
-        check_second_pass(covered, optimizer, where, damping)
+        self._damping = Control(damping)
+        check_second_pass(covered, optimizer, where, self._damping)
         group = resolve_group(model, process_group, mesh)
         self._curvature, self._precision = curvature, precision
-        self._damping, self._refresh, self._reduction = damping, refresh, reduction
+        self._refresh, self._reduction = refresh, reduction
         reduces = self._reduces = gradients == "reduce"
         self._scaling = Scaling(reduction, accumulation=accumulation, reduces=reduces, scaler=scaler)
         self._runtime = Runtime(group)
-        self._watch = Watch(guard)
-        self._clip = Clip(optimizer, kl_clip)
-        self._given, self._second = Given(), SecondPass()
-        self._inspection = Inspection()
+        self._watch, self._clip = Watch(guard), Clip(optimizer, kl_clip)
+        self._given, self._second, self._inspection = Given(), SecondPass(), Inspection()
         # The positions that a loss has are told by the layer nearest to it, which another rank may capture.
         counting = self._scaling.counts or (where.name == "dp" and reduction == "tokens")
         self._capture = Capture(self._root, reduction=reduction, counting=counting)
         self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=reduction)
-        self._progress, self._epochs = Progress(), Epochs()
-        self._background, self._unseen = Background(), Unseen()
+        self._progress, self._epochs, self._background, self._unseen = Progress(), Epochs(), Background(), Unseen()
         self._detached, self._seed = False, seed
         rank, ranks = self._runtime.rank, self._runtime.ranks
         self._structure = Structure(
-            self._root, curvature, precision, placement=where, rank=rank, ranks=ranks, refresh=refresh, reduces=reduces
+            self._root,
+            curvature,
+            precision,
+            placement=where,
+            rank=rank,
+            ranks=ranks,
+            refresh=refresh,
+            reduces=reduces,
+            factor=self._damping.factor,
         )
         self._early = Early(self._runtime, self._structure.plan.placement.link)
-        idle = idle_patterns(self._root, curvature)
-        if idle or not self._structure.coverage.layers:
-            what = f"the patterns {idle} decide for no module" if idle else "no layer of the model is covered"
-            warnings.warn(f"natgrad: {what}; see explain()", NatgradWarning, stacklevel=2)
+        warn_of_idle(self._root, curvature, self._structure.coverage)
         # Last, for the warning may be an error.
         if reduces:
             take_over_reduction(model)

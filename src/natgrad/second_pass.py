@@ -20,6 +20,7 @@ from natgrad.blocks import Stack
 from natgrad.capture import Capture
 from natgrad.capture.again import Chance, Pass, Repetition, as_found
 from natgrad.curvature import Curvature
+from natgrad.damping import Control
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.gradients import parameters
 from natgrad.guard import Watch
@@ -27,7 +28,6 @@ from natgrad.kept import along
 from natgrad.layers import Layer
 from natgrad.placement import Placement, Runtime
 from natgrad.reduction import Scaling
-from natgrad.schedule import Schedule
 from natgrad.shards import is_sharded
 from natgrad.sums import Sums
 
@@ -49,7 +49,7 @@ class Reevaluation:
 
 
 def check_second_pass(
-    covered: Iterable[tuple[Layer, Curvature]], optimizer: object, placement: Placement, damping: Schedule
+    covered: Iterable[tuple[Layer, Curvature]], optimizer: object, placement: Placement, damping: Control
 ) -> None:
     """Check what a curvature asks for that needs a second pass.
 
@@ -57,6 +57,7 @@ def check_second_pass(
         ValueError: without an optimizer, under FSDP2 or a placement that it does not go with, or with a damping of 1
             or more.
     """
+    covered = list(covered)
     layer, curvature = next(((layer, own) for layer, own in covered if own.replays), (None, None))
     if layer is None or curvature is None:
         return
@@ -66,18 +67,19 @@ def check_second_pass(
     require(placement.name not in _WITHOUT, "placement", str(placement), allowed)
     sharded = any(is_sharded(slot.parameter) for one, own in covered if own.replays for slot in one.slots)
     require(not sharded, "model", "sharded by FSDP2", f"plain or in DistributedDataParallel with {curvature!r}")
-    if not callable(damping):
-        check_damping([curvature], damping)
+    if damping.constant is not None:
+        check_damping([(own, damping.factor(one)) for one, own in covered], damping.constant)
 
 
-def check_damping(curvatures: Iterable[Curvature], damping: float) -> None:
-    """Check the damping of a step.
+def check_damping(curvatures: Iterable[tuple[Curvature, float]], damping: float) -> None:
+    """Check the damping of a step, of curvatures with a factor each.
 
     Raises:
         ValueError: if it is 1 or more where its root is a share (the double damping of K-BFGS).
     """
-    curvature = next((own for own in curvatures if own.replays), None)
-    require(curvature is None or damping < 1, "damping", damping, f"a number below 1 with {curvature!r}")
+    for curvature, factor in curvatures:
+        fits = not curvature.replays or damping * factor < 1
+        require(fits, "damping", damping * factor, f"a number below 1 with {curvature!r}")
 
 
 class SecondPass:

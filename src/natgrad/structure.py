@@ -14,6 +14,7 @@ from natgrad.coverage import cover
 from natgrad.curvature import Curvature
 from natgrad.demand import work
 from natgrad.errors import NatgradError, require
+from natgrad.layers import Layer
 from natgrad.placement import Cycle, Link, Placement, Plan, Seat, make_plan
 from natgrad.precision import Precision
 from natgrad.refresh import Refresh
@@ -41,11 +42,12 @@ class Structure:
         ranks: int,
         refresh: Refresh | None = None,
         reduces: bool = False,
+        factor: Callable[[Layer], float] = lambda _: 1.0,
     ) -> None:
-        """Cover the layers of `root`; no tensor is made."""
+        """Cover the layers of `root`, with a `factor` of γ for each; no tensor is made."""
         self._root, self._curvature, self._precision = root, curvature, precision
         self._placement, self._rank, self._ranks = placement, rank, ranks
-        self._refresh, self._reduces = refresh, reduces
+        self._refresh, self._reduces, self._factor = refresh, reduces, factor
         self._sharded = reshard(root)
         self._seated: dict[str, Seat] = {}
         self._build()
@@ -57,12 +59,19 @@ class Structure:
         self._check_sight()
         self._seated.update(self.plan.seats)
         self.stacks = stack(
-            self.coverage.layers, self._precision, self.plan, self._rank, lambda one: RowStack if one.rows else Stack
+            self.coverage.layers,
+            self._precision,
+            self.plan,
+            self._rank,
+            lambda one: RowStack if one.rows else Stack,
+            self._factor,
         )
 
     def digest(self) -> int:
         """Return a number that is the same on ranks with the same plan for the same layers."""
-        sizes = [(member.layer.key, one.outputs, one.inputs) for one in self.stacks for member in one.members]
+        sizes = [
+            (member.layer.key, one.outputs, one.inputs, one.factor) for one in self.stacks for member in one.members
+        ]
         return crc32(repr((str(self.plan.placement), self.plan.seats, sizes)).encode())
 
     def _planned(self) -> Plan[str]:

@@ -204,7 +204,7 @@ class Background:
         snapshots = [(blocks, stack.snapshot(blocks, job.part.reads), _before(job, blocks)) for blocks in job.pieces()]
         stream = self._stream(stack.device)
         for blocks, averages, before in snapshots:
-            work = stack.curvature, job.part.name, stack.statistics, averages, damping, before, stream
+            work = stack.curvature, job.part.name, stack.statistics, averages, damping * stack.factor, before, stream
             pieces.append((blocks, self._thread.submit(_decompose, *work)))
         return pieces
 

@@ -85,7 +85,7 @@ class Job:
         """Do the work into what is held; blocks that fail keep what they had."""
         success: list[bool] = []
         shared = () if self.columns is None else (self.columns,)  # which only curvatures with such parts know
-        started = perf_counter()
+        started, damping = perf_counter(), damping * self.stack.factor
         for blocks in self.pieces():
             averages = self.stack.corrected(blocks, self.part.reads)
             warm: dict[str, Any] = {"before": self.stack.before(self.part, blocks)} if self.part.warm else {}

@@ -138,7 +138,7 @@ class Renewal:
         A, G = (torch.cat(each) for each in zip(*taken, strict=True))
         finite = A.flatten(1).sum(1).isfinite() & G.flatten(1).sum(1).isfinite()
         starts = torch.cat([self._drawn(one) for one in alike]).to(stack.device)
-        options = {"samples": alike[0].samples, "damping": self.damping}
+        options = {"samples": alike[0].samples, "damping": self.damping * stack.factor}
         with full_products(stack.device):
             chosen = stack.curvature.select(A, G, alike[0].share, self.epochs, **options, starts=starts)
         start = 0
@@ -180,13 +180,14 @@ class Renewal:
         stack.allocate_averages()[blocks] = 1  # as those that have been seen
         _write(fresh, "A", one, one.chosen.A, rows)
         _write(fresh, "G", one, one.chosen.G, rows)
-        fresh["samples"][blocks], fresh["damping"][blocks] = one.samples, self.damping
+        damping = self.damping * stack.factor
+        fresh["samples"][blocks], fresh["damping"][blocks] = one.samples, damping
         own = one.chosen.A.shape[1]
         owner = self.plan.seats[one.member.layer.key].owners["M"]
         if owner in (None, self.runtime.rank):
             A, G = (fresh.read(name, blocks)[:, :own].to(stack.work_dtype) for name in ("A", "G"))
             with full_products(stack.device):
-                one.M, fine = kernel.inverted(A, G, one.chosen.Y, samples=one.samples, damping=self.damping)
+                one.M, fine = kernel.inverted(A, G, one.chosen.Y, samples=one.samples, damping=damping)
             one.fine = [bool(flag) for flag in (fine & one.chosen.fine & one.finite).tolist()]
         else:
             one.M = torch.zeros(one.blocks, own, own, dtype=stack.work_dtype, device=stack.device)

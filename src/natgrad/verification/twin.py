@@ -48,6 +48,7 @@ def as_new(original: Preconditioner) -> Iterator[None]:
             _background=Background(),
             _inspection=Inspection(silent=True),
             _clip=Clip(original._clip.optimizer, original._clip.bound),
+            _damping=original._damping.held(original._progress.step),
             _given=Given(),
             _scaling=original._scaling.unscaled(),
             _unseen=Unseen(),
@@ -75,6 +76,14 @@ def twin(original: Preconditioner, model: nn.Module) -> Preconditioner:
             guard=Guard(limit=None),
         )
     alone._runtime, alone._inspection, alone._second = Runtime(None), Inspection(silent=True), SecondPass(off=True)
-    alone._structure = Structure(model, alone._curvature, alone._precision, placement=Placement(), rank=0, ranks=1)
+    alone._structure = Structure(
+        model,
+        alone._curvature,
+        alone._precision,
+        placement=Placement(),
+        rank=0,
+        ranks=1,
+        factor=original._damping.factor,
+    )
     alone._begin()
     return alone
