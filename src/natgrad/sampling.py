@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from natgrad.aside import aside
 from natgrad.errors import describe, require
 from natgrad.likelihood import Likelihood
+from natgrad.noise import seed_of
 
 
 class LabelSampler:
@@ -63,5 +63,4 @@ class LabelSampler:
         return score if self._change is None else self._change(score)
 
     def _generator(self, step: int, draw: int, device: torch.device) -> torch.Generator:
-        digest = hashlib.blake2b(repr((self._seed, self._rank, step, draw)).encode(), digest_size=8).digest()
-        return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
+        return torch.Generator(device).manual_seed(seed_of(self._seed, self._rank, step, draw))

@@ -1,0 +1,23 @@
+"""The large-batch recipe of Osawa 2019, and what else the papers train with; each part works in any script."""
+
+from natgrad.recipes.decay import CenteredDecay as CenteredDecay
+from natgrad.recipes.erasing import ZeroErasing as ZeroErasing
+from natgrad.recipes.heavy_ball import HeavyBall as HeavyBall
+from natgrad.recipes.labels import soft_labels as soft_labels
+from natgrad.recipes.mixup import RunningMixup as RunningMixup
+from natgrad.recipes.polynomial import PolynomialDecay as PolynomialDecay
+from natgrad.recipes.rescaling import WeightRescaling as WeightRescaling
+from natgrad.recipes.step_decay import STEP_DECAYS as STEP_DECAYS
+from natgrad.recipes.step_decay import StepDecay as StepDecay
+
+__all__ = [
+    "STEP_DECAYS",
+    "CenteredDecay",
+    "HeavyBall",
+    "PolynomialDecay",
+    "RunningMixup",
+    "StepDecay",
+    "WeightRescaling",
+    "ZeroErasing",
+    "soft_labels",
+]

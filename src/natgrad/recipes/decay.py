@@ -1,0 +1,68 @@
+"""The gradient of the paper's regularisation: weights of norms are drawn to one, all others to zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.recipes.weights import is_norm, local, trained
+from natgrad.schedule import Schedule, check_number, check_schedule, value_at
+
+_ALLOWED = "a number >= 0"
+
+
+class CenteredDecay:
+    """``∇E = ∇L + γ (w - μ)``, with μ = 1 for the weights of norm layers and 0 for all others (Osawa 2019, eq. 12, 13).
+
+    It changes ``.grad`` in place, so call it between the backward pass and the preconditioner's step, where ``.grad``
+    is the gradient of the mean loss: averaged over the ranks, unscaled, and divided by the number of backward passes.
+    """
+
+    def __init__(self, model: nn.Module, decay: Schedule, *, norms: float = 1.0) -> None:
+        """Take the model; its parameters are looked up at each step.
+
+        Args:
+            model: The model, plain, in ``DistributedDataParallel``, or sharded by FSDP2.
+            decay: γ: a number, or a callable of the step, of which this counts its own.
+            norms: ρ, what γ is multiplied by for all parameters of norm layers.
+
+        Raises:
+            ValueError: if `decay` or `norms` is not allowed.
+        """
+        check_schedule("decay", decay, _ALLOWED, minimum=0)
+        check_number("norms", norms, _ALLOWED, minimum=0)
+        self._model, self._decay, self._norms = model, decay, norms
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Add ``γ (w - μ)`` to the gradients; parameters without one are left alone.
+
+        Raises:
+            ValueError: if a schedule returns what is no decay; then no gradient was touched.
+        """
+        decay = value_at("decay", self._decay, self.steps, _ALLOWED, minimum=0)
+        others, norms, centred = list[nn.Parameter](), list[nn.Parameter](), list[Tensor]()
+        for module, name, parameter in trained(self._model):
+            if parameter.grad is None:
+                continue
+            (norms if is_norm(module) else others).append(parameter)
+            if is_norm(module) and name == "weight":
+                centred.append(local(parameter.grad))
+        for parameters, rate in ((others, decay), (norms, self._norms * decay)):
+            if parameters:
+                gradients = [local(each.grad) for each in parameters if each.grad is not None]
+                torch._foreach_add_(gradients, [local(each) for each in parameters], alpha=rate)
+        if centred:
+            torch._foreach_sub_(centred, self._norms * decay)
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.steps = int(state["steps"])

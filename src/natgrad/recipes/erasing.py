@@ -1,0 +1,100 @@
+"""Random erasing to zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Generator, Tensor
+
+from natgrad.errors import describe, require
+from natgrad.noise import seed_of
+from natgrad.schedule import check_number
+
+AREA = (0.02, 0.25)
+"""The least and the greatest share of the image that is erased."""
+
+RATIO = (0.3, 1.0)
+"""The least and the greatest ratio of the rectangle's sides."""
+
+ATTEMPTS = 100
+"""Draws of a rectangle before an image is left whole: in very long images it hardly ever fits."""
+
+
+class ZeroErasing:
+    """Sets a rectangle of some images to zero (Osawa 2019, section 4.1; Zhong et al. 2017, arXiv 1708.04896).
+
+    Each image is erased with probability p. The area is S = HW·U(.02, .25), the ratio r = U(.3, 1), the sides
+    H_e = √(S r) and W_e = √(S / r), rounded, which change places with probability one half; all of it is drawn again
+    if the rectangle does not fit, and it lies anywhere in the image. Inputs whose mean is zero are erased to the mean.
+
+    Erase after `RunningMixup`, whose next mixture is made of unerased samples.
+    """
+
+    def __init__(self, probability: float = 0.5, *, seed: int = 0, rank: int | None = None) -> None:
+        """Begin at the first step.
+
+        Args:
+            probability: p, in [0, 1].
+            seed: Of the rectangles, which are a function of seed, rank and step.
+            rank: Of this process; None: that in the default process group, or 0.
+
+        Raises:
+            ValueError: if `probability` is none.
+        """
+        check_number("probability", probability, "in [0, 1]", minimum=0)
+        require(probability <= 1, "probability", probability, "in [0, 1]")
+        self.probability, self.seed = probability, seed
+        self.rank = rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0
+        self.steps = 0
+
+    @torch.no_grad()
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Return images ``[B, ..., H, W]`` with some erased; what was given stays as it is.
+
+        Raises:
+            ValueError: if they have less than three dimensions.
+        """
+        require(inputs.ndim >= 3, "inputs", describe(inputs), "images [B, ..., H, W]")
+        generator = Generator().manual_seed(seed_of("erasing", self.seed, self.rank, self.steps))
+        height, width = inputs.shape[-2:]
+        boxes = self.boxes(len(inputs), height, width, generator)
+        self.steps += 1
+        rows, columns = (_between(boxes[:, axis], boxes[:, 2 + axis], inputs.shape[axis - 2]) for axis in (0, 1))
+        erased = rows[:, :, None] & columns[:, None]
+        shape = [len(inputs), *[1] * (inputs.ndim - 3), height, width]
+        return inputs.masked_fill(erased.to(inputs.device, non_blocking=True).view(shape), 0)
+
+    def boxes(self, count: int, height: int, width: int, generator: Generator) -> Tensor:
+        """Return the rectangles of `count` images: top, left, height and width ``[count, 4]``; zeros: none."""
+        boxes = torch.zeros(count, 4, dtype=torch.long)
+        missing = torch.nonzero(torch.rand(count, generator=generator) < self.probability)[:, 0]
+        for _ in range(ATTEMPTS):
+            if not len(missing):
+                break
+            area, ratio, swap, top, left = torch.rand(5, len(missing), generator=generator, dtype=torch.float64)
+            area = height * width * (AREA[0] + (AREA[1] - AREA[0]) * area)
+            ratio = RATIO[0] + (RATIO[1] - RATIO[0]) * ratio
+            ratio = torch.where(swap < 0.5, ratio, 1 / ratio)
+            sides = torch.stack(((area * ratio).sqrt(), (area / ratio).sqrt()), 1).round()
+            room = torch.tensor((height, width)) - sides
+            corner = torch.stack((top, left), 1).mul(room + 1).floor()  # every place alike
+            fits = (room >= 0).all(1)
+            boxes[missing[fits]] = torch.cat((corner, sides), 1)[fits].long()
+            missing = missing[~fits]
+        return boxes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.steps = int(state["steps"])
+
+
+def _between(start: Tensor, length: Tensor, size: int) -> Tensor:
+    """Tell which of `size` places ``[n, size]`` are among the `length` from `start` on."""
+    places = torch.arange(size)
+    return (places >= start[:, None]) & (places < (start + length)[:, None])

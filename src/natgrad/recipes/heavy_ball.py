@@ -1,0 +1,71 @@
+"""Momentum whose velocity is a displacement of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from natgrad.errors import require
+from natgrad.recipes.weights import local
+from natgrad.schedule import check_number
+
+
+class HeavyBall(Optimizer):
+    """``v ← m v - η g``, ``w ← w + v``: heavy-ball momentum (Polyak 1964; Osawa 2019, eq. 19).
+
+    v is the last change of the weights. `torch.optim.SGD` keeps a sum of gradients instead, ``b ← m b + g`` and
+    ``w ← w - η b``, and multiplies all of it by a new learning rate: the two are the same only as long as η is. With
+    the momentum of `PolynomialDecay`, m = m_0 η / η_0, what earlier gradients have set in motion comes to rest.
+    """
+
+    def __init__(self, params: ParamsT, lr: float = 1e-2, momentum: float = 0.9) -> None:
+        """Take the parameters.
+
+        Args:
+            params: Parameters, or groups of them with an `lr` and a `momentum` of their own.
+            lr: η, at least 0.
+            momentum: m, in [0, 1).
+
+        Raises:
+            ValueError: if a number is not allowed.
+        """
+        check_number("lr", lr, "a number >= 0", minimum=0)
+        check_number("momentum", momentum, "in [0, 1)", minimum=0)
+        require(momentum < 1, "momentum", momentum, "in [0, 1)")
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; parameters without a gradient stay where they are.
+
+        Args:
+            closure: Evaluated first, with gradients on.
+
+        Returns:
+            What `closure` returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            moving = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not moving:
+                continue
+            velocities = [local(self._velocity(parameter)) for parameter in moving]
+            torch._foreach_mul_(velocities, group["momentum"])
+            torch._foreach_add_(velocities, [local(parameter.grad) for parameter in moving], alpha=-group["lr"])
+            torch._foreach_add_([local(parameter) for parameter in moving], velocities)
+        return loss
+
+    def _velocity(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if "velocity" not in state:
+            state["velocity"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        velocity: Tensor = state["velocity"]
+        return velocity

@@ -1,0 +1,35 @@
+"""Labels as shares of classes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from natgrad.errors import describe, require
+from natgrad.schedule import check_number
+
+
+def soft_labels(targets: Tensor, classes: int, *, smoothing: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return ``(1 - s) onehot(y) + s / C``: one-hot labels, or smoothed ones.
+
+    The cross-entropy of these is ``cross_entropy(..., label_smoothing=s)``; what mixes labels needs them themselves.
+
+    Args:
+        targets: y: numbers of classes ``[...]``.
+        classes: C.
+        smoothing: s, in [0, 1] (Szegedy et al. 2016, "Rethinking the Inception architecture", section 7; 0.1 in
+            Pauloski 2022, section 5).
+        dtype: Of the result.
+
+    Returns:
+        Shares of classes ``[..., C]``, whose sum is 1.
+
+    Raises:
+        ValueError: if `targets` are no whole numbers, or `smoothing` is no share.
+    """
+    whole = not targets.is_floating_point() and not targets.is_complex() and targets.dtype != torch.bool
+    require(whole, "targets", describe(targets), "numbers of classes")
+    check_number("smoothing", smoothing, "a share in [0, 1]", minimum=0)
+    require(smoothing <= 1, "smoothing", smoothing, "a share in [0, 1]")
+    return one_hot(targets.long(), classes).to(dtype).mul_(1 - smoothing).add_(smoothing / classes)

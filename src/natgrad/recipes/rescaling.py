@@ -1,0 +1,69 @@
+"""Weights of a fixed norm."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from natgrad.precision import at_least_float32
+from natgrad.recipes.weights import local, output_channels, trained
+from natgrad.shards import Spread, is_sharded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+EPSILON = 1e-9
+
+
+class WeightRescaling:
+    """``w ← √(2 d_out) w / (‖w‖ + 1e-9)`` for each linear and convolutional weight (Osawa 2019, section 4.5, eq. 20).
+
+    ‖w‖ is the Frobenius norm of the whole tensor, d_out the number of outputs or output channels. Biases, norms and
+    embeddings stay as they are; a weight that is tied to an embedding is rescaled.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Take the model, plain, wrapped, or sharded by FSDP2; its weights are looked up at each step."""
+        self._model = model
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Rescale; call it after the optimizer's step. Under FSDP2 it is collective: one message of a number a weight.
+
+        Raises:
+            ValueError: if a weight is sharded otherwise than by ``fully_shard``; then no weight was touched.
+        """
+        weights, targets = list[nn.Parameter](), list[float]()
+        for module, name, parameter in trained(self._model):
+            channels = output_channels(module)
+            if name == "weight" and channels is not None:
+                weights.append(parameter)
+                targets.append(math.sqrt(2 * channels))
+        if not weights:
+            return
+        factors = _norms(weights)
+        torch._foreach_add_(factors, EPSILON)
+        torch._foreach_reciprocal_(factors)
+        torch._foreach_mul_(factors, targets)
+        torch._foreach_mul_([local(weight) for weight in weights], factors)
+
+
+def _norms(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return the Frobenius norms of whole weights, in at least float32."""
+    groups: dict[Any, list[int]] = {}
+    for index, weight in enumerate(weights):
+        group = Spread.of(f"weight {index}", weight).group if is_sharded(weight) else None
+        if group is not None:
+            groups.setdefault((group, weight.device), []).append(index)
+    dtype = max((at_least_float32(weight.dtype) for weight in weights), key=lambda each: each.itemsize)
+    norms = list(torch._foreach_norm([local(weight) for weight in weights], dtype=dtype))
+    for (group, _), indices in groups.items():
+        squares = torch.stack([norms[index] for index in indices]).square_()
+        dist.all_reduce(squares, group=group)
+        for index, norm in zip(indices, squares.sqrt_().unbind(), strict=True):
+            norms[index] = norm
+    return norms

@@ -1,0 +1,46 @@
+"""The weights of a model by the kind of their module, and the part of them that is on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+
+from natgrad.layers.norm import NORMS
+from natgrad.sharding import reshard
+from natgrad.shards import is_sharded
+
+
+def trained(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield every parameter that is trained once: its module, its name there, and itself.
+
+    Of what FSDP2 shards it is the shards, also where a pass has left the parameters gathered.
+    """
+    reshard(model)
+    seen = set()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.requires_grad or is_lazy(parameter) or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            yield module, name, parameter
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Tell whether a module normalises: batch, layer, RMS, group and instance norm."""
+    return isinstance(module, NORMS)
+
+
+def output_channels(module: nn.Module) -> int | None:
+    """Return d_out of a linear or convolutional module, transposed ones too; None: of another kind."""
+    if isinstance(module, nn.Linear):
+        return module.out_features
+    return module.out_channels if isinstance(module, _ConvNd) else None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return a tensor, or of a DTensor the shard of this rank, in place."""
+    shard: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return shard

@@ -1,0 +1,68 @@
+"""The parts of the recipe on ranks: mixtures of their own, and weights that FSDP2 has sharded."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from natgrad.recipes import CenteredDecay, HeavyBall, PolynomialDecay, RunningMixup, WeightRescaling, ZeroErasing
+from tests.distributed.sharded_jobs import Network, batch
+
+
+def mixtures(steps):
+    mixup, erasing = RunningMixup(0.4, classes=3), ZeroErasing()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    done = []
+    for step in range(steps):
+        inputs, targets = torch.randn(3, 1, 6, 6, generator=generator), torch.randint(3, (3,), generator=generator)
+        done.append((mixup.share(step), inputs, *mixup(inputs, targets), erasing(torch.ones(9, 1, 8, 8))))
+    return done
+
+
+def test_each_rank_has_its_own_mixture(ranks):
+    first, second = ranks.run(2, mixtures, 3)
+    for rank, done in enumerate((first, second)):
+        past = None
+        for step, (share, inputs, mixed, _, _) in enumerate(done):
+            assert share == RunningMixup(0.4, rank=rank).share(step)
+            past = inputs if past is None else torch.lerp(past, inputs, share)
+            assert torch.allclose(mixed, past, atol=1e-6)
+    assert all(one[0] != other[0] for one, other in zip(first, second, strict=True))
+    assert not all(torch.equal(one[4], other[4]) for one, other in zip(first, second, strict=True))
+
+
+def train(mesh_shape):
+    """Train with all that touches weights and gradients; return the whole weights of every rank."""
+    model = Network().double()
+    if mesh_shape is not None:
+        names = ("replicate", "shard")[-len(mesh_shape) :]
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+        for layer in model.middle:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    decay, rescaling = CenteredDecay(model, 0.1, norms=3.0), WeightRescaling(model)
+    optimizer = HeavyBall(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = PolynomialDecay(optimizer, start=1, end=5, power=2)
+    for step in range(3):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        decay.step()
+        optimizer.step()
+        rescaling.step()
+        scheduler.step()
+        with torch.no_grad():
+            model(inputs)  # leaves parameters of the root gathered
+    weights = model.state_dict()
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each.clone() for name, each in weights.items()}
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+def test_sharded_weights_become_those_of_one_process(ranks, shape):
+    expected = train(None)
+    for weights in ranks.run(torch.Size(shape).numel(), train, shape):
+        for name, value in expected.items():
+            assert torch.allclose(weights[name], value, rtol=1e-10, atol=1e-12), name

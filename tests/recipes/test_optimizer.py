@@ -1,0 +1,190 @@
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from natgrad.recipes import STEP_DECAYS, HeavyBall, PolynomialDecay, StepDecay
+
+
+def weight(value=1.0):
+    return nn.Parameter(torch.tensor([value], dtype=torch.float64))
+
+
+def slope(w):
+    """An arbitrary gradient, nowhere constant."""
+    return 0.3 * w + (w.sin() if isinstance(w, torch.Tensor) else math.sin(w))
+
+
+def run(optimizer, scheduler, parameter, steps):
+    way = []
+    for _ in range(steps):
+        parameter.grad = slope(parameter.detach())
+        optimizer.step()
+        scheduler.step()
+        way.append(parameter.item())
+    return way
+
+
+def test_coupled_momentum_follows_the_scalar_recurrence():
+    rate, momentum, start, end, power = 0.2, 0.9, 2.5, 12.0, 3.0
+    w, velocity, expected = 1.0, 0.0, []
+    for step in range(15):
+        left = 1 - (step - start) / (end - start)
+        factor = 1.0 if step < start else max(left, 0.0) ** power
+        velocity = momentum * factor * velocity - rate * factor * slope(w)
+        w += velocity
+        expected.append(w)
+    parameter = weight()
+    optimizer = HeavyBall([parameter], lr=rate, momentum=momentum)
+    scheduler = PolynomialDecay(optimizer, start=start, end=end, power=power)
+    assert run(optimizer, scheduler, parameter, 15) == pytest.approx(expected, rel=1e-13)
+    assert expected[-1] == expected[-3]  # at rest from `end` on
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"]) == (0, 0)
+
+
+def test_it_is_the_update_of_the_paper_by_differences_of_weights():
+    parameter = weight()
+    optimizer = HeavyBall([parameter], lr=0.1, momentum=0.8)
+    scheduler = PolynomialDecay(optimizer, start=1, end=9, power=2)
+    before, now = 1.0, 1.0
+    for _ in range(8):
+        group = optimizer.param_groups[0]
+        before, now = now, now - group["lr"] * slope(now) + group["momentum"] * (now - before)
+        run(optimizer, scheduler, parameter, 1)
+        assert parameter.item() == pytest.approx(now, rel=1e-13)
+
+
+def test_at_a_constant_rate_it_is_torchs_momentum_and_else_not():
+    for end, same in ((1e12, True), (20, False)):
+        ways = []
+        for build in (HeavyBall, torch.optim.SGD):
+            parameter = weight()
+            optimizer = build([parameter], lr=0.1, momentum=0.9)
+            ways.append(run(optimizer, PolynomialDecay(optimizer, start=0, end=end, power=2), parameter, 10))
+        assert (ways[0] == pytest.approx(ways[1], rel=1e-8)) is same
+
+
+def test_groups_have_rates_and_momenta_of_their_own():
+    first, second = weight(), weight()
+    optimizer = HeavyBall([{"params": [first], "lr": 0.5}, {"params": [second], "momentum": 0.3}], lr=0.1, momentum=0.9)
+    scheduler = PolynomialDecay(optimizer, start=0, end=4, power=1)
+    for left in (1, 0.75, 0.5):
+        rates = [(group["lr"], group["momentum"]) for group in optimizer.param_groups]
+        assert rates == [pytest.approx((0.5 * left, 0.9 * left)), pytest.approx((0.1 * left, 0.3 * left))]
+        first.grad = second.grad = torch.ones(1, dtype=torch.float64)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_a_saved_optimizer_and_scheduler_go_on_bit_by_bit():
+    straight = weight()
+    optimizer = HeavyBall([straight], lr=0.2, momentum=0.9)
+    expected = run(optimizer, PolynomialDecay(optimizer, start=1, end=9, power=2), straight, 8)
+
+    first = weight()
+    optimizer = HeavyBall([first], lr=0.2, momentum=0.9)
+    scheduler = PolynomialDecay(optimizer, start=1, end=9, power=2)
+    run(optimizer, scheduler, first, 4)
+    second = nn.Parameter(first.detach().clone())
+    resumed = HeavyBall([second], lr=7.0, momentum=0.1)
+    schedule = PolynomialDecay(resumed, start=3, end=5, power=1)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    schedule.load_state_dict(copy.deepcopy(scheduler.state_dict()))
+    assert run(resumed, schedule, second, 4) == expected[4:]
+
+
+def test_without_momentum_the_rate_alone_falls():
+    parameter = weight()
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    scheduler = PolynomialDecay(optimizer, start=0, end=2, power=1)
+    run(optimizer, scheduler, parameter, 1)
+    assert scheduler.get_last_lr() == [pytest.approx(0.05)]
+
+
+def test_after_a_warm_up_of_torch():
+    parameter = weight()
+    optimizer = HeavyBall([parameter], lr=1.0, momentum=0.8)
+    rise = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=2)
+    fall = PolynomialDecay(optimizer, start=0, end=4, power=1)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], milestones=[2])
+    rates = []
+    for _ in range(5):
+        rates.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        run(optimizer, scheduler, parameter, 1)
+    assert rates == [pytest.approx(each) for each in [(0.5, 0.8), (0.75, 0.8), (1, 0.8), (0.75, 0.6), (0.5, 0.4)]]
+
+
+def test_parameters_without_gradients_stay_and_closures_are_evaluated():
+    moving, still = weight(), weight()
+    optimizer = HeavyBall([moving, still], lr=0.1, momentum=0.9)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = moving.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 1
+    assert moving.item() == pytest.approx(0.8)
+    assert still.item() == 1
+    assert list(optimizer.state) == [moving]
+
+
+@pytest.mark.parametrize("wrong", [{"lr": -1}, {"momentum": 1}, {"momentum": -0.1}, {"lr": float("inf")}])
+def test_wrong_options_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        HeavyBall([weight()], **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"start": -1}, {"end": 1}, {"power": 0}, {"optimizer": 3}], ids=lambda wrong: next(iter(wrong))
+)
+def test_wrong_decays_are_refused(wrong):
+    options = {"optimizer": HeavyBall([weight()]), "start": 1, "end": 2, "power": 1} | wrong
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        PolynomialDecay(options.pop("optimizer"), **options)
+
+
+def test_step_decays_of_the_papers():
+    parameter = weight()
+    optimizer = torch.optim.SGD([parameter], lr=0.8)
+    scheduler = STEP_DECAYS["resnet50-kfac"].scheduler(optimizer, steps_per_epoch=4, start=1 / 16)
+    rates = []
+    for _ in range(STEP_DECAYS["resnet50-kfac"].epochs * 4):
+        rates.append(optimizer.param_groups[0]["lr"])
+        run(optimizer, scheduler, parameter, 1)
+    for step, rate in enumerate(rates):
+        rising = 1 / 16 + (1 - 1 / 16) * min(step / 20, 1)
+        falls = sum(step >= 4 * epoch for epoch in (25, 35, 40, 45, 50))
+        assert rate == pytest.approx(0.8 * rising * 0.1**falls, rel=1e-9)
+
+
+def test_a_step_decay_goes_on_where_it_was_saved():
+    row = StepDecay(epochs=4, milestones=(2, 3), warmup=1)
+    optimizers = [torch.optim.SGD([weight()], lr=0.8) for _ in range(2)]
+    straight, resumed = (row.scheduler(each, steps_per_epoch=2, start=0.25) for each in optimizers)
+    for step in range(8):
+        optimizers[0].step()
+        straight.step()
+        if step == 2:
+            resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+            optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        elif step > 2:
+            optimizers[1].step()
+            resumed.step()
+            assert straight.get_last_lr() == resumed.get_last_lr()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"milestones": (3, 2)}, {"milestones": (0,)}, {"epochs": 0}, {"warmup": -1}, {"factor": 0}]
+)
+def test_wrong_step_decays_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        StepDecay(**({"epochs": 4, "milestones": (2,)} | wrong))
+    row = StepDecay(epochs=4, milestones=(2,))
+    for options in ({"steps_per_epoch": 0, "start": 1}, {"steps_per_epoch": 2, "start": 2}):
+        with pytest.raises(ValueError, match="is not allowed"):
+            row.scheduler(torch.optim.SGD([weight()]), **options)
