@@ -13,6 +13,10 @@ class CurvatureError(NatgradError):
     """The curvature of a layer stayed unusable for longer than the `Guard` allows."""
 
 
+class AveragingError(NatgradError):
+    """Averaging over nodes cannot go on: the ranks differ, or what arrived is not finite."""
+
+
 class ArgumentError(ValueError):
     """An argument that is not allowed.
 

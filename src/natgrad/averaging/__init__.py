@@ -1,0 +1,6 @@
+"""Averaging over nodes: gradients inside, parameters between, seldom and beside the computation."""
+
+from natgrad.averaging.base import Averager
+from natgrad.averaging.nodes import Grid, Nodes
+
+__all__ = ["Averager", "Grid", "Nodes"]

@@ -1,0 +1,151 @@
+"""Sums over the nodes: copied, sent, waited for, and told to the others of the node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from natgrad.averaging.nodes import Grid
+from natgrad.averaging.vector import MESSAGE_BYTES, Packing
+from natgrad.placement import Posted
+
+
+class Flight:
+    """One exchange between the nodes that is under way.
+
+    Attributes:
+        turn: Whose duty it is.
+        sent: What this node has sent, by message; empty unless this rank is on duty and was told to keep it.
+        summed: What the nodes have sent, summed by weight, once `wait` has returned; empty unless on duty.
+        weights: The weights of all nodes together: P.
+    """
+
+    def __init__(self, turn: int, sent: list[Tensor], summed: list[Tensor], posted: list[Posted], weights: int) -> None:
+        """Hold what was sent, and where its sum will be."""
+        self.turn, self.sent, self.summed, self.weights = turn, sent, summed, weights
+        self._posted = posted
+
+    def wait(self) -> None:
+        """Wait until the sums are there; free on ranks that are not on duty.
+
+        Raises:
+            NatgradError: if another rank has stopped.
+        """
+        for posted in self._posted:
+            posted.wait()
+        self._posted = []
+
+
+class Exchange:
+    """Exchanges one list of tensors between the nodes, again and again, in memory of its own.
+
+    Of replicated tensors one local index a node is on duty. Where each rank holds its own shards, each is always.
+    """
+
+    def __init__(self, grid: Grid, kind: str, *, everyone: bool = False, budget: int = MESSAGE_BYTES) -> None:
+        """Take no memory yet.
+
+        Args:
+            grid: The nodes.
+            kind: What `Grid.traffic` calls the tensors.
+            everyone: Whether each rank is always on duty, for what it holds alone.
+            budget: The bytes of a message at most.
+        """
+        self._grid, self._kind, self._everyone, self._budget = grid, kind, everyone, budget
+        self._packing = Packing([])
+        self._sent: list[Tensor] = []
+        self._summed: list[Tensor] = []
+        # Nodes count by their ranks, so that each rank's samples weigh the same; equal nodes count once each.
+        self._weight = len(grid.sizes) * grid.sizes[grid.node] / grid.ranks
+
+    def packing(self, tensors: Sequence[Tensor]) -> Packing:
+        """Return how some tensors are packed; the same object while they lie as they did."""
+        if not self._packing.fits(tensors):
+            self._packing = Packing(tensors, self._budget)
+            self._sent, self._summed = [], []
+        return self._packing
+
+    def on_duty(self, turn: int) -> bool:
+        """Tell whether this rank talks to other nodes in a turn."""
+        return self._everyone or self._grid.on_duty(turn)
+
+    def send(
+        self, turn: int, tensors: Sequence[Tensor], *, keep: bool = False, wire: torch.dtype | None = None
+    ) -> Flight:
+        """Begin to sum a copy of `tensors` over the nodes; they may change meanwhile. One flight at a time.
+
+        Args:
+            turn: Whose duty it is.
+            tensors: The same on the ranks of a node, and alike on all.
+            keep: Whether `Flight.sent` is asked for.
+            wire: The dtype in which they travel, if narrower than their own: whoever waits for the flight then sends
+                more, together with all ranks on duty.
+        """
+        packing = self.packing(tensors)
+        if not self.on_duty(turn):
+            return Flight(turn, [], [], [], self._grid.nodes)
+        self._summed = self._summed or packing.empty()
+        if keep:
+            self._sent = self._sent or packing.empty()
+        posted = []
+        runtime = self._grid.between
+        for index, (vector, outside) in enumerate(zip(self._summed, packing.pieces(tensors), strict=True)):
+            torch._foreach_copy_(packing.views(self._summed)[index], outside)
+            if keep:
+                self._sent[index].copy_(vector)
+            if self._weight != 1:
+                vector.mul_(self._weight)
+            posted.append(runtime.post_sum(vector, {self._kind: vector.numel()}, wire, runtime.group))
+        return Flight(turn, self._sent if keep else [], self._summed, posted, self._grid.nodes)
+
+    def spread(self, turn: int, tensors: Sequence[Tensor]) -> None:
+        """Give the ranks of the node what the one on duty has; collective in the node."""
+        runtime = self._grid.inside
+        if self._everyone or runtime.ranks == 1:
+            return
+        packing = self.packing(tensors)
+        self._summed = self._summed or packing.empty()
+        duty = self._grid.duty(turn)
+        if duty == runtime.rank:
+            packing.pack(tensors, self._summed)
+        runtime.broadcast_((duty, vector, {self._kind: vector.numel()}) for vector in self._summed)
+        if duty != runtime.rank:
+            packing.unpack(self._summed, tensors)
+
+    def mean_(self, turn: int, tensors: Sequence[Tensor], wire: torch.dtype | None = None) -> None:
+        """Average `tensors` over the nodes, in place, and wait: afterwards all ranks hold the same bits."""
+        flight = self.send(turn, tensors, wire=wire)
+        flight.wait()
+        if flight.summed:
+            if flight.weights > 1:
+                torch._foreach_div_(flight.summed, flight.weights)
+            self.packing(tensors).unpack(flight.summed, tensors)
+        self.spread(turn, tensors)
+
+    def mean_inside_(self, tensors: Sequence[Tensor]) -> None:
+        """Average `tensors` over the ranks of the node, in place; collective in it, and waits."""
+        runtime = self._grid.inside
+        packing = self.packing(tensors)
+        if runtime.ranks == 1 or not packing.messages:
+            return
+        self._summed = self._summed or packing.empty()
+        packing.pack(tensors, self._summed)
+        posted = [runtime.post_sum(v, {self._kind: v.numel()}, None, runtime.group) for v in self._summed]
+        for one in posted:
+            one.wait()
+        torch._foreach_div_(self._summed, runtime.ranks)
+        packing.unpack(self._summed, tensors)
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        """Give all ranks what rank 0 has, or of shards what the first node has."""
+        runtime = self._grid.between
+        packing = self.packing(tensors)
+        if self.on_duty(0) and runtime.ranks > 1:
+            self._summed = self._summed or packing.empty()
+            if runtime.rank == 0:
+                packing.pack(tensors, self._summed)
+            runtime.broadcast_((0, vector, {self._kind: vector.numel()}) for vector in self._summed)
+            packing.unpack(self._summed, tensors)
+        self.spread(0, tensors)

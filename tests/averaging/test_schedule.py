@@ -1,0 +1,106 @@
+"""Phases, cycles and plateaus against sequences written down by hand."""
+
+import pytest
+
+from natgrad.averaging.schedule import Cycle, Phases, Plateau
+
+
+def sequence(cycle, batches):
+    """What happens after each batch: m(erge), s(end), both or neither."""
+    return " ".join(("m" * merges + "s" * sends) or "." for merges, sends in (cycle.advance() for _ in range(batches)))
+
+
+@pytest.mark.parametrize(
+    ("between", "wait", "expected"),
+    [
+        (4, 1, ". . . s m . . s m . . s"),  # the paper's runs
+        (4, 2, ". . . s . m . s . m . s"),
+        (4, 4, ". . . s . . . ms . . . ms"),
+        (1, 1, "s ms ms ms ms"),
+        (2, 0, ". s . s . s"),
+        (1, 0, "s s s s"),
+        (3, 2, ". . s . m s . m s"),
+    ],
+)
+def test_cycle(between, wait, expected):
+    assert sequence(Cycle(between, wait), len(expected.split())) == expected
+
+
+def test_restart_forgets_what_is_under_way():
+    cycle = Cycle(2, 2)
+    assert sequence(cycle, 3) == ". s ."
+    cycle.restart()
+    assert sequence(cycle, 4) == ". s . ms"
+
+
+def plateaus(cycle, count):
+    found = []
+    for _ in range(count):
+        cycle.end_epoch(1.0)
+        found.append((cycle.between, cycle.wait))
+    return found
+
+
+def test_plateaus_halve_down_to_one_and_then_return():
+    cycle = Cycle(4, 4, Plateau(patience=1, threshold=0.0))
+    assert plateaus(cycle, 5) == [(4, 4), (2, 2), (1, 1), (4, 4), (2, 2)]  # the first loss is no plateau
+
+
+def test_halving_keeps_the_floors():
+    assert plateaus(Cycle(4, 1, Plateau(patience=1)), 4) == [(4, 1), (2, 1), (1, 1), (4, 1)]
+    assert plateaus(Cycle(5, 3, Plateau(patience=1)), 4) == [(5, 3), (2, 1), (1, 1), (5, 3)]
+    assert plateaus(Cycle(2, 0, Plateau(patience=1)), 3) == [(2, 0), (1, 0), (2, 0)]
+
+
+def test_a_loss_that_is_not_known_changes_nothing():
+    cycle = Cycle(4, 1, Plateau(patience=1))
+    for _ in range(3):
+        cycle.end_epoch(None)
+    assert (cycle.between, cycle.plateau.best) == (4, None)
+
+
+def test_plateau():
+    plateau = Plateau(patience=2, threshold=0.1)
+    losses = [1.0, 0.95, 0.89, 0.85, 0.81, 0.79, float("nan"), 0.5]
+    #         best  1     best  1     2 !   best  1            best
+    assert [plateau.found(loss) for loss in losses] == [False] * 4 + [True] + [False] * 3
+    assert (plateau.best, plateau.waited) == (0.5, 0)
+
+
+def test_plateau_of_negative_losses():
+    plateau = Plateau(patience=1, threshold=0.1)
+    assert [plateau.found(loss) for loss in [-1.0, -1.2, -1.25]] == [False, False, True]
+
+
+def test_phases():
+    phases = Phases(total=10, warmup=2, cooldown=3)
+    found = [phases.at(epoch) for epoch in range(11)]
+    assert found == ["warm-up"] * 2 + ["cycling"] * 5 + ["cool-down"] * 4
+    assert Phases(total=1, warmup=0.25).at(0.24) == "warm-up"
+    assert [Phases(warmup=1).at(epoch) for epoch in (0, 1, 10**6)] == ["warm-up", "cycling", "cycling"]
+
+
+def test_a_cycle_resumes():
+    whole, cut = Cycle(3, 2, Plateau(patience=2)), Cycle(3, 2, Plateau(patience=2))
+    expected = sequence(whole, 11)
+    before = sequence(cut, 4)
+    again = Cycle(3, 2, Plateau(patience=2))
+    again.load_state_dict(cut.state_dict())
+    assert f"{before} {sequence(again, 7)}" == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: Cycle(0, 0), "batches_between"),
+        (lambda: Cycle(2, 3), "batches_to_wait"),
+        (lambda: Phases(cooldown=1), "cooldown"),
+        (lambda: Phases(total=0), "total"),
+        (lambda: Phases(warmup=-1), "warmup"),
+        (lambda: Plateau(patience=0), "patience"),
+        (lambda: Plateau(threshold=1.0), "threshold"),
+    ],
+)
+def test_wrong_arguments(make, named):
+    with pytest.raises(ValueError, match=named):
+        make()
