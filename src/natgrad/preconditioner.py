@@ -258,6 +258,7 @@ class Preconditioner(Engine):
         self._capture.detach()
         self._early.detach()
         self._background.close(self._progress)
+        self._runtime.close()
         self._detached = True
 
     # --- What the user may ask ----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from natgrad.errors import require
 from natgrad.layers import Layer
+from natgrad.placement.lending import of_world
 from natgrad.shards import Spread, is_sharded
 
 if TYPE_CHECKING:
@@ -119,9 +120,7 @@ def mesh_group(
         return own.get_group()
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    return of_world(ranks)
 
 
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from natgrad.aside import aside
 from natgrad.errors import NatgradError
+from natgrad.placement.lending import Groups, device_of
 from natgrad.placement.wire import Layout, cut, narrower
 
 
@@ -25,17 +25,24 @@ class Posted:
     """
 
     def __init__(
-        self, runtime: Runtime, work: dist.Work | None = None, finish: Callable[[], None] | None = None
+        self,
+        runtime: Runtime,
+        work: dist.Work | None = None,
+        group: dist.ProcessGroup | None = None,
+        finish: Callable[[], None] | None = None,
     ) -> None:
-        """Wrap the `work` to wait for, and what all ranks have to `finish` together afterwards."""
+        """Wrap the `work` to wait for, in which `group`, and what all ranks have to `finish` together afterwards."""
         self._runtime, self._work, self._finish = runtime, work, finish
         self.whole = finish is None
+        if work is not None:
+            runtime.groups.posted(work, group)
 
     def wait(self) -> None:
         """Wait until the result is there; a second time there is nothing to wait for."""
         if self._work is not None:
             with self._runtime.talking():
                 self._work.wait()
+            self._runtime.groups.done(self._work)
         if self._finish is not None:
             self._finish()
         self._work = self._finish = None
@@ -49,6 +56,7 @@ class Runtime:
         group: The process group; None: this process alone.
         rank: This process's rank in the group.
         ranks: P.
+        groups: Those of some of the ranks.
         seconds: Host seconds spent in collectives.
     """
 
@@ -57,10 +65,16 @@ class Runtime:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.ranks = dist.get_world_size(group) if group is not None else 1
+        self.groups = Groups(group)
         self.seconds = 0.0
         self._sent: dict[str, float] = {}
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.ranks)): group}
+        self._known: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.ranks)): group}
         self._background: dist.ProcessGroup | None = None
+
+    def close(self) -> None:
+        """Give back the groups that this one has used; it may be used again, and borrows others then."""
+        self._known, self._background = {tuple(range(self.ranks)): self.group}, None
+        self.groups.give_back()
 
     def aside(self) -> AbstractContextManager[None]:
         """Count what is sent meanwhile for nobody."""
@@ -84,6 +98,7 @@ class Runtime:
         try:
             yield
         except RuntimeError as error:
+            self.groups.forget()
             raise NatgradError(
                 f"rank {self.rank} of {self.ranks} could not exchange its message: another rank has probably stopped, "
                 f"and its own error tells why; {error}"
@@ -127,7 +142,7 @@ class Runtime:
         if self.ranks == 1:
             return Posted(self)
         with self.talking():
-            return Posted(self, dist.all_reduce(message, group=group, async_op=True))
+            return Posted(self, dist.all_reduce(message, group=group, async_op=True), group)
 
     def _post_narrow(
         self, message: Tensor, kinds: dict[str, int], wire: torch.dtype, group: dist.ProcessGroup | None
@@ -159,7 +174,7 @@ class Runtime:
             for half, summed in zip(halves, reversed(layout.read(arrived)), strict=True):
                 half.copy_(summed.flatten()[: len(half)])
 
-        return Posted(self, scattered, finish)
+        return Posted(self, scattered, group, finish)
 
     def sum_to_(self, messages: Sequence[tuple[int, Tensor, dict[str, int]]], wire: torch.dtype | None = None) -> None:
         """Sum each message over all ranks, in place, on one of them; on the others it stays as it is.
@@ -229,7 +244,7 @@ class Runtime:
         arrived = sent.new_empty(sum(sizes))
         with self.talking():
             work = dist.all_to_all_single(arrived, sent, list(sizes), list(splits), group=group, async_op=True)
-        return list(arrived.split(list(sizes))), Posted(self, work)
+        return list(arrived.split(list(sizes))), Posted(self, work, group)
 
     def any(self, flag: bool) -> bool:
         """Tell whether any rank says so; this waits."""
@@ -239,43 +254,29 @@ class Runtime:
         """Return some numbers summed over the ranks in float32, counted as of some kind; this waits."""
         if self.ranks == 1:
             return list(numbers)
-        said = torch.tensor(numbers, dtype=torch.float32, device=_device(self.group))
+        said = torch.tensor(numbers, dtype=torch.float32, device=device_of(self.group))
         self.sum_(said, {kind: len(said)})
         summed: list[float] = said.tolist()
         return summed
 
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """Return the group of some ranks, this one among them; made once, by all of them together."""
+        """Return the group of some ranks, this one among them; borrowed once, by all ranks together, each its own."""
         key = tuple(ranks)
-        if key not in self._groups:
-            self._groups[key] = self._new_group(key)
-        return self._groups[key]
+        if key not in self._known:
+            self._known[key] = self._borrow(key)
+        return self._known[key]
 
     @property
     def background(self) -> dist.ProcessGroup | None:
-        """A group of all ranks whose messages do not stand in the queue of others; made once, by all together."""
+        """A group of all ranks whose messages do not stand in the queue of others; borrowed once, by all together."""
         if self._background is None and self.ranks > 1:
-            self._background = self._new_group(range(self.ranks))
+            self._background = self._borrow(range(self.ranks))
         return self._background
 
-    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Return a new group of some ranks, this one among them; all ranks call it together, each for its own group."""
-        assert self.group is not None
-        members = [dist.get_global_rank(self.group, rank) for rank in ranks]
-        backend, timeout = dist.get_backend(self.group), _timeout(self.group)
-        # Torch names a group that its members alone make by how many groups a process is in. Ranks that are in
-        # different ones, of the user's, would wait for each other under different names: those in fewer fill up.
-        known = self.everywhere(len(dist.distributed_c10d._world.pg_names))
+    def _borrow(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        offers = self.everywhere(self.groups.offer(ranks))
         with self.talking():
-            spare = [
-                dist.new_group([dist.get_rank()], backend=backend, timeout=timeout, use_local_synchronization=True)
-                for _ in range(max(known) - known[self.rank])
-            ]
-            made = dist.new_group(members, backend=backend, timeout=timeout, use_local_synchronization=True)
-            for group in spare:
-                dist.destroy_process_group(group)
-        assert isinstance(made, dist.ProcessGroup)
-        return made
+            return self.groups.borrow(ranks, offers)
 
     def broadcast_(
         self, messages: Iterable[tuple[int, Tensor, dict[str, int]]], ranks: Sequence[int] | None = None
@@ -286,7 +287,7 @@ class Runtime:
             messages: Triples of the owner's rank, the message, and its elements by kind.
             ranks: Those that take part, this one among them; None: all.
         """
-        works = []
+        works: list[Posted] = []
         ranks = range(self.ranks) if ranks is None else ranks
         group = self.subgroup(ranks) if len(ranks) > 1 else None
         with self.talking():
@@ -296,9 +297,10 @@ class Runtime:
                 if group is not None:
                     assert self.group is not None
                     source = dist.get_global_rank(self.group, owner)
-                    works.append(dist.broadcast(message, src=source, group=group, async_op=True))
-            for work in works:
-                work.wait()
+                    work = dist.broadcast(message, src=source, group=group, async_op=True)
+                    works.append(Posted(self, work, group))
+        for posted in works:
+            posted.wait()
 
     def gather(self, message: Tensor, kinds: dict[str, int], group: dist.ProcessGroup | None) -> Tensor:
         """Collect the messages of all S ranks of `group`, in its order: each sends (S - 1) times its elements.
@@ -324,26 +326,9 @@ class Runtime:
             self._sent[kind] = self._sent.get(kind, 0.0) + elements * weight
 
 
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Return how long a group waits; None: as long as its backend does by default.
-
-    A new group has the default, and not what its user has asked for, unless it is told.
-    """
-    options = getattr(group._get_backend(_device(group)), "options", None)
-    timeout: timedelta | None = getattr(options, "_timeout", None)
-    return timeout
-
-
 def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | None) -> None:
     """Collect the messages of all ranks: torch's call, by the name that it has in this version."""
     getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(arrived, message, group=group)
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where a group takes small messages from."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def joined(outgoing: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Tensor, list[int]]:
