@@ -172,8 +172,7 @@ class Engine:
             raise NatgradError(
                 "fisher='sampled' needs preconditioner.backward(loss, outputs) in place of loss.backward()"
             )
-        if self._capture.backwards:
-            self._scaling.check()
+        self._scaling.check(differentiated=bool(self._capture.backwards))
         check_joined(self._model)
         self._second.begin(self._stacks, self._capture, closure, skips=self._scaling.skips)
 

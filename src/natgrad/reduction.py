@@ -31,6 +31,7 @@ class Scaling:
         """Wrap the arguments of `natgrad.Preconditioner` of these names."""
         self._summed, self._divided = reduction == "sum", accumulation == "mean"
         self._reduces, self._scaler = reduces, scaler
+        self._scaled: Tensor | None = None  # how many ranks had not unscaled in the last step
         self.counts = self._summed or reduces or not self._divided
 
     def unscaled(self) -> "Scaling":
@@ -48,40 +49,71 @@ class Scaling:
         """Return in words what has to be the same on all ranks."""
         return f"accumulation={'mean' if self._divided else 'sum'!r}, {'a' if self.skips else 'no'} GradScaler"
 
-    def check(self) -> None:
+    def check(self, *, differentiated: bool) -> None:
         """Check that the gradients carry the scale of the loss no more.
 
+        Args:
+            differentiated: Whether this rank has had a backward pass since the last step.
+
         Raises:
-            NatgradError: if ``unscale_`` was not called since the last update of the scaler.
+            NatgradError: if ``unscale_`` was not called since the last update of the scaler; on all ranks, if one
+                without a backward pass has not called it in the last step.
         """
         if self._scaler is None or not self.skips:
             return
-        stages = [state["stage"].name for state in self._scaler._per_optimizer_states.values()]
-        if "UNSCALED" not in stages:
+        if differentiated and not self._unscaled:
             raise NatgradError("the gradients are scaled: call scaler.unscale_(optimizer) before preconditioner.step()")
+        self._check_all()
+
+    @property
+    def _unscaled(self) -> bool:
+        assert self._scaler is not None
+        return any(state["stage"].name == "UNSCALED" for state in self._scaler._per_optimizer_states.values())
+
+    def _check_all(self) -> None:
+        scaled, self._scaled = self._scaled, None
+        if scaled is not None and scaled > 0:
+            raise NatgradError(
+                "a rank without a backward pass has not called scaler.unscale_(optimizer) before the step, and would "
+                "unscale the gradients that it gets from the others: call it on every rank"
+            )
 
     def spoilt(self, runtime: Runtime, device: torch.device) -> Tensor | None:
         """Return whether the scaler skips this step, for a gradient that is not finite on any rank; None: it cannot.
 
         What the scaler has found here becomes what all ranks have found: where natgrad reduces, each has seen the
-        gradients of its own samples alone, and would skip the step alone.
+        gradients of its own samples alone, and would skip the step alone. A rank that had none to look at has found
+        nothing, and the scaler would end there.
 
         Args:
             runtime: The ranks.
             device: Where the answer is to be.
+
+        Raises:
+            NatgradError: on all ranks, if one has not called ``unscale_``; on accelerators, which would have to wait
+                for the answer, the next `check` raises it.
         """
         if self._scaler is None or not self.skips:
             return None
-        states = self._scaler._per_optimizer_states.values()
-        found = [flag for state in states for flag in state["found_inf_per_device"].values()]
-        total = torch.zeros(1, device=device)
-        for flag in found:
-            total += flag.to(device)
+        states = [state for state in self._scaler._per_optimizer_states.values() if state["stage"].name == "UNSCALED"]
+        scaled = self._reduces and runtime.ranks > 1 and not states
+        said = tensor_on(device, [0.0, float(scaled)], torch.float32)
+        for state in states:
+            for flag in state["found_inf_per_device"].values():
+                said[0] += flag.to(device)
         if runtime.ranks > 1:
-            runtime.sum_(total, {"counters": 1})
-        for flag in found:
-            flag.copy_(total[0] > 0)
-        return total[0] > 0
+            runtime.sum_(said, {"counters": 2})
+        found = (said[0] > 0).float()
+        for state in states:
+            flags = state["found_inf_per_device"]
+            for flag in flags.values():
+                flag.copy_(found)
+            if not flags:
+                flags[device] = found.clone()
+        self._scaled = said[1]
+        if device.type == "cpu":
+            self._check_all()
+        return said[0] > 0
 
     def of_captured(self, backwards: int) -> float | Tensor:
         """Return what makes captured gradients those of per-sample losses, beside the batch size.

@@ -191,3 +191,58 @@ def test_infinite_gradients_of_one_rank_leave_the_factors_of_all(ranks, options)
         assert all(torch.equal(value, first[1][name]) for name, value in weights.items())
         assert all(value.isfinite().all() for value in weights.values())
         assert scale == 2.0**7
+
+
+def scaled_until_one_loader_ends(options, steps=6, unscaled=True, inf=None):
+    """The last rank has no batch in odd steps; it may leave `unscale_` to the others then."""
+    rank, ranks = place()
+    torch.manual_seed(0)
+    model = Network().double()
+    model.spare.requires_grad_(False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preconditioner = natgrad.Preconditioner(
+        model, optimizer=optimizer, damping=0.05, scaler=scaler, gradients="reduce", **options
+    )
+    for step in range(steps):
+        parts = {(1, 0): [12], (1, 1): [9], (2, 0): [9, 3], (2, 1): [9, 0]}[ranks, step % 2]
+        x, y = (tensor[: sum(parts)].split(parts)[rank] for tensor in batch(step))
+        optimizer.zero_grad()
+        if len(x):
+            scaler.scale(cross_entropy(model(x), y) * (float("inf") if step == inf else 1)).backward()
+        if len(x) or unscaled:
+            scaler.unscale_(optimizer)
+        preconditioner.step()
+        scaler.step(optimizer)
+        scaler.update()
+    return dict(model.state_dict()), scaler.get_scale()
+
+
+REDUCING = {
+    "comm-opt": "comm-opt",
+    "mem-opt": "mem-opt",
+    "early": natgrad.Placement(name="mem-opt", link=natgrad.Link(latency=1e-7)),
+}
+
+
+@pytest.mark.parametrize("inf", [None, 3])
+@pytest.mark.parametrize("placement", REDUCING)
+def test_a_rank_without_a_backward_pass_scales_as_the_others_do(ranks, placement, inf):
+    options = {"placement": REDUCING[placement]}
+    expected, scale = scaled_until_one_loader_ends(options, inf=inf)
+    assert scale == (2.0**11 if inf is None else 2.0**9)
+    for weights, own in ranks.run(2, scaled_until_one_loader_ends, options, 6, True, inf):
+        assert own == scale
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-12)
+
+
+def forget_to_unscale(options):
+    with pytest.raises(natgrad.NatgradError, match="call it on every rank"):
+        scaled_until_one_loader_ends(options, unscaled=False)
+    dist.barrier()  # nobody waits for anybody
+
+
+@pytest.mark.parametrize("placement", REDUCING)
+def test_all_ranks_are_told_of_one_that_has_not_unscaled(ranks, placement):
+    ranks.run(2, forget_to_unscale, {"placement": REDUCING[placement]}, limit=20)
