@@ -29,6 +29,7 @@ EVERY: dict[str, Callable[..., Curvature]] = {
     "hylo kis": partial(natgrad.HyLo, rank=0.5, method="kis"),
     "hylo switch": natgrad.HyLo,
     "kbfgs": natgrad.KBFGS,
+    "kbfgs reduce": partial(natgrad.KBFGS, sharing="reduce"),
     "kbfgs limited": partial(natgrad.KBFGS, memory=5),
 }
 """Constructors, by what tests call them."""

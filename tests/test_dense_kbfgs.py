@@ -108,8 +108,8 @@ def total(model, x, y):
     return nn.functional.cross_entropy(model(x), y, reduction="sum")
 
 
-def seen(model, x, y):
-    """Input rows, and means of the outputs and of their gradients, of each block of each layer; parameters too."""
+def seen(model, x, y, sharing="expand"):
+    """Gradients and input rows, and means of the outputs and of their gradients, of each block of each layer."""
     model = dense.twin(model)
     outputs = {name: [] for name in dense.trained_layers(model)}
     for name, module in dense.trained_layers(model).items():
@@ -118,7 +118,15 @@ def seen(model, x, y):
         )
     rows = dense.capture(model, lambda model: total(model, x, y))
     z = {name: torch.cat(own, 2).flatten(1, 2).mean(1) for name, own in outputs.items()}
-    return rows, z, {name: own.g.flatten(1, 2).mean(1) for name, own in rows.items()}
+    if sharing == "reduce":
+        a, g = ({name: pool(own) for name, own in rows.items()} for pool in (lambda own: own.a.mean(2), summed))
+    else:
+        a, g = ({name: getattr(own, side).flatten(1, 2) for name, own in rows.items()} for side in "ag")
+    return {name: own.gradient() for name, own in rows.items()}, a, z, {name: own.mean(1) for name, own in g.items()}
+
+
+def summed(rows):
+    return rows.g.sum(2)
 
 
 def held(preconditioner, name):
@@ -132,40 +140,39 @@ def held(preconditioner, name):
 @pytest.mark.parametrize("limit", [None, 3, 100])
 @pytest.mark.parametrize("intervals", [(1, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize("network", [Positions, Images])
-def test_steps_equal_the_reference(network, intervals, limit):
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_steps_equal_the_reference(network, intervals, limit, sharing):
     model = network().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
     refresh = natgrad.Refresh(factors=intervals[0], inverses=intervals[1])
-    curvature = natgrad.KBFGS(memory=limit)
+    curvature = natgrad.KBFGS(memory=limit, sharing=sharing)
     preconditioner = natgrad.Preconditioner(
         model, curvature, optimizer=optimizer, damping=DAMPING, kl_clip=None, refresh=refresh
     )
     references, last_capture = {}, -1
     for step in range(9):
         x, y = batch(step, 2 if network is Images else 4)
-        rows, z, g = seen(model, x, y)
+        gradients, a, z, g = seen(model, x, y, sharing)
         if not references:
-            shapes = {name: own.gradient().shape for name, own in rows.items()}
+            shapes = {name: W.shape for name, W in gradients.items()}
             references = {
                 name: [Reference(o, i, DAMPING, limit) for _ in range(n)] for name, (n, o, i) in shapes.items()
             }
         captures, renews = step % intervals[0] == 0, step % intervals[1] == 0
         expected = {}
-        for name, own in rows.items():
-            a = own.a.flatten(1, 2)
+        for name, W in gradients.items():
             for block, reference in enumerate(references[name]):
                 if captures:
-                    reference.capture(a[block])
+                    reference.capture(a[name][block])
                 if renews:
                     reference.renew()
-            W = own.gradient()
             expected[name] = torch.stack([one.direction(W[block]) for block, one in enumerate(references[name])])
         optimizer.zero_grad()
         (total(model, x, y) / len(x)).backward()
         preconditioner.step(lambda x=x, y=y: total(model, x, y) / len(x))
         dense.assert_equal(dense.gradients(model), expected, 1e-9)
         optimizer.step()
-        _, z_after, g_after = seen(model, x, y)
+        _, _, z_after, g_after = seen(model, x, y, sharing)
         last_renewal = step - step % intervals[1]
         for name, own in references.items():
             for block, reference in enumerate(own):
@@ -177,6 +184,38 @@ def test_steps_equal_the_reference(network, intervals, limit):
             dense.assert_equal({"A": H_A}, {"A": torch.stack([one.H_A for one in own])}, 1e-9)
             dense.assert_equal({"G": H_G}, {"G": torch.stack([one.H_G for one in own])}, 1e-9)
         last_capture = step if captures else last_capture
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("memory", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_in_front_of_a_batch_normalisation_no_pair_is_made_of_rounding(dtype, memory, sharing):
+    """Nothing changes when all outputs shift alike, so that mean(g) is zero but for rounding, and y is nothing else."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(2), nn.AvgPool1d(64), nn.Flatten(),
+        nn.Linear(5, 3),
+    ).to(torch.promote_types(dtype, torch.float32))  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    preconditioner = natgrad.Preconditioner(
+        model, natgrad.KBFGS(memory=memory, sharing=sharing), optimizer=optimizer, damping=1e-3, refresh=EVERY_STEP
+    )
+    for step in range(6):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(32, 2, 8, 8, generator=generator).to(model[0].weight) + 0.3
+        y = torch.randint(3, (32,), generator=generator)
+
+        def loss(x=x, y=y):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                return nn.functional.cross_entropy(model(x), y)
+
+        optimizer.zero_grad()
+        loss().backward()
+        preconditioner.step(loss)
+        optimizer.step()
+    (_, H_convolution), (_, H_head) = held(preconditioner, "0"), held(preconditioner, "6")
+    assert torch.equal(H_convolution[0], torch.eye(5).to(H_convolution))
+    assert (H_head[0] - torch.eye(3).to(H_head)).norm() > 0.1
 
 
 @pytest.mark.parametrize("memory", [None, 6])

@@ -18,6 +18,10 @@ from natgrad.errors import require
 from natgrad.layers import Layer, Rows
 from natgrad.likelihood import Likelihood
 
+# A mean of gradients that is smaller, as a share of their mean size, is what rounding has left of zero: 1e-8 in
+# float32, up to 2e-4 in bfloat16. Of N gradients with nothing in common it would still be about 1 / √N.
+_ROUNDING = 1e-3
+
 
 class KBFGS(Curvature):
     """Preconditions by ``H_G Ŵ H_A``, Ŵ being a running average of the gradient W (SPEC 3).
@@ -26,12 +30,17 @@ class KBFGS(Curvature):
     average of a aᵀ, and each renewal updates it by BFGS with ``s = H_A mean(a)``, ``y = A_LM s``. ``H_G`` begins as I,
     and is updated with running averages s of ``mean(z⁺) - mean(z)`` and y of ``mean(g⁺) - mean(g)``, doubly damped: z
     are the layer's outputs, and z⁺, g⁺ those of the same batch after the optimizer's step. For that second pass give
-    ``preconditioner.step(closure)`` the loss once more. All means are over samples and positions.
+    ``preconditioner.step(closure)`` the loss once more.
 
-    Where rounding has cost an inverse its definiteness, it begins anew.
+    Over positions the pair shows how g answers a change of z that all of them share. That is the G of
+    ``sharing="reduce"``, Σ_t Σ_t' of its blocks, and no other: convolutions want "reduce".
+
+    Where mean(g) is zero, H_G stays as it is. So it is in front of a batch normalisation, which takes back all shared
+    changes: what rounding leaves of ``mean(g⁺) - mean(g)`` says nothing. Where rounding has cost an inverse its
+    definiteness, it begins anew.
     """
 
-    replays = ("a", "g")
+    replays = ("a", "g", "size")
 
     def __init__(
         self,
@@ -41,6 +50,7 @@ class KBFGS(Curvature):
         gradient_decay: float = 0.9,
         pair_decay: float = 0.9,
         max_factor_size: int | None = 8192,
+        sharing: Literal["expand", "reduce"] = "expand",
         fisher: Literal["empirical", "sampled"] = "empirical",
         likelihood: str | Likelihood | None = None,
     ) -> None:
@@ -53,6 +63,8 @@ class KBFGS(Curvature):
             pair_decay: That in s and y.
             max_factor_size: The most inputs (with the bias's constant 1) of a layer, and without `memory` the most
                 outputs; layers with more are left to the optimizer. None: any number.
+            sharing: How positions of a shared weight combine (Eschenhagen 2023). "expand": each is a sample, all means
+                are over samples and positions. "reduce": a is their mean and g their sum.
             fisher: The Fisher of norm layers beside it, as in `natgrad.UnitWise`: K-BFGS itself takes the gradients of
                 the loss.
             likelihood: Likewise.
@@ -68,13 +80,15 @@ class KBFGS(Curvature):
         whole = isinstance(max_factor_size, int) and not isinstance(max_factor_size, bool) and max_factor_size >= 1
         fits = max_factor_size is None or whole
         require(fits, "max_factor_size", max_factor_size, "a whole number >= 1, or None")
+        require(sharing in ("expand", "reduce"), "sharing", sharing, "'expand' or 'reduce'")
         self._factor_decay, self._beside = check_estimate(fisher, factor_decay, likelihood)
         self.limit, self.fisher, self.max_factor_size = memory, fisher, max_factor_size
+        self.sharing, self.pools = sharing, sharing == "reduce"
         self.gradient_decay, self.pair_decay = float(gradient_decay), float(pair_decay)
 
     def __repr__(self) -> str:
         """Show the variant."""
-        return f"KBFGS(memory={self.limit})"
+        return f"KBFGS(memory={self.limit}, sharing={self.sharing!r})"
 
     @property
     def factor_decay(self) -> float:
@@ -98,11 +112,12 @@ class KBFGS(Curvature):
         return self
 
     def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
-        """See `Curvature.statistics`: Ā, and the means of a and g of the last batch."""
+        """See `Curvature.statistics`: Ā, and of the last batch the means of a, of g and of the norm ``Σ|g|``."""
         return (
             Spec(name="A", shape=(inputs, inputs), symmetric=True, mean="rows"),
             Spec(name="a", shape=(inputs,), mean="rows", fresh=True),
             Spec(name="g", shape=(outputs,), mean="rows", degree=1, fresh=True),
+            Spec(name="size", shape=(1,), mean="rows", degree=1, fresh=True),
         )
 
     def memory(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
@@ -138,11 +153,11 @@ class KBFGS(Curvature):
         """See `Curvature.observe`; a replay has no use for A."""
         if "A" in sums:
             inputs.add_gram_(sums["A"], overwrite=first)
-        for name, rows, factor in (("a", inputs, 1.0), ("g", gradients, scale)):
-            total = rows.pool().sum(1)
+        totals = {"a": inputs.pool().sum(1), "g": gradients.pool().sum(1), "size": _size(gradients.dense())}
+        for name, total in totals.items():
             if first:
                 sums[name].zero_()
-            sums[name].add_(total, alpha=factor)
+            sums[name].add_(total, alpha=1.0 if name == "a" else scale)
 
     def remember(self, memory: Mapping[str, Tensor], W: Tensor) -> Mapping[str, Tensor]:
         """See `Curvature.remember`: Ŵ."""
@@ -153,15 +168,22 @@ class KBFGS(Curvature):
         }
 
     def shown(self, means: Mapping[str, Tensor], parameters: Tensor) -> Mapping[str, Tensor]:
-        """See `Curvature.shown`: mean(z), for z is linear in a, and mean(g); a frozen bias is in no difference."""
-        return {"z": multiply(parameters, means["a"]), "g": means["g"]}
+        """See `Curvature.shown`: mean(z), for z is linear in a; mean(g), and whether that is more than rounding.
+
+        A frozen bias is in no difference.
+        """
+        g = means["g"]
+        some = g.abs().sum(1, keepdim=True) > _ROUNDING * means["size"]
+        return {"z": multiply(parameters, means["a"]), "g": g, "some": some}
 
     def replayed(
         self, memory: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """See `Curvature.replayed`: the running averages of the pair, whose scale does not matter."""
+        """See `Curvature.replayed`: the running averages of the pair, whose scale does not matter; else none."""
         changes = {"s": after["z"] - before["z"], "y": after["g"] - before["g"]}
-        return {name: torch.lerp(change, memory[name], self.pair_decay) for name, change in changes.items()}
+        averages = {name: torch.lerp(change, memory[name], self.pair_decay) for name, change in changes.items()}
+        some = before["some"] & after["some"]
+        return {name: torch.where(some, average, 0) for name, average in averages.items()}
 
     def renew(
         self,
@@ -223,6 +245,13 @@ class KBFGS(Curvature):
         if self.limit is None:
             return linalg.product(held["H_G"], right)
         return Compact(held["S"], held["Y"]).multiply(right)
+
+
+def _size(rows: Tensor) -> Tensor:
+    """Return Σ|g| of each block ``[n, 1]``, in at least float32."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    size: Tensor = torch.linalg.vector_norm(rows, 1, dim=(1, 2, 3), dtype=dtype)
+    return size[:, None]
 
 
 def _finite(*stacked: Tensor) -> Tensor:
