@@ -7,15 +7,19 @@ what a step in which all is due takes beyond one in which nothing is; a *step* i
 pass. The *limit* of a refresh is the bare calls of BLAS and LAPACK that its mathematics needs, timed in the same round.
 *Kept* are the bytes of all tensors that live between two steps beyond those of SGD. On several ranks a layer's work is
 done by its owner, and *sent* counts what all ranks together send for a refresh.
+
+Every run times its methods beside KFAC's eigen form. What its file has of other networks and methods, from earlier runs
+under the same conditions, stays.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +29,7 @@ from rich.table import Table
 from torch import Tensor
 
 import natgrad
-from benchmarks.common import CLOCKS, Clock, Seconds, Subject, conditions, interleave, launch, median, save
+from benchmarks.common import CLOCKS, RESULTS, Clock, Seconds, Subject, conditions, interleave, launch, median, save
 from benchmarks.curvature_limit import LIMITS, Layer, layers
 from benchmarks.shapes import NETWORKS, Layers
 from natgrad.curvature import Curvature
@@ -210,13 +214,31 @@ def main(
     """Measure, print a table a network, and write benchmarks/results/curvature_RANKS.json."""
     torch.set_num_threads(1)
     chosen = tuple(dict.fromkeys([REFERENCE, *(method or METHODS)]))
-    console, results = Console(width=120), {}
+    console = Console(width=120)
+    settings = conditions(clock) | {"rounds": rounds, "ranks": ranks, "samples": SAMPLES, "chosen": CHOSEN}
     for name in network or NETWORKS:
         rows = launch(ranks, measure, name, rounds, clock, chosen)
-        results[name] = [asdict(row) for row in rows]
         console.print(show(name, ranks, rows))
-    settings = {"rounds": rounds, "ranks": ranks, "samples": SAMPLES, "chosen": CHOSEN}
-    typer.echo(f"Written to {save(f'curvature_{ranks}', conditions(clock) | settings | results)}")
+        path = RESULTS / f"curvature_{ranks}.json"
+        known = json.loads(path.read_text()) if path.exists() else {}
+        typer.echo(f"Written to {save(path.stem, merged(known, settings, name, [asdict(row) for row in rows]))}")
+
+
+def merged(
+    known: Mapping[str, Any], settings: Mapping[str, Any], network: str, rows: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the contents of a file with a network's rows, which replace those of the same methods.
+
+    Args:
+        known: The contents so far; of what was measured under other settings nothing stays.
+        settings: The conditions of these rows.
+        network: Which.
+        rows: What was measured.
+    """
+    alike = all(known.get(name) == value for name, value in settings.items())
+    networks = {name: known[name] for name in NETWORKS if alike and name in known}
+    both = {row["method"]: row for row in (*networks.get(network, ()), *rows)}
+    return {**settings, **networks, network: [both[name] for name in METHODS if name in both]}
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import natgrad
+from benchmarks import curvature, curvature_limit
 from benchmarks.common import interleave
 from benchmarks.limit import Limit
 from benchmarks.models import Workload
@@ -17,6 +19,7 @@ from benchmarks.placement import ALONE, DDP, WANTED_SLOW, Shares, Summary
 from benchmarks.placement_cycle import CYCLE, KINDS, SPANS, STEPS, Intervals, cycle, merge
 from benchmarks.placement_report import wanted
 from benchmarks.step import SETTINGS
+from natgrad.iterative import Warm
 
 TWO_NODES = Path(__file__).parents[1] / "benchmarks" / "two_nodes.sh"
 
@@ -79,6 +82,36 @@ def test_limit_multiplies_the_rows_that_make_the_gradient():
         torch.testing.assert_close(layer.products[0], rows_A.T @ rows_A)
         torch.testing.assert_close(layer.products[1], rows_G.T @ rows_G)
     assert [tuple(layer.gradient.shape) for layer in limit.layers] == [(4, 27), (5, 5), (6, 81)]
+
+
+@pytest.mark.parametrize("form", ["iterative", "newton_schulz"])
+def test_limits_of_warm_renewals_multiply_as_often_as_a_test_that_passes(form):
+    """Beside the sums XᵀX; products with a vector count for nothing."""
+    layer, warm = curvature_limit.Layer((torch.randn(40, 9), torch.randn(40, 6)), 8), Warm(tolerance=0.1, iterations=1)
+    factors, damping = layer.factors, torch.zeros(1)
+    last = [torch.linalg.eigh(factor).eigenvectors if form == "iterative" else factor.inverse() for factor in factors]
+    with FlopCounterMode(display=False) as own:
+        for factor, known in zip(factors, last, strict=True):
+            if form == "iterative":
+                assert torch.equal(warm.eigh(factor[None], known[None])[1][0], known)
+            else:
+                assert torch.equal(warm.damped_inverse(factor[None], damping, known[None])[0][0], known)
+    with FlopCounterMode(display=False) as limit:
+        getattr(curvature_limit, form)(layer)
+    with FlopCounterMode(display=False) as sums:
+        layer.sums()
+    vectors = 2 * (9**2 + 6**2) if form == "iterative" else 0  # Qᵀ(Q 1)
+    assert limit.get_total_flops() - sums.get_total_flops() == own.get_total_flops() - vectors == 2 * (9**3 + 6**3)
+
+
+def test_a_file_keeps_what_was_measured_before_under_the_same_conditions():
+    settings, names = {"clock": "cpu", "rounds": 1}, list(curvature.METHODS)[:3]
+    old, new = ([{"method": name, "refresh_ms": value} for name in names] for value in (1.0, 2.0))
+    found = curvature.merged({}, settings, "resnet32", old)
+    found = curvature.merged(found, settings, "bert", old)
+    found = curvature.merged(found, settings, "bert", new[1:])
+    assert found == {**settings, "resnet32": old, "bert": [old[0], *new[1:]]}
+    assert curvature.merged(found, settings | {"rounds": 3}, "bert", new) == {"clock": "cpu", "rounds": 3, "bert": new}
 
 
 def placement_times(milliseconds, *, rounds=2):
