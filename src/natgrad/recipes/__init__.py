@@ -4,6 +4,8 @@ from natgrad.recipes.decay import CenteredDecay as CenteredDecay
 from natgrad.recipes.erasing import ZeroErasing as ZeroErasing
 from natgrad.recipes.heavy_ball import HeavyBall as HeavyBall
 from natgrad.recipes.labels import soft_labels as soft_labels
+from natgrad.recipes.large_batch import LargeBatch as LargeBatch
+from natgrad.recipes.large_batch import large_batch as large_batch
 from natgrad.recipes.mixup import RunningMixup as RunningMixup
 from natgrad.recipes.polynomial import PolynomialDecay as PolynomialDecay
 from natgrad.recipes.rescaling import WeightRescaling as WeightRescaling
@@ -14,10 +16,12 @@ __all__ = [
     "STEP_DECAYS",
     "CenteredDecay",
     "HeavyBall",
+    "LargeBatch",
     "PolynomialDecay",
     "RunningMixup",
     "StepDecay",
     "WeightRescaling",
     "ZeroErasing",
+    "large_batch",
     "soft_labels",
 ]
