@@ -14,6 +14,8 @@ __version__ = "0.1.0"
 # Whatever needs torch is imported when it is first asked for (PEP 562), so that `natgrad --help` does without. A new
 # name is a line here, and one below, where type checkers and editors look.
 _HOMES = {
+    "AveragingError": "natgrad.errors",
+    "DASO": "natgrad.averaging",
     "KBFGS": "natgrad.curvature",
     "KFAC": "natgrad.curvature",
     "EKFAC": "natgrad.curvature",
@@ -28,6 +30,7 @@ _HOMES = {
     "Likelihood": "natgrad.likelihood",
     "NatgradError": "natgrad.errors",
     "NatgradWarning": "natgrad.errors",
+    "Nodes": "natgrad.averaging",
     "Link": "natgrad.placement",
     "Placement": "natgrad.placement",
     "Plan": "natgrad.placement",
@@ -43,6 +46,8 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from natgrad import damping as damping
+    from natgrad.averaging import DASO as DASO
+    from natgrad.averaging import Nodes as Nodes
     from natgrad.curvature import EKFAC as EKFAC
     from natgrad.curvature import KBFGS as KBFGS
     from natgrad.curvature import KFAC as KFAC
@@ -51,6 +56,7 @@ if TYPE_CHECKING:
     from natgrad.curvature import HyLo as HyLo
     from natgrad.curvature import RankOne as RankOne
     from natgrad.curvature import UnitWise as UnitWise
+    from natgrad.errors import AveragingError as AveragingError
     from natgrad.errors import CurvatureError as CurvatureError
     from natgrad.errors import NatgradError as NatgradError
     from natgrad.errors import NatgradWarning as NatgradWarning

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.arguments import unwrap
+from natgrad.averaging.even import even
 from natgrad.averaging.exchange import Exchange
 from natgrad.averaging.gradients import NodeGradients
 from natgrad.averaging.nodes import Grid, Nodes
@@ -37,6 +38,7 @@ class Averager(ABC):
         *,
         mesh: DeviceMesh | None = None,
         nodes: Nodes | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
         """Check the arguments, then make groups and give all ranks the parameters and buffers of rank 0; collective.
@@ -47,17 +49,22 @@ class Averager(ABC):
             optimizer: Of the model's parameters.
             mesh: A ``DeviceMesh`` of dimensions ("node", "local").
             nodes: Or how many ranks each node has, where they are not equal; None, without a mesh: as torchrun tells.
+            scaler: The ``GradScaler`` whose scale the loss carries: `step` calls its ``step`` and ``update``.
             message_bytes: How long a message may be.
 
         Raises:
             ValueError: if an argument is not allowed.
             AveragingError: on all ranks, if their models differ.
         """
-        _check(model, optimizer, mesh, nodes, message_bytes)
-        self.model, self.optimizer = model, optimizer
+        _check(model, optimizer, mesh, nodes, scaler, message_bytes)
+        self.model, self.optimizer, self._scaler = model, optimizer, scaler
         self._root = unwrap(model)
         self.grid = Grid(mesh if mesh is not None else nodes)
-        self._sharded = self._check_wrapper()
+        try:
+            self._sharded = self._check_wrapper()
+        except ValueError:
+            self.grid.close()
+            raise
         wrapped = self._sharded or isinstance(model, DistributedDataParallel)
         self._gradients = None if wrapped else NodeGradients(self.grid, message_bytes)
         self._budget, self._closed, self._averaged = message_bytes, False, False
@@ -65,6 +72,68 @@ class Averager(ABC):
         self._parameters, self._buffers = self.exchange("parameters"), self.exchange("buffers")
         self._parameters.broadcast_(list(self._root.parameters()))
         self.exchange("buffers").broadcast_([buffer for buffers in self.buffers() for buffer in buffers])
+
+    # --- Around a step ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average ``.grad`` over the node, unless DDP or FSDP2 has done it, or this was called since the last step.
+
+        `step` does it; call it where something reads or changes gradients before (a preconditioner, a clip).
+        """
+        self._check_open()
+        if self._gradients is not None and not self._averaged:
+            self._gradients.average_(self.parameters())
+        self._averaged = True
+
+    def step_optimizer(self) -> None:
+        """Average the gradients in the node, unless that has happened, and step the optimizer, by the scaler if any."""
+        self.average_gradients()
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        self._averaged = False
+
+    def unscale_(self) -> None:
+        """Average the gradients in the node, and take the scaler's scale off them: before a preconditioner or a clip.
+
+        In this order, so that all ranks of the node find the same: what is not finite on one is so on all.
+        """
+        self.average_gradients()
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients by the norm of their average over the node, and return that norm.
+
+        ``torch.nn.utils.clip_grad_norm_`` on an unwrapped model would clip each rank's own before the average. With a
+        scaler call `unscale_` before.
+
+        Args:
+            max_norm: The bound.
+            norm_type: p.
+        """
+        self.average_gradients()
+        parameters = self.parameters()
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)
+        return whole
+
+    def even(self, loader: Any, *, repeat: bool = True) -> Iterator[Any]:
+        """Yield the batches of `loader`, and more until every rank has had as many as the one with most; collective.
+
+        Args:
+            loader: This rank's, with a length.
+            repeat: Whether to go on with its first batches again; else with None: then call ``daso.step()`` without a
+                backward pass, which takes a model without a wrapper.
+
+        Raises:
+            AveragingError: on all ranks, if one has no batch to repeat.
+        """
+        return even(self.grid, loader, repeat=repeat)
 
     # --- What subclasses do -------------------------------------------------------------------------------------
 
@@ -96,6 +165,7 @@ class Averager(ABC):
         """Tell that an epoch has ended, between two steps and before an evaluation: `synchronize`; collective."""
         self.synchronize()
 
+    @torch.no_grad()
     def synchronize(self) -> None:
         """Make all ranks equal to the last bit: the mean of parameters and buffers over all of them; collective.
 
@@ -103,7 +173,7 @@ class Averager(ABC):
         counts of batches among them, become rank 0's.
         """
         self._check_open()
-        self.drain()
+        self._settle()
         self._parameters.mean_(0, self.parameters())
         floats, others = self.buffers()
         self._buffers.mean_inside_(floats)
@@ -126,25 +196,19 @@ class Averager(ABC):
             [buffer for buffer in found if not buffer.is_floating_point()],
         )
 
-    def exchange(self, kind: str) -> Exchange:
-        """Return a new exchange of replicated tensors, or of each rank's own shards."""
-        return Exchange(self.grid, kind, everyone=self._sharded, budget=self._budget)
+    def exchange(self, kind: str, *, everyone: bool | None = None) -> Exchange:
+        """Return a new exchange of replicated tensors, or of what each rank holds alone; default: as the model is."""
+        everyone = self._sharded if everyone is None else everyone
+        return Exchange(self.grid, kind, everyone=everyone, budget=self._budget)
 
-    def average_gradients(self) -> None:
-        """Average ``.grad`` over the node, unless DDP or FSDP2 has done it, or this was called since the last step.
+    def _settle(self) -> None:
+        """Have nothing under way before all ranks are made equal."""
+        self.drain()
 
-        `step` does it; call it where something reads or changes gradients before (a preconditioner, a clip).
-        """
-        self._check_open()
-        if self._gradients is not None and not self._averaged:
-            self._gradients.average_(self.parameters())
-        self._averaged = True
-
-    def step_optimizer(self) -> None:
-        """Average the gradients in the node, unless that has happened, and step the optimizer."""
-        self.average_gradients()
-        self.optimizer.step()
-        self._averaged = False
+    def agree_on_scale(self) -> None:
+        """Have all nodes go on with the smallest of their loss scales; collective."""
+        if self._scaler is not None and self._scaler.is_enabled():
+            self._scaler.update(min(self.grid.everywhere(self._scaler.get_scale())))
 
     def agree(self, what: str, value: Any) -> None:
         """Check that a plain value is the same on all ranks; collective, and waits.
@@ -199,7 +263,9 @@ class Averager(ABC):
         return True
 
 
-def _check(model: object, optimizer: object, mesh: object, nodes: object, message_bytes: object) -> None:
+def _check(
+    model: object, optimizer: object, mesh: object, nodes: object, scaler: object, message_bytes: object
+) -> None:
     require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module")
     assert isinstance(model, nn.Module)
     require(not isinstance(model, DataParallel), "model", type(model).__name__, "plain, in DDP or sharded by FSDP2")
@@ -217,6 +283,8 @@ def _check(model: object, optimizer: object, mesh: object, nodes: object, messag
     require(mesh is None or isinstance(mesh, DeviceMesh), "mesh", type(mesh).__name__, "a DeviceMesh, or None")
     require(nodes is None or isinstance(nodes, Nodes), "nodes", nodes, "a natgrad.averaging.Nodes, or None")
     require(mesh is None or nodes is None, "nodes", nodes, "left out beside a mesh")
+    fits = scaler is None or isinstance(scaler, torch.amp.GradScaler)
+    require(fits, "scaler", type(scaler).__name__, "a torch.amp.GradScaler, or None")
     fits = isinstance(message_bytes, int) and message_bytes >= 8
     require(fits, "message_bytes", message_bytes, "a whole number >= 8")
 

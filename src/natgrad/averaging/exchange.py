@@ -17,15 +17,16 @@ class Flight:
 
     Attributes:
         turn: Whose duty it is.
+        packing: Where in the messages which tensor lies.
         sent: What this node has sent, by message; empty unless this rank is on duty and was told to keep it.
         summed: What the nodes have sent, summed by weight, once `wait` has returned; empty unless on duty.
         weights: The weights of all nodes together: P.
     """
 
-    def __init__(self, turn: int, sent: list[Tensor], summed: list[Tensor], posted: list[Posted], weights: int) -> None:
+    def __init__(self, turn: int, packing: Packing, sent: list[Tensor], summed: list[Tensor], weights: int) -> None:
         """Hold what was sent, and where its sum will be."""
-        self.turn, self.sent, self.summed, self.weights = turn, sent, summed, weights
-        self._posted = posted
+        self.turn, self.packing, self.sent, self.summed, self.weights = turn, packing, sent, summed, weights
+        self.posted: list[Posted] = []
 
     def wait(self) -> None:
         """Wait until the sums are there; free on ranks that are not on duty.
@@ -33,9 +34,9 @@ class Flight:
         Raises:
             NatgradError: if another rank has stopped.
         """
-        for posted in self._posted:
+        for posted in self.posted:
             posted.wait()
-        self._posted = []
+        self.posted = []
 
 
 class Exchange:
@@ -83,22 +84,27 @@ class Exchange:
             wire: The dtype in which they travel, if narrower than their own: whoever waits for the flight then sends
                 more, together with all ranks on duty.
         """
-        packing = self.packing(tensors)
-        if not self.on_duty(turn):
-            return Flight(turn, [], [], [], self._grid.nodes)
-        self._summed = self._summed or packing.empty()
-        if keep:
-            self._sent = self._sent or packing.empty()
-        posted = []
-        runtime = self._grid.between
-        for index, (vector, outside) in enumerate(zip(self._summed, packing.pieces(tensors), strict=True)):
-            torch._foreach_copy_(packing.views(self._summed)[index], outside)
+        flight = self.flight(turn, tensors, keep=keep)
+        runtime, packing = self._grid.between, flight.packing
+        for index, (vector, pieces) in enumerate(zip(flight.summed, packing.pieces(tensors), strict=False)):
+            torch._foreach_copy_(packing.views(flight.summed)[index], pieces)
             if keep:
-                self._sent[index].copy_(vector)
+                flight.sent[index].copy_(vector)
             if self._weight != 1:
                 vector.mul_(self._weight)
-            posted.append(runtime.post_sum(vector, {self._kind: vector.numel()}, wire, runtime.group))
-        return Flight(turn, self._sent if keep else [], self._summed, posted, self._grid.nodes)
+            # The first message is on its way while the next one is packed.
+            flight.posted.append(runtime.post_sum(vector, {self._kind: vector.numel()}, wire, runtime.group))
+        return flight
+
+    def flight(self, turn: int, tensors: Sequence[Tensor], *, keep: bool = False) -> Flight:
+        """Return the memory of what `send` begins, with nothing under way."""
+        packing, on_duty = self.packing(tensors), self.on_duty(turn)
+        if on_duty:
+            self._summed = self._summed or packing.empty()
+            self._sent = (self._sent or packing.empty()) if keep else []
+        return Flight(
+            turn, packing, self._sent if on_duty and keep else [], self._summed if on_duty else [], self._grid.nodes
+        )
 
     def spread(self, turn: int, tensors: Sequence[Tensor]) -> None:
         """Give the ranks of the node what the one on duty has; collective in the node."""

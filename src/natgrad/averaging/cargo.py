@@ -1,0 +1,166 @@
+"""What travels between nodes: the tensors, the exchange they travel by, and how what arrives joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.averaging.exchange import Exchange, Flight
+from natgrad.averaging.merge import Merge, merge_delta_, merge_paper_
+from natgrad.errors import AveragingError, require
+
+
+class Cargo:
+    """Some tensors that are averaged over nodes together, at once or S batches later.
+
+    Attributes:
+        name: What it is called in states.
+        tensors: Returns them, anew each time.
+    """
+
+    def __init__(
+        self, name: str, exchange: Exchange, tensors: Callable[[], Sequence[Tensor]], merge: Merge = "paper"
+    ) -> None:
+        """Load nothing yet.
+
+        Args:
+            name: What it is called in states.
+            exchange: Does it.
+            tensors: Returns the tensors, the same in number and shape on all ranks.
+            merge: How those of now and those that were sent are joined; "paper" for what must not become negative.
+        """
+        self.name, self.tensors = name, tensors
+        self._exchange, self._merge = exchange, merge
+        self._flight: Flight | None = None
+
+    def send(self, turn: int) -> None:
+        """Begin to average a copy."""
+        self._flight = self._exchange.send(turn, self.tensors(), keep=self._merge == "delta")
+
+    def settle(self, waited: int | None) -> None:
+        """Wait for what is under way, and join it with the tensors of now; collective in the node.
+
+        Args:
+            waited: S, the batches since it was sent; None: forget what arrives, for all ranks are to be equal next.
+
+        Raises:
+            AveragingError: if the tensors are others than those that were sent.
+        """
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        flight.wait()
+        if waited is None:
+            return
+        tensors = self.tensors()
+        if not flight.packing.fits(tensors):
+            raise AveragingError(f"{self.name} have changed while they were under way: drain() before such a change")
+        if flight.summed:
+            own, summed = flight.packing.pieces(tensors), flight.packing.views(flight.summed)
+            sent = flight.packing.views(flight.sent) if flight.sent else summed
+            for pieces in zip(own, sent, summed, strict=True):
+                self._join(*pieces, waited, flight.weights)
+        self._exchange.spread(flight.turn, tensors)
+        self._put(tensors)
+
+    def mean_(self, turn: int) -> None:
+        """Average at once, in full precision: all ranks are equal afterwards."""
+        tensors = self.tensors()
+        self._exchange.mean_(turn, tensors)
+        self._put(tensors)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what is under way, once it has arrived; None: nothing."""
+        if self._flight is None:
+            return None
+        self._flight.wait()
+        copies = {name: [v.cpu().clone() for v in getattr(self._flight, name)] for name in ("sent", "summed")}
+        return {"turn": self._flight.turn, **copies}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Have arrived what had arrived then; of the same rank.
+
+        Raises:
+            ValueError: if it is another's.
+        """
+        self._flight = None
+        if state is None:
+            return
+        flight = self._exchange.flight(state["turn"], self.tensors(), keep=self._merge == "delta")
+        for name in ("sent", "summed"):
+            ours, theirs = getattr(flight, name), state[name]
+            sizes = [vector.numel() for vector in theirs]
+            wanted = [vector.numel() for vector in ours]
+            require(sizes == wanted, f"state ({self.name})", sizes, f"messages of {wanted}: this rank's own state")
+            for vector, loaded in zip(ours, theirs, strict=True):
+                vector.copy_(loaded)
+        self._flight = flight
+
+    def _put(self, tensors: Sequence[Tensor]) -> None:
+        """Take back what `tensors` returned, averaged by now; where those are the tensors themselves they are there."""
+
+    def _join(
+        self, own: Sequence[Tensor], sent: Sequence[Tensor], summed: Sequence[Tensor], waited: int, senders: int
+    ) -> None:
+        if self._merge == "delta":
+            merge_delta_(own, sent, summed, senders)
+        else:
+            merge_paper_(own, summed, waited, senders)
+
+
+class Anchored:
+    """Averages tensors over nodes at once, as narrow differences from what all ranks had in common last.
+
+    Parameters that are cast to 16 bits themselves cannot follow steps below their own rounding: at a small learning
+    rate training stops. Their differences are rounded relative to themselves, and the anchor stays in full precision.
+    """
+
+    def __init__(
+        self, make: Callable[[], Exchange], tensors: Callable[[], Sequence[Tensor]], wire: torch.dtype | None
+    ) -> None:
+        """Take no memory yet.
+
+        Args:
+            make: Makes an exchange.
+            tensors: Returns the tensors.
+            wire: The dtype of the differences on the wire; None: the tensors themselves travel as they are.
+        """
+        self._exchange, self._differences = make(), make()
+        self._tensors, self._wire = tensors, wire
+        self._anchor: list[Tensor] = []
+
+    def drop(self) -> None:
+        """Give up the memory of the anchor, where ranks go their own ways."""
+        self._anchor = []
+
+    def anchor(self) -> None:
+        """Take the tensors of now, which are equal on all ranks, for the anchor."""
+        if self._wire is None:
+            return
+        tensors = self._tensors()
+        packing = self._exchange.packing(tensors)
+        self._anchor = packing.empty()
+        packing.pack(tensors, self._anchor)
+
+    @property
+    def anchored(self) -> bool:
+        """Whether there is an anchor."""
+        return bool(self._anchor)
+
+    def mean_(self, turn: int) -> None:
+        """Average: all ranks are equal afterwards, and what they have is the next anchor."""
+        tensors = self._tensors()
+        packing = self._exchange.packing(tensors)
+        if [vector.numel() for vector in self._anchor] != [message.numel for message in packing.messages]:
+            self._exchange.mean_(turn, tensors)
+            self.anchor()
+            return
+        moved = packing.empty()
+        packing.pack(tensors, moved)
+        torch._foreach_sub_(moved, self._anchor)
+        self._differences.mean_(turn, moved, self._wire)
+        torch._foreach_add_(self._anchor, moved)
+        packing.unpack(self._anchor, tensors)

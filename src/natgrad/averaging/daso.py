@@ -1,0 +1,343 @@
+"""DASO: gradients averaged in the node at each step, parameters between nodes seldom and beside the computation.
+
+Coquelin et al. 2021, "Accelerating neural network training with distributed asynchronous and selective optimization".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from natgrad.averaging.base import Averager
+from natgrad.averaging.cargo import Anchored, Cargo
+from natgrad.averaging.factors import Factors, check_owners, replicated
+from natgrad.averaging.finite import Finite
+from natgrad.averaging.losses import MeanLoss
+from natgrad.averaging.merge import Merge
+from natgrad.averaging.momentum import Momentum, momenta, reset
+from natgrad.averaging.nodes import Nodes
+from natgrad.averaging.options import check_options, chosen_preconditioner, phases_of
+from natgrad.averaging.schedule import Cycle, Phase, Plateau
+from natgrad.averaging.vector import MESSAGE_BYTES
+from natgrad.errors import AveragingError, require
+from natgrad.preconditioner import Preconditioner
+
+FORMAT = 1
+
+
+class DASO(Averager):
+    """Distributed asynchronous and selective optimization: ``daso.step(loss)`` replaces ``optimizer.step()``.
+
+    Warm-up and cool-down epochs average parameters over the nodes after each batch, and wait for it. In between, every
+    B batches a copy of the parameters leaves for the other nodes, and S batches later what came of it is merged. One
+    rank a node talks to other nodes, each in its turn. After an epoch's last batch all ranks are equal to the last bit.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (nodes, local), mesh_dim_names=("node", "local"))
+        >>> model = DistributedDataParallel(model, process_group=mesh.get_group("local"))
+        >>> daso = natgrad.DASO(model, optimizer, mesh=mesh, epochs=90, steps_per_epoch=len(loader))
+        >>> for inputs, targets in loader:
+        ...     optimizer.zero_grad()
+        ...     loss = criterion(model(inputs), targets)
+        ...     loss.backward()
+        ...     daso.step(loss)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        mesh: DeviceMesh | None = None,
+        nodes: Nodes | None = None,
+        epochs: float | None = None,
+        steps_per_epoch: int | None = None,
+        batches_between: int = 4,
+        batches_to_wait: int = 1,
+        warmup_epochs: float | None = None,
+        cooldown_epochs: float | None = None,
+        merge: Merge = "paper",
+        wire: torch.dtype | None = torch.bfloat16,
+        momentum: Momentum = "keep",
+        patience: int = 2,
+        threshold: float = 1e-2,
+        preconditioner: Preconditioner | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        message_bytes: int = MESSAGE_BYTES,
+    ) -> None:
+        """Check all arguments, make groups, and give all ranks the parameters and buffers of rank 0; collective.
+
+        Args:
+            model: Plain (its gradients are then averaged in the node by `step`), in ``DistributedDataParallel`` over
+                the ranks of the node, or sharded over them by FSDP2.
+            optimizer: Of the model's parameters; a `natgrad.PreconditionedOptimizer` too.
+            mesh: A ``DeviceMesh`` of dimensions ("node", "local").
+            nodes: Or how many ranks each node has, which need not be equal: a node then counts as its ranks. None,
+                without a mesh: as torchrun tells (LOCAL_RANK, LOCAL_WORLD_SIZE).
+            epochs: How many there will be; None: not known, and no cool-down. With `steps_per_epoch` it may be a
+                fraction, and so may the next two.
+            steps_per_epoch: How many steps an epoch has; None: each ends with `next_epoch`.
+            batches_between: B, at the start; the paper's: 4.
+            batches_to_wait: S, at the start, at most B; the paper's: 1. With 0 the average is waited for.
+            warmup_epochs: The length of the warm-up; None: a tenth of `epochs`, but one where there are 3 or more.
+            cooldown_epochs: That of the cool-down; likewise.
+            merge: "paper": x = (2 S x + Σ x_sent) / (2 S + P); "delta": x += Σ x_sent / P - x_sent.
+            wire: What travels in warm-up and cool-down: differences from the last synchronisation in this dtype; None:
+                parameters as they are.
+            momentum: What becomes of the optimizer's momenta and second moments: "keep": each node has its own;
+                "average": they are averaged wherever parameters are; "reset": after each merge and each epoch the
+                optimizer begins anew.
+            patience: After how many epochs without progress of the loss B and S are halved.
+            threshold: What counts as progress: a fall of the best loss by this share of itself.
+            preconditioner: One over the ranks of the node (``mesh=mesh["local"]``): the running averages of its
+                statistics are averaged over nodes, too. A `natgrad.PreconditionedOptimizer` brings its own.
+            scaler: The ``GradScaler`` whose scale the loss carries: `step` calls its ``step`` and ``update``.
+            message_bytes: How long a message may be; longer parameters are split.
+
+        Raises:
+            ValueError: if an argument is not allowed; before anything was touched.
+            AveragingError: on all ranks, if their models or options differ.
+        """
+        check_options(
+            batches_between=batches_between,
+            batches_to_wait=batches_to_wait,
+            merge=merge,
+            wire=wire,
+            momentum=momentum,
+        )
+        self._phases = phases_of(epochs, steps_per_epoch, warmup_epochs, cooldown_epochs)
+        self._cycle = Cycle(batches_between, batches_to_wait, Plateau(patience, threshold))
+        preconditioner = chosen_preconditioner(optimizer, preconditioner)
+        super().__init__(model, optimizer, mesh=mesh, nodes=nodes, scaler=scaler, message_bytes=message_bytes)
+        given = (self._phases, self._cycle, merge, wire, momentum, steps_per_epoch, preconditioner is not None)
+        self.agree("options", repr(given))
+        self._steps_per_epoch, self._momentum = steps_per_epoch, momentum
+        self._epoch = self._batches = self._turn = self._merges = 0
+        self._losses, self._finite = MeanLoss(), Finite()
+        self._equal = True
+        """Whether all ranks have the same parameters, so that an anchor may be taken."""
+        self._cargo = [Cargo("parameters", self._parameters, self.parameters, merge)]
+        if momentum == "average":
+            self._cargo.append(Cargo("momenta", self.exchange("momenta"), self._momenta))
+        self._anchored = Anchored(lambda: self.exchange("parameters"), self._averaged_tensors, wire)
+        self._factors: list[Cargo] = []
+        if preconditioner is not None:
+            self._factors.append(self._take(preconditioner))
+
+    # --- The life of a step -------------------------------------------------------------------------------------
+
+    def step(self, loss: Tensor | float | None = None) -> None:
+        """Average gradients in the node, step the optimizer, and exchange between nodes what is due.
+
+        All ranks call it equally often: `even` helps. A rank without a batch, whose gradients are all None, takes part
+        where `step` averages the gradients.
+
+        Args:
+            loss: The loss of this rank's batch, for the plateau rule; not waited for. None: B and S stay.
+
+        Raises:
+            AveragingError: if what the nodes have averaged is not finite, on all ranks; after `detach`.
+            NatgradError: if another rank has stopped: at once where its connection breaks, else after the timeout of
+                the process group.
+        """
+        self._check_open()
+        blocking = self.grid.nodes > 1 and self.phase != "cycling"
+        if blocking and self._equal and not self._anchored.anchored:
+            self._anchored.anchor()
+        self.step_optimizer()
+        self._losses.add(loss)
+        self._batches += 1
+        if self._batches == self._steps_per_epoch:
+            self.next_epoch()
+        elif blocking:
+            self._block()
+        elif self.grid.nodes > 1:
+            self._go_on()
+
+    def next_epoch(self) -> None:
+        """Tell that an epoch has ended, between two steps: all ranks synchronise, and B and S may change; collective.
+
+        With `steps_per_epoch` `step` does it; to call it once more is harmless.
+
+        Raises:
+            AveragingError: if the mean loss or the parameters are not finite, or the ranks have come apart.
+        """
+        if not self._batches:
+            return
+        cycling = self.phase_at(self._batches - 1) == "cycling"
+        self.synchronize()
+        self.agree("progress", (self._epoch, self._batches, len(self._momenta()) if self._averages_momenta else 0))
+        loss = self._losses.over(self.grid)
+        if loss is not None and loss != loss:  # noqa: PLR0124
+            raise AveragingError(f"the mean training loss of epoch {self._epoch} is not a number")
+        self._cycle.end_epoch(loss if cycling else None)
+        self._epoch, self._batches = self._epoch + 1, 0
+        self.agree_on_scale()
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Make all ranks equal to the last bit, parameters and buffers, and averaged factors and momenta; collective.
+
+        What is under way is forgotten, for it is older. Checkpoints that are to be loaded on other nodes come after it.
+        """
+        super().synchronize()
+        for cargo in (*self._cargo[1:], *self._factors):
+            cargo.mean_(0)
+        if self._momentum == "reset":
+            reset(self.optimizer, self.parameters())
+        self._anchored.drop()
+        self._cycle.restart()
+        self._equal = True
+        self._finite.look(self.parameters())
+        self._finite.check()
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Wait for what is under way between the nodes and merge it now; collective in each node."""
+        if self._cycle.flying is not None:
+            self._merge(self._cycle.flying)
+            self._cycle.flying = None
+
+    # --- What the user may ask ----------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next batch."""
+        return self.phase_at(self._batches)
+
+    def phase_at(self, batch: int) -> Phase:
+        """Return the phase of a batch of this epoch."""
+        steps = self._steps_per_epoch
+        return self._phases.at(self._epoch if steps is None else self._epoch * steps + batch)
+
+    def metrics(self) -> dict[str, float | Tensor]:
+        """Return plain numbers: "blocking" is 1 in warm-up and cool-down; "synchronizations" count messages sent."""
+        return {
+            "epoch": self._epoch,
+            "blocking": float(self.phase != "cycling"),
+            "batches_between": self._cycle.between,
+            "batches_to_wait": self._cycle.wait,
+            "synchronizations": self._turn,
+            "merges": self._merges,
+            "seconds/inside": self.grid.inside.seconds,
+            "seconds/between": self.grid.between.seconds,
+        }
+
+    # --- State --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, with what is under way once it has arrived; sends nothing.
+
+        Between two synchronisations each node has a model and an optimizer of its own: save them, too, on a rank of
+        each node, and this on every rank. After an epoch's end, or `synchronize`, those of rank 0 serve for all, on any
+        nodes.
+        """
+        return {
+            "format": FORMAT,
+            "epoch": self._epoch,
+            "batches": self._batches,
+            "turn": self._turn,
+            "merges": self._merges,
+            "equal": self._equal,
+            "anchored": self._anchored.anchored,
+            "cycle": self._cycle.state_dict(),
+            "losses": self._losses.state_dict(),
+            "flights": {cargo.name: cargo.state_dict() for cargo in (*self._cargo, *self._factors)},
+            "place": (self.grid.sizes, self.grid.node, self.grid.local),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, after model, optimizer and preconditioner were loaded.
+
+        Raises:
+            ValueError: if it is of another kind, or of another rank while ranks differed.
+        """
+        wanted = {"format", "epoch", "batches", "turn", "equal", "anchored", "cycle", "losses", "flights", "place"}
+        fits = isinstance(state, Mapping) and wanted <= state.keys() and state["format"] == FORMAT
+        require(
+            fits, "state", sorted(state) if isinstance(state, Mapping) else state, "what DASO.state_dict() returned"
+        )
+        place = (tuple(state["place"][0]), *state["place"][1:])
+        own = (tuple(self.grid.sizes), self.grid.node, self.grid.local)
+        allowed = f"that of this rank ({own}), or one taken after an epoch's end or synchronize()"
+        require(state["equal"] or place == own, "state['place']", place, allowed)
+        for cargo in (*self._cargo, *self._factors):
+            cargo.load_state_dict(state["flights"].get(cargo.name))
+        self._epoch, self._batches, self._turn = state["epoch"], state["batches"], state["turn"]
+        self._merges, self._equal = state["merges"], state["equal"]
+        self._cycle.load_state_dict(state["cycle"])
+        self._losses.load_state_dict(state["losses"])
+        self._anchored.drop()
+        if state["anchored"]:
+            self._anchored.anchor()
+
+    # --- Its parts ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _block(self) -> None:
+        """Average after a batch of warm-up or cool-down, and wait."""
+        self._settle()
+        self._cycle.restart()
+        self._anchored.mean_(self._turn)
+        if self._factors and self._batches % self._cycle.between == 0:
+            self._factors[0].mean_(self._turn)
+        self._turn += 1
+        self._equal = True
+        self._finite.look(self.parameters())
+
+    @torch.no_grad()
+    def _go_on(self) -> None:
+        """Merge and send what is due after a batch of the cycling phase."""
+        self._equal = False
+        self._anchored.drop()
+        merges, sends = self._cycle.advance()
+        if merges:
+            self._merge(self._cycle.wait)
+        if not sends:
+            return
+        for cargo in (*self._cargo, *self._factors):
+            if self._cycle.wait:
+                cargo.send(self._turn)
+            else:
+                cargo.mean_(self._turn)
+        self._turn += 1
+        if not self._cycle.wait:
+            self._equal = True
+            self._after_merge()
+
+    def _merge(self, waited: int) -> None:
+        for cargo in (*self._cargo, *self._factors):
+            cargo.settle(waited)
+        self._after_merge()
+
+    def _after_merge(self) -> None:
+        self._merges += 1
+        if self._momentum == "reset":
+            reset(self.optimizer, self.parameters())
+        self._finite.look(self.parameters())
+
+    def _settle(self) -> None:
+        for cargo in (*self._cargo, *self._factors):
+            cargo.settle(None)
+
+    @property
+    def _averages_momenta(self) -> bool:
+        return self._momentum == "average"
+
+    def _momenta(self) -> list[Tensor]:
+        return momenta(self.optimizer, self.parameters())
+
+    def _averaged_tensors(self) -> list[Tensor]:
+        return [*self.parameters(), *(self._momenta() if self._averages_momenta else [])]
+
+    def _take(self, preconditioner: Preconditioner) -> Factors:
+        check_owners(preconditioner, self.grid)
+        if preconditioner._reduces:
+            self._gradients = None
+        everyone = not replicated(preconditioner, self.grid.inside.ranks)
+        return Factors(self.exchange("factors", everyone=everyone), preconditioner)

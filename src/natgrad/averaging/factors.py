@@ -1,0 +1,79 @@
+"""The running averages of a preconditioner's statistics, averaged over nodes: natural gradient inside, DASO between.
+
+Each node makes factors of its own batches. What is measured in a basis of the node's own (`Part.restarts`), and what
+is of the last batch alone (`Spec.fresh`), means something in its node only and stays there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from natgrad.averaging.cargo import Cargo
+from natgrad.averaging.exchange import Exchange
+from natgrad.averaging.nodes import Grid
+from natgrad.blocks import Stack
+from natgrad.errors import require
+from natgrad.kept import along
+from natgrad.preconditioner import Preconditioner
+
+_ALL = slice(None)
+
+
+class Factors(Cargo):
+    """Averages them together with their bias corrections, for blocks that only some nodes have seen."""
+
+    def __init__(self, exchange: Exchange, preconditioner: Preconditioner) -> None:
+        """Look at what `preconditioner` keeps, anew each time."""
+        super().__init__("factors", exchange, self._read)
+        self._preconditioner = preconditioner
+
+    def _kept(self) -> Iterator[tuple[Stack, Tensor, list[str]]]:
+        """Yield the stacks that this rank keeps averages of, their weights, and which averages can be merged."""
+        for stack in self._preconditioner._stacks:
+            names = [spec.name for spec in stack.statistics if not spec.fresh and spec.name not in stack.restarting]
+            if stack.weight is not None and stack.role.receives and names:
+                yield stack, stack.weight, names
+
+    def _read(self) -> list[Tensor]:
+        tensors = []
+        for stack, weight, names in self._kept():
+            tensors += [weight.clone(), *(stack.averages.read(name, _ALL) for name in names)]
+        return tensors
+
+    def _put(self, tensors: Sequence[Tensor]) -> None:
+        merged = iter(tensors)
+        for stack, weight, names in self._kept():
+            fresh = next(merged)
+            for name in names:
+                stack.averages.write(name, _ALL, next(merged))
+            # What stays is divided by the same weight later.
+            gain = torch.where(weight > 0, fresh / weight.clamp(min=torch.finfo(weight.dtype).tiny), 1)
+            for spec in stack.statistics:
+                if spec.name not in names and not spec.fresh:
+                    own = stack.averages.read(spec.name, _ALL)
+                    stack.averages.write(spec.name, _ALL, own * along(gain, own.ndim - 1))
+            weight.copy_(fresh)
+
+
+def replicated(preconditioner: Preconditioner, ranks: int) -> bool:
+    """Tell whether every rank of a node keeps the running averages of all layers."""
+    plan = preconditioner.plan
+    return all(plan.receives(key, rank) for key in plan.seats for rank in range(ranks))
+
+
+def check_owners(preconditioner: Preconditioner, grid: Grid) -> None:
+    """Check that each node has the same owners of layers, at the same local indices; collective in the node.
+
+    Raises:
+        ValueError: if the preconditioner works over other ranks than those of the node, or nodes are not equal.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    theirs, ours = (runtime.everywhere(rank) for runtime in (preconditioner._runtime, grid.inside))
+    allowed = f"one over the ranks of its node ({ours}), as with mesh=mesh['local']"
+    require(theirs == ours, "preconditioner", f"a Preconditioner over ranks {theirs}", allowed)
+    equal = len(set(grid.sizes)) == 1
+    require(equal, "nodes", grid.sizes, "equal where the factors of a preconditioner are averaged: so are their owners")
