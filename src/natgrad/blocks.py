@@ -208,6 +208,20 @@ class Stack:
         self.rewrite(blocks, known, self.curvature.remember(known, W), fine)
         return self.curvature.solve({**self.solvers(blocks), **known}, W, damping * self.factor)
 
+    def multiply(self, D: Tensor) -> Tensor:
+        """Return F D ``[N, o, i]``, without damping; zero for layers without curvature yet."""
+        names = self.curvature.multiplies
+        if names is None or not any(self.ready):
+            return torch.zeros_like(D)
+        whole = slice(None)
+        packed = self.snapshot(whole, names) if names else {}
+        averages = {spec.name: unpack(packed[spec.name], spec) for spec in self.statistics if spec.name in packed}
+        product = self.curvature.multiply(self.solvers(whole), averages, D)
+        for member, flag in zip(self.members, self.ready, strict=True):
+            if not flag:
+                product[member.blocks] = 0
+        return product
+
     def rewrite(
         self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor
     ) -> None:

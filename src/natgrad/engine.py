@@ -15,6 +15,8 @@ from natgrad.blocks import Stack
 from natgrad.capture import Capture
 from natgrad.clip import Clip
 from natgrad.damping import Control
+from natgrad.damping.losses import Losses
+from natgrad.damping.quadratic import Model
 from natgrad.errors import NatgradError, describe, require
 from natgrad.exchange import Early, Left, collect, deliver
 from natgrad.given import Given
@@ -104,6 +106,7 @@ class Engine:
             summed = [stack for stack in self._stacks if not stack.curvature.rows]
             sums = make_sums(summed, placement, self._runtime, wire, self._scaling.of_captured)
             rows = Collected(row_stacks(self._stacks), wire if self._runtime.ranks > 1 else None)
+            self._capture.again = self._damping.tries(self._progress.step)
             self._capture.attach(self._stacks, sums, rows)
         self._watch.forget()
         self._progress.began = self._progress.ended = 0.0
@@ -139,6 +142,7 @@ class Engine:
     def _await(self) -> None:
         """Tell the hooks what the coming step needs."""
         progress, refresh = self._progress, self._refresh
+        self._capture.again = self._damping.tries(progress.step)
         self._capture.reset(
             wanted=self._sums_up and refresh.factors_due(progress.step, progress.last_factors),
             rows=self._keeps_rows and refresh.inverses_due(progress.step, progress.last_inverses),
@@ -174,7 +178,18 @@ class Engine:
             )
         self._scaling.check(differentiated=bool(self._capture.backwards))
         check_joined(self._model)
-        self._second.begin(self._stacks, self._capture, closure, skips=self._scaling.skips)
+        self._second.begin(self._asks_again, closure, skips=self._scaling.skips)
+
+    @property
+    def _asks_again(self) -> str:
+        """Who needs the batch once more after this step; empty: nobody."""
+        if not self._capture.backwards:
+            return ""
+        if self._damping.tries(self._progress.step):
+            return self._damping.name
+        replayed = (stack.curvature for stack in self._stacks if stack.curvature.replays)
+        needed = self._capture.wanted and self._second.needed(self._stacks)
+        return type(next(replayed)).__name__ if needed else ""
 
     def _scale_gradients(self, count: int | None) -> tuple[float | Tensor, Left | None]:
         samples = self._capture.samples if count is None else count
@@ -290,7 +305,11 @@ class Engine:
             if self._agreed(renewed) if begins else renewed or self._exchanges:
                 self._progress.renewed_inverses()
 
-    def _precondition(self, damping: float, scale: float | Tensor, left: Left | None) -> None:
+    def _precondition(
+        self, damping: float, scale: float | Tensor, left: Left | None, count: int | None, closure: Closure | None
+    ) -> None:
+        tries = self._damping.tries(self._progress.step)
+        model = Model.of(self._stacks, self._runtime, damping, scale) if tries else None
         with self._progress.phase("solve", self._runtime):
             gradients = Gradients.take(self._stacks, exchanged=self._exchanges)
             if self._exchanges:
@@ -303,3 +322,26 @@ class Engine:
                 self._watch.saw_gradients(entry.stack, entry.places(), ~fine)
             gradients.give()
             self._given.note(self._stacks)
+        if model is not None:
+            self._try(model, closure, count)
+
+    def _try(self, model: Model, closure: Closure | None, count: int | None) -> None:
+        """Have the optimizer's coming step compared with its quadratic model."""
+        optimizer, capture = self._clip.optimizer, self._capture
+        assert optimizer is not None  # checked when this was built
+        model.take_others(self._root, self._stacks, self._runtime)
+        weight = self._scaling.weight(capture.samples if count is None else count)
+        losses = Losses(closure if capture.backwards else None, capture.recorded(), weight)
+        self._compute(losses)
+        self._second.await_step(optimizer, lambda: self._judge(model, losses))
+
+    def _compute(self, losses: Losses) -> None:
+        with self._progress.phase("replay", self._runtime), aside(self._early, listens=False):
+            losses.compute(self._model, self._capture)
+
+    @torch.no_grad()
+    def _judge(self, model: Model, losses: Losses) -> None:
+        self._compute(losses)
+        device = next(parameter.device for parameter in self._root.parameters())
+        with self._progress.phase("replay", self._runtime):
+            self._damping.learn(model.outcome(losses, self._runtime, device))

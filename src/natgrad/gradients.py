@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -215,13 +215,22 @@ class Gradients:
             torch._foreach_copy_(targets, sources)
 
 
-def parameters(stack: Stack) -> Tensor:
-    """Return the parameters of a stack, none of them sharded, as blocks ``[N, o, i]`` in the dtype of solves."""
-    P = torch.empty(stack.size, stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
-    for layer, slot, view in _places(stack.members, P):
-        for values, place in _match(layer, slot, slot.parameter.detach(), None, view):
+def stacked(stack: Stack, of: Callable[[Slot], Tensor | None]) -> Tensor:
+    """Return what there is `of` each parameter of a stack, none of them sharded, as blocks ``[N, o, i]``.
+
+    It is a tensor shaped as the parameter; None counts as zero. The blocks are in the dtype of solves.
+    """
+    B = torch.zeros(stack.size, stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
+    for layer, slot, view in _places(stack.members, B):
+        tensor = of(slot)
+        for values, place in () if tensor is None else _match(layer, slot, tensor.detach(), None, view):
             place.copy_(values)
-    return P
+    return B
+
+
+def parameters(stack: Stack) -> Tensor:
+    """Return the parameters of a stack, none of them sharded, as blocks ``[N, o, i]``."""
+    return stacked(stack, lambda slot: slot.parameter)
 
 
 def _has_gradient(member: Member) -> bool:

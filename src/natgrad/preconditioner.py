@@ -127,14 +127,12 @@ class Preconditioner(Engine):
             scaler=scaler,
             seed=seed,
         )
-        self._model, self._root = model, unwrap(model)
+        self._model, self._root, self._damping = model, unwrap(model), Control(damping)
         where, covered = resolve(placement), cover(self._root, curvature).layers
         check_layers(layer for layer, _ in covered)
-        self._damping = Control(damping)
         check_second_pass(covered, optimizer, where, self._damping)
         group = resolve_group(model, process_group, mesh)
-        self._curvature, self._precision = curvature, precision
-        self._refresh, self._reduction = refresh, reduction
+        self._curvature, self._precision, self._refresh, self._reduction = curvature, precision, refresh, reduction
         reduces = self._reduces = gradients == "reduce"
         self._scaling = Scaling(reduction, accumulation=accumulation, reduces=reduces, scaler=scaler)
         self._runtime = Runtime(group)
@@ -225,7 +223,7 @@ class Preconditioner(Engine):
         self._collect(early=self._behind and self._inverses_due)
         scale, left = self._scale_gradients(count)
         self._renew(count, damping, closure)
-        self._precondition(damping, scale, left)
+        self._precondition(damping, scale, left, count, closure)
         progress.step += 1
         self._await()
         progress.ended = perf_counter()
@@ -292,7 +290,7 @@ class Preconditioner(Engine):
         seconds = {**progress.seconds, "capture": self._capture.seconds}
         return {
             "step": progress.step,
-            "damping": progress.damping,
+            **self._damping.metrics(progress.damping),
             "kl_scale": self._clip.last,
             **progress.updates,
             **self._watch.metrics(),
@@ -376,6 +374,7 @@ class Preconditioner(Engine):
             "format": states.FORMAT,
             **self._progress.state_dict(),
             **self._background.state_dict(),
+            "damping": self._damping.state_dict(),
             "epochs": self._epochs.state_dict(),
             "blocks": blocks,
             "watch": counted,
@@ -389,7 +388,7 @@ class Preconditioner(Engine):
         """
         self._follow()
         states.check(state, self._stacks, {"updates": self._progress.updates, "watch": self._watch.state_dict()})
-        self._epochs = Epochs.loaded(state["epochs"])
+        self._epochs, self._damping = Epochs.loaded(state["epochs"]), self._damping.loaded(state["damping"])
         states.restore(state["blocks"], self._stacks)
         self._background.drop(self._progress)
         self._progress.load_state_dict(state)

@@ -45,6 +45,12 @@ class Scaling:
         """Whether steps of the optimizer may be left out."""
         return self._scaler is not None and self._scaler.is_enabled()
 
+    def weight(self, samples: int) -> float | None:
+        """Return what a rank's loss counts in their mean, whose gradients are reduced; None: they are summed."""
+        if not self._reduces:
+            return 1.0
+        return None if self._summed else float(samples)
+
     def describe(self) -> str:
         """Return in words what has to be the same on all ranks."""
         return f"accumulation={'mean' if self._divided else 'sum'!r}, {'a' if self.skips else 'no'} GradScaler"

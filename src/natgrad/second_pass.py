@@ -58,6 +58,7 @@ def check_second_pass(
             or more.
     """
     covered = list(covered)
+    damping.check(covered, optimizer)
     layer, curvature = next(((layer, own) for layer, own in covered if own.replays), (None, None))
     if layer is None or curvature is None:
         return
@@ -96,12 +97,11 @@ class SecondPass:
         """Tell whether any curvature needs it."""
         return not self._off and any(stack.curvature.replays for stack in stacks)
 
-    def begin(self, stacks: Iterable[Stack], capture: Capture, closure: object, *, skips: bool) -> None:
+    def begin(self, asks: str, closure: object, *, skips: bool) -> None:
         """Begin a step: check its closure, and wait no more for the optimizer's last one.
 
         Args:
-            stacks: All stacks.
-            capture: What was captured.
+            asks: Who needs one now; empty: nobody.
             closure: What `natgrad.Preconditioner.step` was given.
             skips: Whether the optimizer's step may rightly be left out (``GradScaler``).
 
@@ -110,11 +110,9 @@ class SecondPass:
             NatgradError: if there is none though one is needed now.
         """
         require(closure is None or callable(closure), "closure", describe(closure), "a function without arguments")
-        missing = closure is None and capture.wanted and bool(capture.backwards) and self.needed(stacks)
-        if missing:
-            curvature = next(stack.curvature for stack in stacks if stack.curvature.replays)
+        if asks and closure is None:
             raise NatgradError(
-                f"{type(curvature).__name__} needs preconditioner.step(closure): the closure returns the loss of the "
+                f"{asks} needs preconditioner.step(closure): the closure returns the loss of the "
                 "same batch once more, without a backward pass"
             )
         if self.cancel() and not skips and not self._told:

@@ -16,7 +16,7 @@ FORMAT = 1
 
 Blocks = dict[str, dict[str, Tensor]]
 
-_FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "epochs", "blocks", "watch")
+_FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "epochs", "blocks", "watch", "damping")
 
 
 def blocks(stacks: list[Stack]) -> Blocks:

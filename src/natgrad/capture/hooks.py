@@ -52,6 +52,7 @@ class Capture:
     Attributes:
         wanted: Whether the coming step needs sums.
         rows_wanted: Whether it needs rows, where a curvature keeps them.
+        again: Whether its forward passes will be repeated.
         sampling: Whether the backward pass under way differentiates a loss of sampled labels.
         replays: The layers whose curvature needs a replay, of those captured here.
         sums: The raw sums.
@@ -75,7 +76,7 @@ class Capture:
         self._loss: int | None = None  # the last backward pass that turned out to be the loss's
         self._fills = False  # whether it writes into ``.grad``
         self.wanted = self.rows_wanted = True
-        self.sampling = self._replaying = False
+        self.sampling = self._replaying = self.again = False
         self.replays: set[str] = set()
         self._drew = False  # whether labels were sampled since the last step
         self.sums = Sums([], fused=False)
@@ -102,7 +103,7 @@ class Capture:
                     self._handles += layer.tap(LayerTap(self, self._forward, member.layer.name, index))
         # Set last: where the model is itself a layer, its forward ends after that layer's.
         self._handles.append(self._root.register_forward_hook(EndTap(self._forward), always_call=True))
-        self._forward.script = Recording(self._root) if self.wanted and self.replays else None
+        self._forward.script = Recording(self._root) if self.again or (self.wanted and self.replays) else None
         compiled.forget(self._root)
         if any(stack.curvature.likelihood is not None for stack in stacks):
             compiled.allow_two_passes()
@@ -206,7 +207,7 @@ class Capture:
         self.wanted, self.rows_wanted = wanted, rows
         self._drew = False
         self.discard()
-        self._forward.script = Recording(self._root) if wanted and self.replays else None
+        self._forward.script = Recording(self._root) if self.again or (wanted and self.replays) else None
         self.sums.note_turns()
 
     def discard(self) -> None:

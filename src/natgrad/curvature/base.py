@@ -94,6 +94,7 @@ class Curvature(ABC):
         live: Which statistics `solve` needs, as they are at that step.
         early: Which statistics are of the inputs alone, without any gradient, and may be summed in the forward pass.
         replays: Which statistics are seen again in a replay: the same batch after the optimizer's step.
+        multiplies: Which statistics `multiply` needs beside what renewals have made; None: it has no `multiply`.
     """
 
     likelihood: Likelihood | None = None
@@ -104,6 +105,7 @@ class Curvature(ABC):
     live: tuple[str, ...] = ()
     early: tuple[str, ...] = ()
     replays: tuple[str, ...] = ()
+    multiplies: tuple[str, ...] | None = None
 
     def fit(self, layer: Layer) -> Curvature | str:
         """Return the variant of this curvature for `layer`, the same object for equal needs, or why there is none."""
@@ -227,6 +229,16 @@ class Curvature(ABC):
             W: The gradient; it may be overwritten no more than `held`.
             damping: γ of this step.
         """
+
+    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
+        """Return F D ``[N, o, i]``, without damping, for blocks D ``[N, o, i]``; where there are `multiplies`.
+
+        Args:
+            held: That of `solve`.
+            averages: Those of `multiplies` ``[N, *shape]``, bias-corrected.
+            D: What a step does to the parameters, say.
+        """
+        raise NotImplementedError
 
 
 def check_estimate(

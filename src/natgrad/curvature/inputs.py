@@ -20,6 +20,7 @@ class InputKFAC(Curvature):
     def __init__(self, factors: KFAC) -> None:
         """Wrap the K-FAC whose form and side A it takes; that has no π."""
         self._factors, self.pools = factors, factors.pools
+        self.multiplies = tuple(name for name in factors.multiplies or () if name == "A")
 
     def __repr__(self) -> str:
         """Show the variant."""
@@ -68,3 +69,10 @@ class InputKFAC(Curvature):
         if "vA" not in held:
             return A.multiply(W, held, "A")
         return A.rotate_back(A.rotate(W, held, "A") / (held["vA"][:, None, :] + damping), held, "A")
+
+    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
+        """See `Curvature.multiply`."""
+        A = self._factors.A
+        if "vA" not in held:
+            return A.times(D, averages["A"])
+        return A.rotate_back(A.rotate(D, held, "A") * held["vA"][:, None, :], held, "A")

@@ -98,6 +98,7 @@ class KFAC(Curvature):
         self._factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
         self.pools = sharing == "reduce"
         self.early = () if self.pools else ("A",)
+        self.multiplies = () if self._made == "eigen" else ("A", "G")
         self.max_factor_size, self.wide = max_factor_size, wide
         self.A: Side = Full()
         self.G: Side = Full()
@@ -232,11 +233,20 @@ class KFAC(Curvature):
         if self._made == "inverse":
             if A == G == Full():
                 return linalg.solve_inverse(W, held["inverse_A"], held["inverse_G"])
-            return A.multiply(G.multiply(W.mT, held, "G").mT, held, "A")
+            return A.multiply(G.multiply(W.mT, held, "G").mT, held, "A").contiguous()
         divisor = self.spectrum(held).add_(damping)
         if A == G == Full():
             return linalg.solve_rotated(W, held["QA"], held["QG"], divisor)
         rotated = A.rotate(G.rotate(W.mT, held, "G").mT, held, "A") / divisor
+        # A diagonal side multiplies what may be a transpose, which the blocks of a grouped convolution must not be.
+        return A.rotate_back(G.rotate_back(rotated.mT, held, "G").mT, held, "A").contiguous()
+
+    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
+        """See `Curvature.multiply`: in the basis of the solve, or by A and G as they are now."""
+        A, G = self.A, self.G
+        if self._made == "inverse":
+            return A.times(G.times(D.mT, averages["G"]).mT, averages["A"])
+        rotated = A.rotate(G.rotate(D.mT, held, "G").mT, held, "A") * self.spectrum(held)
         return A.rotate_back(G.rotate_back(rotated.mT, held, "G").mT, held, "A")
 
     def spectrum(self, held: Mapping[str, Tensor]) -> Tensor:

@@ -25,6 +25,8 @@ class RankOne(Curvature):
     there is no sampled variant. Norm layers take `UnitWise` beside it.
     """
 
+    multiplies = ()
+
     def __init__(self, *, sharing: Literal["expand", "reduce"] = "expand", factor_decay: float = 0.95) -> None:
         """Choose the variant.
 
@@ -92,3 +94,8 @@ class RankOne(Curvature):
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
         """See `Curvature.solve`."""
         return linalg.solve_rank_one(W, held["mean_a"], held["mean_g"], damping)
+
+    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
+        """See `Curvature.multiply`: ``g (gᵀ D a) aᵀ``."""
+        a, g = held["mean_a"][:, :, None], held["mean_g"][:, :, None]
+        return g * (g.mT @ (D @ a)) * a.mT

@@ -133,6 +133,8 @@ class SNGD(RowCurvature):
     Its kernel has the global batch's rows squared: for batches of some thousand at most.
     """
 
+    multiplies = ()
+
     def __init__(
         self,
         *,
@@ -168,6 +170,12 @@ class SNGD(RowCurvature):
     ) -> kernel.Selection:
         """See `RowCurvature.select`."""
         return kernel.every(A, G, count)
+
+    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
+        """See `Curvature.multiply`: ``UᵀU D / S`` of the rows of the last renewal."""
+        A, G = (held[name].to(D.dtype) for name in ("A", "G"))
+        product = kernel.multiply_transposed(A, G, kernel.multiply(A, G, D))
+        return product / held["samples"].to(D.dtype)[:, None, None]
 
 
 class HyLo(RowCurvature):

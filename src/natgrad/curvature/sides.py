@@ -108,6 +108,10 @@ class Side(ABC):
     def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
         """Return W times the inverse."""
 
+    @abstractmethod
+    def times(self, W: Tensor, factor: Tensor) -> Tensor:
+        """Return W times the factor itself, whole and not its lower triangle alone."""
+
 
 @dataclass(frozen=True)
 class Full(Side):
@@ -181,6 +185,10 @@ class Full(Side):
         """See `Side.multiply`."""
         return linalg.product(W, held[f"inverse_{name}"])
 
+    def times(self, W: Tensor, factor: Tensor) -> Tensor:
+        """See `Side.times`."""
+        return linalg.product(W, factor)
+
 
 @dataclass(frozen=True)
 class Diagonal(Side):
@@ -249,6 +257,10 @@ class Diagonal(Side):
     def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
         """See `Side.multiply`."""
         return W * held[f"inverse_{name}"][:, None, :]
+
+    def times(self, W: Tensor, factor: Tensor) -> Tensor:
+        """See `Side.times`."""
+        return W * factor[:, None, :]
 
 
 @dataclass(frozen=True)
@@ -349,6 +361,10 @@ class Blocks(Side):
     def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
         """See `Side.multiply`."""
         return self._times(W, held[f"inverse_{name}"])[..., : self.size]
+
+    def times(self, W: Tensor, factor: Tensor) -> Tensor:
+        """See `Side.times`."""
+        return self._times(W, factor)[..., : self.size]
 
     def _times(self, W: Tensor, blocks: Tensor) -> Tensor:
         """Return ``W [N, r, d]`` times the block-diagonal matrix of ``blocks [N, k, l, l]``: ``[N, r, k l]``."""

@@ -51,6 +51,7 @@ class TableKFAC(Curvature):
         """
         self._factors, self._heads = factors, heads
         self.likelihood, self.pools = factors.likelihood, factors.pools
+        self.multiplies = tuple(spec.name for spec in self.statistics(1, 1)) if factors.multiplies else ()
 
     def __repr__(self) -> str:
         """Show the variant."""
@@ -127,6 +128,10 @@ class TableKFAC(Curvature):
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
         """See `Curvature.solve`."""
         return self._factors.solve(held, W, damping)
+
+    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
+        """See `Curvature.multiply`."""
+        return self._factors.multiply(held, self.merged(averages) if averages else {}, D)
 
     def merged(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the factors R and C of the one Kronecker product, as G and A of K-FAC.

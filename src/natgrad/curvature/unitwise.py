@@ -52,6 +52,7 @@ class UnitWise(Curvature):
         """
         require(form in ("full", "unit", "diag"), "form", form, "'full', 'unit' or 'diag'")
         self.form, self.fisher = form, fisher
+        self.multiplies = ("F",) if form == "full" else ()
         self._factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
 
     def __repr__(self) -> str:
@@ -131,6 +132,13 @@ class UnitWise(Curvature):
             return linalg.product(held["inverse"], columns).view_as(W.mT).mT
         F = held["fisher"]
         return W / (F + damping) if F.shape == W.shape else linalg.solve_pairs(W, F, damping)
+
+    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
+        """See `Curvature.multiply`."""
+        if self.form == "full":
+            return (averages["F"] @ D.mT.flatten(1)[:, :, None]).view_as(D.mT).mT
+        F = held["fisher"]
+        return D * F if F.shape == D.shape else linalg.multiply_pairs(D, F)
 
     def _spec(self, name: str, outputs: int, inputs: int) -> Spec:
         if self.form == "full":

@@ -3,10 +3,11 @@
 from natgrad.damping.control import Control as Control
 from natgrad.damping.control import Damping as Damping
 from natgrad.damping.kinds import ByKind as ByKind
+from natgrad.damping.levenberg_marquardt import LevenbergMarquardt as LevenbergMarquardt
 from natgrad.damping.schedules import Cosine as Cosine
 from natgrad.damping.schedules import Exponential as Exponential
 from natgrad.damping.schedules import Linear as Linear
 from natgrad.damping.schedules import Piecewise as Piecewise
 from natgrad.damping.schedules import WarmUp as WarmUp
 
-__all__ = ["ByKind", "Cosine", "Exponential", "Linear", "Piecewise", "WarmUp"]
+__all__ = ["ByKind", "Cosine", "Exponential", "LevenbergMarquardt", "Linear", "Piecewise", "WarmUp"]

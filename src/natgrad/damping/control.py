@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
+from natgrad.curvature import Curvature
+from natgrad.damping.adaptive import Adaptation, Adaptive, Outcome
 from natgrad.damping.kinds import ByKind
+from natgrad.errors import require
 from natgrad.layers import Layer
 from natgrad.schedule import Schedule, check_schedule, value_at
+from natgrad.shards import is_sharded
 
-Damping: TypeAlias = Schedule | ByKind
+Damping: TypeAlias = Schedule | Adaptive | ByKind
 
 _ALLOWED = "a number > 0"
 
@@ -23,8 +28,40 @@ class Control:
             ValueError: if it is no damping.
         """
         self._kinds = damping if isinstance(damping, ByKind) else ByKind(damping)
-        self._rule = self._kinds.damping
-        check_schedule("damping", self._rule, _ALLOWED, minimum=0, strict=True)
+        rule = self._kinds.damping
+        self._adaptation: Adaptation | None = None
+        self._schedule: Schedule = 1.0
+        if isinstance(rule, Adaptive):
+            self._adaptation = rule.begin()
+        else:
+            check_schedule("damping", rule, _ALLOWED, minimum=0, strict=True)
+            self._schedule = rule
+
+    def check(self, covered: Iterable[tuple[Layer, Curvature]], optimizer: object) -> None:
+        """Check what a rule asks for that compares steps with their quadratic model.
+
+        Raises:
+            ValueError: without an optimizer, under FSDP2, or with curvatures that cannot multiply.
+        """
+        if not isinstance(self._kinds.damping, Adaptive) or not self._kinds.damping.compares:
+            return
+        require(optimizer is not None, "optimizer", optimizer, f"given: {self.name} looks at what its steps are worth")
+        for layer, curvature in covered:
+            sharded = any(is_sharded(slot.parameter) for slot in layer.slots)
+            allowed = f"plain or in DistributedDataParallel with damping={self.name}"
+            require(not sharded, "model", "sharded by FSDP2", allowed)
+            allowed = f"one that can multiply by its Fisher, as KFAC, with damping={self.name}"
+            require(curvature.multiplies is not None, "curvature", curvature, allowed)
+
+    @property
+    def name(self) -> str:
+        """What the rule is called."""
+        return type(self._kinds.damping).__name__
+
+    @property
+    def constant(self) -> float | None:
+        """γ, where it is known before the first step."""
+        return None if self._adaptation is not None or callable(self._schedule) else self._schedule
 
     def factor(self, layer: Layer) -> float:
         """Return what γ is multiplied by for a layer."""
@@ -36,13 +73,45 @@ class Control:
         Raises:
             ValueError: if a schedule returns what is not allowed.
         """
-        return value_at("damping", self._rule, step, _ALLOWED, minimum=0, strict=True)
-
-    @property
-    def constant(self) -> float | None:
-        """γ, where it is known before the first step."""
-        return None if callable(self._rule) else self._rule
+        if self._adaptation is not None:
+            return self._adaptation.gamma
+        return value_at("damping", self._schedule, step, _ALLOWED, minimum=0, strict=True)
 
     def held(self, step: int) -> Control:
         """Return the damping of the coming step, for good."""
         return Control(ByKind(self.now(step), norms=self._kinds.norms, layers=self._kinds.layers))
+
+    def tries(self, step: int) -> bool:
+        """See `Adaptation.tries`."""
+        return self._adaptation is not None and self._adaptation.tries(step)
+
+    def learn(self, outcome: Outcome) -> None:
+        """See `Adaptation.learn`."""
+        if self._adaptation is not None:
+            self._adaptation.learn(outcome)
+
+    def metrics(self, damping: float) -> dict[str, float]:
+        """Return the `damping` of the last step and what `Adaptation.metrics` tells."""
+        return {"damping": damping, **({} if self._adaptation is None else self._adaptation.metrics())}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed training goes on from: the name of the rule, and plain numbers."""
+        return {"rule": self.name, **({} if self._adaptation is None else self._adaptation.state_dict())}
+
+    def loaded(self, state: Any) -> Control:
+        """Return the same with what `state_dict` returned; where that was of another rule, from the start of this one.
+
+        Raises:
+            ValueError: if it is no such state.
+        """
+        fits = isinstance(state, Mapping) and isinstance(state.get("rule"), str)
+        require(fits, "state['damping']", state, "a dict with the name of its rule")
+        fresh = Control(self._kinds)
+        if state["rule"] == self.name:
+            own = {name: value for name, value in state.items() if name != "rule"}
+            fits = state.keys() == self.state_dict().keys()
+            fits = fits and all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in own.values())
+            require(fits, "state['damping']", state, f"what {self.name} has saved, complete")
+            if fresh._adaptation is not None:
+                fresh._adaptation.load_state_dict(own)
+        return fresh

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
+from natgrad.damping.adaptive import Adaptive
 from natgrad.errors import require
 from natgrad.layers import Layer
 from natgrad.schedule import Schedule, check_number
@@ -18,7 +19,9 @@ class ByKind:
     A layer takes the factor of the first pattern that its name matches, else that of its kind, else 1.
     """
 
-    def __init__(self, damping: Schedule, *, norms: float = 1.0, layers: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, damping: Schedule | Adaptive, *, norms: float = 1.0, layers: Mapping[str, float] | None = None
+    ) -> None:
         """Choose the factors.
 
         Args:

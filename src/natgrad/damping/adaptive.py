@@ -1,0 +1,70 @@
+"""The face of rules that adapt γ to what a training shows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import nan
+
+
+class Adaptive(ABC):
+    """What a user chooses: options alone, which several preconditioners may share.
+
+    Attributes:
+        compares: Whether it compares steps with their quadratic model.
+    """
+
+    compares: bool = False
+
+    @abstractmethod
+    def begin(self) -> Adaptation:
+        """Return the rule at the start of a training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a step was worth.
+
+    Attributes:
+        change: L(θ + δ) - L(θ), of one and the same mini-batch.
+        predicted: M(δ), which the quadratic model told in advance.
+    """
+
+    change: float
+    predicted: float
+
+    @property
+    def ratio(self) -> float:
+        """The reduction ratio, 1 where the model was right; not a number where it predicted no decrease."""
+        return self.change / self.predicted if self.predicted < 0 else nan
+
+
+class Adaptation(ABC):
+    """A rule in one training.
+
+    Attributes:
+        gamma: γ, the same on all ranks.
+    """
+
+    gamma: float
+
+    def tries(self, step: int) -> bool:
+        """Tell whether the step after `step` completed ones is to be compared with its quadratic model."""
+        return False
+
+    @abstractmethod
+    def learn(self, outcome: Outcome) -> None:
+        """Take in what such a step was worth, alike on all ranks."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return what a user may want to see beside γ."""
+        return {}
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, float]:
+        """Return what a resumed training goes on from, as plain numbers."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore what `state_dict` returned."""

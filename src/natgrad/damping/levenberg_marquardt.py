@@ -1,0 +1,96 @@
+"""Damping by the reduction ratio (Levenberg-Marquardt; Martens & Grosse 2015, section 6.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, isnan, nan
+
+from natgrad.damping.adaptive import Adaptation, Adaptive, Outcome
+from natgrad.errors import require
+from natgrad.schedule import check_number
+
+_GOOD, _BAD = 3 / 4, 1 / 4
+
+
+@dataclass(frozen=True)
+class LevenbergMarquardt(Adaptive):
+    """γ falls while the quadratic model predicts what steps do to the loss, and rises where it does not.
+
+    Every `interval` steps the loss of the mini-batch is computed before and after the optimizer's step δ, whatever that
+    is (learning rate, momentum, weight decay), and its change compared with ``M(δ) = ∇ᵀδ + ½ δᵀ(F + γI)δ``:
+
+        ρ = (L(θ + δ) - L(θ)) / M(δ),   γ ← γ decayⁱⁿᵗᵉʳᵛᵃˡ where ρ > 3/4,   γ ← γ / decayⁱⁿᵗᵉʳᵛᵃˡ where ρ < 1/4.
+
+    F is what the layers' curvatures hold at that step; parameters without curvature count with first order and γ alone.
+    A loss that is no number counts as ρ = -∞. Where M predicts no decrease, as momentum may bring about, γ stays.
+
+    It takes ``preconditioner.step(closure)``, as `natgrad.KBFGS` does: the closure returns the loss of the same batch,
+    without a backward pass, and is called twice in those steps alone, with the random numbers of the first pass.
+
+    Attributes:
+        start: γ before the first of these steps, above 0.
+        interval: Steps from one to the next.
+        decay: ω, by which γ may change a step, in (0, 1).
+        bounds: The least and the greatest γ.
+
+    Raises:
+        ValueError: if one is not allowed.
+    """
+
+    compares = True
+
+    start: float
+    interval: int = 5
+    decay: float = 19 / 20
+    bounds: tuple[float, float] = (1e-8, 1e8)
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        whole = isinstance(self.interval, int) and not isinstance(self.interval, bool)
+        require(whole and self.interval >= 1, "interval", self.interval, "a whole number >= 1")
+        check_number("decay", self.decay, "a number in (0, 1)", minimum=0, strict=True)
+        require(self.decay < 1, "decay", self.decay, "a number in (0, 1)")
+        pair = isinstance(self.bounds, tuple) and len(self.bounds) == 2
+        require(pair, "bounds", self.bounds, "a pair of numbers")
+        for bound in self.bounds:
+            check_number("bounds", bound, "a pair of numbers > 0", minimum=0, strict=True)
+        least, greatest = self.bounds
+        require(least <= greatest, "bounds", self.bounds, "the least and the greatest γ")
+        check_number("start", self.start, "a number > 0", minimum=0, strict=True)
+        require(least <= self.start <= greatest, "start", self.start, f"within bounds={self.bounds}")
+
+    def begin(self) -> _Search:
+        """See `Adaptive.begin`."""
+        return _Search(self)
+
+
+class _Search(Adaptation):
+    """The rule in one training."""
+
+    def __init__(self, options: LevenbergMarquardt) -> None:
+        self._options = options
+        self.gamma, self._ratio = options.start, nan
+
+    def tries(self, step: int) -> bool:
+        return step % self._options.interval == 0
+
+    def learn(self, outcome: Outcome) -> None:
+        ratio = -inf if isnan(outcome.change) else outcome.ratio
+        self._ratio = ratio
+        factor: float = self._options.decay**self._options.interval
+        if ratio > _GOOD:
+            self.gamma *= factor
+        elif ratio < _BAD:
+            self.gamma /= factor
+        least, greatest = self._options.bounds
+        self.gamma = min(max(self.gamma, least), greatest)
+
+    def metrics(self) -> dict[str, float]:
+        return {"reduction_ratio": self._ratio}
+
+    def state_dict(self) -> dict[str, float]:
+        return {"gamma": self.gamma}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.gamma = float(state["gamma"])

@@ -1,0 +1,82 @@
+"""The loss of a step's batch, before the optimizer's step and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.aside import aside
+from natgrad.capture import Capture
+from natgrad.capture.again import Chance, Pass, Repetition, as_found
+from natgrad.errors import NatgradError, describe, require
+
+
+class Losses:
+    """What a closure returns of this rank's batch, each time with the random numbers of the step's own passes.
+
+    All ranks weigh alike where their gradients are averaged as they are, by their samples where natgrad weighs them so,
+    and are summed where the loss is a sum. What the closure raises is kept until all ranks have met.
+    """
+
+    def __init__(
+        self, closure: Callable[[], Any] | None, recorded: Sequence[tuple[Pass, Chance]], weight: float | None
+    ):
+        """Compute none yet.
+
+        Args:
+            closure: Returns the loss, or (loss, ...); None: this rank had no batch.
+            recorded: The forward passes of the step.
+            weight: Of this rank in the mean; None: the losses are summed.
+        """
+        self._closure, self._recorded = closure, recorded
+        self._summed, self._weight = weight is None, float(closure is not None) * (1.0 if weight is None else weight)
+        self._values: list[float] = []
+        self._error: Exception | None = None
+
+    def compute(self, model: nn.Module, capture: Capture) -> None:
+        """Compute the loss with the parameters as they are now; all else stays as it is found."""
+        if self._closure is None or self._error is not None:
+            self._values.append(0.0)
+            return
+        try:
+            with as_found(model), _unseen(capture, Repetition(self._recorded)), torch.enable_grad():
+                result = self._closure()
+            loss = result[0] if isinstance(result, tuple) and result else result
+            number = loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else loss
+            require(isinstance(number, float), "closure()", describe(loss), "a scalar loss, or (loss, outputs)")
+            self._values.append(number)
+        except Exception as error:
+            self._error = error
+            self._values.append(0.0)
+
+    def told(self) -> list[float]:
+        """Return what the ranks sum up to tell the change of the loss."""
+        before, after = self._values
+        # Of infinite losses the difference would be no number, which stands for any that is no decrease.
+        return [self._weight * (after - before), self._weight, float(self._error is not None)]
+
+    def change(self, told: Sequence[float]) -> float:
+        """Return the change of the loss of all ranks, of what `told` has summed up to.
+
+        Raises:
+            Exception: what the closure has raised on this rank; else a `NatgradError` where it has on another.
+        """
+        change, weight, failed = told
+        if self._error is not None:
+            raise self._error
+        if failed:
+            raise NatgradError("the closure has raised an error on another rank, whose own output tells it")
+        return change if self._summed else change / weight
+
+
+@contextmanager
+def _unseen(capture: Capture, repetition: Repetition) -> Iterator[None]:
+    """Have the hooks look at nothing but the beginnings of passes, which repeat those that were recorded."""
+    forward = capture._forward
+    looking = aside(capture, wanted=False, rows_wanted=False, _counting=False)
+    with looking, aside(forward, began=forward.began, script=repetition):
+        yield

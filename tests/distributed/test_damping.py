@@ -1,0 +1,113 @@
+"""Rules that adapt the damping, on ranks: they decide alike to the last bit, and as one process does."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import natgrad
+from natgrad.damping import ByKind, LevenbergMarquardt
+from tests import dense
+from tests.every import EVERY, Training, batch
+
+SAMPLES = {1: [12], 2: [9, 3], 4: [5, 1, 4, 2]}
+EQUAL = {1: [12], 2: [6, 6], 4: [3, 3, 3, 3]}
+
+
+def place():
+    initialized = torch.distributed.is_initialized()
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if initialized else (0, 1)
+
+
+def train(name, options, steps, *, ragged=False, reduction="mean"):
+    rank, ranks = place()
+    training = Training(EVERY[name], lr=0.02 / (12 if reduction == "sum" else 1), reduction=reduction, **options)
+    found = []
+    for step in range(steps):
+        sizes = (SAMPLES if ragged else EQUAL)[ranks]
+        x, y = batch(step)
+        training.precondition((x.split(sizes)[rank], y.split(sizes)[rank]), reduction)
+        training.optimizer.step()
+        metrics = training.preconditioner.metrics()
+        found.append([float(metrics[key]) for key in ("damping", "reduction_ratio") if key in metrics])
+    return dict(training.model.state_dict()), found, training.preconditioner.traffic()
+
+
+def check(ranks, count, name, options, steps=5, **how):
+    """Train on ranks, compare them with each other and with one process, and return what the first has found."""
+    alone = options if options["placement"] == "background" else options | {"placement": "comm-opt"}
+    expected, wanted, _ = train(name, alone, steps, **how)
+    first, *others = ranks.run(count, partial(train, **how), name, options, steps)
+    for other in others:
+        dense.assert_equal(first[0], other[0], 0)
+        assert first[1] == other[1]
+    dense.assert_equal(first[0], expected, 1e-9)
+    assert torch.allclose(torch.tensor(first[1]), torch.tensor(wanted), rtol=1e-7)
+    return first
+
+
+RULE = LevenbergMarquardt(0.1, interval=2, decay=0.6)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        ("kfac eigen", "comm-opt"),
+        ("kfac inverse", "mem-opt"),
+        ("kfac blocks", "hybrid:0.5"),
+        ("kfac inverse", "reduce-scatter"),
+        ("kfac eigen", "background"),
+        ("ekfac", "pipelined"),
+        ("sngd", "comm-opt"),
+    ],
+)
+@pytest.mark.parametrize("count", [2, 4])
+def test_levenberg_marquardt(ranks, name, placement, count):
+    options = {"placement": placement, "damping": ByKind(RULE, layers={"head": 2.0}), "kl_clip": None}
+    _, found, _ = check(ranks, count, name, options)
+    assert found[-1][0] != 0.1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
+def test_losses_weigh_as_gradients_do(ranks, placement, reduction):
+    """On ragged batches the loss is averaged over samples where natgrad averages gradients so."""
+    options = {"placement": placement, "damping": RULE, "gradients": "reduce", "kl_clip": None}
+    check(ranks, 4, "kfac inverse", options, ragged=True, reduction=reduction)
+
+
+def test_its_message_is_small_and_rare(ranks):
+    options = {"damping": LevenbergMarquardt(0.1, interval=4, bounds=(0.1, 0.1)), "placement": "comm-opt"}
+    plain = ranks.run(2, train, "kfac eigen", {"damping": 0.1, "placement": "comm-opt"}, 8)
+    tried = ranks.run(2, train, "kfac eigen", options, 8)
+    apart = {kind: tried[0][2][kind] - plain[0][2][kind] for kind in plain[0][2]}
+    assert {kind: sent for kind, sent in apart.items() if sent} == {
+        "counters": 2 * 6 * 8
+    }  # two messages of six numbers
+
+
+def fail_on_one(failing):
+    rank, _ = place()
+    training = Training(EVERY["kfac eigen"], damping=RULE)
+    x, y = (own.split(EQUAL[2])[rank] for own in batch(0))
+    training.optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(training.replica(x), y).backward()
+
+    def closure():
+        loss = torch.nn.functional.cross_entropy(training.replica(x), y)
+        if rank == failing:
+            raise KeyError("here")
+        return loss
+
+    training.preconditioner.step(closure)
+    try:
+        training.optimizer.step()
+    except (KeyError, natgrad.NatgradError) as error:
+        return repr(error)
+    return ""
+
+
+def test_a_closure_that_raises_on_one_rank_stops_all(ranks):
+    first, second = ranks.run(2, fail_on_one, 1)
+    assert "on another rank" in first
+    assert second == "KeyError('here')"
