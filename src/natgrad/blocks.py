@@ -18,6 +18,7 @@ from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.placement import Plan, Seat
 from natgrad.precision import Precision, at_least_float32
+from natgrad.rungs import Rungs
 from natgrad.shards import is_sharded
 
 
@@ -81,6 +82,7 @@ class Stack:
         fresh: Whether the last update of the averages renewed each block ``[N]``; None: before the first.
         good: For each part and block, whether `held` has a result of it.
         ready: For each member, whether `held` is complete.
+        rungs: What is remembered of trouble.
         turns: For each block, how often running averages have begun anew (`Part.restarts`); it never goes back.
         role: What this rank has to do with its layers.
         factor: What γ is multiplied by for them.
@@ -111,6 +113,7 @@ class Stack:
         self.fresh: Tensor | None = None
         self.good = {part.name: [False] * self.size for part in self.parts}
         self.ready = [False] * len(self.members)
+        self.rungs = Rungs((part.name for part in self.parts), self.size)
         self.turns = [0] * self.size
 
     # Read off the model every time, which may be moved after this was built.
@@ -146,6 +149,8 @@ class Stack:
         """Move all tensors to where the parameters are now; tell whether they were elsewhere."""
         place = self.device, self.dtype
         before, self._place = self._place, place
+        if before not in (None, place):
+            self.rungs.to(self.work_dtype, self.device)
         if self.weight is None or (self.weight.device, self.weight.dtype) == place:
             return before not in (None, place)
         self.weight = self.weight.to(self.device, self.dtype)
@@ -161,7 +166,7 @@ class Stack:
             for member in self.members:
                 stack.enter_context(aside(member.layer, seconds=0.0))
             kept = {"averages": Kept(), "weight": None, "held": Kept(), "memory": Kept(), "fresh": None}
-            stack.enter_context(aside(self, good=good, ready=ready, **kept))
+            stack.enter_context(aside(self, good=good, ready=ready, rungs=self.rungs.anew(), **kept))
             yield
 
     def allocate_averages(self) -> Tensor:
@@ -221,6 +226,13 @@ class Stack:
             if not flag:
                 product[member.blocks] = 0
         return product
+
+    def diagonal(self, blocks: slice | Tensor) -> Tensor | None:
+        """Return the diagonal of the Fisher block of some blocks ``[n, o, i]``; None: their curvature knows none."""
+        names = self.curvature.diagonals
+        if not names or self.weight is None:
+            return None
+        return self.curvature.diagonal(self.corrected(blocks, names), self.outputs, self.inputs)
 
     def rewrite(
         self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor
@@ -327,6 +339,8 @@ class Stack:
         good = self.good[part]
         for block, fine in enumerate(success, start=start):
             good[block] = fine or (good[block] and not forget)
+        if not forget:
+            self.rungs.renewed(part, start, success)
         self.ready = [all(all(good[member.blocks]) for good in self.good.values()) for member in self.members]
 
 

@@ -23,6 +23,7 @@ from natgrad.given import Given
 from natgrad.gradients import Entry, Gradients
 from natgrad.guard import Watch
 from natgrad.inspection import Inspection
+from natgrad.ladder import Ladder
 from natgrad.placement import Runtime
 from natgrad.precision import Precision
 from natgrad.progress import Progress
@@ -124,7 +125,7 @@ class Engine:
             scaling=self._scaling.describe(),
             refresh=self._refresh.intervals(self._progress.step),
             precision=self._precision,
-            guard=self._watch.limit,
+            guard=self._watch.guard,
         )
 
     def _follow(self) -> None:
@@ -311,7 +312,8 @@ class Engine:
         tries = self._damping.tries(self._progress.step)
         model = Model.of(self._stacks, self._runtime, damping, scale) if tries else None
         with self._progress.phase("solve", self._runtime):
-            gradients = Gradients.take(self._stacks, exchanged=self._exchanges)
+            ladder = Ladder(self._watch.guard, measures=self._progress.renewing, step=self._progress.step)
+            gradients = Gradients.take(self._stacks, ladder, exchanged=self._exchanges)
             if self._exchanges:
                 solve = partial(Entry.solve, damping=damping, gathered=collect(gradients, self._runtime))
                 deliver(gradients, solve, self._structure.plan, self._runtime, self._watch, left)
@@ -320,6 +322,7 @@ class Engine:
             finite = self._clip.apply(gradients, scale)
             for entry, fine in zip(gradients.entries, finite, strict=True):
                 self._watch.saw_gradients(entry.stack, entry.places(), ~fine)
+                self._watch.saw_rungs(entry.stack, entry.members, entry.told())
             gradients.give()
             self._given.note(self._stacks)
         if model is not None:

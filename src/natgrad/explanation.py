@@ -29,6 +29,7 @@ class Row:
             None before the second step.
         bytes: What its layer keeps on this rank: factors and what is made of them; likewise.
         reason: Why it is left to the optimizer; empty when it is preconditioned.
+        fallback: What has served its layer in place of fresh curvature in the last step; empty when nothing had to.
     """
 
     parameter: str
@@ -39,6 +40,7 @@ class Row:
     time: float | None = None
     bytes: int = 0
     reason: str = ""
+    fallback: str = ""
 
 
 class Explanation(Printed):
@@ -72,7 +74,8 @@ class Explanation(Printed):
             table.add_row(
                 escape(row.parameter),
                 "x".join(map(str, row.shape)),
-                escape(row.curvature) or f"[dim]optimizer: {escape(row.reason)}[/dim]",
+                (escape(row.curvature) or f"[dim]optimizer: {escape(row.reason)}[/dim]")
+                + (f" [red]now: {row.fallback}[/red]" if row.fallback else ""),
                 owners,
                 f"{row.share:.1%}" if row.owners else "",
                 f"{row.time:.1%}" if row.time is not None else "",
@@ -113,6 +116,7 @@ def explain(
     total = sum(part.cost * stack.size for stack in stacks for part in stack.parts) or 1.0
     for stack in stacks:
         work = sum(part.cost for part in stack.parts)
+        fallbacks = stack.rungs.fallbacks
         for member in stack.members:
             layer = member.layer
             if layer.key in reasons:
@@ -129,6 +133,7 @@ def explain(
                         share=work * layer.blocks / total if first else 0.0,
                         time=layer.seconds / seconds if first and seconds else None,
                         bytes=stack.bytes_per_block() * layer.blocks if first else 0,
+                        fallback=fallbacks.get(layer.key, ""),
                     )
                 )
     rows += [Row(parameter=one.parameter, shape=one.shape, reason=one.reason) for one in coverage.left]

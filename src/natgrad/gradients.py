@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from natgrad.blocks import Member, Stack
+from natgrad.ladder import Ladder
 from natgrad.layers import Layer, Slot
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime
@@ -47,7 +49,8 @@ class Entry:
     Attributes:
         stack: The stack.
         members: The layers.
-        ready: Whether they have curvature: all, none, or a number for each block ``[N]``, 1 where it has.
+        ladder: What serves those whose curvature has failed.
+        ready: Whether they have curvature: all, none, or the rung of each block's layer ``[N]``, above 0 where it has.
         V: Preconditioned gradients ``[N, o, i]``, once solved; the raw ones W where there is no curvature yet.
         shares: In place of V, where the parameters are sharded and this rank does not work for the layers: what it
             holds of V.
@@ -56,6 +59,7 @@ class Entry:
 
     stack: Stack
     members: list[Member]
+    ladder: Ladder
     ready: bool | Tensor = False
     V: Tensor = field(init=False)
     shares: list[Share] | None = None
@@ -83,17 +87,17 @@ class Entry:
         if targets:  # other ranks expect a layer's result even where no rank has used it yet
             torch._foreach_copy_(targets, sources)
         stack.saw(W, self.places())
-        self.V = self._solved(W, damping)
-        self.inner = torch.bmm(self.V.flatten(1)[:, None, :], W.flatten(1)[:, :, None])[:, 0, 0]
+        V = self._solved(W, damping)
+        outcome = self.ladder.descend(stack, self.members, self.places(), W, V, damping)
+        self.V, self.inner, self.ready = outcome.V, outcome.inner, outcome.rungs
         stack.charge(self.members, perf_counter() - started)
 
     def _solved(self, W: Tensor, damping: float) -> Tensor:
         stack, places = self.stack, self.places()
         flags = [stack.ready[stack.members.index(member)] for member in self.members]
-        self.ready = all(flags)
         if not any(flags):
             return W
-        if self.ready:
+        if all(flags):
             blocks = slice(None) if places is None else tensor_on(stack.device, places)
             return stack.solve(blocks, W, damping)
         # Some layers have none yet, or are left plain: their gradients pass through.
@@ -102,8 +106,13 @@ class Entry:
         blocks = own if places is None else tensor_on(stack.device, places)[own]
         V = W.clone()
         V[own] = stack.solve(blocks, W[own], damping)
-        self.ready = tensor_on(stack.device, [float(flag) for flag in every], W.dtype)
         return V
+
+    def told(self) -> bool | Tensor:
+        """Return `ready` with a number for each layer in place of its blocks."""
+        if isinstance(self.ready, bool) or len(self.ready) == len(self.members):
+            return self.ready
+        return self.ready[tensor_on(self.ready.device, [0, *accumulate(self.blocks[:-1])])]
 
     def sharded(self) -> dict[int, tuple[str, DTensor]]:
         """Return the sharded gradients with their names, by the parameter's ``id``."""
@@ -155,13 +164,13 @@ class Gradients:
         self.entries = entries
 
     @classmethod
-    def take(cls, stacks: list[Stack], *, exchanged: bool) -> Gradients:
+    def take(cls, stacks: list[Stack], ladder: Ladder, *, exchanged: bool) -> Gradients:
         """Find every layer with a ``.grad``; all layers where results are to be exchanged, so that ranks agree."""
         entries = []
         for stack in stacks:
             members = [member for member in stack.members if exchanged or _has_gradient(member)]
             if members:
-                entries.append(Entry(stack, members))
+                entries.append(Entry(stack, members, ladder))
         return cls(entries)
 
     def solve(self, damping: float, runtime: Runtime) -> None:

@@ -283,7 +283,7 @@ class Preconditioner(Engine):
     def metrics(self) -> dict[str, float | Tensor]:
         """Return a flat dict of plain numbers and lazy tensors; nothing waits for the device until one is read.
 
-        Skipped factors and failed decompositions are those of layers whose sums and results this rank keeps.
+        Skipped factors and failed decompositions are of layers that this rank keeps, "fallbacks/..." of all.
         With SNGD and HyLo there are the "epoch", the "rows" in use, and whether "kid" has chosen them.
         """
         progress = self._progress

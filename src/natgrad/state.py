@@ -35,6 +35,7 @@ def blocks(stacks: list[Stack]) -> Blocks:
                 }
                 good = [[stack.good[part.name][block] for part in stack.parts] for block in _range(member)]
                 own["renewed"] = torch.tensor(good, device="cpu")
+                own |= stack.rungs.state(member.blocks)
             if own:
                 result[member.layer.key] = own
     return result
@@ -116,6 +117,7 @@ def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> N
                 flags = own["renewed"].tolist()
                 for column, part in enumerate(stack.parts):
                     stack.renewed(part.name, member.start, [bool(row[column]) for row in flags], forget=True)
+                stack.rungs.load(member.start, own, stack.work_dtype, stack.device)
             for tensors in kept:
                 for name in tensors:
                     tensors.write_whole(name, member.blocks, stack.fitted(name, own[name].to(stack.device)))
@@ -145,7 +147,8 @@ def _shapes(stacks: list[Stack], given: Mapping[str, Mapping[str, Tensor]]) -> d
                 shapes |= {"weight": (n,), **{spec.name: (n, *spec.shape) for spec in stack.statistics}}
             if stack.role.works:
                 written = (*stack.written_like(given.get(member.layer.key, {})), *stack.memories)
-                shapes |= {"renewed": (n, len(stack.parts)), **{spec.name: (n, *spec.shape) for spec in written}}
+                shapes |= {"renewed": (n, len(stack.parts)), **stack.rungs.shapes(n)}
+                shapes |= {spec.name: (n, *spec.shape) for spec in written}
             if shapes:
                 wanted[member.layer.key] = shapes
     return wanted

@@ -68,7 +68,12 @@ def train(steps, sizes, *, wrapper=None, memory=None, norm=False, parts=1, mixed
         preconditioner.step((lambda losses=losses: sum(losses())) if pieces else None)
         optimizer.step()
     blocks = preconditioner.state_dict(gather=True)["blocks"]
-    kept = {f"{key} {name}": own for key, found in blocks.items() for name, own in found.items() if name != "renewed"}
+    kept = {
+        f"{key} {name}": own
+        for key, found in blocks.items()
+        for name, own in found.items()
+        if name not in ("renewed", "ladder")
+    }
     return (
         {**{name: own.detach() for name, own in model.named_parameters()}, **kept},
         dict(model.named_buffers()),

@@ -95,6 +95,8 @@ class Curvature(ABC):
         early: Which statistics are of the inputs alone, without any gradient, and may be summed in the forward pass.
         replays: Which statistics are seen again in a replay: the same batch after the optimizer's step.
         multiplies: Which statistics `multiply` needs beside what renewals have made; None: it has no `multiply`.
+        diagonals: Which statistics `diagonal` reads; none: there is no such estimate.
+        definite: Whether ⟨V, W⟩ of what `solve` returns is never below 0 but for a fault.
     """
 
     likelihood: Likelihood | None = None
@@ -106,6 +108,8 @@ class Curvature(ABC):
     early: tuple[str, ...] = ()
     replays: tuple[str, ...] = ()
     multiplies: tuple[str, ...] | None = None
+    diagonals: tuple[str, ...] = ()
+    definite: bool = True
 
     def fit(self, layer: Layer) -> Curvature | str:
         """Return the variant of this curvature for `layer`, the same object for equal needs, or why there is none."""
@@ -237,6 +241,19 @@ class Curvature(ABC):
             held: That of `solve`.
             averages: Those of `multiplies` ``[N, *shape]``, bias-corrected.
             D: What a step does to the parameters, say.
+        """
+        raise NotImplementedError
+
+    def diagonal(self, averages: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        """Return an estimate of the diagonal of the Fisher block, for where all else has failed.
+
+        Args:
+            averages: The bias-corrected running averages of `diagonals` ``[N, *shape]``.
+            outputs: o.
+            inputs: i.
+
+        Returns:
+            ``[N, o, i]``, or what broadcasts to it.
         """
         raise NotImplementedError
 

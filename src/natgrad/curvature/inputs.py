@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class InputKFAC(Curvature):
     """The factor A of a layer's inputs alone: ``V = W (A + γI)⁻¹``; the gradients g are not looked at."""
 
+    diagonals = ("A",)
+
     def __init__(self, factors: KFAC) -> None:
         """Wrap the K-FAC whose form and side A it takes; that has no π."""
         self._factors, self.pools = factors, factors.pools
@@ -76,3 +78,7 @@ class InputKFAC(Curvature):
         if "vA" not in held:
             return A.times(D, averages["A"])
         return A.rotate_back(A.rotate(D, held, "A") * held["vA"][:, None, :], held, "A")
+
+    def diagonal(self, averages: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        """See `Curvature.diagonal`: that of A, for every output."""
+        return self._factors.A.diagonal(averages["A"])[:, None, :]

@@ -37,10 +37,11 @@ class KBFGS(Curvature):
 
     Where mean(g) is zero, H_G stays as it is. So it is in front of a batch normalisation, which takes back all shared
     changes: what rounding leaves of ``mean(g⁺) - mean(g)`` says nothing. Where rounding has cost an inverse its
-    definiteness, it begins anew.
+    definiteness, or made it not finite, it begins anew.
     """
 
     replays = ("a", "g", "size")
+    definite = False  # V is made of a running average of gradients
 
     def __init__(
         self,
@@ -212,7 +213,7 @@ class KBFGS(Curvature):
         lower = A.tril()
         y = multiply(lower, s) + multiply(lower.mT, s) + (shift - lower.diagonal(dim1=-2, dim2=-1)) * s
         H, fine = bfgs(H, s, y), torch.ones(len(A), dtype=torch.bool, device=A.device)
-        lost = inner(a, s) < 0
+        lost = ~(inner(a, s) >= 0)  # or not finite
         if bool(lost.any()):
             H[lost], fine[lost] = linalg.damped_inverse(A[lost], A.new_full((int(lost.sum()),), shift))
         return (H,), fine & _finite(H)
@@ -221,7 +222,7 @@ class KBFGS(Curvature):
         unit = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device).expand(len(s), -1, -1)
         H = unit if before is None else before["H_G"].to(s.dtype)
         Hy = multiply(H, y)
-        lost = inner(y, Hy) < 0
+        lost = ~(inner(y, Hy) >= 0)
         H, Hy = torch.where(lost[:, None, None], unit, H), torch.where(lost[:, None], y, Hy)
         return (bfgs(H, *damped(s, y, Hy, mu)),)
 
@@ -232,7 +233,7 @@ class KBFGS(Curvature):
             return empty, empty
         S, Y = before["S"].to(s.dtype), before["Y"].to(s.dtype)
         Hy = Compact(S, Y).multiply(y[:, :, None])[:, :, 0]
-        lost = (inner(y, Hy) < 0)[:, None]
+        lost = ~(inner(y, Hy) >= 0)[:, None]
         S, Y = (torch.where(lost[:, :, None], 0, memory) for memory in (S, Y))
         s, y = damped(s, y, torch.where(lost, y, Hy), mu)
         curved = (inner(s, y) > 0)[:, None, None]

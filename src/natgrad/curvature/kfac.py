@@ -38,6 +38,8 @@ class KFAC(Curvature):
         G: What is kept of the factor of the outputs.
     """
 
+    diagonals = ("A", "G")
+
     def __init__(
         self,
         *,
@@ -252,6 +254,10 @@ class KFAC(Curvature):
     def spectrum(self, held: Mapping[str, Tensor]) -> Tensor:
         """Return the eigenvalues of the block, in memory of its own ``[N, o, i]``: v_G v_Aᵀ (eigen form)."""
         return held["vG"][:, :, None] * held["vA"][:, None, :]
+
+    def diagonal(self, averages: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        """See `Curvature.diagonal`: diag(G) ⊗ diag(A)."""
+        return self.G.diagonal(averages["G"])[:, :, None] * self.A.diagonal(averages["A"])[:, None, :]
 
 
 def _warm(form: str, tolerance: float | None, iterations: int | None) -> Warm | None:

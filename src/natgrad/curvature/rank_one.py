@@ -26,6 +26,7 @@ class RankOne(Curvature):
     """
 
     multiplies = ()
+    diagonals = ("a", "g")
 
     def __init__(self, *, sharing: Literal["expand", "reduce"] = "expand", factor_decay: float = 0.95) -> None:
         """Choose the variant.
@@ -99,3 +100,7 @@ class RankOne(Curvature):
         """See `Curvature.multiply`: ``g (gᵀ D a) aᵀ``."""
         a, g = held["mean_a"][:, :, None], held["mean_g"][:, :, None]
         return g * (g.mT @ (D @ a)) * a.mT
+
+    def diagonal(self, averages: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        """See `Curvature.diagonal`: ḡ² ⊗ ā²."""
+        return averages["g"].square()[:, :, None] * averages["a"].square()[:, None, :]

@@ -57,6 +57,10 @@ class Side(ABC):
         """Add a ``diagonal [N, d]`` to a factor."""
 
     @abstractmethod
+    def diagonal(self, factor: Tensor) -> Tensor:
+        """Return the diagonal ``[N, d]``."""
+
+    @abstractmethod
     def trace(self, factor: Tensor) -> Tensor:
         """Return the trace ``[N]``."""
 
@@ -143,6 +147,10 @@ class Full(Side):
         """See `Side.add_diagonal_`."""
         factor.diagonal(dim1=-2, dim2=-1).add_(diagonal)
 
+    def diagonal(self, factor: Tensor) -> Tensor:
+        """See `Side.diagonal`."""
+        return factor.diagonal(dim1=-2, dim2=-1)
+
     def trace(self, factor: Tensor) -> Tensor:
         """See `Side.trace`."""
         return factor.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -223,6 +231,10 @@ class Diagonal(Side):
     def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
         """See `Side.add_diagonal_`."""
         factor.add_(diagonal)
+
+    def diagonal(self, factor: Tensor) -> Tensor:
+        """See `Side.diagonal`."""
+        return factor
 
     def trace(self, factor: Tensor) -> Tensor:
         """See `Side.trace`."""
@@ -317,6 +329,10 @@ class Blocks(Side):
     def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
         """See `Side.add_diagonal_`."""
         factor.diagonal(dim1=-2, dim2=-1).add_(self._padded(diagonal).unflatten(-1, (self.count, -1)))
+
+    def diagonal(self, factor: Tensor) -> Tensor:
+        """See `Side.diagonal`."""
+        return factor.diagonal(dim1=-2, dim2=-1).flatten(1)[:, : self.size]
 
     def trace(self, factor: Tensor) -> Tensor:
         """See `Side.trace`."""

@@ -52,6 +52,7 @@ class TableKFAC(Curvature):
         self._factors, self._heads = factors, heads
         self.likelihood, self.pools = factors.likelihood, factors.pools
         self.multiplies = tuple(spec.name for spec in self.statistics(1, 1)) if factors.multiplies else ()
+        self.diagonals = ("D", "E", *(("t",) if self.pools else ()), *(("G", "A", "T") if heads else ()))
 
     def __repr__(self) -> str:
         """Show the variant."""
@@ -132,6 +133,10 @@ class TableKFAC(Curvature):
     def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
         """See `Curvature.multiply`."""
         return self._factors.multiply(held, self.merged(averages) if averages else {}, D)
+
+    def diagonal(self, averages: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        """See `Curvature.diagonal`: that of the one Kronecker product."""
+        return self._factors.diagonal(self.merged(averages), outputs, inputs)
 
     def merged(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the factors R and C of the one Kronecker product, as G and A of K-FAC.

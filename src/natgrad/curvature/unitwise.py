@@ -27,6 +27,7 @@ class UnitWise(Curvature):
     """
 
     pools = True
+    diagonals = ("F",)
 
     def __init__(
         self,
@@ -139,6 +140,14 @@ class UnitWise(Curvature):
             return (averages["F"] @ D.mT.flatten(1)[:, :, None]).view_as(D.mT).mT
         F = held["fisher"]
         return D * F if F.shape == D.shape else linalg.multiply_pairs(D, F)
+
+    def diagonal(self, averages: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        """See `Curvature.diagonal`."""
+        F = averages["F"]
+        if self.form != "full":
+            return F[..., :inputs]
+        diagonal: Tensor = F.diagonal(dim1=-2, dim2=-1).unflatten(-1, (inputs, outputs))
+        return diagonal.mT
 
     def _spec(self, name: str, outputs: int, inputs: int) -> Spec:
         if self.form == "full":

@@ -50,7 +50,7 @@ def deliver(
     """Precondition the gradients of this rank's layers, and give every rank those of all, or the rows that it holds.
 
     Each worker sends to the others of its row, bit for bit as it has them: every block's V and ⟨V, W⟩, and of every
-    layer whether it has curvature and how long it has been in trouble, so that all ranks decide alike. Where messages
+    layer what has served it and how long it has been in trouble, so that all ranks decide alike. Where messages
     and products are long enough by the plan's link, the stacks go in groups, each under way while the next is solved.
 
     Args:
@@ -202,7 +202,9 @@ def _numel(slot: Slot, rows: range) -> int:
 
 def _counters(entry: Entry, watch: Watch) -> Tensor:
     stack, like = entry.stack, entry.inner
-    ready = tensor_on(stack.device, [float(flag) for flag in stack.ready], like.dtype)
+    ready = entry.told()
+    if isinstance(ready, bool):
+        ready = like.new_full((len(stack.members),), float(ready))
     return torch.cat([like, ready, watch.trouble(stack).to(like)])
 
 

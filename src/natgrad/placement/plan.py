@@ -172,7 +172,7 @@ class Plan(Printed, Generic[Key]):
             shares = sum(len(seat.renewers(part)) for part in owned)
             inverses["counters"] += (n - 1) * shares * layer.blocks  # whether each has succeeded
             step["gradients"] += (P - n) * layer.gradients
-            step["counters"] += (P - n) * (layer.blocks + 2)  # ⟨V, W⟩; whether there is curvature, and trouble
+            step["counters"] += (P - n) * (layer.blocks + 2)  # ⟨V, W⟩; what has served it, and trouble
         return {"factors": factors, "inverses": inverses, "step": step}
 
     def held(self, rank: int) -> int:

@@ -47,6 +47,7 @@ def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
                 generator = torch.Generator(stack.device).manual_seed(seed)
                 stack.averages.write(spec.name, blocks, average, generator)
         weight.copy_(torch.where(fine, decay * weight + (1 - decay), weight))
+        stack.rungs.saw(blocks, fine, seen & ~finite)
         watch.saw_factors(stack, blocks, seen & ~finite)
         renewed = fine.any() if renewed is None else renewed | fine.any().to(renewed.device)
     return renewed

@@ -110,6 +110,7 @@ class RowStack(Stack):
                     self.held.write(name, own, self.fitted(name, fresh.read(name, own)))
         for member, flags in fine.items():
             self.renewed("M", member.start, flags)
+            self.rungs.conclude(range(member.start, member.stop))
 
     def saw(self, W: Tensor, places: list[int] | None) -> None:
         """See `Stack.saw`: add the gradients to those of the epoch; what is not finite is left out."""
