@@ -214,7 +214,7 @@ class Stack:
         return self.curvature.solve({**self.solvers(blocks), **known}, W, damping * self.factor)
 
     def multiply(self, D: Tensor) -> Tensor:
-        """Return F D ``[N, o, i]``, without damping; zero for layers without curvature yet."""
+        """Return F D ``[N, o, i]``, without damping; zero for layers without usable curvature."""
         names = self.curvature.multiplies
         if names is None or not any(self.ready):
             return torch.zeros_like(D)
@@ -225,14 +225,18 @@ class Stack:
         for member, flag in zip(self.members, self.ready, strict=True):
             if not flag:
                 product[member.blocks] = 0
+        if self.rungs.sunk is not None:
+            product.masked_fill_(self.rungs.sunk[:, None, None], 0)
         return product
 
-    def diagonal(self, blocks: slice | Tensor) -> Tensor | None:
-        """Return the diagonal of the Fisher block of some blocks ``[n, o, i]``; None: their curvature knows none."""
+    def diagonal(self, blocks: slice | Tensor, damping: float) -> Tensor | None:
+        """Return the damped diagonal of the Fisher of some blocks ``[n, o, i]``; None: their curvature knows none."""
         names = self.curvature.diagonals
         if not names or self.weight is None:
             return None
-        return self.curvature.diagonal(self.corrected(blocks, names), self.outputs, self.inputs)
+        diagonal = self.curvature.diagonal(self.corrected(blocks, names), self.outputs, self.inputs)
+        # Rounding to a narrow dtype may leave a mean of squares below 0.
+        return diagonal.clamp(min=0) + damping * self.factor
 
     def rewrite(
         self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor

@@ -128,10 +128,10 @@ class Ladder:
         norm = stack.rungs.allocate_norm(W)[blocks]
         scale = torch.where((norm > 0) & (square > 0), norm / square.sqrt(), 1)
         V, inner, rungs = W * scale[:, None, None], square * scale, torch.full_like(square, Rung.GRAFTED)
-        D = stack.diagonal(blocks) if diagonal else None
+        D = stack.diagonal(blocks, damping) if diagonal else None
         if D is None:
             return V, inner, rungs
-        upper = W / (D.clamp(min=0) + damping)  # rounding to a narrow dtype may leave a mean of squares below 0
+        upper = W / D
         own = dots(upper, W)
         fine = (own >= 0) & (own < math.inf)
         V = torch.where(fine[:, None, None], upper, V)
