@@ -8,7 +8,7 @@ from natgrad import tasks
 from natgrad.report import page
 from natgrad.report.plots import overview, save, to_svg
 from natgrad.report.sheets import NEVER, comparison_sheets, task_sheet
-from natgrad.report.tables import table
+from natgrad.report.tables import table, wide_console
 from natgrad.tasks import Metric
 from natgrad.training.compare import Comparison, Outcome
 from natgrad.training.result import Point, Result
@@ -73,6 +73,19 @@ def test_tables_fit_a_terminal_and_show_every_cell(outcome):
     assert "not reached" in text
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 140
+
+
+@pytest.mark.parametrize(("columns", "width"), [("", 100), ("120", 120)])
+def test_tables_that_go_to_a_file_are_a_hundred_columns_wide(outcome, monkeypatch, columns, width):
+    monkeypatch.setattr("sys.__stdout__", None)  # no terminal
+    monkeypatch.setenv("COLUMNS", columns)
+    console = wide_console()
+    assert console.width == width
+    with console.capture() as capture:
+        for sheet in comparison_sheets(outcome):
+            console.print(table(sheet))
+    assert max(map(len, capture.get().splitlines())) <= width
+    assert "not reached" in capture.get()
 
 
 def test_the_list_of_tasks_fits_eighty_columns():

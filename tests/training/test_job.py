@@ -37,6 +37,8 @@ def test_a_job_survives_json():
         ({"task": "digits", "epochs": 1, "steps": 1}, "steps=1"),
         ({"task": "digits", "workers": True}, "workers=True"),
         ({"task": "digits", "damping": 0}, "damping=0"),
+        ({"task": "digits", "kl_clip": -1.0}, "kl_clip=-1.0 .* or 0 for off"),
+        ({"task": "digits", "kl_clip": False}, "kl_clip=False"),
         ({"task": "digits", "learning_rate": float("inf")}, "learning_rate=inf"),
         ({"task": "digits", "warmup": -1}, "warmup=-1"),
         ({"task": "digits", "rank": 3}, "rank=3"),
@@ -46,6 +48,10 @@ def test_a_job_survives_json():
 def test_what_is_not_allowed_is_named(values, named):
     with pytest.raises(ValueError, match=named.replace("(", r"\(")):
         Job.from_json(values)
+
+
+def test_a_kl_clip_of_0_is_none():
+    assert Job(task="digits", kl_clip=0) == Job(task="digits", kl_clip=None)
 
 
 def test_resolving_fills_in_the_defaults_of_task_and_optimizer():

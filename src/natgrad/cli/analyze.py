@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _CURVATURE = "Curvature"
 _RUN = "Run"
 _MEASURES = "Measures"
-_WIDTH = 80
 _CONFIGURATION = "analysis.json"
 
 # Left out, an option is as tuned for the task, or the contender's own default.
@@ -179,8 +178,6 @@ def _job(task: str, optimizer: str, of_run: dict[str, Any], of_curvature: dict[s
         settings = {name: value for name, value in settings.items() if name not in of_curvature}
     elif given.get("curvature") not in (None, settings.get("curvature")):  # what was tuned for one fits no other
         settings = {name: value for name, value in settings.items() if name not in _OF_ITS_OWN}
-    if "kl_clip" in given:
-        given["kl_clip"] = given["kl_clip"] or None
     own = {name: value for name, value in of_run.items() if value is not None}
     return Job.from_json({**settings, **own, **given, "task": task})
 
@@ -224,7 +221,7 @@ def _report(study: Study, measures: Measures, result: Result | None, folder: Pat
     from natgrad.report.measured_plots import figures
     from natgrad.report.measured_sheets import measured_sheets
     from natgrad.report.plots import save
-    from natgrad.report.tables import table
+    from natgrad.report.tables import table, wide_console
 
     written = columns.write(measures, folder)
     drawn, sheets = figures(measures), measured_sheets(measures)
@@ -232,9 +229,7 @@ def _report(study: Study, measures: Measures, result: Result | None, folder: Pat
         save(each, folder / f"{name}.svg")
     run = _describe(study, result)
     page.write_analysis(study.job.build_task(), run, drawn, sheets, folder / "index.html")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
+    console = wide_console()
     for own in sheets.values():
         for sheet in own:
             console.print(table(sheet), "")

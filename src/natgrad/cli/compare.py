@@ -11,8 +11,6 @@ import typer
 if TYPE_CHECKING:
     from natgrad.training.compare import Comparison, Outcome
 
-_WIDTH = 140
-
 
 def compare(
     task: Annotated[list[str], typer.Argument(help="Some of `natgrad tasks`.")],
@@ -133,13 +131,11 @@ def _report(comparison: Comparison, outcomes: list[Outcome], out: Path) -> None:
     from natgrad.report import page
     from natgrad.report.plots import save
     from natgrad.report.sheets import comparison_sheets
-    from natgrad.report.tables import table
+    from natgrad.report.tables import table, wide_console
     from natgrad.training import environment
     from natgrad.training.result import replace_text
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
+    console = wide_console()
     for outcome in outcomes:
         save(page.figure(outcome), out / f"{outcome.task.name}.svg")
         for sheet in comparison_sheets(outcome):

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 def tasks() -> None:
     """List the embedded tasks."""
-    from rich.console import Console
-
     from natgrad import tasks
     from natgrad.report.sheets import task_sheet
-    from natgrad.report.tables import table
+    from natgrad.report.tables import table, wide_console
 
-    Console().print(table(task_sheet(tasks.get(name) for name in tasks.names())))
+    wide_console().print(table(task_sheet(tasks.get(name) for name in tasks.names())))

@@ -112,7 +112,7 @@ def train(
             "factors": factors,
             "inverses": inverses,
             "damping": damping,
-            "kl_clip": kl_clip or None,
+            "kl_clip": kl_clip,
             "epochs": epochs,
             "steps": steps,
             "batch_size": batch_size,

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from .sheets import Sheet
+
+_WIDTH = 100
+
+
+def wide_console() -> Console:
+    """Return a console as wide as the terminal; where there is none, as ``COLUMNS`` says, or 100 columns."""
+    return Console(width=shutil.get_terminal_size((_WIDTH, 0)).columns)
 
 
 def table(sheet: Sheet) -> Table:

@@ -39,7 +39,7 @@ class Job:
         factors: Steps between updates of the factors.
         inverses: Steps between decompositions.
         damping: Added to the curvature.
-        kl_clip: Bound of the KL clip; None switches it off.
+        kl_clip: Bound of the KL clip; None, as which 0 is taken too: off.
         epochs: Passes over the training set; None, with `steps` None too, takes the task's own.
         steps: Optimizer steps, in place of `epochs`.
         batch_size: Samples a step over all ranks; None takes the task's own.
@@ -94,7 +94,9 @@ class Job:
             _check_whole(name, getattr(self, name), least=0)
         _check_positive("learning_rate", self.learning_rate, optional=True)
         _check_positive("damping", self.damping)
-        _check_positive("kl_clip", self.kl_clip, optional=True)
+        if self.kl_clip == 0 and not isinstance(self.kl_clip, bool):
+            object.__setattr__(self, "kl_clip", None)
+        _check_positive("kl_clip", self.kl_clip, off=True)
         require(self.epochs is None or self.steps is None, "steps", self.steps, "left out where epochs is given")
         if self.fisher is not None:
             _check_choice("fisher", self.fisher, get_args(Fisher))
@@ -198,6 +200,7 @@ def _check_whole(name: str, value: object, *, least: int, optional: bool = False
     require(fits or (optional and value is None), name, value, f"a whole number of at least {least}")
 
 
-def _check_positive(name: str, value: object, *, optional: bool = False) -> None:
+def _check_positive(name: str, value: object, *, optional: bool = False, off: bool = False) -> None:
     fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-    require(fits or (optional and value is None), name, value, "a finite number above 0")
+    allowed = "a finite number above 0" + (", or 0 for off" if off else "")
+    require(fits or ((optional or off) and value is None), name, value, allowed)
