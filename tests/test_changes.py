@@ -130,3 +130,38 @@ def test_labels_that_were_not_sampled_are_still_missed():
     cross_entropy(model(torch.randn(5, 3)), torch.randint(4, (5,))).backward()
     with pytest.raises(natgrad.NatgradError, match="backward"):
         preconditioner.step()
+
+
+def train_a_step(model, preconditioner, step):
+    x = torch.randn(9, 4, generator=torch.Generator().manual_seed(step)).double()
+    model.zero_grad()
+    model(x).square().mean().backward()
+    preconditioner.step()
+
+
+@pytest.mark.parametrize("curvature", [natgrad.KFAC(), natgrad.EKFAC(), natgrad.RankOne()])
+def test_the_state_between_a_change_and_the_next_step_is_that_of_the_model_as_it_is(curvature):
+    """It is complete for the model as it is now, keeps what still fits, and asking for it changes nothing."""
+    model, asked = chain(4, 6, 5), None
+    others = chain(4, 6, 5)
+    one, other = (natgrad.Preconditioner(each, curvature, damping=0.1) for each in (model, others))
+    for step in range(6):
+        for each in (model, others):
+            each[2].requires_grad_(step not in (2, 3))
+        before, asked = asked, one.state_dict()
+        keys = {"0.weight"} if step in (2, 3) else {"0.weight", "2.weight"}
+        assert set(asked["blocks"]) == keys
+        if step == 2:
+            for name, tensor in asked["blocks"]["0.weight"].items():
+                assert tensor.any()
+                assert name in before["blocks"]["0.weight"]
+        if step == 4:
+            assert not any(tensor.any() for tensor in asked["blocks"]["2.weight"].values())
+        natgrad.Preconditioner(model, curvature, damping=0.1).load_state_dict(asked)
+        for each, preconditioner in ((model, one), (others, other)):
+            train_a_step(each, preconditioner, step)
+        assert all(
+            torch.equal(p.grad, q.grad)
+            for p, q in zip(model.parameters(), others.parameters(), strict=True)
+            if p.requires_grad
+        )

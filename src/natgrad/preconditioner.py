@@ -286,8 +286,7 @@ class Preconditioner(Engine):
         Skipped factors and failed decompositions are of layers that this rank keeps, "fallbacks/..." of all.
         With SNGD and HyLo there are the "epoch", the "rows" in use, and whether "kid" has chosen them.
         """
-        progress = self._progress
-        seconds = {**progress.seconds, "capture": self._capture.seconds}
+        progress, capture = self._progress, {"capture": self._capture.seconds}
         return {
             "step": progress.step,
             **self._damping.metrics(progress.damping),
@@ -296,7 +295,7 @@ class Preconditioner(Engine):
             **self._watch.metrics(),
             **self._epochs.metrics(row_stacks(self._stacks)),
             "plain_layers": len(self._inspection.reasons),
-            **{f"seconds/{phase}": spent for phase, spent in seconds.items()},
+            **{f"seconds/{phase}": spent for phase, spent in (progress.seconds | capture).items()},
         }
 
     def traffic(self) -> dict[str, int]:
@@ -350,8 +349,8 @@ class Preconditioner(Engine):
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return a copy of the state, on the host and keyed by the qualified names of parameters.
 
-        Training may go on while it is written (``dcp.async_save``), and a load into it that breaks off, of a truncated
-        file say, leaves the preconditioner as it was.
+        It is that of the model as it is now. Training may go on while it is written (``dcp.async_save``), and a load
+        into it that breaks off, of a truncated file say, leaves the preconditioner as it was.
 
         Under "background" a training resumes bit by bit unless a renewal is under way, which a state without `gather`
         leaves out: the first step after a load begins it anew, on all ranks alike. So it is with sums under way in a
@@ -367,7 +366,8 @@ class Preconditioner(Engine):
         self._background.fold(self._watch, alone=not gather)
         if gather:
             self._end_renewal()
-        blocks, counted = states.snapshot(states.blocks(self._stacks)), self._watch.state_dict()
+        blocks = states.snapshot(states.blocks(self._structure.ahead().stacks))  # of the model as it is now
+        counted = self._watch.state_dict()
         if gather and self._exchanges:
             blocks, counted = states.union(blocks, counted, self._runtime)
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from zlib import crc32
 
@@ -114,15 +115,34 @@ class Structure:
         Raises:
             NatgradError: if the model was sharded meanwhile.
         """
-        if reshard(self._root) and not self._sharded:
-            raise NatgradError("the model was sharded after its Preconditioner was built: call fully_shard before")
-        if self.coverage.signature() == self._signature:
+        if not self._changed():
             return False
         before()
+        self._build_anew()
+        return True
+
+    def ahead(self) -> Structure:
+        """Return what `follow` would make of this one, which stays as it is; nothing is sent.
+
+        Raises:
+            NatgradError: as `follow`.
+        """
+        if not self._changed():
+            return self
+        twin = copy(self)
+        twin._seated = dict(self._seated)
+        twin._build_anew()
+        return twin
+
+    def _changed(self) -> bool:
+        if reshard(self._root) and not self._sharded:
+            raise NatgradError("the model was sharded after its Preconditioner was built: call fully_shard before")
+        return self.coverage.signature() != self._signature
+
+    def _build_anew(self) -> None:
         known = states.blocks(self.stacks)
         self._build()
         states.restore(states.fitting(known, self.stacks), self.stacks)
-        return True
 
     @property
     def _accelerated(self) -> bool:

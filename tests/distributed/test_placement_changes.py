@@ -331,3 +331,29 @@ def test_verification(ranks, placement, job, count):
 def test_verification_finds_what_is_wrong(ranks, placement):
     results = ranks.run(2, verify, Job(options={"placement": placement}), True)
     assert all(worst > 0.01 for worst, _ in results)
+
+
+def save_alone_after_a_change(placement):
+    """Rank 0 alone asks for the state between a change of the model and the next step: nothing is sent."""
+    scene = Scene(placement)
+    for step in range(4):
+        scene.step(step)
+    scene.model.head.requires_grad_(False)
+    before = scene.preconditioner.traffic()
+    blocks = scene.preconditioner.state_dict()["blocks"] if place()[0] == 0 else {}
+    assert not any("head" in key for key in blocks)
+    assert scene.preconditioner.traffic() == before
+    dist.barrier()
+    for step in range(4, 7):
+        scene.step(step)
+    whole = scene.preconditioner.state_dict(gather=True)["blocks"]
+    scene.model.head.requires_grad_(True)
+    again = scene.preconditioner.state_dict(gather=True)["blocks"]
+    return set(whole), set(again) - set(whole)
+
+
+@pytest.mark.parametrize("placement", [*PLACEMENTS, "pipelined", "background"])
+def test_one_rank_may_save_between_a_change_and_the_next_step(ranks, placement):
+    for whole, thawed in ranks.run(2, save_alone_after_a_change, placement, limit=30):
+        assert len(whole) == 4
+        assert {key.partition(".")[0] for key in thawed} == {"head"}
