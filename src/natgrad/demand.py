@@ -6,10 +6,10 @@ from math import prod
 
 import torch
 
-from natgrad.curvature import Curvature, Spec
+from natgrad.curvature import Curvature, RowCurvature, Spec
 from natgrad.kept import packed_shape, spec_dtype
 from natgrad.layers import Layer
-from natgrad.placement import Work, narrower
+from natgrad.placement import Rows, Work, narrower
 from natgrad.precision import Precision, at_least_float32
 
 
@@ -29,6 +29,7 @@ def work(layer: Layer, curvature: Curvature, precision: Precision) -> Work:
         everywhere=frozenset(part.name for part in parts if part.everywhere),
         sums=n * sum(prod(packed_shape(spec)) for spec in statistics),
         results={part.name: n * sum(prod(packed_shape(spec)) for spec in part.writes) for part in parts},
+        rows=_rows(curvature, n * sum(sizes)),
         gradients=n * prod(sizes),
         blocks=n,
         solve=n * prod(sizes) * sum(_products(spec) for spec in written),
@@ -38,6 +39,12 @@ def work(layer: Layer, curvature: Curvature, precision: Precision) -> Work:
         wire=narrower(precision.wire, at_least_float32(factors)).itemsize,
         alone=layer.form != "one-hot",
     )
+
+
+def _rows(curvature: Curvature, width: int) -> Rows | None:
+    if not isinstance(curvature, RowCurvature):
+        return None
+    return Rows(width=width, share=curvature.share, linked=curvature.linked)
 
 
 def _products(spec: Spec) -> float:

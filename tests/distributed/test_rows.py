@@ -203,6 +203,51 @@ def test_traffic_is_that_of_the_papers_formula(ranks, method, count):
     assert sent["counters"] == 2 * 8 * counters
 
 
+def foretell(curvature, ragged, placement):
+    """Return the bytes of three steps, with renewals at two, and those that the plan foretells."""
+    rank, count = place()
+    model = network()
+    wrapped = DistributedDataParallel(model) if count > 1 and not ragged else model
+    preconditioner = natgrad.Preconditioner(
+        wrapped,
+        mixed() if curvature is None else curvature_of(curvature),
+        damping=DAMPING,
+        gradients="reduce" if ragged else "averaged",
+        refresh=natgrad.Refresh(factors=1, inverses=2),
+        placement=placement,
+    )
+    for step in range(3):
+        x, y = (tensor.split(SPLITS[count, ragged])[rank] for tensor in batch(step))
+        model.zero_grad()
+        cross_entropy(wrapped(x), y).backward()
+        preconditioner.step()
+    plan, foretold = preconditioner.plan, {}
+    # Once in a training, of factors and of inverses: whether there are any.
+    foretold["counters"] = 2 * (count - 1) * (4 + 4) if plan.columns > 1 else 0
+    for moment, kinds in plan.traffic(SPLITS[count, True] if ragged else 12).items():
+        for kind, elements in kinds.items():
+            times = {"factors": 3, "inverses": 2, "step": 3}[moment]
+            foretold[kind] = foretold.get(kind, 0) + times * elements * 8
+    return preconditioner.traffic(), foretold
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize(
+    "curvature", ["sngd", "kid", "kis", "switch", "mixed", "sngd ragged", "mixed ragged", "kid dp"]
+)
+def test_the_plan_foretells_what_is_sent(ranks, curvature, count):
+    name, _, how = curvature.partition(" ")
+    options = {"sngd": EXACT["sngd"], "switch": {"rank": 0.25}, "mixed": None}
+    options = options.get(name, {"rank": 0.5, "method": name})
+    results = ranks.run(count, foretell, options, how == "ragged", "dp" if how == "dp" else "comm-opt")
+    sent = {kind: sum(traffic.get(kind, 0) for traffic, _ in results) for _, told in results for kind in told}
+    reduced = ("gradients", "counters") if how == "ragged" else ()  # the gradients' own, which natgrad reduces
+    for _, foretold in results:
+        assert {kind: sent[kind] for kind in sent if kind not in reduced} == {
+            kind: elements for kind, elements in foretold.items() if kind not in reduced
+        }
+
+
 @pytest.mark.parametrize(("wire", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01)])
 def test_narrow_wires(ranks, wire, tolerance):
     results = ranks.run(2, take, EXACT["sngd"], False, 1, "mean", 1, 1, {"precision": natgrad.Precision(wire=wire)})

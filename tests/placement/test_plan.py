@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from natgrad.placement import Link, Placement, Seat, Work, make_plan, resolve
+from natgrad.placement import Link, Placement, Rows, Seat, Work, make_plan, resolve
 from natgrad.placement.options import NAMES
 from tests.placement.layers import kfac, models, placements, ranks, resnet50
 
@@ -279,6 +279,29 @@ def test_volumes_of_resnet50(P):
             (n - 1) * bases,
             (P - n) * N_g,
         )
+
+
+def test_rows_are_those_of_the_batch():
+    """SPEC 4: (P - 1) r (i + o), and with links (P - 1) r² / P, then (P - 1) r² for each block."""
+    selected = Rows(width=30, share=lambda samples, most, ranks: min(most, int(samples) // 2 // ranks), linked=True)
+    works = {"rows": Work(parts={"M": 1.0}, rows=selected, blocks=2), "sums": kfac(3, 4)}
+    plan, without = (make_plan(resolve("comm-opt"), {key: works[key] for key in keys}, 4) for keys in (works, ["sums"]))
+    r, told, plain = 16, plan.traffic(samples=32), without.traffic()
+    assert told["factors"] == plain["factors"]
+    assert told["inverses"]["rows"] == 3 * r * 30 + 2 * 3 * r * r // 4
+    assert told["inverses"]["inverses"] == plain["inverses"]["inverses"] + 2 * 3 * r * r
+    assert plan.traffic(samples=[8, 8, 8, 8]) == told
+    assert plan.traffic(samples=[29, 1, 1, 1]) == told  # the others fill up with zeros
+    unknown = {kind: elements for kind, elements in told["inverses"].items() if kind != "rows"}
+    assert plan.traffic()["inverses"] == unknown | {"inverses": plain["inverses"]["inverses"]}
+    assert "rows" in str(plan)
+    assert "rows" not in str(without)
+
+
+@pytest.mark.parametrize("samples", [0, -1, 2.0, True, "2", [1, 2, 3], [1, -1], [0, 0]])
+def test_samples_that_are_none(samples):
+    with pytest.raises(ValueError, match=r"samples=.* is not allowed: samples must be None, a whole number"):
+        make_plan(resolve("comm-opt"), {"layer": kfac(3, 4)}, 2).traffic(samples)
 
 
 def test_tables_under_dp_travel_as_in_reduce_scatter():

@@ -36,11 +36,13 @@ class RowCurvature(Curvature):
 
     Attributes:
         switches: Whether the choice of rows hangs on the epochs of the training.
+        linked: Whether a selection may have a Y.
     """
 
     rows = True
     pools = True
     switches: bool = False
+    linked: bool = False
 
     def __init__(self, *, fisher: Literal["empirical", "sampled"], likelihood: str | Likelihood | None) -> None:
         """Check what is common."""
@@ -220,7 +222,7 @@ class HyLo(RowCurvature):
         require(method in ("switch", "kid", "kis"), "method", method, "'switch', 'kid' or 'kis'")
         super().__init__(fisher=fisher, likelihood=likelihood)
         self.rank, self.threshold, self.method = rank, float(threshold), method
-        self.switches = method == "switch"
+        self.switches, self.linked = method == "switch", method != "kis"
 
     def __repr__(self) -> str:
         """Show the variant."""

@@ -4,7 +4,7 @@ from natgrad.placement.choice import make_plan, step_seconds
 from natgrad.placement.cost import Cycle, Link
 from natgrad.placement.fusion import arrival, cut, fuse, groups
 from natgrad.placement.options import Placement, resolve
-from natgrad.placement.plan import Plan, Seat, Work
+from natgrad.placement.plan import Plan, Rows, Seat, Work
 from natgrad.placement.runtime import Posted, Runtime, flatten, joined, unflatten
 from natgrad.placement.wire import Layout, narrower
 
@@ -15,6 +15,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Posted",
+    "Rows",
     "Runtime",
     "Seat",
     "Work",

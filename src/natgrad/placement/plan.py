@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic, Literal, TypeVar
 
 from rich.table import Table
 
+from natgrad.errors import require
 from natgrad.placement.options import Placement
 from natgrad.placement.table import render
 from natgrad.printed import Printed
 
 Key = TypeVar("Key", bound=Hashable)
 Moment = Literal["factors", "inverses", "step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What a layer asks for of which rows of samples travel, as many as the batch decides.
+
+    Attributes:
+        width: Elements of a sample's rows, of inputs and of output gradients, in all blocks.
+        share: How many samples each rank selects: a function of those of all ranks, the most of any, and the ranks.
+        linked: Whether a selection may bring along what links it to the rows left out (HyLo's Y).
+    """
+
+    width: int
+    share: Callable[[float, int, int], int]
+    linked: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +44,7 @@ class Work:
         replayed: Elements of what a second pass over the batch shows.
         everywhere: Those parts that every worker does for itself.
         results: Elements of what each part makes, as they travel.
+        rows: Where rows travel in place of sums.
         gradients: Elements of its gradient.
         blocks: How many blocks it has, each of which succeeds or fails by itself.
         solve: The work of preconditioning its gradient, in multiply-adds of matrix products.
@@ -45,6 +62,7 @@ class Work:
     replayed: int = 0
     everywhere: frozenset[str] = frozenset()
     results: Mapping[str, int] = field(default_factory=dict)
+    rows: Rows | None = None
     gradients: int = 0
     blocks: int = 1
     solve: float = 0.0
@@ -146,7 +164,7 @@ class Plan(Printed, Generic[Key]):
         """Tell whether the samples of `rank` count in the sums of a layer."""
         return self.seats[key].sums != "alone" or self.works(key, rank)
 
-    def traffic(self) -> dict[Moment, dict[str, int]]:
+    def traffic(self, samples: int | Sequence[int] | None = None) -> dict[Moment, dict[str, int]]:
         """Return the elements that all ranks together send, by kind of message.
 
         They are those of SPEC 5 with symmetric matrices as triangles, an all-reduce of n elements as 2 (P - 1) n, one
@@ -154,7 +172,16 @@ class Plan(Printed, Generic[Key]):
         "step" every step; counters ride along, and a refresh of the factors has the "replay" of a second pass follow.
         Beside them, once in a training, a count or two find out whether there is curvature and whether tables serve as
         heads. Gradients that the model's wrapper averages are not counted.
+
+        Args:
+            samples: Those of a batch, over all ranks and evenly so, or those of each rank. They decide how many "rows"
+                are sent, and how large what is made of them; None: these are left out. HyLo that switches counts as in
+                a critical epoch, in which it sends more.
+
+        Raises:
+            ValueError: if `samples` is none of those.
         """
+        local = self._local(samples)
         P, n = self.ranks, self.ranks // self.columns
         copies = {"all": 2 * (P - 1), "worker": P - 1, "alone": 0}
         factors = {"factors": 0, "counters": 0}
@@ -162,6 +189,10 @@ class Plan(Printed, Generic[Key]):
         step = {"gradients": 0, "counters": 0}
         for key, seat in self.seats.items():
             layer, sent = self.layers[key], copies[seat.sums]
+            if layer.rows is not None:
+                for kind, elements in self._rows_sent(layer, layer.rows, local).items():
+                    inverses[kind] = inverses.get(kind, 0) + elements
+                sent = 0
             factors["factors"] += sent * layer.sums
             factors["counters"] += sent * 2  # samples and rows
             if layer.replayed:
@@ -174,6 +205,27 @@ class Plan(Printed, Generic[Key]):
             step["gradients"] += (P - n) * layer.gradients
             step["counters"] += (P - n) * (layer.blocks + 2)  # ⟨V, W⟩; what has served it, and trouble
         return {"factors": factors, "inverses": inverses, "step": step}
+
+    def _local(self, samples: int | Sequence[int] | None) -> Sequence[int]:
+        """Return how many samples each rank has; nothing where that is not told."""
+        if samples is None:
+            return ()
+        P, own = self.ranks, samples
+        if isinstance(own, int) and not isinstance(own, bool):
+            own = [own // P + (rank < own % P) for rank in range(P)]
+        fits = isinstance(own, Sequence) and len(own) == P and all(isinstance(one, int) and one >= 0 for one in own)
+        allowed = f"None, a whole number >= 1, or one of each of the {P} ranks"
+        require(fits and sum(own) > 0, "samples", samples, allowed)  # type: ignore[arg-type]
+        return own  # type: ignore[return-value]
+
+    def _rows_sent(self, layer: Work, rows: Rows, local: Sequence[int]) -> dict[str, int]:
+        """Return what a renewal of rows sends: nothing where a layer's one worker goes by its own (SPEC 4)."""
+        P, copies = self.ranks, self.ranks - 1 if self.columns == 1 else 0
+        counters = copies * P * (2 + layer.blocks)  # of each rank its rows and samples, and whether blocks are finite
+        share = rows.share(float(sum(local)), max(local, default=0), P)
+        links = layer.blocks * share * share if rows.linked else 0
+        sent = {"rows": copies * P * (share * rows.width + links)} if local else {}
+        return {**sent, "inverses": copies * layer.blocks * (P * share) ** 2, "counters": counters}
 
     def held(self, rank: int) -> int:
         """Return the bytes of running averages and of what renewals have made that `rank` keeps."""

@@ -82,6 +82,8 @@ def _messages(plan: Plan[Any]) -> Table:
         sent = [own.get(kind, 0) for own in traffic.values()]
         if kind != "replay" or any(sent):
             table.add_row(kind, *(f"{elements:,}" if elements else "" for elements in sent))
+    if plan.columns == 1 and any(layer.rows for layer in plan.layers.values()):
+        table.caption = "and rows: plan.traffic(samples=...)"
     return table
 
 
