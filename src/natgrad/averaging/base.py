@@ -70,8 +70,8 @@ class Averager(ABC):
         self._budget, self._closed, self._averaged = message_bytes, False, False
         self.agree("model", self._digest())
         self._parameters, self._buffers = self.exchange("parameters"), self.exchange("buffers")
-        self._parameters.broadcast_(list(self._root.parameters()))
-        self.exchange("buffers").broadcast_([buffer for buffers in self.buffers() for buffer in buffers])
+        self.exchange("start").broadcast_(list(self._root.parameters()))
+        self.exchange("start").broadcast_([buffer for buffers in self.buffers() for buffer in buffers])
 
     # --- Around a step ------------------------------------------------------------------------------------------
 
@@ -175,6 +175,7 @@ class Averager(ABC):
         self._check_open()
         self._settle()
         self._parameters.mean_(0, self.parameters())
+        self._parameters.release()
         floats, others = self.buffers()
         self._buffers.mean_inside_(floats)
         self._buffers.mean_(0, floats)

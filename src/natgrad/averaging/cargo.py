@@ -119,22 +119,28 @@ class Anchored:
     """
 
     def __init__(
-        self, make: Callable[[], Exchange], tensors: Callable[[], Sequence[Tensor]], wire: torch.dtype | None
+        self,
+        exchange: Exchange,
+        differences: Exchange,
+        tensors: Callable[[], Sequence[Tensor]],
+        wire: torch.dtype | None,
     ) -> None:
         """Take no memory yet.
 
         Args:
-            make: Makes an exchange.
+            exchange: Exchanges the tensors, where there is no anchor.
+            differences: Exchanges the differences.
             tensors: Returns the tensors.
             wire: The dtype of the differences on the wire; None: the tensors themselves travel as they are.
         """
-        self._exchange, self._differences = make(), make()
+        self._exchange, self._differences = exchange, differences
         self._tensors, self._wire = tensors, wire
         self._anchor: list[Tensor] = []
 
     def drop(self) -> None:
         """Give up the memory of the anchor, where ranks go their own ways."""
         self._anchor = []
+        self._differences.release()
 
     def anchor(self) -> None:
         """Take the tensors of now, which are equal on all ranks, for the anchor."""

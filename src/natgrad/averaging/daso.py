@@ -5,7 +5,7 @@ Coquelin et al. 2021, "Accelerating neural network training with distributed asy
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from natgrad.averaging.base import Averager
 from natgrad.averaging.cargo import Anchored, Cargo
 from natgrad.averaging.factors import Factors, check_owners, replicated
-from natgrad.averaging.finite import Finite
+from natgrad.averaging.finite import Finite, Witnessed
 from natgrad.averaging.losses import MeanLoss
 from natgrad.averaging.merge import Merge
 from natgrad.averaging.momentum import Momentum, momenta, reset
@@ -117,13 +117,14 @@ class DASO(Averager):
         self.agree("options", repr(given))
         self._steps_per_epoch, self._momentum = steps_per_epoch, momentum
         self._epoch = self._batches = self._turn = self._merges = 0
-        self._losses, self._finite = MeanLoss(), Finite()
+        self._losses, self._finite = MeanLoss(), Finite(self.grid.inside if self._sharded else None)
         self._equal = True
         """Whether all ranks have the same parameters, so that an anchor may be taken."""
-        self._cargo = [Cargo("parameters", self._parameters, self.parameters, merge)]
+        self._witnessed = Witnessed("parameters", self.exchange("parameters"), self.parameters, merge)
+        self._cargo: list[Cargo] = [self._witnessed]
         if momentum == "average":
             self._cargo.append(Cargo("momenta", self.exchange("momenta"), self._momenta))
-        self._anchored = Anchored(lambda: self.exchange("parameters"), self._averaged_tensors, wire)
+        self._anchored = Anchored(self._parameters, self.exchange("parameters"), self._averaged_tensors, wire)
         self._factors: list[Cargo] = []
         if preconditioner is not None:
             self._factors.append(self._take(preconditioner))
@@ -308,18 +309,18 @@ class DASO(Averager):
         self._turn += 1
         if not self._cycle.wait:
             self._equal = True
-            self._after_merge()
+            self._after_merge(self.parameters())
 
     def _merge(self, waited: int) -> None:
         for cargo in (*self._cargo, *self._factors):
             cargo.settle(waited)
-        self._after_merge()
+        self._after_merge([] if self._witnessed.witness is None else [self._witnessed.witness])
 
-    def _after_merge(self) -> None:
+    def _after_merge(self, arrived: Sequence[Tensor]) -> None:
         self._merges += 1
         if self._momentum == "reset":
             reset(self.optimizer, self.parameters())
-        self._finite.look(self.parameters())
+        self._finite.look(arrived)
 
     def _settle(self) -> None:
         for cargo in (*self._cargo, *self._factors):

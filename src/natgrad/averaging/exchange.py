@@ -65,8 +65,12 @@ class Exchange:
         """Return how some tensors are packed; the same object while they lie as they did."""
         if not self._packing.fits(tensors):
             self._packing = Packing(tensors, self._budget)
-            self._sent, self._summed = [], []
+            self.release()
         return self._packing
+
+    def release(self) -> None:
+        """Give up its memory, where it is not needed soon."""
+        self._sent, self._summed = [], []
 
     def on_duty(self, turn: int) -> bool:
         """Tell whether this rank talks to other nodes in a turn."""

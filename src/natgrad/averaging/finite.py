@@ -1,35 +1,93 @@
-"""Numbers that are not finite, found without waiting for the device."""
+"""Numbers that are not finite, found without waiting for the device, on all ranks in the same step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from natgrad.averaging.cargo import Cargo
+from natgrad.averaging.exchange import Exchange
+from natgrad.averaging.merge import Merge
 from natgrad.averaging.vector import local
 from natgrad.errors import AveragingError
+from natgrad.placement import Runtime
+
+
+class Witnessed(Cargo):
+    """Parameters, and a zero that travels with them: where some node's were not finite it arrives as NaN, on all ranks.
+
+    What a node has itself, in which it may be alone, does not show in it: ranks that raised alone would leave the
+    others waiting.
+
+    Attributes:
+        witness: The zero, or NaN, that has arrived last.
+    """
+
+    def __init__(
+        self, name: str, exchange: Exchange, tensors: Callable[[], Sequence[Tensor]], merge: Merge = "paper"
+    ) -> None:
+        """As `Cargo`."""
+        super().__init__(name, exchange, self._with_witness, merge)
+        self._own = tensors
+        self.witness: Tensor | None = None
+
+    def send(self, turn: int) -> None:
+        """Begin to average a copy; as `Cargo.send`."""
+        norm = largest(self._own())
+        self.witness = None if norm is None else norm * 0
+        super().send(turn)
+
+    def settle(self, waited: int | None) -> None:
+        """Join what has arrived; as `Cargo.settle`."""
+        self.witness = None
+        super().settle(waited)
+
+    def _with_witness(self) -> list[Tensor]:
+        own = list(self._own())
+        if self.witness is None and own:
+            self.witness = local(own[0]).new_zeros(())
+        return own if self.witness is None else [*own, self.witness.to(own[0].dtype)]
+
+
+def largest(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the largest absolute value of all elements, in the dtype and on the device of the first; None: no element.
+
+    NaN is the largest of all.
+    """
+    held = [local(tensor) for tensor in tensors if local(tensor).numel()]
+    if not held:
+        return None
+    return torch.stack([norm.to(held[0]) for norm in torch._foreach_norm(held, float("inf"))]).amax()
 
 
 class Finite:
     """Looks at tensors, and raises if they are not finite: on the host at once, else at the next look."""
 
-    def __init__(self) -> None:
-        """Have seen nothing."""
+    def __init__(self, inside: Runtime | None) -> None:
+        """Have seen nothing.
+
+        Args:
+            inside: The ranks of the node, where each holds other shards: they have to agree.
+        """
+        self._inside = inside
         self._flag: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
     def look(self, tensors: Sequence[Tensor]) -> None:
-        """Look at `tensors`, which have just arrived from the other nodes and are the same on all ranks of a node.
+        """Look at `tensors`, which are the same on all ranks of all nodes.
 
         Raises:
             AveragingError: if they hold NaN or infinity, or on a device those of the last look did.
         """
-        held = [local(tensor) for tensor in tensors if local(tensor).numel()]
-        if not held:
+        norm = largest(tensors)
+        if norm is None:
             return
-        norms = torch._foreach_norm(held, float("inf"))
-        flag = torch.stack([norm.to(held[0].device, torch.float32) for norm in norms]).isfinite().all()
+        if self._inside is not None:
+            norm = norm.reshape(1)
+            self._inside.sum_(norm, {"counters": 1})
+        flag = norm.isfinite().all()
         if flag.is_cuda:
             self.check()
             self._flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)

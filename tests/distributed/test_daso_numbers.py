@@ -1,0 +1,340 @@
+"""What DASO does beside the paper: 16 bits on the wire, loss scaling, clipping, momenta, curvature, phases."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import natgrad
+from natgrad.averaging import Nodes
+from tests.distributed.daso_jobs import Run, Training, batch, identical, largest, train
+
+# --- 16 bits on the wire ----------------------------------------------------------------------------------------
+
+
+def small_steps(wire):
+    """Ten blocking steps with updates of 1e-4 of parameters around 1, of which bfloat16 holds 8 bits."""
+    model = nn.Linear(300, 1, bias=False)
+    nn.init.ones_(model.weight)
+    daso = natgrad.DASO(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-4),
+        nodes=Nodes((2, 2)),
+        epochs=2,
+        steps_per_epoch=20,
+        warmup_epochs=2,
+        cooldown_epochs=0,
+        wire=wire,
+    )
+    for _ in range(10):
+        model.weight.grad = torch.full_like(model.weight, 0.7 + 0.1 * dist.get_rank())
+        daso.step()
+    traffic = daso.traffic()
+    daso.detach()
+    return model.weight.detach(), traffic["between/parameters"], traffic["between"]
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16, None])
+def test_small_steps_are_not_lost_in_16_bits(ranks, wire):
+    everyone = ranks.run(4, small_steps, wire)
+    expected = 1 - 10 * 1e-4 * 0.85
+    assert float((everyone[0][0] - expected).abs().max()) < (3e-6 if wire else 1e-7)
+    assert all(torch.equal(weights, everyone[0][0]) for weights, *_ in everyone)
+
+
+def test_16_bits_halve_what_travels_between_nodes(ranks):
+    narrow, wide = (sum(sent for _, sent, _ in ranks.run(4, small_steps, wire)) for wire in (torch.bfloat16, None))
+    assert wide == 10 * 2 * 300 * 4  # ten all-reduces over two ranks, each of which sends its 300 elements
+    assert narrow == wide / 2
+
+
+# --- What travels -----------------------------------------------------------------------------------------------
+
+
+def frozen():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    daso = natgrad.DASO(model, torch.optim.SGD(model[1].parameters(), lr=0.1), nodes=Nodes((2, 2)), batches_between=1)
+    for step in range(4):
+        x, y = batch(step, dist.get_rank())
+        mse_loss(model(x), y).backward()
+        daso.step()
+        model.zero_grad()
+    daso.detach()
+    assert torch.equal(model[0].weight, before)
+    return daso.traffic()
+
+
+def test_frozen_parameters_never_travel(ranks):
+    everyone = ranks.run(4, frozen)
+    message = (10 + 1) * 8  # the last layer, and the witness
+    assert [sent["between/parameters"] for sent in everyone] == [2 * message] * 4  # sent four times, two turns each
+    # Merged as often, the last time by detach(): who was on duty tells the other rank of its node.
+    assert [sent["inside/parameters"] for sent in everyone] == [2 * message] * 4
+
+
+# --- Loss scaling, clipping -------------------------------------------------------------------------------------
+
+
+def scaled(wrapped):
+    """In the second step one rank's gradient overflows."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    daso = natgrad.DASO(model, optimizer, nodes=Nodes((2, 2)), batches_between=8, scaler=scaler, steps_per_epoch=4)
+    scales, moved = [], []
+    for step in range(4):
+        x, y = batch(step, dist.get_rank(), torch.float32)
+        optimizer.zero_grad()
+        loss = mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        if step == 1 and dist.get_rank() == 1:
+            model.weight.grad[0, 0] = math.inf
+        if wrapped:
+            daso.unscale_()
+        before = model.weight.detach().clone()
+        daso.step(loss)
+        moved.append(not torch.equal(before, model.weight))
+        scales.append(scaler.get_scale())
+    daso.detach()
+    return scales, moved, model.weight.detach()
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_node_skips_a_step_as_one(ranks, unscaled):
+    everyone = ranks.run(4, scaled, unscaled)
+    assert [scales for scales, *_ in everyone[:2]] == [[1024.0, 512.0, 512.0, 512.0]] * 2
+    assert [scales for scales, *_ in everyone[2:]] == [[1024.0, 1024.0, 1024.0, 512.0]] * 2  # agreed at the end
+    assert [moved for _, moved, _ in everyone] == [[True, False, True, True]] * 2 + [[True] * 4] * 2
+    assert all(torch.equal(weights, everyone[0][2]) for *_, weights in everyone)
+
+
+def clipped(wrapper):
+    training = Training(Run(wrapper=wrapper, momentum=0.0, lr=1.0))
+    x, y = batch(0, dist.get_rank())
+    mse_loss(training.model(x), y).backward()
+    norm = training.daso.clip_grad_norm_(0.01)
+    before = training.parameters()
+    training.daso.step()
+    moved = torch.cat([(a - b).flatten() for a, b in zip(training.parameters(), before, strict=True)]).norm()
+    training.daso.detach()
+    return float(norm), float(moved)
+
+
+def test_the_average_is_clipped(ranks):
+    plain, sharded = ranks.run(4, clipped, "none"), ranks.run(4, clipped, "fsdp")
+    assert plain == [pytest.approx(own, rel=1e-12) for own in sharded]
+    assert plain[0] == plain[1]
+    assert plain[2] == plain[3]
+    assert plain[0][0] != plain[2][0]  # each node's own
+    assert [moved for _, moved in plain] == pytest.approx([0.01] * 4, rel=1e-4)
+
+
+# --- Momenta ----------------------------------------------------------------------------------------------------
+
+
+def momenta_after(policy, optimizer):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).double()
+    made = getattr(torch.optim, optimizer)(
+        model.parameters(), lr=0.01, **({"momentum": 0.9} if optimizer == "SGD" else {})
+    )
+    daso = natgrad.DASO(model, made, nodes=Nodes((1, 1)), batches_between=2, steps_per_epoch=5, momentum=policy)
+    sizes = []
+    for step in range(5):
+        x, y = batch(step, dist.get_rank())
+        mse_loss(model(x), y).backward()
+        daso.step()
+        made.zero_grad()
+        sizes.append(len(made.state))
+    found = [value for state in made.state.values() for value in state.values() if value is not None]
+    daso.detach()
+    return sizes, found
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_momenta(ranks, optimizer):
+    (sizes, kept), (_, others) = ranks.run(2, momenta_after, "keep", optimizer)
+    assert sizes == [2] * 5
+    assert not identical(kept, others)
+    (_, averaged), (_, others) = ranks.run(2, momenta_after, "average", optimizer)
+    assert identical(averaged, others)
+    (sizes, nothing), _ = ranks.run(2, momenta_after, "reset", optimizer)
+    assert sizes == [2, 2, 0, 2, 0]  # merged after the third, and the epoch's end
+    assert not nothing
+
+
+# --- Curvature --------------------------------------------------------------------------------------------------
+
+
+def curvature(run, steps):
+    """This rank's averages and weights after some steps."""
+    training = Training(run)
+    for _ in range(steps):
+        training.step()
+    blocks = training.preconditioner.state_dict(gather=True)["blocks"]
+    training.daso.detach()
+    return {
+        f"{key}/{name}": value
+        for key, own in blocks.items()
+        for name, value in own.items()
+        if name in {"A", "G", "weight"}
+    }
+
+
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
+def test_factors_are_averaged_over_nodes(ranks, placement):
+    """After three steps, each node's own; after the fourth, the last of the epoch, the mean over the nodes."""
+    given = {"refresh": natgrad.Refresh(factors=1, inverses=2), "placement": placement}
+    run = Run(steps=4, epochs=1, options={"batches_between": 8}, curvature=given)
+    alone = Run(steps=9, epochs=1, options={"batches_between": 8}, curvature=given)
+    ours = ranks.run(4, curvature, run, 4)
+    theirs = ranks.run(4, curvature, alone, 4)
+    assert not all(torch.equal(theirs[0][name], theirs[2][name]) for name in theirs[0])
+    for found in ours:
+        assert found.keys() == theirs[0].keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, (theirs[0][name] + theirs[2][name]) / 2, rtol=1e-12, atol=1e-14)
+            assert torch.equal(value, ours[0][name])
+
+
+def test_factors_that_arrive_later(ranks):
+    """Sent after step 2 and merged after step 3, by the paper's rule, of bias corrections too."""
+    given = {"refresh": natgrad.Refresh(factors=1, inverses=2)}
+    run = Run(steps=9, epochs=1, options={"batches_between": 2}, curvature=given)
+    alone = Run(steps=9, epochs=1, options={"batches_between": 8}, curvature=given)
+    sent, now = (ranks.run(4, curvature, alone, steps) for steps in (2, 3))
+    for rank, found in enumerate(ranks.run(4, curvature, run, 3)):
+        for name, value in found.items():
+            expected = (2 * now[rank][name] + sent[0][name] + sent[2][name]) / 4
+            torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("kind", "wrapper"), [("comm-opt", "ddp"), ("mem-opt", "fsdp")])
+def test_natural_gradient_in_the_node(ranks, kind, wrapper):
+    """Wrappers change nothing."""
+    given = {"refresh": natgrad.Refresh(factors=1, inverses=2)}
+    options = {"batches_between": 2, "warmup_epochs": 1, "wire": None}
+    plain = ranks.run(4, train, Run(options=options, curvature=given))
+    other = ranks.run(4, train, Run(options=options, curvature={**given, "placement": kind}, wrapper=wrapper))
+    for step, parameters in enumerate(plain[0]):
+        assert largest(other[0][step], parameters) < 1e-9
+    for found in (plain, other):
+        assert all(identical(own[-1], found[0][-1]) for own in found)
+
+
+def foreign_preconditioner():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer)  # over the world
+    with pytest.raises(ValueError, match="over the ranks of its node"):
+        natgrad.DASO(model, optimizer, nodes=Nodes((1, 1)), preconditioner=preconditioner)
+
+
+def test_a_preconditioner_over_the_world(ranks):
+    ranks.run(2, foreign_preconditioner)
+
+
+# --- Phases -----------------------------------------------------------------------------------------------------
+
+
+def phases(known):
+    """Six epochs of two steps whose loss does not fall; B, S and the phase of each."""
+    model = nn.Linear(1, 1)
+    options = {"steps_per_epoch": 2} if known else {}
+    daso = natgrad.DASO(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        nodes=Nodes((1, 1)),
+        epochs=7,
+        batches_between=4,
+        batches_to_wait=2,
+        patience=1,
+        cooldown_epochs=2,
+        **options,
+    )
+    found = []
+    for _ in range(7):
+        metrics = daso.metrics()
+        found.append((daso.phase, metrics["batches_between"], metrics["batches_to_wait"]))
+        for _ in range(2):
+            daso.step(torch.ones(()))
+        daso.next_epoch()
+    assert daso.metrics()["epoch"] == 7
+    daso.detach()
+    return found
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_phases(ranks, known):
+    for found in ranks.run(2, phases, known):
+        assert [phase for phase, *_ in found] == ["warm-up"] + ["cycling"] * 4 + ["cool-down"] * 2
+        assert [tuple(rest) for _, *rest in found] == [(4, 2), (4, 2), (4, 2), (2, 1), (1, 1), (4, 2), (4, 2)]
+
+
+# --- Arguments --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"batches_between": 0}, "batches_between"),
+        ({"batches_between": 2.5}, "batches_between"),
+        ({"batches_to_wait": 5}, "batches_to_wait"),
+        ({"merge": "mean"}, "merge"),
+        ({"wire": torch.int8}, "wire"),
+        ({"momentum": "drop"}, "momentum"),
+        ({"epochs": 0}, "epochs"),
+        ({"epochs": 2.5}, "epochs"),
+        ({"steps_per_epoch": 0}, "steps_per_epoch"),
+        ({"cooldown_epochs": 1}, "cooldown_epochs"),
+        ({"epochs": 3, "warmup_epochs": 2, "cooldown_epochs": 2}, "at most epochs"),
+        ({"epochs": 3, "warmup_epochs": 0.5}, "warmup_epochs"),
+        ({"patience": 0}, "patience"),
+        ({"threshold": 1.0}, "threshold"),
+        ({"preconditioner": object()}, "preconditioner"),
+        ({"scaler": object()}, "scaler"),
+        ({"mesh": object()}, "mesh"),
+        ({"nodes": (2, 2)}, "nodes"),
+        ({"message_bytes": 1}, "message_bytes"),
+    ],
+)
+def test_wrong_arguments(options, named):
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=named):
+        natgrad.DASO(model, torch.optim.SGD(model.parameters()), **options)
+
+
+def options_that_differ():
+    model = nn.Linear(1, 1)
+    with pytest.raises(natgrad.AveragingError, match=r"differ in options: .* on ranks \[1\]"):
+        natgrad.DASO(
+            model, torch.optim.SGD(model.parameters()), nodes=Nodes((1, 1)), batches_between=4 + dist.get_rank()
+        )
+
+
+def test_options_that_differ(ranks):
+    ranks.run(2, options_that_differ)
+
+
+def test_a_process_alone():
+    """No process group: a plain training."""
+    model, twin = nn.Linear(4, 2), nn.Linear(4, 2)
+    twin.load_state_dict(model.state_dict())
+    daso = natgrad.DASO(model, torch.optim.SGD(model.parameters(), lr=0.1), epochs=3, steps_per_epoch=2)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(6):
+        x, y = batch(step, 0, torch.float32)
+        for one, stepper in ((model, daso), (twin, optimizer)):
+            one.zero_grad()
+            mse_loss(one(x), y).backward()
+            stepper.step()
+        assert identical(list(model.parameters()), list(twin.parameters()))
+    assert daso.traffic()["between"] == 0
+    daso.detach()
