@@ -14,6 +14,10 @@ __version__ = "0.1.0"
 # Whatever needs torch is imported when it is first asked for (PEP 562), so that `natgrad --help` does without. A new
 # name is a line here, and one below, where type checkers and editors look.
 _HOMES = {
+    "HierarchicalSGD": "natgrad.averaging",
+    "PostLocalSGD": "natgrad.averaging",
+    "StreamingDiLoCo": "natgrad.averaging",
+    "DiLoCo": "natgrad.averaging",
     "AveragingError": "natgrad.errors",
     "DASO": "natgrad.averaging",
     "KBFGS": "natgrad.curvature",
@@ -47,7 +51,11 @@ _HOMES = {
 if TYPE_CHECKING:
     from natgrad import damping as damping
     from natgrad.averaging import DASO as DASO
+    from natgrad.averaging import DiLoCo as DiLoCo
+    from natgrad.averaging import HierarchicalSGD as HierarchicalSGD
     from natgrad.averaging import Nodes as Nodes
+    from natgrad.averaging import PostLocalSGD as PostLocalSGD
+    from natgrad.averaging import StreamingDiLoCo as StreamingDiLoCo
     from natgrad.curvature import EKFAC as EKFAC
     from natgrad.curvature import KBFGS as KBFGS
     from natgrad.curvature import KFAC as KFAC

@@ -21,6 +21,16 @@ def check_number(name: str, value: object, allowed: str, *, minimum: float, stri
     require(number and (value > minimum if strict else value >= minimum), name, value, allowed)  # type: ignore[operator]
 
 
+def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Check that `value` is a whole number from `least` to `most`.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= least and (most is None or value <= most)
+    require(fits, name, value, f"a whole number >= {least}" + ("" if most is None else f" and <= {most}"))
+
+
 def check_schedule(name: str, schedule: object, allowed: str, *, minimum: float, strict: bool = False) -> None:
     """Check a schedule as far as one can before a step: a number is checked now, a callable when it is read.
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.arguments import unwrap
+from natgrad.averaging.duty import EXCHANGES, Duty
 from natgrad.averaging.even import even
 from natgrad.averaging.exchange import Exchange
 from natgrad.averaging.gradients import NodeGradients
@@ -30,6 +31,8 @@ class Averager(ABC):
         optimizer: The inner optimizer.
         grid: The nodes.
     """
+
+    _duty: Duty = "rotating"
 
     def __init__(
         self,
@@ -200,7 +203,7 @@ class Averager(ABC):
     def exchange(self, kind: str, *, everyone: bool | None = None) -> Exchange:
         """Return a new exchange of replicated tensors, or of what each rank holds alone; default: as the model is."""
         everyone = self._sharded if everyone is None else everyone
-        return Exchange(self.grid, kind, everyone=everyone, budget=self._budget)
+        return EXCHANGES[self._duty](self.grid, kind, everyone=everyone, budget=self._budget)
 
     def _settle(self) -> None:
         """Have nothing under way before all ranks are made equal."""

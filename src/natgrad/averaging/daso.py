@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from natgrad.averaging.base import Averager
 from natgrad.averaging.cargo import Anchored, Cargo
+from natgrad.averaging.duty import Duty, check_duty
 from natgrad.averaging.factors import Factors, check_owners, replicated
 from natgrad.averaging.finite import Finite, Witnessed
 from natgrad.averaging.losses import MeanLoss
@@ -63,6 +64,7 @@ class DASO(Averager):
         merge: Merge = "paper",
         wire: torch.dtype | None = torch.bfloat16,
         momentum: Momentum = "keep",
+        duty: Duty = "rotating",
         patience: int = 2,
         threshold: float = 1e-2,
         preconditioner: Preconditioner | None = None,
@@ -91,6 +93,9 @@ class DASO(Averager):
             momentum: What becomes of the optimizer's momenta and second moments: "keep": each node has its own;
                 "average": they are averaged wherever parameters are; "reset": after each merge and each epoch the
                 optimizer begins anew.
+            duty: Who talks to other nodes: "rotating": one rank a node, each in its turn; "sharded": all, each for its
+                share of what is averaged, which reaches the others of the node in `drain`, where it is merged, and in
+                `state_dict`: that then is collective in the node.
             patience: After how many epochs without progress of the loss B and S are halved.
             threshold: What counts as progress: a fall of the best loss by this share of itself.
             preconditioner: One over the ranks of the node (``mesh=mesh["local"]``): the running averages of its
@@ -109,11 +114,13 @@ class DASO(Averager):
             wire=wire,
             momentum=momentum,
         )
+        check_duty(duty)
+        self._duty = duty
         self._phases = phases_of(epochs, steps_per_epoch, warmup_epochs, cooldown_epochs)
         self._cycle = Cycle(batches_between, batches_to_wait, Plateau(patience, threshold))
         preconditioner = chosen_preconditioner(optimizer, preconditioner)
         super().__init__(model, optimizer, mesh=mesh, nodes=nodes, scaler=scaler, message_bytes=message_bytes)
-        given = (self._phases, self._cycle, merge, wire, momentum, steps_per_epoch, preconditioner is not None)
+        given = (self._phases, self._cycle, merge, wire, momentum, duty, steps_per_epoch, preconditioner is not None)
         self.agree("options", repr(given))
         self._steps_per_epoch, self._momentum = steps_per_epoch, momentum
         self._epoch = self._batches = self._turn = self._merges = 0

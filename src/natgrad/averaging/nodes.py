@@ -175,6 +175,10 @@ class Grid:
             result |= {f"{name}/{kind}": count for kind, count in sent.items()}
         return result
 
+    def seconds(self) -> dict[str, float]:
+        """Return the host seconds that this rank has spent on messages inside its node and between nodes."""
+        return {"seconds/inside": self.inside.seconds, "seconds/between": self.between.seconds}
+
     def close(self) -> None:
         """Destroy the groups that were made here; those of a mesh stay."""
         while self._made:
