@@ -26,6 +26,20 @@ _CURVATURE_OPTIONS = (
     "kl_clip",
 )
 
+# What a recipe decides by itself.
+_RECIPE_DECIDES = (
+    "optimizer",
+    "option",
+    "schedule",
+    "warmup",
+    "curvature",
+    "curvature_option",
+    "factors",
+    "inverses",
+    "damping",
+    "kl_clip",
+)
+
 _CURVATURE = "Curvature (with --curvature)"
 _RUN = "Run"
 _OUTPUT = "Output"
@@ -34,6 +48,7 @@ _OUTPUT = "Output"
 def train(
     ctx: typer.Context,
     task: Annotated[str | None, typer.Argument(help="One of `natgrad tasks`.", show_default=False)] = None,
+    recipe: Annotated[str, typer.Option(help="large-batch: all of Osawa 2019 at once, for images.")] = "none",
     optimizer: Annotated[str, typer.Option(help="Any optimizer of torch.optim, by name.")] = "adamw",
     option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the optimizer; repeatable.")
@@ -82,22 +97,26 @@ def train(
     if _leads() and (resume or task):  # before the imports, which take seconds
         ranks = f" on {workers} ranks" if workers > 1 else ""
         print(f"resuming {resume}{ranks} ..." if resume else f"starting {task}{ranks} ...", flush=True)
+    from dataclasses import replace
+
     if workers > 1:
         from natgrad.training.warm import start_fork_server
 
         start_fork_server("natgrad.cli")  # so that its imports and ours run side by side
     from natgrad.training.launch import INTERRUPTED, RankError, StoppedError
     from natgrad.training.optimizers import parse
+    from natgrad.training.recipe import passes
     from natgrad.training.run import Output
     from natgrad.training.run import train as run
 
     if resume is not None:
         job, folder = _resumed_job(ctx, resume), resume
     else:
-        _refuse_idle_options(ctx, curvature)
+        _refuse_idle_options(ctx, curvature, recipe)
         values: dict[str, Any] = {
             "task": task,
             "task_options": parse(set_ or (), "--set"),
+            "recipe": recipe,
             "optimizer": optimizer,
             "options": parse(option or ()),
             "learning_rate": lr,
@@ -122,6 +141,8 @@ def train(
             "device": device,
         }
         job = _new_job(values)
+        if recipe != "none" and "accumulate" not in _given(ctx):
+            job = replace(job, accumulate=passes(job))
         folder = out or _default_folder(job)
     output = Output(folder=folder, save_seconds=checkpoint_seconds, show=True)
     try:
@@ -158,6 +179,8 @@ def _resumed_job(ctx: typer.Context, folder: Path) -> Job:
     for name in given:
         require(name in _RESUMABLE, name, ctx.params[name], "left out with --resume: it is read from the folder")
     job = read_job(folder)
+    for name in ("epochs", "steps") if job.recipe != "none" else ():
+        require(name not in given, name, ctx.params[name], f"left out: {job.recipe} is fitted to the length of the run")
     if "epochs" in given or "steps" in given:
         job = replace(job, epochs=ctx.params["epochs"], steps=ctx.params["steps"])
     return replace(job, workers=_ranks(ctx.params["workers"] if "workers" in given else job.workers))
@@ -168,10 +191,14 @@ def _given(ctx: typer.Context) -> list[str]:
     return [name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")]
 
 
-def _refuse_idle_options(ctx: typer.Context, curvature: str) -> None:
-    """Refuse options of the curvature where there is none: whoever gives one believes that there is."""
+def _refuse_idle_options(ctx: typer.Context, curvature: str, recipe: str) -> None:
+    """Refuse options that would change nothing: whoever gives one believes that it does."""
     from natgrad.errors import require
 
+    if recipe != "none":
+        for name in _given(ctx):
+            require(name not in _RECIPE_DECIDES, name, ctx.params[name], f"left out: the recipe {recipe} decides it")
+        return
     idle = [name for name in _given(ctx) if name in _CURVATURE_OPTIONS and curvature == "none"]
     for name in idle:
         require(False, name, ctx.params[name], "given with --curvature")
@@ -193,6 +220,8 @@ def _leads() -> bool:
 def _default_folder(job: Job) -> Path:
     from datetime import datetime
 
+    if job.recipe != "none":
+        return Path("runs") / f"{job.task}-{job.recipe}-{datetime.now():%Y%m%d-%H%M%S}"
     kind = job.optimizer if job.curvature == "none" else f"{job.optimizer}-{job.curvature}"
     return Path("runs") / f"{job.task}-{kind}-{datetime.now():%Y%m%d-%H%M%S}"
 
@@ -228,7 +257,10 @@ def _report(job: Job, folder: Path, result: Result | None) -> None:
     if points:
         last, metric = points[-1], job.build_task().metric
         with suppress(OSError):  # a full disk, of which the run has warned
-            save(overview({job.optimizer: [points]}, metric), folder / "curves.svg")
+            save(
+                overview({job.optimizer if job.recipe == "none" else job.recipe: [points]}, metric),
+                folder / "curves.svg",
+            )
         when = f"{last.step} steps and {last.seconds:.1f} s of training"
         if stopped:
             when += ", at the last evaluation"

@@ -46,6 +46,7 @@ class Task(ABC):
         reduction: Whether `loss` averages over samples (`"mean"`) or over all their positions (`"tokens"`).
         metric: What the evaluator computes.
         batch_size: Global batch size that suits two CPU cores.
+        image_classes: How many classes there are, where inputs are images [C, H, W]; None: they are something else.
         epochs: Passes over the training set after which a tuned first-order method has nearly settled.
     """
 
@@ -54,6 +55,7 @@ class Task(ABC):
     likelihood: ClassVar[Literal["categorical", "bernoulli", "gaussian"]]
     reduction: ClassVar[Literal["mean", "tokens"]] = "mean"
     metric: ClassVar[Metric]
+    image_classes: ClassVar[int | None] = None
     batch_size: ClassVar[int]
     epochs: ClassVar[int]
 

@@ -40,6 +40,7 @@ class Digits(Task):
     summary: ClassVar[str] = "handwritten digits 8x8, four-layer convolutional network"
     likelihood: ClassVar[Literal["categorical"]] = "categorical"
     metric: ClassVar[Metric] = Metric(name="accuracy", better="higher")
+    image_classes: ClassVar[int | None] = CLASSES
     batch_size: ClassVar[int] = 128
     epochs: ClassVar[int] = 20
 

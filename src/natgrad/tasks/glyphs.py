@@ -154,6 +154,7 @@ class Glyphs(Task):
     summary: ClassVar[str] = "characters over photographs 32x32, ResNet-20 or 32"
     likelihood: ClassVar[Literal["categorical"]] = "categorical"
     metric: ClassVar[Metric] = Metric(name="accuracy", better="higher")
+    image_classes: ClassVar[int | None] = len(CHARACTERS)
     batch_size: ClassVar[int] = 128
     epochs: ClassVar[int] = 5
 

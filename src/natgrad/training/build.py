@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from natgrad import Preconditioner, Refresh
 from natgrad.tasks import Task
 
-from . import curvatures, optimizers
+from . import curvatures, optimizers, recipe
 from .job import Job
 from .world import check_devices
 
@@ -21,6 +22,13 @@ def build_optimizer(job: Job, model: nn.Module) -> Optimizer:
     """
     learning_rate = job.learning_rate or optimizers.default_learning_rate(job.optimizer)
     return optimizers.build(job.optimizer, model, learning_rate, job.options)
+
+
+def build_scheduler(job: Job, optimizer: Optimizer) -> LRScheduler:
+    """Return what changes the learning rate over the job's steps."""
+    if job.recipe != "none":
+        return recipe.row(job).build_scheduler(optimizer)
+    return optimizers.schedule(optimizer, job.schedule, warmup=job.warmup, steps=job.total_steps)
 
 
 def build_preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Optimizer) -> Preconditioner | None:
@@ -37,7 +45,7 @@ def build_preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Opti
         model,
         curvature,
         optimizer=optimizer,
-        damping=job.damping,
+        damping=job.damping if job.recipe == "none" else recipe.row(job).damping_schedule(),
         kl_clip=job.kl_clip,
         reduction=task.reduction,
         refresh=Refresh(factors=job.factors, inverses=job.inverses),

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from natgrad import tasks
 from natgrad.errors import ArgumentError, require
 
-from . import curvatures, optimizers
+from . import curvatures, optimizers, recipe
 
 Fisher = Literal["empirical", "sampled"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -24,7 +24,9 @@ class Job:
     Attributes:
         task: Name of a task, one of `natgrad.tasks.names()`.
         task_options: Options of the task.
-        optimizer: Name of an optimizer of `torch.optim`, in any case.
+        recipe: "large-batch" (Osawa 2019) decides, once the job is resolved, all from `optimizer` to `kl_clip` but the
+            learning rate, `form`, `fisher`, `sharing` and `placement` where these are given.
+        optimizer: Name of an optimizer of `torch.optim`, in any case, or "heavyball".
         options: Options of its constructor, other than the learning rate.
         learning_rate: Peak learning rate; None takes the optimizer's own default.
         schedule: How the learning rate falls after the warm-up.
@@ -51,6 +53,7 @@ class Job:
 
     task: str
     task_options: Mapping[str, Any] = field(default_factory=dict)
+    recipe: recipe.RecipeName = "none"
     optimizer: str = "adamw"
     options: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None
@@ -84,6 +87,7 @@ class Job:
             object.__setattr__(self, name, _plain(name, getattr(self, name)))
         object.__setattr__(self, "optimizer", self.optimizer.lower())
         for name, choices in (
+            ("recipe", recipe.RecipeName),
             ("schedule", optimizers.ScheduleName),
             ("device", Device),
         ):
@@ -109,7 +113,7 @@ class Job:
             self.curvature,
             "none for lbfgs, which evaluates the gradient several times a step",
         )
-        self.build_task()
+        recipe.check(self)
 
     def build_task(self) -> tasks.Task:
         """Return the task with its options.
@@ -128,7 +132,6 @@ class Job:
         task = self.build_task()
         resolved = replace(
             self,
-            learning_rate=self.learning_rate or optimizers.default_learning_rate(self.optimizer),
             batch_size=self.batch_size or task.batch_size,
             epochs=self.epochs or (None if self.steps else task.epochs),
         )
@@ -143,7 +146,9 @@ class Job:
         require(
             resolved.global_batch <= samples, "batch_size", resolved.batch_size, f"at most {samples}, the training set"
         )
-        return resolved
+        resolved = recipe.filled(resolved)
+        usual = optimizers.default_learning_rate(resolved.optimizer)
+        return replace(resolved, learning_rate=resolved.learning_rate or usual)
 
     @property
     def all_curvature_options(self) -> dict[str, Any]:

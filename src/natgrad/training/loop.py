@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from . import memory, optimizers
-from .build import build_optimizer, build_preconditioner, seconds_spent
+from . import memory
+from .build import build_optimizer, build_preconditioner, build_scheduler, seconds_spent
 from .job import Job
+from .recipe import additions
 from .result import Point, Result, Status
 from .world import Beat, Pulse, World
 
@@ -99,8 +100,9 @@ class Training:
         self.model = self.task.model().to(world.device)
         self._replica = DistributedDataParallel(self.model) if world.size > 1 else self.model
         self.optimizer = build_optimizer(job, self.model)
-        self.scheduler = optimizers.schedule(self.optimizer, job.schedule, warmup=job.warmup, steps=self.total_steps)
+        self.scheduler = build_scheduler(job, self.optimizer)
         self.preconditioner = build_preconditioner(job, self.task, self._replica, self.optimizer)
+        self._additions = additions(job, self.model, world.rank)
         # From here on the ranks' noise, such as dropout, differs.
         torch.manual_seed((job.seed << 16) + world.rank)
 
@@ -126,9 +128,9 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that resuming needs; collective."""
-        noise = {"cpu": torch.get_rng_state()}
+        own: dict[str, Any] = {"cpu": torch.get_rng_state(), "recipe": self._additions.state_dict()}
         if self.world.device.type == "cuda":
-            noise["cuda"] = torch.cuda.get_rng_state()
+            own["cuda"] = torch.cuda.get_rng_state()
         position = Position(**{**asdict(self.position), "preconditioner_seconds": self._preconditioner_seconds()})
         self.world.share_buffers(self.model.buffers())
         state = {
@@ -137,7 +139,7 @@ class Training:
             "scheduler": self.scheduler.state_dict(),
             # Times differ from rank to rank, and a checkpoint keeps only one copy.
             "progress": self.world.agree(json.dumps([asdict(position), [asdict(point) for point in self.points]])),
-            "ranks": {str(self.world.rank): noise},
+            "ranks": {str(self.world.rank): own},
         }
         if self.preconditioner is not None:
             state["preconditioner"] = self.preconditioner.state_dict(gather=True)
@@ -154,11 +156,12 @@ class Training:
             self.preconditioner.load_state_dict(state["preconditioner"])
         position, points = json.loads(state["progress"])
         self.position, self.points = Position(**position), [Point(**point) for point in points]
-        noise = state.get("ranks", {}).get(str(self.world.rank))
-        if noise is not None:  # a rank more than before keeps its fresh noise
-            torch.set_rng_state(noise["cpu"])
-            if self.world.device.type == "cuda" and "cuda" in noise:
-                torch.cuda.set_rng_state(noise["cuda"])
+        own = state.get("ranks", {}).get(str(self.world.rank))
+        self._additions.load_state_dict(self.position.step, own and own.get("recipe"))
+        if own is not None:  # a rank more than before keeps its fresh noise
+            torch.set_rng_state(own["cpu"])
+            if self.world.device.type == "cuda" and "cuda" in own:
+                torch.cuda.set_rng_state(own["cuda"])
 
     def _pass(self) -> Status:
         """Train to the end of the pass over the training set, of the run, or until something ends it sooner."""
@@ -197,6 +200,7 @@ class Training:
 
     def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Take one optimizer step and return this rank's mean loss."""
+        inputs, targets = self._additions.augment(inputs, targets)
         count = min(self.job.accumulate, len(inputs))
         parts = list(zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True))
 
@@ -212,6 +216,7 @@ class Training:
                     else:
                         loss.backward()
                 total += loss.detach()
+            self._additions.change_gradients()
             if self.preconditioner is not None:
                 self.preconditioner.step(again)
             return total
@@ -221,6 +226,7 @@ class Training:
             return torch.stack(losses).sum()
 
         loss: Tensor = self.optimizer.step(closure)  # type: ignore[arg-type,assignment]
+        self._additions.change_weights()
         self.scheduler.step()
         return loss.detach()
 

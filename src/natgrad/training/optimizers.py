@@ -1,4 +1,4 @@
-"""Any optimizer of `torch.optim` by its name, and the learning rate's way over the steps."""
+"""Any optimizer of `torch.optim` or `natgrad.recipes` by its name, and the learning rate's way over the steps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from natgrad.errors import require
+from natgrad.recipes import HeavyBall
 
 ScheduleName = Literal["constant", "cosine", "step"]
 
@@ -22,7 +23,7 @@ _CLASSES: dict[str, type[Optimizer]] = {
     name.lower(): value
     for name, value in vars(torch.optim).items()
     if isinstance(value, type) and issubclass(value, Optimizer) and name not in ("Optimizer", "SparseAdam")
-}
+} | {"heavyball": HeavyBall}
 
 
 class MuonWithAdamW(Optimizer):

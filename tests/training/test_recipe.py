@@ -1,0 +1,132 @@
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from typer.testing import CliRunner
+
+from natgrad import recipes
+from natgrad.cli import app
+from natgrad.training import checkpoint
+from natgrad.training.display import Silent
+from natgrad.training.job import Job
+from natgrad.training.loop import Training
+from natgrad.training.recipe import passes
+from natgrad.training.world import World
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+JOB = Job(task="digits", recipe="large-batch", batch_size=256, epochs=2)
+
+
+def training(job, *, stop=lambda: False, save=None):
+    return Training(job.resolved(), ALONE, watch=Silent(), stop=stop, save=save, save_seconds=1e9)
+
+
+def parameters(model):
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def test_a_run_is_the_loop_of_all_parts():
+    run = training(JOB)
+    run.run()
+
+    task = JOB.build_task()
+    train, _ = task.datasets()
+    row = recipes.large_batch(256, samples=len(train), epochs=2)
+    torch.manual_seed(0)
+    model = task.model()
+    mixup, erasing, decay = row.build_mixup(10), row.build_erasing(), row.build_decay(model)
+    optimizer = row.build_optimizer(model)
+    scheduler = row.build_scheduler(optimizer)
+    preconditioner, rescaling = row.build_preconditioner(model, optimizer), row.build_rescaling(model)
+    for epoch in range(2):
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(epoch))
+        for indices in order.split(256):
+            inputs, targets = mixup(*train[indices])
+            optimizer.zero_grad()
+            cross_entropy(model(erasing(inputs)), targets).backward()
+            decay.step()
+            preconditioner.step()
+            optimizer.step()
+            rescaling.step()
+            scheduler.step()
+    assert torch.equal(parameters(run.model), parameters(model))
+    # Two epochs are so few steps that the first would do all; what was trained is another model than at the start.
+    assert not torch.equal(parameters(model), parameters(task.model()))
+
+
+def test_passes_over_parts_of_a_batch_add_up_to_the_whole():
+    # Not beyond the last batch of an epoch, which four do not divide; at a rate that does not blow up rounding errors.
+    short = replace(JOB, epochs=None, steps=5, learning_rate=0.1)
+    whole, parts = training(short), training(replace(short, accumulate=4))
+    for each in (whole, parts):
+        each.run()
+    assert torch.allclose(parameters(whole.model), parameters(parts.model), rtol=1e-4, atol=1e-5)
+
+
+def test_a_stopped_run_goes_on_bit_by_bit_from_its_checkpoint(tmp_path):
+    straight = training(JOB)
+    straight.run()
+    asked = itertools.count(1)
+
+    def save(run):
+        checkpoint.save(tmp_path, run.position.step, run.state_dict())
+
+    first = training(JOB, stop=lambda: next(asked) >= 6, save=save)
+    assert first.run().status == "stopped"
+    second = training(JOB)
+    second.load_state_dict(checkpoint.load(checkpoint.latest(tmp_path)))
+    assert 0 < second.position.step < second.total_steps
+    second.run()
+    assert torch.equal(parameters(second.model), parameters(straight.model))
+
+
+def test_resolving_says_what_the_recipe_decides_and_keeps_what_is_given():
+    job = JOB.resolved()
+    samples = len(job.build_task().datasets()[0])
+    row = recipes.large_batch(256, samples=samples, epochs=2)
+    assert job.options == {"momentum": row.momentum}
+    assert (job.optimizer, job.curvature, job.form, job.fisher) == ("heavyball", "kfac", "inverse", "empirical")
+    assert (job.learning_rate, job.damping, job.kl_clip, job.inverses) == (row.learning_rate, row.damping, None, 1)
+    assert job.resolved() == job
+    assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
+    own = replace(JOB, learning_rate=0.01, form="eigen", fisher="sampled").resolved()
+    assert (own.learning_rate, own.form, own.fisher) == (0.01, "eigen", "sampled")
+    by_steps = replace(JOB, epochs=None, steps=2 * row.steps_per_epoch).resolved()
+    assert (by_steps.learning_rate, by_steps.options) == (job.learning_rate, job.options)
+
+
+@pytest.mark.parametrize(
+    ("batch", "workers", "expected"), [(64, 1, 1), (128, 1, 1), (256, 1, 2), (1024, 2, 4), (390, 1, 5), (127, 2, 1)]
+)
+def test_larger_batches_take_more_passes(batch, workers, expected):
+    assert passes(replace(JOB, batch_size=batch, workers=workers)) == expected
+
+
+def test_recipes_are_for_images():
+    with pytest.raises(ValueError, match="recipe='large-batch'"):
+        Job(task="tabular", recipe="large-batch")
+    with pytest.raises(ValueError, match="recipe='small'"):
+        Job(task="digits", recipe="small")
+
+
+def test_the_command_accumulates_and_refuses_what_the_recipe_decides(tmp_path):
+    out = tmp_path / "run"
+    done = command(
+        "train", "digits", "--recipe", "large-batch", "--batch-size", 512, "--epochs", 1, "--lr", 0.1, "--out", out
+    )
+    assert done.exit_code == 0, done.output
+    config = json.loads((out / "config.json").read_text())
+    assert (config["recipe"], config["accumulate"], config["learning_rate"]) == ("large-batch", 4, 0.1)
+    longer = command("train", "--resume", out, "--epochs", 2)
+    assert longer.exit_code != 0
+    assert "--epochs=2" in longer.output
+    clash = command("train", "digits", "--recipe", "large-batch", "--damping", 0.1)
+    assert clash.exit_code != 0
+    assert "--damping=0.1" in clash.output
