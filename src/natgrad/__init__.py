@@ -44,6 +44,7 @@ _HOMES = {
     "RankOne": "natgrad.curvature",
     "Refresh": "natgrad.refresh",
     "Schedule": "natgrad.schedule",
+    "TrustRegion": "natgrad.damping",
     "UnitWise": "natgrad.curvature",
     "damping": "natgrad",
 }
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from natgrad.curvature import RankOne as RankOne
     from natgrad.curvature import UnitWise as UnitWise
     from natgrad.errors import AveragingError as AveragingError
+    from natgrad.damping import TrustRegion as TrustRegion
     from natgrad.errors import CurvatureError as CurvatureError
     from natgrad.errors import NatgradError as NatgradError
     from natgrad.errors import NatgradWarning as NatgradWarning

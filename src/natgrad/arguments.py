@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.curvature import Curvature
 from natgrad.damping import Control
+from natgrad.damping.trust_region import TrustRegion
 from natgrad.errors import NatgradError, require
 from natgrad.guard import Guard
 from natgrad.likelihood import Likelihood
@@ -75,7 +76,9 @@ def check_arguments(
         require(fits, "optimizer", type(optimizer).__name__, "one that holds parameters of the model")
     Control(damping)  # type: ignore[arg-type]
     if kl_clip is not None:
-        check_number("kl_clip", kl_clip, "a number > 0, or None", minimum=0, strict=True)
+        if not isinstance(kl_clip, TrustRegion):
+            allowed = "a number > 0, a natgrad.TrustRegion, or None"
+            check_number("kl_clip", kl_clip, allowed, minimum=0, strict=True)
         missing = clip_is_explicit and optimizer is None
         require(not missing, "kl_clip", kl_clip, "left out or None without an optimizer, whose learning rate it needs")
     _one_of("reduction", reduction, "mean", "tokens", "sum")

@@ -319,7 +319,7 @@ class Engine:
                 deliver(gradients, solve, self._structure.plan, self._runtime, self._watch, left)
             else:
                 gradients.solve(damping, self._runtime)
-            finite = self._clip.apply(gradients, scale)
+            finite = self._clip.apply(gradients, scale, self._runtime if self._exchanges else None)
             for entry, fine in zip(gradients.entries, finite, strict=True):
                 self._watch.saw_gradients(entry.stack, entry.places(), ~fine)
                 self._watch.saw_rungs(entry.stack, entry.members, entry.told())

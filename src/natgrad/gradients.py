@@ -230,10 +230,14 @@ def stacked(stack: Stack, of: Callable[[Slot], Tensor | None]) -> Tensor:
     It is a tensor shaped as the parameter; None counts as zero. The blocks are in the dtype of solves.
     """
     B = torch.zeros(stack.size, stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
+    targets, sources = [], []
     for layer, slot, view in _places(stack.members, B):
         tensor = of(slot)
         for values, place in () if tensor is None else _match(layer, slot, tensor.detach(), None, view):
-            place.copy_(values)
+            targets.append(place)
+            sources.append(values)
+    if targets:
+        torch._foreach_copy_(targets, sources)
     return B
 
 

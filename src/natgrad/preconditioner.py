@@ -17,7 +17,7 @@ from natgrad.capture import Capture
 from natgrad.clip import USUAL_BOUND, Clip
 from natgrad.coverage import cover, warn_of_idle
 from natgrad.curvature import KFAC, Curvature
-from natgrad.damping import Control, Damping
+from natgrad.damping import Control, Damping, TrustRegion
 from natgrad.engine import Engine
 from natgrad.errors import NatgradWarning, describe, require
 from natgrad.exchange import Early
@@ -58,7 +58,7 @@ class Preconditioner(Engine):
         *,
         optimizer: torch.optim.Optimizer | None = None,
         damping: Damping = 1e-3,
-        kl_clip: float | None = USUAL_BOUND,
+        kl_clip: float | TrustRegion | None = USUAL_BOUND,
         reduction: Literal["mean", "tokens", "sum"] = "mean",
         refresh: Refresh | None = None,
         placement: str | Placement = "auto",
@@ -80,8 +80,8 @@ class Preconditioner(Engine):
                 wins; None as a value leaves a layer to the optimizer.
             optimizer: Where the KL clip reads the learning rates, live.
             damping: γ: a number above 0, a callable of the step, or one of `natgrad.damping`.
-            kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16); None: off. Without an optimizer the default is
-                off too, and a value given is an error.
+            kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16), or a `natgrad.TrustRegion`; None: off. Without
+                an optimizer the default is off too, and a value given is an error.
             reduction: How the loss combines its terms: "mean" over samples, "tokens" over all positions, "sum". Samples
                 are the first dimension of the first tensor that the model is called with, also inside tuples and dicts,
                 so put samples first, not time. Where the model itself is not called (``model.loss(x)``), or with no
@@ -136,7 +136,7 @@ class Preconditioner(Engine):
         reduces = self._reduces = gradients == "reduce"
         self._scaling = Scaling(reduction, accumulation=accumulation, reduces=reduces, scaler=scaler)
         self._runtime = Runtime(group)
-        self._watch, self._clip = Watch(guard), Clip(optimizer, kl_clip)
+        self._watch, self._clip = Watch(guard), Clip(optimizer, kl_clip, covered)
         self._given, self._second, self._inspection = Given(), SecondPass(), Inspection()
         # The positions that a loss has are told by the layer nearest to it, which another rank may capture.
         counting = self._scaling.counts or (where.name == "dp" and reduction == "tokens")

@@ -19,9 +19,10 @@ def place():
     return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if initialized else (0, 1)
 
 
-def train(name, options, steps, *, ragged=False, reduction="mean"):
+def train(name, options, steps, *, ragged=False, reduction="mean", momentum=0.0):
     rank, ranks = place()
     training = Training(EVERY[name], lr=0.02 / (12 if reduction == "sum" else 1), reduction=reduction, **options)
+    training.optimizer.param_groups[0]["momentum"] = momentum
     found = []
     for step in range(steps):
         sizes = (SAMPLES if ragged else EQUAL)[ranks]
@@ -29,7 +30,7 @@ def train(name, options, steps, *, ragged=False, reduction="mean"):
         training.precondition((x.split(sizes)[rank], y.split(sizes)[rank]), reduction)
         training.optimizer.step()
         metrics = training.preconditioner.metrics()
-        found.append([float(metrics[key]) for key in ("damping", "reduction_ratio") if key in metrics])
+        found.append([float(metrics[key]) for key in ("damping", "reduction_ratio", "kl_scale") if key in metrics])
     return dict(training.model.state_dict()), found, training.preconditioner.traffic()
 
 
@@ -84,6 +85,26 @@ def test_its_message_is_small_and_rare(ranks):
     assert {kind: sent for kind, sent in apart.items() if sent} == {
         "counters": 2 * 6 * 8
     }  # two messages of six numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        ("kfac eigen", "comm-opt"),
+        ("kfac inverse", "mem-opt"),
+        ("kfac blocks", "hybrid:0.5"),
+        ("kfac eigen", "reduce-scatter"),
+        ("ekfac", "pipelined"),
+    ],
+)
+@pytest.mark.parametrize("count", [2, 4])
+def test_trust_region(ranks, name, placement, count):
+    options = {"placement": placement, "kl_clip": natgrad.TrustRegion(1e-5)}
+    _, found, traffic = check(ranks, count, name, options, momentum=0.9)
+    assert all(0 < scale < 1 for _, scale in found)
+    if placement == "mem-opt":  # one number a step
+        wide = ranks.run(count, partial(train, momentum=0.9), name, options | {"kl_clip": 1e-3}, 5)[0][2]
+        assert traffic["counters"] - wide["counters"] == 5 * 8 * 2 * (count - 1) // count
 
 
 def fail_on_one(failing):

@@ -9,5 +9,6 @@ from natgrad.damping.schedules import Exponential as Exponential
 from natgrad.damping.schedules import Linear as Linear
 from natgrad.damping.schedules import Piecewise as Piecewise
 from natgrad.damping.schedules import WarmUp as WarmUp
+from natgrad.damping.trust_region import TrustRegion as TrustRegion
 
-__all__ = ["ByKind", "Cosine", "Exponential", "LevenbergMarquardt", "Linear", "Piecewise", "WarmUp"]
+__all__ = ["ByKind", "Cosine", "Exponential", "LevenbergMarquardt", "Linear", "Piecewise", "TrustRegion", "WarmUp"]

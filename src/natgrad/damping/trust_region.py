@@ -1,0 +1,213 @@
+"""A trust region for what the optimizer really does, its momentum included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.blocks import Stack
+from natgrad.curvature import Curvature
+from natgrad.damping.quadratic import accounted
+from natgrad.errors import require
+from natgrad.gradients import Entry, Gradients, parameters, stacked
+from natgrad.layers import Layer, Slot
+from natgrad.linalg import tensor_on
+from natgrad.placement import Runtime
+from natgrad.schedule import check_number
+from natgrad.shards import is_sharded
+
+
+@dataclass(frozen=True)
+class TrustRegion:
+    """Bounds ``½ δᵀFδ``, about the KL divergence between the model's predictions before and after a step, by a radius.
+
+    δ is what `torch.optim.SGD` will do to the preconditioned layers: with its learning rates, momentum buffers,
+    dampening, Nesterov's correction and weight decay. Where δ is too long, ``.grad`` becomes such that the optimizer
+    does ``s δ`` instead, with one s for all layers and ``½ s² δᵀFδ = radius``; nothing of the optimizer is touched.
+    (The number κ of ``kl_clip`` bounds what the gradient of one step does by itself: with momentum m, steps are up to
+    1 / (1 - m) times as long.) A product with F costs about as much as a solve, at every step; where each layer has
+    workers of its own, one number a step travels besides.
+
+    Attributes:
+        radius: The bound, in nats, above 0.
+
+    Raises:
+        ValueError: if it is not above 0.
+    """
+
+    radius: float
+
+    def __post_init__(self) -> None:
+        """Check the radius."""
+        check_number("radius", self.radius, "a number > 0", minimum=0, strict=True)
+
+    def check(self, optimizer: object, covered: Iterable[tuple[Layer, Curvature]]) -> None:
+        """Check what it is to be applied to.
+
+        Raises:
+            ValueError: with another optimizer, under FSDP2, or with curvatures that cannot multiply.
+        """
+        known = type(optimizer) is torch.optim.SGD
+        allowed = "a torch.optim.SGD, whose steps are known in advance, with kl_clip=TrustRegion(...)"
+        require(known, "optimizer", type(optimizer).__name__, allowed)
+        assert isinstance(optimizer, torch.optim.SGD)
+        damped = any(group["momentum"] and group["dampening"] >= 1 for group in optimizer.param_groups)
+        require(not damped, "optimizer", "of dampening 1", "one whose steps hang on the gradient")
+        for layer, curvature in covered:
+            sharded = any(is_sharded(slot.parameter) for slot in layer.slots)
+            require(not sharded, "model", "sharded by FSDP2", "plain or in DistributedDataParallel with a TrustRegion")
+            fits = curvature.multiplies is not None
+            allowed = "one that can multiply by its Fisher, as KFAC, with kl_clip=TrustRegion(...)"
+            require(fits, "curvature", curvature, allowed)
+
+    def hold(self, gradients: Gradients, optimizer: torch.optim.Optimizer, runtime: Runtime | None) -> Tensor | float:
+        """Change preconditioned gradients so that the optimizer's step stays within, and return s.
+
+        Args:
+            gradients: Of all stacks; what is not finite in them is zero.
+            optimizer: The SGD.
+            runtime: The ranks, where each holds the curvature of some layers only; None: this one holds all.
+        """
+        stacks = [entry.stack for entry in gradients.entries]
+        mine = {id(stack) for stack in (stacks if runtime is None else accounted(stacks, runtime.rank))}
+        rules = _rules(optimizer)
+        beside = [_beside(entry, rules) for entry in gradients.entries]
+        total: Tensor | None = None
+        for entry, B in zip(gradients.entries, beside, strict=True):
+            if id(entry.stack) in mine:
+                D = _whole(entry, entry.V + B) * _spread(entry.stack, lambda slot: rules[id(slot.parameter)].rate(slot))
+                own = torch.linalg.vecdot(D.flatten(), entry.stack.multiply(D).flatten()).double()
+                total = own if total is None else total + own.to(total)
+        if not stacks:
+            return 1.0
+        total = torch.zeros((), dtype=torch.float64, device=stacks[0].device) if total is None else total
+        if runtime is not None and runtime.ranks > 1:
+            message = total.to(stacks[0].device).reshape(1)
+            runtime.sum_(message, {"counters": 1})
+            total = message[0]
+        s = (2 * self.radius / total).sqrt().clamp(max=1.0).nan_to_num(1.0)
+        for entry, B in zip(gradients.entries, beside, strict=True):
+            if entry.ready is False:
+                continue
+            share = s.to(entry.V)
+            changed = share * entry.V + (share - 1) * B
+            ready = entry.ready
+            entry.V = changed if ready is True else torch.where(ready[:, None, None] > 0, changed, entry.V)
+        return s
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What SGD does to one parameter: ``-lr sign c (V + sign (decay θ + k buffer))``.
+
+    Attributes:
+        lr: The learning rate.
+        sign: -1 where it maximizes.
+        c: What the gradient of this step counts.
+        decay: The weight decay.
+        k: What the momentum buffer counts, beside a gradient that counts 1.
+        buffer: It, as it is before the step; None: there is none.
+    """
+
+    lr: float | Tensor
+    sign: float
+    c: float
+    decay: float
+    k: float
+    buffer: Tensor | None
+
+    @classmethod
+    def of(cls, group: dict[str, Any], state: dict[str, Any]) -> _Rule:
+        """Read it off a group and the state of a parameter."""
+        momentum, buffer = group["momentum"], state.get("momentum_buffer")
+        c, k = 1.0, 0.0
+        if momentum and buffer is None:
+            c = 1 + momentum if group["nesterov"] else 1.0
+        elif momentum:
+            kept = 1 - group["dampening"]
+            c = 1 + momentum * kept if group["nesterov"] else kept
+            k = momentum * (momentum if group["nesterov"] else 1.0)
+        sign = -1.0 if group["maximize"] else 1.0
+        return cls(group["lr"], sign, c, group["weight_decay"], k / c, buffer if k else None)
+
+    def rate(self, slot: Slot) -> float | Tensor:
+        """Return what the step multiplies by, up to its sign."""
+        lr = self.lr.double() if isinstance(self.lr, Tensor) else self.lr  # often a float32 that the optimizer reads
+        return 0.0 if slot.parameter.grad is None else lr * self.c
+
+
+_STILL = _Rule(0.0, 1.0, 1.0, 0.0, 0.0, None)
+
+
+class _Rules(dict[int, _Rule]):
+    """By the ``id`` of a parameter; one that the optimizer does not have stays as it is."""
+
+    def __missing__(self, key: int) -> _Rule:
+        return _STILL
+
+
+def copied(optimizer: torch.optim.Optimizer, copies: Mapping[int, nn.Parameter]) -> torch.optim.SGD:
+    """Return an SGD that will do to copies of parameters, by the ``id`` of these, what `optimizer` will to them."""
+    groups: list[dict[str, Any]] = []
+    buffers: dict[Tensor, Any] = {}
+    for group in optimizer.param_groups:
+        for parameter in (own for own in group["params"] if id(own) in copies):
+            copy, buffer = copies[id(parameter)], optimizer.state.get(parameter, {}).get("momentum_buffer")
+            groups.append({**group, "params": [copy]})
+            if buffer is not None:
+                buffers[copy] = {"momentum_buffer": buffer.to(copy)}
+    twin = torch.optim.SGD(groups, lr=0.0)
+    twin.state.update(buffers)
+    return twin
+
+
+def _rules(optimizer: torch.optim.Optimizer) -> _Rules:
+    groups = optimizer.param_groups
+    return _Rules({id(p): _Rule.of(group, optimizer.state.get(p, {})) for group in groups for p in group["params"]})
+
+
+def _beside(entry: Entry, rules: _Rules) -> Tensor | float:
+    """Return what the optimizer adds to the gradients of an entry ``[n, o, i]``: decay and momentum."""
+    stack, slots = entry.stack, _slots(entry.stack)
+
+    def rule(slot: Slot) -> _Rule:
+        return rules[id(slot.parameter)]
+
+    result: Tensor | float = 0.0
+    if any(rule(slot).decay for slot in slots):
+        result = parameters(stack) * _spread(stack, lambda slot: rule(slot).sign * rule(slot).decay)
+    if any(rule(slot).buffer is not None for slot in slots):
+        buffers = stacked(stack, lambda slot: rule(slot).buffer)
+        result = result + buffers * _spread(stack, lambda slot: rule(slot).sign * rule(slot).k)
+    places = entry.places()
+    if places is None or not isinstance(result, Tensor):
+        return result
+    return result[tensor_on(stack.device, places)]
+
+
+def _whole(entry: Entry, values: Tensor) -> Tensor:
+    """Return values of an entry's blocks ``[n, o, i]`` as those of the whole stack ``[N, o, i]``."""
+    places = entry.places()
+    if places is None:
+        return values
+    whole = values.new_zeros(entry.stack.size, *values.shape[1:])
+    whole[tensor_on(entry.stack.device, places)] = values
+    return whole
+
+
+def _spread(stack: Stack, of: Callable[[Slot], float | Tensor]) -> float | Tensor:
+    """Return a number for each parameter of a stack as one number, or where they differ as blocks ``[N, o, i]``."""
+    values = [of(slot) for slot in _slots(stack)]
+    if not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1:
+        return values[0]
+    dtype, device = stack.work_dtype, stack.device
+    numbers = {id(slot): torch.as_tensor(of(slot), dtype=dtype, device=device) for slot in _slots(stack)}
+    return stacked(stack, lambda slot: numbers[id(slot)].expand(slot.parameter.shape))
+
+
+def _slots(stack: Stack) -> Sequence[Slot]:
+    return [slot for member in stack.members for slot in member.layer.slots]
