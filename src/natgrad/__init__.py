@@ -42,6 +42,16 @@ _HOMES = {
     "PreconditionedOptimizer": "natgrad.optimizer",
     "Preconditioner": "natgrad.preconditioner",
     "RankOne": "natgrad.curvature",
+    "Adaptive": "natgrad.refresh",
+    "BasisRule": "natgrad.refresh",
+    "Capped": "natgrad.refresh",
+    "DriftRule": "natgrad.refresh",
+    "GrowingInterval": "natgrad.refresh",
+    "MultiStepInterval": "natgrad.refresh",
+    "ScaledInterval": "natgrad.refresh",
+    "Sides": "natgrad.refresh",
+    "TraceRule": "natgrad.refresh",
+    "TwoPhaseInterval": "natgrad.refresh",
     "Refresh": "natgrad.refresh",
     "Schedule": "natgrad.schedule",
     "TrustRegion": "natgrad.damping",
@@ -81,7 +91,17 @@ if TYPE_CHECKING:
     from natgrad.placement import Plan as Plan
     from natgrad.precision import Precision as Precision
     from natgrad.preconditioner import Preconditioner as Preconditioner
+    from natgrad.refresh import Adaptive as Adaptive
+    from natgrad.refresh import BasisRule as BasisRule
+    from natgrad.refresh import Capped as Capped
+    from natgrad.refresh import DriftRule as DriftRule
+    from natgrad.refresh import GrowingInterval as GrowingInterval
+    from natgrad.refresh import MultiStepInterval as MultiStepInterval
     from natgrad.refresh import Refresh as Refresh
+    from natgrad.refresh import ScaledInterval as ScaledInterval
+    from natgrad.refresh import Sides as Sides
+    from natgrad.refresh import TraceRule as TraceRule
+    from natgrad.refresh import TwoPhaseInterval as TwoPhaseInterval
     from natgrad.schedule import Schedule as Schedule
 
 __all__ = list(_HOMES)

@@ -18,7 +18,7 @@ from natgrad.guard import Guard
 from natgrad.likelihood import Likelihood
 from natgrad.placement import resolve
 from natgrad.precision import Precision
-from natgrad.refresh import Refresh
+from natgrad.refresh import Clock
 from natgrad.schedule import check_number
 from natgrad.sharding import check_model, find_mesh, mesh_group, reshard
 
@@ -89,11 +89,11 @@ def check_arguments(
     )
     _one_of("accumulation", accumulation, "mean", "sum")
     for name, value, kind in (
-        ("refresh", refresh, Refresh),
         ("precision", precision, Precision),
         ("guard", guard, Guard),
     ):
         require(isinstance(value, kind), name, value, f"a natgrad.{kind.__name__}")
+    require(isinstance(refresh, Clock), "refresh", refresh, "a natgrad.Refresh, natgrad.Adaptive or natgrad.Capped")
     fits = scaler is None or isinstance(scaler, torch.amp.GradScaler)
     require(fits, "scaler", type(scaler).__name__, "a torch.amp.GradScaler, or None")
     require(isinstance(seed, int) and not isinstance(seed, bool), "seed", seed, "a whole number")

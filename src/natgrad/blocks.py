@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from natgrad.placement import Plan, Seat
 from natgrad.precision import Precision, at_least_float32
 from natgrad.rungs import Rungs
 from natgrad.shards import is_sharded
+
+if TYPE_CHECKING:
+    from natgrad.renewal.record import Record
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,10 @@ class Stack:
         inputs: i.
         members: The layers.
         averages: Running averages of the statistics ``[N, *shape]``; empty before the first capture.
-        weight: The bias correction ``1 - dᵏ`` of each block's running average ``[N]``.
+        weight: The bias correction ``1 - dᵏ`` of each block's running averages ``[N]``.
+        early_weight: That of those of the inputs alone, where these have a clock of their own (`apart`).
+        apart: Whether they do.
+        record: What a rule of renewal remembers of the layers; None: there is no rule.
         held: What the last renewal made ``[N, *shape]``; empty before the first.
         memory: What the curvature keeps from step to step ``[N, *shape]``; empty before the first solve.
         fresh: Whether the last update of the averages renewed each block ``[N]``; None: before the first.
@@ -108,6 +115,9 @@ class Stack:
         self._place: tuple[torch.device, torch.dtype] | None = None
         self.averages = Kept()
         self.weight: Tensor | None = None
+        self.early_weight: Tensor | None = None
+        self.apart = False
+        self.record: Record | None = None
         self.held = Kept()
         self.memory = Kept()
         self.fresh: Tensor | None = None
@@ -154,8 +164,11 @@ class Stack:
         if self.weight is None or (self.weight.device, self.weight.dtype) == place:
             return before not in (None, place)
         self.weight = self.weight.to(self.device, self.dtype)
+        self.early_weight = None if self.early_weight is None else self.early_weight.to(self.weight)
         self.averages = self.averages.to(self._precision.factor_dtype(self._parameter), self.device)
         self.held, self.memory = (kept.to(self._solve_dtype, self.device) for kept in (self.held, self.memory))
+        if self.record is not None:
+            self.record.to(self.work_dtype, self.device)
         return True
 
     @contextmanager
@@ -166,16 +179,24 @@ class Stack:
             for member in self.members:
                 stack.enter_context(aside(member.layer, seconds=0.0))
             kept = {"averages": Kept(), "weight": None, "held": Kept(), "memory": Kept(), "fresh": None}
-            stack.enter_context(aside(self, good=good, ready=ready, rungs=self.rungs.anew(), **kept))
+            record = None if self.record is None else self.record.anew()
+            own = {"rungs": self.rungs.anew(), "early_weight": None, "record": record}
+            stack.enter_context(aside(self, good=good, ready=ready, **own, **kept))
             yield
 
     def allocate_averages(self) -> Tensor:
         """Make the running averages unless they exist, and return the weights."""
         if self.weight is None:
             self.weight = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+            self.early_weight = self.weight.clone() if self.apart else None
             dtype = self._precision.factor_dtype(self._parameter)
             self.averages = Kept(self.statistics, self.size, dtype, self.device, pack=True)
         return self.weight
+
+    def weight_of(self, statistic: str) -> Tensor | None:
+        """Return the bias correction of a statistic's running averages ``[N]``; None: there are none."""
+        early = self.early_weight is not None and statistic in self.curvature.early
+        return self.early_weight if early else self.weight
 
     def allocate_held(self) -> Kept:
         """Make the tensors that renewals write unless they exist, and return them."""
@@ -260,12 +281,12 @@ class Stack:
 
     def snapshot(self, blocks: slice | Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Return the same in memory of its own, packed."""
-        assert self.weight is not None
-        weight, result = self.weight[blocks], {}
+        result = {}
         for spec in self.statistics:
             if spec.name in names:
-                average = self.averages.read(spec.name, blocks)
-                divisor = torch.ones_like(weight) if spec.fresh else weight
+                average, weight = self.averages.read(spec.name, blocks), self.weight_of(spec.name)
+                assert weight is not None
+                divisor = torch.ones_like(weight[blocks]) if spec.fresh else weight[blocks]
                 result[spec.name] = torch.div(average, along(divisor, average.ndim - 1)).to(self.work_dtype)
         return result
 

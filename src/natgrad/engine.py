@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,14 @@ from natgrad.placement import Runtime
 from natgrad.precision import Precision
 from natgrad.progress import Progress
 from natgrad.reduction import Scaling
-from natgrad.refresh import Refresh
-from natgrad.renewal import Background, fold, observed, renew
+from natgrad.refresh import Clock
+from natgrad.refresh.sides import SIDES
+from natgrad.renewal import Agenda, Background, fold, observed, renew
 from natgrad.rows import Collected, Epochs, Renewal, row_stacks
 from natgrad.sampling import LabelSampler
 from natgrad.second_pass import Closure, Replay, SecondPass, check_damping
 from natgrad.structure import Structure
-from natgrad.sums import make_sums
+from natgrad.sums import Choice, make_sums
 
 
 class Engine:
@@ -59,7 +60,8 @@ class Engine:
     _epochs: Epochs
     _seed: int
     _precision: Precision
-    _refresh: Refresh
+    _refresh: Clock
+    _agenda: Agenda
     _damping: Control
     _reduces: bool
     _detached: bool
@@ -105,10 +107,12 @@ class Engine:
         if not self._detached:
             placement, wire = self._structure.plan.placement, self._precision.wire
             summed = [stack for stack in self._stacks if not stack.curvature.rows]
-            sums = make_sums(summed, placement, self._runtime, wire, self._scaling.of_captured)
+            riders = 0 if self._agenda.budget is None else self._agenda.budget.numbers
+            sums = make_sums(summed, placement, self._runtime, wire, self._scaling.of_captured, riders)
             rows = Collected(row_stacks(self._stacks), wire if self._runtime.ranks > 1 else None)
             self._capture.again = self._damping.tries(self._progress.step)
             self._capture.attach(self._stacks, sums, rows)
+        self._agenda.look(self._stacks)
         self._watch.forget()
         self._progress.began = self._progress.ended = 0.0
 
@@ -123,7 +127,7 @@ class Engine:
             reduction=self._reduction,
             gradients="reduce" if self._reduces else "averaged",
             scaling=self._scaling.describe(),
-            refresh=self._refresh.intervals(self._progress.step),
+            refresh=self._refresh.settings(self._progress.step),
             precision=self._precision,
             guard=self._watch.guard,
         )
@@ -142,19 +146,21 @@ class Engine:
 
     def _await(self) -> None:
         """Tell the hooks what the coming step needs."""
-        progress, refresh = self._progress, self._refresh
-        self._capture.again = self._damping.tries(progress.step)
+        agenda, summed = self._agenda, [stack for stack in self._stacks if not stack.curvature.rows]
+        agenda.hear(self._stacks)
+        choice = Choice(agenda.sides(self._progress), agenda.without)
+        self._capture.again = self._damping.tries(self._progress.step)
         self._capture.reset(
-            wanted=self._sums_up and refresh.factors_due(progress.step, progress.last_factors),
-            rows=self._keeps_rows and refresh.inverses_due(progress.step, progress.last_inverses),
+            wanted=any(choice.portion(one.layer.name, stack) for stack in summed for one in stack.members),
+            rows=self._keeps_rows and "gradients" in agenda.reads(self._progress),
+            choice=choice,
         )
 
     def _draw(self, outputs: Tensor, mask: Tensor | None) -> None:
         """Differentiate the loss of sampled labels, where the coming step needs any; as `Preconditioner.backward`."""
         capture = self._capture
-        wanted = (
-            one.curvature for one in self._stacks if (capture.rows_wanted if one.curvature.rows else capture.wanted)
-        )
+        gradients = capture.wanted and "gradients" in capture.sums.choice.sides
+        wanted = (one.curvature for one in self._stacks if (capture.rows_wanted if one.curvature.rows else gradients))
         likelihood = next((curvature.likelihood for curvature in wanted if curvature.likelihood is not None), None)
         if likelihood is not None:
             fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.requires_grad
@@ -207,24 +213,31 @@ class Engine:
             return
         with self._progress.phase("reduce", self._runtime):
             wire = self._precision.wire
+            sides, self._capture.sums.rider = self._capture.sums.choice.sides, self._agenda.tell()
             self._capture.sums.close(*self._gains(count))
             if self._behind:
                 sums, inspection = self._capture.sums, self._inspection
                 self._background.post(self._stacks, sums, self._runtime, self._progress, inspection, wire)
                 return
             self._capture.sums.travel(self._runtime, wire)
-            self._inspection.look(self._stacks, self._capture.sums, self._runtime)
+            self._agenda.hear_times(self._capture.sums.heard if self._runtime.ranks > 1 else self._capture.sums.rider)
+            if "gradients" in sides:
+                self._inspection.look(self._stacks, self._capture.sums, self._runtime)
         with self._progress.phase("renew", self._runtime):
             renewed = fold(self._capture.sums, self._watch, self._progress.step)
             # The answer is waited for only before the first renewal: a checkpoint loader may step before any forward,
             # and a first batch may be poisoned.
             first = self._progress.last_factors is None
             if self._agreed(bool(renewed)) if first else renewed is not None or self._exchanges:
-                self._progress.renewed_factors()
+                self._progress.renewed_factors(sides)
 
     @property
     def _inverses_due(self) -> bool:
-        return self._refresh.inverses_due(self._progress.step, self._progress.last_inverses)
+        return bool(self._agenda.reads(self._progress))
+
+    def _spent(self) -> float:
+        """Return the seconds that preconditioning has taken so far."""
+        return sum(self._progress.seconds.values()) + self._capture.seconds
 
     def _renew(self, count: int | None, damping: float, closure: Closure | None) -> None:
         """Renew what is due, and have the rest renewed after the optimizer's step."""
@@ -232,7 +245,8 @@ class Engine:
         if self._capture.wanted:
             self._update_factors(count)
         if self._inverses_due:
-            self._update_inverses(count, damping)
+            with self._agenda.timed("renewing", self._spent):
+                self._update_inverses(count, damping)
         self._prepare_second_pass(count, closure, before)
 
     def _gains(self, count: int | None) -> tuple[float, float | Tensor]:
@@ -297,21 +311,26 @@ class Engine:
             refreshed = self._update_rows(count, damping)  # first: so they are seen
             captured = (self._capture.wanted or not self._sums_up) and not self._behind
             captured = captured and (self._capture.rows_wanted or not self._keeps_rows)
+            captured = captured and len(self._capture.sums.choice.sides) == len(SIDES)
             seen = observed(self._stacks)
             usable = self._inspection.usable(self._stacks, seen, captured=captured)
             if self._behind:
                 self._background.begin(self._stacks, plan, usable, damping, self._runtime.rank, self._progress)
                 return
-            renewed = renew(self._stacks, plan, self._runtime, usable, damping, self._watch, wire) or refreshed
-            if self._agreed(renewed) if begins else renewed or self._exchanges:
-                self._progress.renewed_inverses()
+            agenda, reads = self._agenda, self._agenda.reads(self._progress)
+            keys = agenda.choose(self._stacks, plan, usable, damping, self._progress)
+            renewed = renew(self._stacks, plan, self._runtime, keys, damping, self._watch, wire, reads=reads)
+            agenda.renewed(self._stacks, plan, keys)
+            decided = renewed or refreshed or (agenda.clock.rule is not None and bool(usable))
+            if self._agreed(decided) if begins else decided or self._exchanges:
+                self._progress.renewed_inverses(reads)
 
     def _precondition(
         self, damping: float, scale: float | Tensor, left: Left | None, count: int | None, closure: Closure | None
     ) -> None:
         tries = self._damping.tries(self._progress.step)
         model = Model.of(self._stacks, self._runtime, damping, scale) if tries else None
-        with self._progress.phase("solve", self._runtime):
+        with self._agenda.timed("fixed", self._spent), self._progress.phase("solve", self._runtime):
             ladder = Ladder(self._watch.guard, measures=self._progress.renewing, step=self._progress.step)
             gradients = Gradients.take(self._stacks, ladder, exchanged=self._exchanges)
             if self._exchanges:
@@ -348,3 +367,7 @@ class Engine:
         device = next(parameter.device for parameter in self._root.parameters())
         with self._progress.phase("replay", self._runtime):
             self._damping.learn(model.outcome(losses, self._runtime, device))
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies: their hooks would be those of the original."""
+        raise TypeError("a Preconditioner is neither copied nor pickled: build one for the copy, and load its state")

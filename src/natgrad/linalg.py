@@ -48,6 +48,22 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values.clamp_(min=0), vectors, fine
 
 
+def off_diagonal(matrices: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``‖offdiag(Qᵀ X Q)‖²`` and ``‖X‖²`` in the Frobenius norm ``[N]``: what eigenvectors Q leave out of X.
+
+    What is off the diagonal is summed up itself: the difference of ‖X‖² and the diagonal's would cancel.
+
+    Args:
+        matrices: X, symmetric ``[N, d, d]``; only the lower triangles are read.
+        vectors: Q, orthogonal ``[N, d, d]``, eigenvectors in columns. Cost: 4 N d³ operations.
+    """
+    X = matrices.tril()
+    X = X + X.tril(-1).mT
+    rotated = product(vectors.mT, product(X, vectors))
+    rotated.diagonal(dim1=-2, dim2=-1).zero_()
+    return rotated.square().sum((-2, -1)), X.square().sum((-2, -1))
+
+
 def _finite(stacked: Tensor) -> Tensor:
     # A sum is finite only if its terms are, and is far cheaper than a test of each; eigenvectors cannot overflow one.
     return stacked.flatten(1).sum(1).isfinite()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,8 @@ from natgrad.placement import Placement, Plan, Runtime, resolve
 from natgrad.precision import Precision
 from natgrad.progress import Progress
 from natgrad.reduction import Scaling, take_over_reduction
-from natgrad.refresh import Refresh
-from natgrad.renewal import Background
+from natgrad.refresh import Clock, Refresh
+from natgrad.renewal import Agenda, Background
 from natgrad.rows import Epochs, row_stacks
 from natgrad.sampling import LabelSampler
 from natgrad.second_pass import Closure, SecondPass, check_second_pass
@@ -60,7 +60,7 @@ class Preconditioner(Engine):
         damping: Damping = 1e-3,
         kl_clip: float | TrustRegion | None = USUAL_BOUND,
         reduction: Literal["mean", "tokens", "sum"] = "mean",
-        refresh: Refresh | None = None,
+        refresh: Clock | None = None,
         placement: str | Placement = "auto",
         precision: Precision | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -142,8 +142,8 @@ class Preconditioner(Engine):
         counting = self._scaling.counts or (where.name == "dp" and reduction == "tokens")
         self._capture = Capture(self._root, reduction=reduction, counting=counting)
         self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=reduction)
-        self._progress, self._epochs, self._background, self._unseen = Progress(), Epochs(), Background(), Unseen()
-        self._detached, self._seed = False, seed
+        self._progress, self._epochs, self._agenda = Progress(), Epochs(), Agenda(refresh)
+        self._background, self._unseen, self._detached, self._seed = Background(), Unseen(), False, seed
         rank, ranks = self._runtime.rank, self._runtime.ranks
         self._structure = Structure(
             self._root,
@@ -225,6 +225,7 @@ class Preconditioner(Engine):
         self._renew(count, damping, closure)
         self._precondition(damping, scale, left, count, closure)
         progress.step += 1
+        self._agenda.lap(self._spent())
         self._await()
         progress.ended = perf_counter()
         self._inspection.report()
@@ -293,6 +294,7 @@ class Preconditioner(Engine):
             "kl_scale": self._clip.last,
             **progress.updates,
             **self._watch.metrics(),
+            **self._agenda.metrics(self._stacks),
             **self._epochs.metrics(row_stacks(self._stacks)),
             "plain_layers": len(self._inspection.reasons),
             **{f"seconds/{phase}": spent for phase, spent in (progress.seconds | capture).items()},
@@ -375,6 +377,7 @@ class Preconditioner(Engine):
             **self._progress.state_dict(),
             **self._background.state_dict(),
             "damping": self._damping.state_dict(),
+            **self._agenda.state_dict(self._progress),
             "epochs": self._epochs.state_dict(),
             "blocks": blocks,
             "watch": counted,
@@ -393,8 +396,5 @@ class Preconditioner(Engine):
         self._background.drop(self._progress)
         self._progress.load_state_dict(state)
         self._watch.load_state_dict(state["watch"])
+        self._agenda.load_state_dict(state, self._progress, self._stacks)
         self._await()
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse copies: their hooks would be those of the original."""
-        raise TypeError("a Preconditioner is neither copied nor pickled: build one for the copy, and load its state")

@@ -11,6 +11,7 @@ from typing import Any
 
 from natgrad.layers import Layer
 from natgrad.placement import Runtime
+from natgrad.refresh.sides import READS, SIDES, Reads, Side
 
 _PHASES = ("capture", "reduce", "renew", "solve")
 
@@ -21,8 +22,8 @@ class Progress:
 
     Attributes:
         step: Completed steps.
-        last_factors: The step at which factors were renewed last; None: never.
-        last_inverses: The step at which they were decomposed last; None: never.
+        captured: For each side (`natgrad.refresh.Sides`) the step at which its statistics were renewed last.
+        renewed: For what reads one side, the other, or both, the step at which it was decomposed last.
         damping: γ of the last step.
         factor_updates: How often factors were renewed.
         inverse_updates: How often they were decomposed.
@@ -32,8 +33,8 @@ class Progress:
     """
 
     step: int = 0
-    last_factors: int | None = None
-    last_inverses: int | None = None
+    captured: dict[Side, int] = field(default_factory=dict)
+    renewed: dict[Reads, int] = field(default_factory=dict)
     damping: float = math.nan
     factor_updates: int = 0
     inverse_updates: int = 0
@@ -41,14 +42,32 @@ class Progress:
     began: float = 0.0
     ended: float = 0.0
 
-    def renewed_factors(self) -> None:
-        """Note that factors were renewed at this step."""
-        self.last_factors = self.step
+    @property
+    def last_factors(self) -> int | None:
+        """The step at which any factors were renewed last; None: never."""
+        return max(self.captured.values(), default=None)
+
+    @last_factors.setter
+    def last_factors(self, step: int | None) -> None:
+        self.captured = {} if step is None else dict.fromkeys(SIDES, step)
+
+    @property
+    def last_inverses(self) -> int | None:
+        """The step at which any were decomposed last; None: never."""
+        return max(self.renewed.values(), default=None)
+
+    @last_inverses.setter
+    def last_inverses(self, step: int | None) -> None:
+        self.renewed = {} if step is None else dict.fromkeys(READS, step)
+
+    def renewed_factors(self, sides: Iterable[Side] = SIDES) -> None:
+        """Note that factors were renewed at this step, of some sides."""
+        self.captured |= dict.fromkeys(sides, self.step)
         self.factor_updates += 1
 
-    def renewed_inverses(self) -> None:
-        """Note that factors were decomposed at this step."""
-        self.last_inverses = self.step
+    def renewed_inverses(self, reads: Iterable[Reads] = READS) -> None:
+        """Note that factors were decomposed at this step, by those parts that read some sides."""
+        self.renewed |= dict.fromkeys(reads, self.step)
         self.inverse_updates += 1
 
     @property

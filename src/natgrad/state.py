@@ -27,6 +27,8 @@ def blocks(stacks: list[Stack]) -> Blocks:
             own: dict[str, Tensor] = {}
             if stack.role.receives:
                 own["weight"] = stack.allocate_averages()[member.blocks]
+                if stack.early_weight is not None:
+                    own["early weight"] = stack.early_weight[member.blocks]
                 own |= {name: stack.averages.whole(name, member.blocks) for name in stack.averages}
             if stack.role.works:
                 held = stack.allocate_held()
@@ -36,6 +38,8 @@ def blocks(stacks: list[Stack]) -> Blocks:
                 good = [[stack.good[part.name][block] for part in stack.parts] for block in _range(member)]
                 own["renewed"] = torch.tensor(good, device="cpu")
                 own |= stack.rungs.state(member.blocks)
+            if stack.record is not None:
+                own |= stack.record.state(member)
             if own:
                 result[member.layer.key] = own
     return result
@@ -90,7 +94,7 @@ def check(state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, 
         ("is unknown to the model", set(given) - known),
     ):
         require(not names, "state['blocks']", sorted(names)[:5], f"those of the model: each of these {verb}")
-    for key, shapes in wanted.items():
+    for key, shapes in (*wanted.items(), *_remembered(stacks, given).items()):
         for name, shape in shapes.items():
             tensor = given[key].get(name)
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
@@ -111,6 +115,8 @@ def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> N
             if stack.role.receives:
                 weight = stack.allocate_averages()
                 weight[member.blocks] = own["weight"].to(weight)
+                if stack.early_weight is not None:  # of one clock for both, both have the same
+                    stack.early_weight[member.blocks] = own.get("early weight", own["weight"]).to(weight)
                 kept.append(stack.averages)
             if stack.role.works:
                 kept += [stack.allocate_held(), stack.allocate_memory()]
@@ -118,6 +124,8 @@ def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> N
                 for column, part in enumerate(stack.parts):
                     stack.renewed(part.name, member.start, [bool(row[column]) for row in flags], forget=True)
                 stack.rungs.load(member.start, own, stack.work_dtype, stack.device)
+            if stack.record is not None:
+                stack.record.restore(member, own)
             for tensors in kept:
                 for name in tensors:
                     tensors.write_whole(name, member.blocks, stack.fitted(name, own[name].to(stack.device)))
@@ -152,6 +160,21 @@ def _shapes(stacks: list[Stack], given: Mapping[str, Mapping[str, Tensor]]) -> d
             if shapes:
                 wanted[member.layer.key] = shapes
     return wanted
+
+
+def _remembered(
+    stacks: list[Stack], given: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of what a rule remembers of layers; those of which there is nothing begin anew."""
+    found = {}
+    for stack in stacks:
+        if stack.record is None:
+            continue
+        for member in stack.members:
+            shapes = stack.record.shapes(member)
+            if given.get(member.layer.key, {}).keys() >= shapes.keys():
+                found[member.layer.key] = shapes
+    return found
 
 
 def _range(member: Member) -> range:

@@ -18,7 +18,9 @@ from natgrad.errors import NatgradError, require
 from natgrad.layers import Layer
 from natgrad.placement import Cycle, Link, Placement, Plan, Seat, make_plan
 from natgrad.precision import Precision
-from natgrad.refresh import Refresh
+from natgrad.refresh import Clock
+from natgrad.renewal.record import Record
+from natgrad.renewal.routes import check_clock
 from natgrad.rows import RowStack
 from natgrad.sharding import reshard
 
@@ -41,7 +43,7 @@ class Structure:
         placement: Placement,
         rank: int,
         ranks: int,
-        refresh: Refresh | None = None,
+        refresh: Clock | None = None,
         reduces: bool = False,
         factor: Callable[[Layer], float] = lambda _: 1.0,
     ) -> None:
@@ -67,6 +69,16 @@ class Structure:
             lambda one: RowStack if one.rows else Stack,
             self._factor,
         )
+        if self._refresh is not None:
+            self._keep_time(self._refresh)
+
+    def _keep_time(self, clock: Clock) -> None:
+        """Have the stacks keep what a clock needs."""
+        check_clock(clock, [curvature for _, curvature in self.coverage.layers], self.plan.placement, self._ranks)
+        for one in self.stacks:
+            one.apart = clock.separate and bool(one.curvature.early)
+            if clock.rule is not None and not one.curvature.rows:
+                one.record = Record(one, drifts=clock.rule.measure == "drift")
 
     def digest(self) -> int:
         """Return a number that is the same on ranks with the same plan for the same layers."""
@@ -81,9 +93,10 @@ class Structure:
         if self._placement.name == "auto" and self._ranks > 1 and self._refresh is not None:
             cycle = Cycle(**self._refresh.intervals(0), reduces=self._reduces)
         # Layers that stay keep their workers, who alone may have their curvature; and "auto" chooses once. Curvatures
-        # that look need every rank.
+        # that look need every rank, and so do the seconds of a clock with a cap.
         placement = self._placement
         looks = any(curvature.looks or curvature.rows for _, curvature in self.coverage.layers)
+        looks = looks or (self._refresh is not None and self._refresh.share is not None)
         if placement.name == "auto" and (looks or (placement.link == Link() and self._accelerated)):
             placement = replace(placement, name="comm-opt")  # the costs known are those of a processor core
         plan = make_plan(placement, works, self._ranks, self._seated, cycle)

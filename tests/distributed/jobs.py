@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
+from natgrad.refresh import Clock
 
 SAMPLES = 12
 RAGGED = {1: [12], 2: [9, 3], 4: [5, 1, 4, 2]}
@@ -25,7 +26,7 @@ class Job:
     kind: str = "KFAC"
     curvature: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    refresh: dict[str, Any] = field(default_factory=lambda: {"factors": 2, "inverses": 3})
+    refresh: dict[str, Any] | Clock = field(default_factory=lambda: {"factors": 2, "inverses": 3})
     wrapped: bool = True
     wrapper: dict[str, Any] = field(default_factory=dict)
     ragged: bool = False
@@ -87,7 +88,7 @@ class Training:
             damping=0.05,
             kl_clip=job.kl_clip,
             reduction=job.reduction,
-            refresh=natgrad.Refresh(**job.refresh),
+            refresh=job.refresh if isinstance(job.refresh, Clock) else natgrad.Refresh(**job.refresh),
             **job.options,
         )
 

@@ -36,12 +36,11 @@ from natgrad.precision import full_products
 from natgrad.rows import Collected
 from natgrad.sharding import owners
 from natgrad.shards import is_sharded
-from natgrad.sums import Sums
+from natgrad.sums import WHOLE, Choice, Sums
 from natgrad.sums.messages import Tally
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-
 
 _REENTRANT = "sampled labels and second passes (K-BFGS) need checkpoint(..., use_reentrant=False)"
 
@@ -144,16 +143,18 @@ class Capture:
         """Whether statistics are due from sampled labels, and the loss was differentiated without them."""
         if self._drew or not any(self.backwards.values()):
             return False
-        sampled = [
-            name for name in self._captured if self._wants(name) and self._layers[name][1].likelihood is not None
-        ]
+        sampled = [name for name in self._captured if self._wants(name) and self._draws(name)]
         return bool(sampled) and not any(self._tally(name).rows or name in self._pooled for name in sampled)
 
     def _wants(self, name: str) -> bool:
         """Tell whether this rank is to capture a layer in the coming step."""
         if name not in self._captured:
             return False
-        return self.rows_wanted if self._layers[name][1].rows else self.wanted
+        return self.rows_wanted if self._layers[name][1].rows else self.wanted and self.sums.portion(name) is not None
+
+    def _draws(self, name: str) -> bool:
+        """Tell whether gradients of sampled labels are wanted of a layer; its inputs are the same in any pass."""
+        return self._layers[name][1].likelihood is not None and self.sums.portion(name) != "inputs"
 
     def _tally(self, name: str) -> Tally:
         return (self.rows if self._layers[name][1].rows else self.sums).tallies[name]
@@ -202,11 +203,11 @@ class Capture:
         for name in list(self._pooled):
             self._flush(name)
 
-    def reset(self, *, wanted: bool, rows: bool) -> None:
-        """Begin the next step, which needs sums or `rows`."""
-        self.wanted, self.rows_wanted = wanted, rows
-        self._drew = False
+    def reset(self, *, wanted: bool, rows: bool, choice: Choice = WHOLE) -> None:
+        """Begin the next step, which needs sums, those of a `choice`, or `rows`."""
+        self.wanted, self.rows_wanted, self._drew = wanted, rows, False
         self.discard()
+        self.sums.choose(choice if wanted else self.sums.choice)
         self._forward.script = Recording(self._root) if self.again or (wanted and self.replays) else None
         self.sums.note_turns()
 
@@ -235,13 +236,13 @@ class Capture:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Want statistics meanwhile, and know nothing of it afterwards; to be called between steps."""
-        before = {"wanted": self.wanted, "rows": self.rows_wanted}
+        before = partial(self.reset, wanted=self.wanted, rows=self.rows_wanted, choice=self.sums.choice)
         self.reset(wanted=True, rows=True)
         try:
             with aside(self, seconds=0.0):
                 yield
         finally:
-            self.reset(**before)
+            before()
 
     def watch(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
         """Keep the inputs of one use of a layer, or of the one tied to it, until the gradient of its output comes."""
@@ -307,8 +308,7 @@ class Capture:
                 use.inputs, use.outline = None, outline(use.outline)
         self._terms.settle(use, first, gradient, drawn=self.sampling)
         current = self._layers.get(use.primary.name) == (use.primary, use.curvature)  # else the coverage has changed
-        wanted = current and self._wants(use.primary.name)
-        wanted = wanted and self.sampling == (use.curvature.likelihood is not None)
+        wanted = current and self._wants(use.primary.name) and self.sampling == self._draws(use.primary.name)
         if wanted and inputs is not None:
             with full_products(gradient.device):
                 self._observe(use, first, inputs.get(), gradient)

@@ -97,6 +97,8 @@ class Curvature(ABC):
         multiplies: Which statistics `multiply` needs beside what renewals have made; None: it has no `multiply`.
         diagonals: Which statistics `diagonal` reads; none: there is no such estimate.
         definite: Whether ⟨V, W⟩ of what `solve` returns is never below 0 but for a fault.
+        traced: Which statistics `trace` reads; none: there is none.
+        rotated: Which statistics `misfit` reads; none: nothing that it writes are eigenvectors.
     """
 
     likelihood: Likelihood | None = None
@@ -110,6 +112,8 @@ class Curvature(ABC):
     multiplies: tuple[str, ...] | None = None
     diagonals: tuple[str, ...] = ()
     definite: bool = True
+    traced: tuple[str, ...] = ()
+    rotated: tuple[str, ...] = ()
 
     def fit(self, layer: Layer) -> Curvature | str:
         """Return the variant of this curvature for `layer`, the same object for equal needs, or why there is none."""
@@ -185,7 +189,7 @@ class Curvature(ABC):
         Args:
             sums: A tensor ``[n, *shape]`` for each of `statistics`, in a replay for each of `replays`; uninitialised
                 memory when `first`. Those of `early` are missing where `observe_inputs` has seen this use: they are not
-                asked for again.
+                asked for again. Where they have a clock of their own, either they or all others may be missing.
             inputs: The rows a, of as many samples as the loss has terms here (token losses: positions).
             gradients: The rows g of the same samples, times ``1 / scale``.
             scale: What makes `gradients` those of per-sample losses.
@@ -254,6 +258,24 @@ class Curvature(ABC):
 
         Returns:
             ``[N, o, i]``, or what broadcasts to it.
+        """
+        raise NotImplementedError
+
+    def trace(self, averages: Mapping[str, Tensor], outputs: int) -> Tensor:
+        """Return the trace of each Fisher block ``[N]``, as it is approximated and without damping.
+
+        Args:
+            averages: Those of `traced`, as in `renew`.
+            outputs: o.
+        """
+        raise NotImplementedError
+
+    def misfit(self, averages: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return ``‖offdiag(Qᵀ X Q)‖²`` and ``‖X‖²`` of each block ``[N]``, for each factor X with eigenvectors Q.
+
+        Args:
+            averages: Those of `rotated`, as in `renew`.
+            held: All that the parts wrote.
         """
         raise NotImplementedError
 

@@ -141,6 +141,8 @@ class EKFAC(KFAC):
     ) -> None:
         """See `Curvature.observe`."""
         super().observe(sums, inputs, gradients, scale=scale, first=first)
+        if "S" not in sums:
+            return
         S, s = sums["S"], sums["s"]
         if first:
             S.zero_()

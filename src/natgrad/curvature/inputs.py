@@ -65,6 +65,21 @@ class InputKFAC(Curvature):
         """See `Curvature.renew`."""
         return self._factors.renew(part, averages, damping, columns, before)
 
+    traced = ("A",)
+
+    def trace(self, averages: Mapping[str, Tensor], outputs: int) -> Tensor:
+        """See `Curvature.trace`: that of I ⊗ A."""
+        return self._factors.A.trace(averages["A"]) * outputs
+
+    @property
+    def rotated(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See `Curvature.rotated`: A, as K-FAC's."""
+        return tuple(name for name in self._factors.rotated if name == "A")
+
+    def misfit(self, averages: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
+        """See `Curvature.misfit`."""
+        return self._factors.misfit(averages, held)
+
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
         """See `Curvature.solve`."""
         A = self._factors.A

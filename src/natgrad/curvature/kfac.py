@@ -203,7 +203,8 @@ class KFAC(Curvature):
         """See `Curvature.observe`."""
         if "A" in sums:
             self.A.add_(sums["A"], inputs, scale=1.0, overwrite=first)
-        self.G.add_(sums["G"], gradients, scale=scale * scale, overwrite=first)
+        if "G" in sums:
+            self.G.add_(sums["G"], gradients, scale=scale * scale, overwrite=first)
 
     def observe_inputs(self, sums: Mapping[str, Tensor], inputs: Rows) -> None:
         """See `Curvature.observe_inputs`: A."""
@@ -250,6 +251,23 @@ class KFAC(Curvature):
             return A.times(G.times(D.mT, averages["G"]).mT, averages["A"])
         rotated = A.rotate(G.rotate(D.mT, held, "G").mT, held, "A") * self.spectrum(held)
         return A.rotate_back(G.rotate_back(rotated.mT, held, "G").mT, held, "A")
+
+    traced = ("A", "G")
+
+    def trace(self, averages: Mapping[str, Tensor], outputs: int) -> Tensor:
+        """See `Curvature.trace`: tr A · tr G."""
+        return self.A.trace(averages["A"]) * self.G.trace(averages["G"])
+
+    @property
+    def rotated(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See `Curvature.rotated`: in the eigen forms, the factors whose eigenvectors are not the unit vectors."""
+        sides = {"A": self.A, "G": self.G} if self._made == "eigen" else {}
+        return tuple(name for name, side in sides.items() if side.matrices)
+
+    def misfit(self, averages: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
+        """See `Curvature.misfit`."""
+        sides = {"A": self.A, "G": self.G}
+        return [sides[name].misfit(averages[name], held[f"Q{name}"]) for name in self.rotated if f"Q{name}" in held]
 
     def spectrum(self, held: Mapping[str, Tensor]) -> Tensor:
         """Return the eigenvalues of the block, in memory of its own ``[N, o, i]``: v_G v_Aᵀ (eigen form)."""

@@ -92,6 +92,12 @@ class RankOne(Curvature):
         a, g = averages["a"], averages["g"]
         return (a, g), torch.ones(len(a), dtype=torch.bool, device=a.device)
 
+    traced = ("a", "g")
+
+    def trace(self, averages: Mapping[str, Tensor], outputs: int) -> Tensor:
+        """See `Curvature.trace`: ``‖ā‖² ‖ḡ‖²``."""
+        return averages["a"].square().sum(-1) * averages["g"].square().sum(-1)
+
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
         """See `Curvature.solve`."""
         return linalg.solve_rank_one(W, held["mean_a"], held["mean_g"], damping)

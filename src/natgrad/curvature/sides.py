@@ -77,6 +77,10 @@ class Side(ABC):
         With `warm` they are brought forward from the eigenvectors `before`, where there are any.
         """
 
+    def misfit(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``‖offdiag(Qᵀ X Q)‖²`` and ``‖X‖²`` ``[N]`` for eigenvectors Q, of sides that have them."""
+        raise NotImplementedError
+
     @property
     def matrices(self) -> bool:
         """Whether what is made of the factor are matrices, with which the next renewal can begin."""
@@ -161,6 +165,10 @@ class Full(Side):
         """See `Side.decompose`."""
         values, vectors, fine = linalg.eigh(factor) if warm is None else warm.eigh(factor, before)
         return (vectors, values), fine
+
+    def misfit(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Side.misfit`."""
+        return linalg.off_diagonal(factor, vectors)
 
     def repeated(self, form: Form) -> float | None:
         """See `Side.repeated`: the Cholesky factor, a third of the inverse."""
@@ -349,6 +357,11 @@ class Blocks(Side):
         every, start = factor.flatten(0, 1), None if before is None else before.flatten(0, 1)
         values, vectors, fine = linalg.eigh(every) if warm is None else warm.eigh(every, start)
         return (vectors.view_as(factor), values.view(len(factor), -1)), fine.view(len(factor), -1).all(-1)
+
+    def misfit(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Side.misfit`: what was left out between the blocks is not part of it."""
+        off, whole = linalg.off_diagonal(factor.flatten(0, 1), vectors.flatten(0, 1))
+        return off.view(len(factor), -1).sum(-1), whole.view(len(factor), -1).sum(-1)
 
     def invert(
         self,

@@ -138,6 +138,24 @@ class TableKFAC(Curvature):
         """See `Curvature.diagonal`: that of the one Kronecker product."""
         return self._factors.diagonal(self.merged(averages), outputs, inputs)
 
+    @property
+    def traced(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See `Curvature.traced`: all, of which R and C are made."""
+        return tuple(spec.name for spec in self.statistics(1, 1))
+
+    def trace(self, averages: Mapping[str, Tensor], outputs: int) -> Tensor:
+        """See `Curvature.trace`: tr R · tr C, which is that of F."""
+        return self._factors.trace(self.merged(averages), outputs)
+
+    @property
+    def rotated(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See `Curvature.rotated`: all, where R or C have eigenvectors."""
+        return self.traced if self._factors.rotated else ()
+
+    def misfit(self, averages: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
+        """See `Curvature.misfit`."""
+        return self._factors.misfit(self.merged(averages), held)
+
     def merged(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the factors R and C of the one Kronecker product, as G and A of K-FAC.
 

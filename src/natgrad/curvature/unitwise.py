@@ -149,6 +149,16 @@ class UnitWise(Curvature):
         diagonal: Tensor = F.diagonal(dim1=-2, dim2=-1).unflatten(-1, (inputs, outputs))
         return diagonal.mT
 
+    traced = ("F",)
+
+    def trace(self, averages: Mapping[str, Tensor], outputs: int) -> Tensor:
+        """See `Curvature.trace`: the sum of the mean squares."""
+        F = averages["F"]
+        if self.form == "full":
+            return F.diagonal(dim1=-2, dim2=-1).sum(-1)
+        squares = F if self.form == "diag" else F[..., : (F.shape[-1] + 1) // 2]
+        return squares.flatten(1).sum(1)
+
     def _spec(self, name: str, outputs: int, inputs: int) -> Spec:
         if self.form == "full":
             return Spec(name=name, shape=(outputs * inputs,) * 2, symmetric=True, mean="samples", degree=2)

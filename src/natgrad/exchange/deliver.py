@@ -160,7 +160,8 @@ def _sizes(entry: Entry, holders: Holders, me: int) -> list[Size]:
     stack, shares = entry.stack, _shares(entry, holders, me)
     whole = stack.size * stack.outputs * stack.inputs
     sizes = [_numel(slot, rows) for _, slot, rows in shares] if shares else [whole]
-    return [(size, stack.work_dtype) for size in (*sizes, stack.size + 2 * len(stack.members))]
+    told = stack.size + 2 * len(stack.members) + (0 if stack.record is None else stack.record.size)
+    return [(size, stack.work_dtype) for size in (*sizes, told)]
 
 
 def _receive(entry: Entry, message: Iterator[Tensor], holders: Holders, me: int, watch: Watch) -> None:
@@ -205,13 +206,17 @@ def _counters(entry: Entry, watch: Watch) -> Tensor:
     ready = entry.told()
     if isinstance(ready, bool):
         ready = like.new_full((len(stack.members),), float(ready))
-    return torch.cat([like, ready, watch.trouble(stack).to(like)])
+    verdicts = [] if stack.record is None or not stack.record.told else [stack.record.message(like)]
+    return torch.cat([like, ready, watch.trouble(stack).to(like), *verdicts])
 
 
 def _hear(entry: Entry, counters: Tensor, watch: Watch) -> None:
     """Read what a worker has told, also where it is this rank: what is decided by it is then alike on all of them."""
     stack, layers = entry.stack, len(entry.stack.members)
-    entry.inner, ready, trouble = counters.split([stack.size, layers, layers])
+    told = stack.size + 2 * layers
+    entry.inner, ready, trouble, verdicts = counters.split([stack.size, layers, layers, len(counters) - told])
+    if stack.record is not None:
+        stack.record.heard = verdicts if len(verdicts) else None
     repeats = tensor_on(stack.device, entry.blocks)
     entry.ready = ready.repeat_interleave(repeats, output_size=stack.size)
     watch.heard(stack, trouble.repeat_interleave(repeats, output_size=stack.size))

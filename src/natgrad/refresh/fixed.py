@@ -4,62 +4,50 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from natgrad.schedule import Schedule, check_schedule, value_at
+from natgrad.refresh.base import Clock
+from natgrad.refresh.sides import Reads, Side, Sides, interval, mean_interval
+from natgrad.schedule import Schedule, check_schedule
 
-_ALLOWED = "a number of steps >= 1"
+_ALLOWED = "a number of steps >= 1, or natgrad.Sides"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refresh:
+class Refresh(Clock):
     """Renew at intervals counted in completed steps (stale curvature: Pauloski 2022, section 5.1).
 
     Something is due when ``step - last >= interval``; what was never renewed is due at once.
 
     Attributes:
-        factors: Steps between two captures of the statistics that are accumulated (A, G): a number, or a callable of
-            the step.
-        inverses: Steps between two decompositions: a number, or a callable of the step.
+        factors: Steps between two captures of the statistics that are accumulated (A, G): a number, a callable of the
+            step, or `natgrad.Sides` of these for A and G.
+        inverses: Steps between two decompositions: likewise. What is made of both A and G follows the shorter interval.
 
     Raises:
         ValueError: if an interval is below 1.
     """
 
-    factors: Schedule = 1
-    inverses: Schedule = 10
+    factors: Schedule | Sides = 1
+    inverses: Schedule | Sides = 10
 
     def __post_init__(self) -> None:
         """Check both intervals."""
-        check_schedule("factors", self.factors, _ALLOWED, minimum=1)
-        check_schedule("inverses", self.inverses, _ALLOWED, minimum=1)
+        for name, value in vars(self).items():
+            if not isinstance(value, Sides):
+                check_schedule(name, value, _ALLOWED, minimum=1)
 
-    def check(self, step: int) -> None:
-        """Check what the step after `step` completed ones will read, before it changes anything.
+    @property
+    def separate(self) -> bool:  # type: ignore[override]
+        """See `Clock.separate`."""
+        return isinstance(self.factors, Sides) or isinstance(self.inverses, Sides)
 
-        Raises:
-            ValueError: if a callable returns what is no interval.
-        """
-        self.factors_due(step + 1, None)
-        self.inverses_due(step, None)
+    def factor_interval(self, step: int, side: Side = "gradients") -> float:
+        """See `Clock.factor_interval`."""
+        return interval("factors", self.factors, side, step)
+
+    def inverse_interval(self, step: int, reads: Reads = "both") -> float:
+        """See `Clock.inverse_interval`."""
+        return interval("inverses", self.inverses, reads, step)
 
     def intervals(self, step: int) -> dict[str, float]:
-        """Return both intervals after `step` completed steps.
-
-        Raises:
-            ValueError: if a callable returns what is no interval.
-        """
-        return {
-            name: value_at(name, getattr(self, name), step, _ALLOWED, minimum=1) for name in ("factors", "inverses")
-        }
-
-    def factors_due(self, step: int, last: int | None) -> bool:
-        """Tell whether the step after `step` completed ones captures statistics, the last such step being `last`."""
-        return _due("factors", self.factors, step, last)
-
-    def inverses_due(self, step: int, last: int | None) -> bool:
-        """Tell whether the step after `step` completed ones decomposes, the last such step being `last`."""
-        return _due("inverses", self.inverses, step, last)
-
-
-def _due(name: str, interval: Schedule, step: int, last: int | None) -> bool:
-    steps = value_at(name, interval, step, _ALLOWED, minimum=1)
-    return last is None or step - last >= steps
+        """See `Clock.intervals`."""
+        return {name: mean_interval(name, value, step) for name, value in vars(self).items()}

@@ -27,14 +27,15 @@ def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
     renewed: Tensor | None = None
     for piece in sums.arrived():
         stack, blocks = piece.stack, piece.blocks
-        weight = stack.allocate_averages()[blocks]
+        stack.allocate_averages()
+        arrived = [spec for spec in stack.statistics if spec.name in piece.sums]
         seen = piece.samples > 0
-        finite = torch.stack([_finite(spec, piece.sums[spec.name]) for spec in stack.statistics]).all(0)
+        finite = torch.stack([_finite(spec, piece.sums[spec.name]) for spec in arrived]).all(0)
         fine = seen & finite if sums.spoilt is None else seen & finite & ~sums.spoilt.to(stack.device)
         decay, restarting = stack.curvature.factor_decay, stack.restarting
         past = stack.outlived(sums.turns[id(stack)], blocks) if restarting else None
         stack.note(blocks, fine)
-        for spec in stack.statistics:
+        for spec in arrived:
             fresh = piece.sums[spec.name]
             if past is not None and spec.name in restarting:
                 # Summed over what was made before the last renewal, of which the new average is none.
@@ -46,7 +47,10 @@ def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
             if stack.averages.narrow(spec.name):
                 generator = torch.Generator(stack.device).manual_seed(seed)
                 stack.averages.write(spec.name, blocks, average, generator)
-        weight.copy_(torch.where(fine, decay * weight + (1 - decay), weight))
+        weights = {id(weight): weight for spec in arrived if (weight := stack.weight_of(spec.name)) is not None}
+        for whole in weights.values():
+            weight = whole[blocks]
+            weight.copy_(torch.where(fine, decay * weight + (1 - decay), weight))
         stack.rungs.saw(blocks, fine, seen & ~finite)
         watch.saw_factors(stack, blocks, seen & ~finite)
         renewed = fine.any() if renewed is None else renewed | fine.any().to(renewed.device)

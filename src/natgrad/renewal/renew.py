@@ -19,6 +19,7 @@ from natgrad.kept import along, pack, packed_shape, unpack
 from natgrad.linalg import equal_shares, tensor_on
 from natgrad.placement import Layout, Plan, Runtime, narrower
 from natgrad.precision import full_products
+from natgrad.refresh.sides import READS, Reads, side_of
 
 # Decompositions gain nothing from batching matrices beyond this many elements, and would hold them all at once.
 _BATCH = 2**18
@@ -112,7 +113,11 @@ class Job:
 def observed(stacks: list[Stack]) -> set[str]:
     """Return the keys of the layers with statistics; this waits for the device."""
     known = [stack for stack in stacks if stack.weight is not None]
-    weights = [stack.weight for stack in known if stack.weight is not None]
+    weights = [
+        stack.weight if stack.early_weight is None else torch.minimum(stack.weight, stack.early_weight)
+        for stack in known
+        if stack.weight is not None
+    ]
     seen = iter(torch.cat([weight.to(weights[0]) for weight in weights]).tolist() if weights else [])
     blocks = [(stack, [next(seen) > 0 for _ in range(stack.size)]) for stack in known]
     return {member.layer.key for stack, own in blocks for member in stack.members if all(own[member.blocks])}
@@ -127,6 +132,7 @@ def renew(
     watch: Watch,
     wire: torch.dtype | None = None,
     *,
+    reads: Collection[Reads] = READS,
     replayed: bool = False,
 ) -> bool:
     """Do the parts of some layers, each on its owner, and exchange the results among the workers.
@@ -139,12 +145,13 @@ def renew(
         damping: γ of this renewal.
         watch: Counts what failed.
         wire: The dtype in which matrices travel, if narrower than that in which they are held.
+        reads: To do those parts alone that read statistics of the inputs, of gradients, or of both.
         replayed: Whether to do those parts alone that go on with what a replay has shown.
 
     Returns:
         Whether there was anything to do.
     """
-    jobs = jobs_of(stacks, plan, keys, replayed=replayed)
+    jobs = jobs_of(stacks, plan, keys, reads=reads, replayed=replayed)
     success: list[list[float]] = []
     for job in jobs:
         job.stack.allocate_held()
@@ -195,7 +202,14 @@ def conclude(
     return [job for job, numbers in zip(jobs, success, strict=True) if RAISED in numbers]
 
 
-def jobs_of(stacks: list[Stack], plan: Plan[str], keys: Collection[str], *, replayed: bool = False) -> list[Job]:
+def jobs_of(
+    stacks: list[Stack],
+    plan: Plan[str],
+    keys: Collection[str],
+    *,
+    reads: Collection[Reads] = READS,
+    replayed: bool = False,
+) -> list[Job]:
     """Return the jobs of the layers that this rank works for: neighbouring layers of one owner together.
 
     Of parts that replays go on with, a renewal does those that have never been done, and a replay the others.
@@ -205,6 +219,8 @@ def jobs_of(stacks: list[Stack], plan: Plan[str], keys: Collection[str], *, repl
         if not stack.role.works or stack.curvature.rows:
             continue
         for part in stack.parts:
+            if side_of(part.reads, stack.curvature.early) not in reads:
+                continue
             for member in stack.members:
                 begun = part.replayed and all(stack.good[part.name][member.blocks])
                 if member.layer.key in keys and begun == replayed:

@@ -1,7 +1,9 @@
 """The raw sums of a step: collected by the hooks in messages, which travel in the step or before it."""
 
+from natgrad.sums.choice import WHOLE as WHOLE
+from natgrad.sums.choice import Choice as Choice
 from natgrad.sums.messages import Departed as Departed
 from natgrad.sums.pipelined import make_sums as make_sums
 from natgrad.sums.sums import Sums as Sums
 
-__all__ = ["Departed", "Sums", "make_sums"]
+__all__ = ["WHOLE", "Choice", "Departed", "Sums", "make_sums"]

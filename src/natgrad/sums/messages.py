@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +20,8 @@ from natgrad.linalg import tensor_on
 from natgrad.placement import Posted
 
 # Of a layer's statistics: all, those that its curvature has from the inputs alone, or those that need a gradient.
-Portion: TypeAlias = Literal["whole", "early", "rest"]
+# "inputs" are the early ones too, where no rest follows: the counters of the layer go with them.
+Portion: TypeAlias = Literal["whole", "early", "rest", "inputs"]
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Piece:
     Attributes:
         stack: The stack.
         members: The layers.
-        portion: Which statistics. The counters of a layer go with all of them or with the rest.
+        portion: Which statistics. The counters of a layer go with all of them, with the rest or with "inputs".
     """
 
     stack: Stack
@@ -45,10 +46,7 @@ class Piece:
     @cached_property
     def specs(self) -> list[Spec]:
         """The statistics."""
-        early, portion = self.stack.curvature.early, self.portion
-        return [
-            spec for spec in self.stack.statistics if portion == "whole" or (spec.name in early) == (portion == "early")
-        ]
+        return portion_of(self.stack, self.portion)
 
 
 @dataclass
@@ -112,12 +110,19 @@ class Message:
         kind: What its sums are counted as.
     """
 
-    def __init__(self, pieces: list[Piece], kind: str = "factors") -> None:
-        """Lay out neighbouring layers of some stacks with the same role; no tensor is made."""
+    def __init__(self, pieces: list[Piece], kind: str = "factors", riders: int = 0) -> None:
+        """Lay out neighbouring layers of some stacks with the same role; no tensor is made.
+
+        Args:
+            pieces: The layers.
+            kind: What its sums are counted as.
+            riders: How many numbers that are none of a layer travel behind the counters.
+        """
+        self._riders = riders
         self.pieces, self.role, self.kind = pieces, pieces[0].stack.role, kind
         self.places = {member.layer.name: index for index, piece in enumerate(pieces) for member in piece.members}
         self.early = pieces[0].portion == "early"
-        self._counters = 0 if self.early else 2 * len(self.places)
+        self._counters = (0 if self.early else 2 * len(self.places)) + riders
         self.numel = self._counters + sum(
             (piece.blocks.stop - piece.blocks.start) * prod(packed_shape(spec))
             for piece in pieces
@@ -166,7 +171,7 @@ class Message:
         if self.early:
             return
         assert self.buffer is not None
-        counters, counted = self.buffer[-self._counters :].view(-1, 2), 0
+        counters, counted = self.buffer[self.numel - self._counters : self.numel - self._riders].view(-1, 2), 0
         for index, piece in enumerate(self.pieces):
             for other, run in groupby(piece.members, lambda member: _place(early, member)):
                 members = list(run)
@@ -180,6 +185,11 @@ class Message:
                     repeats = tensor_on(own.device, [member.stop - member.start for member in members])
                     own = own.repeat_interleave(repeats, dim=0, output_size=size)
                 yield Arrived(piece.stack, blocks, sums, own[:, 0], own[:, 1])
+
+    @property
+    def riders(self) -> Tensor | None:
+        """The numbers behind the counters, while there is a buffer."""
+        return self.buffer[self.numel - self._riders :] if self._riders and self.buffer is not None else None
 
     def release(self) -> None:
         """Drop the buffer."""
@@ -206,7 +216,9 @@ class Message:
         other.allocate().zero_()
         return other
 
-    def close(self, tallies: Mapping[str, Tally], share: float, gain: float | Tensor) -> Tensor:
+    def close(
+        self, tallies: Mapping[str, Tally], share: float, gain: float | Tensor, riders: Sequence[float] = ()
+    ) -> Tensor:
         """Make it ready to travel, and return the buffer: see `Sums.close`."""
         buffer = self.allocate()
         counters: list[float] = []
@@ -216,6 +228,7 @@ class Message:
             shares = {"samples": share, "rows": rows / max(1, tally.rows)}
             _correct(self.pieces[index], self.views[name], gain * share, shares, seen=tally.rows > 0)
             counters += [tally.samples * share, rows]
+        counters += riders if self._riders else ()
         if self._counters:
             buffer[-len(counters) :] = tensor_on(buffer.device, counters, buffer.dtype)
         return buffer
@@ -259,6 +272,12 @@ class Departed:
                 sums = {name: tensor.to(*place) for name, tensor in piece.sums.items()}
                 yield replace(piece, sums=sums, samples=piece.samples.to(*place), rows=piece.rows.to(*place))
             message.release()
+
+
+def portion_of(stack: Stack, portion: Portion) -> list[Spec]:
+    """Return some of the statistics of a stack."""
+    early, inputs = stack.curvature.early, portion in ("early", "inputs")
+    return [spec for spec in stack.statistics if portion == "whole" or (spec.name in early) == inputs]
 
 
 def neighbours(layers: Iterable[tuple[Stack, Member, Portion]]) -> list[Piece]:

@@ -49,7 +49,12 @@ _MEASURED = 3
 
 
 def make_sums(
-    stacks: Sequence[Stack], placement: Placement, runtime: Runtime, wire: torch.dtype | None, gain: Gain
+    stacks: Sequence[Stack],
+    placement: Placement,
+    runtime: Runtime,
+    wire: torch.dtype | None,
+    gain: Gain,
+    riders: int = 0,
 ) -> Sums:
     """Return the sums of some stacks as a placement sends them.
 
@@ -59,10 +64,11 @@ def make_sums(
         runtime: The ranks.
         wire: The dtype in which sums travel, if narrower than their own.
         gain: What `Sums.close` is given, by the number of backward passes.
+        riders: Those of `Sums`; none under "pipelined".
     """
     if placement.name == "pipelined" and runtime.ranks > 1:
         return PipelinedSums(stacks, placement, runtime, wire, gain)
-    return Sums(stacks, fused=runtime.ranks > 1)
+    return Sums(stacks, fused=runtime.ranks > 1, riders=riders if runtime.ranks > 1 else 0)
 
 
 @dataclass

@@ -8,10 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from natgrad.blocks import Stack
+from natgrad.blocks import Member, Stack
 from natgrad.kept import pack
 from natgrad.placement import Posted, Runtime
-from natgrad.sums.messages import Arrived, Departed, Message, Piece, Tally
+from natgrad.sums.choice import WHOLE, Choice
+from natgrad.sums.messages import Arrived, Departed, Message, Portion, Tally, neighbours, portion_of
 
 
 class Observe(Protocol):
@@ -37,29 +38,62 @@ class Sums:
 
     Attributes:
         spoilt: Whether a ``GradScaler`` skips this step (a lazy bool, the same on all ranks); None: it cannot.
+        choice: What is collected.
+        rider: What this rank has to say beside its sums.
         turns: `Stack.turns` as they were when this step began, by the ``id`` of the stack.
     """
 
-    def __init__(self, stacks: Sequence[Stack], *, fused: bool, kind: str = "factors") -> None:
+    def __init__(self, stacks: Sequence[Stack], *, fused: bool, kind: str = "factors", riders: int = 0) -> None:
         """Lay out the messages of those `stacks` to whose sums this rank adds or from whom it receives them.
 
-        They are counted as of some `kind`.
+        Args:
+            stacks: The stacks.
+            fused: See above.
+            kind: What they are counted as.
+            riders: How many numbers of `rider` travel with a message to all ranks.
         """
-        groups: dict[object, list[Piece]] = {}
         stacks = [stack for stack in stacks if stack.role.captures or stack.role.receives]
-        for stack in stacks:
-            if fused:
-                key = (stack.dtype, stack.device, *_destination(stack))
-                groups.setdefault(key, []).append(Piece(stack, stack.members))
-            else:
-                groups.update({member.layer.name: [Piece(stack, [member])] for member in stack.members})
+        self._fused, self._kind, self._riders = fused, kind, riders
+        self.rider: Sequence[float] = ()
         self._members = {member.layer.name: (stack, member) for stack in stacks for member in stack.members}
         self.tallies = {name: Tally() for name in self._members}
         self._open: dict[str, dict[str, Tensor]] = {}
         self.spoilt: Tensor | None = None
         self._stacks = stacks
         self.note_turns()
-        self._arrange([Message(pieces, kind) for pieces in groups.values()])
+        self.choice, self._portions = WHOLE, self._portions_of(WHOLE)
+        self._layouts = {WHOLE: self._laid_out(self._portions)}
+        self._arrange(self._layouts[WHOLE])
+
+    def choose(self, choice: Choice) -> None:
+        """Collect no more than what is chosen, from now on; nothing may be collected yet."""
+        if choice == self.choice:
+            return
+        self.choice, self._portions = choice, self._portions_of(choice)
+        if choice not in self._layouts:
+            self._layouts[choice] = self._laid_out(self._portions)
+        self._arrange(self._layouts[choice])
+
+    def _portions_of(self, choice: Choice) -> dict[str, Portion]:
+        portions = {name: choice.portion(name, stack) for name, (stack, _) in self._members.items()}
+        return {name: portion for name, portion in portions.items() if portion is not None}
+
+    def _laid_out(self, portions: Mapping[str, Portion]) -> list[Message]:
+        groups: dict[object, list[tuple[Stack, Member, Portion]]] = {}
+        for name, portion in portions.items():
+            stack, member = self._members[name]
+            key = (stack.dtype, stack.device, *_destination(stack)) if self._fused else name
+            groups.setdefault(key, []).append((stack, member, portion))
+        messages, riders = [], self._riders
+        for layers in groups.values():
+            rides = layers[0][0].role.seat.sums == "all"
+            messages.append(Message(neighbours(layers), self._kind, riders if rides else 0))
+            riders = 0 if rides else riders
+        return messages
+
+    def portion(self, layer: str) -> Portion | None:
+        """Return which statistics of a layer are collected; None: none, or there are no sums of it."""
+        return self._portions.get(layer)
 
     def _arrange(self, messages: list[Message]) -> None:
         """Collect in these messages from now on."""
@@ -144,7 +178,8 @@ class Sums:
     def _whole(self, layer: str, known: Container[str] = ()) -> dict[str, Tensor]:
         stack, member = self._members[layer]
         blocks, like = member.stop - member.start, next(iter(self.of(layer).values()))
-        return {spec.name: like.new_empty(blocks, *spec.shape) for spec in stack.statistics if spec.name not in known}
+        specs = portion_of(stack, self._portions[layer])
+        return {spec.name: like.new_empty(blocks, *spec.shape) for spec in specs if spec.name not in known}
 
     def _pack(self, layer: str) -> None:
         """Add the whole sums of a layer, if there are any, to those that travel."""
@@ -153,7 +188,7 @@ class Sums:
 
     def _merge(self, layer: str, whole: dict[str, Tensor], packed: Mapping[str, Tensor], *, overwrite: bool) -> None:
         views = self.of(layer)
-        for spec in self._members[layer][0].statistics:
+        for spec in portion_of(self._members[layer][0], self._portions[layer]):
             name, target = spec.name, views[spec.name]
             if overwrite and name in packed:
                 target.copy_(packed[name])
@@ -203,7 +238,12 @@ class Sums:
         for layer in list(self._open):
             self._pack(layer)
         for message in self._messages:
-            message.close(self.tallies, share, gain)
+            message.close(self.tallies, share, gain, self.rider)
+
+    @property
+    def heard(self) -> Tensor | None:
+        """The riders of all ranks, summed up, between `travel` and `arrived`; None: none has traveled."""
+        return next((own for message in self._messages if (own := message.riders) is not None), None)
 
     def arrived(self) -> Iterator[Arrived]:
         """Yield the sums that are this rank's as they stand now, and drop each message once it has been read."""

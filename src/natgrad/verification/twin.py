@@ -19,7 +19,7 @@ from natgrad.inspection import Inspection
 from natgrad.placement import Placement, Runtime
 from natgrad.progress import Progress
 from natgrad.refresh import Refresh
-from natgrad.renewal import Background
+from natgrad.renewal import Agenda, Background
 from natgrad.second_pass import SecondPass
 from natgrad.structure import Structure
 
@@ -43,6 +43,7 @@ def as_new(original: Preconditioner) -> Iterator[None]:
         stack.enter_context(original._capture.aside())
         fresh = aside(
             original,
+            _agenda=Agenda(original._refresh),
             _progress=Progress(step=original._progress.step),
             _watch=Watch(Guard(limit=None)),
             _background=Background(),

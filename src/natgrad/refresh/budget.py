@@ -1,0 +1,113 @@
+"""The account of a clock with a cap: what preconditioning may take, what it has taken, what a renewal would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
+from math import ceil, inf
+
+# Nothing waits for longer, even where solves alone take more than the share.
+_LONGEST = 1000
+
+
+@dataclass
+class Times:
+    """Seconds of some steps, of one rank or summed over ranks.
+
+    Attributes:
+        steps: How many, times the ranks.
+        elapsed: From the end of one step to that of the next.
+        spent: On preconditioning.
+        fixed: What of it every step takes, renewals or not: solves and their messages.
+        renewing: What of it decompositions took, with the exchange of their results.
+        work: What these have renewed, in the unit of `natgrad.placement.Plan.weights`.
+    """
+
+    steps: float = 0.0
+    elapsed: float = 0.0
+    spent: float = 0.0
+    fixed: float = 0.0
+    renewing: float = 0.0
+    work: float = 0.0
+
+    def add(self, numbers: Sequence[float]) -> None:
+        """Add those of other steps or ranks, in the order of the fields."""
+        for each, number in zip(fields(self), numbers, strict=True):
+            setattr(self, each.name, getattr(self, each.name) + number)
+
+    def numbers(self) -> list[float]:
+        """Return all in the order of the fields."""
+        return list(astuple(self))
+
+
+class Budget:
+    """Preconditioning earns `share` of the time that passes, and spends what it takes; all in seconds.
+
+    Attributes:
+        share: Of the time.
+        times: What has been heard, summed over the ranks: the same on all of them.
+        resume: The step before which nothing is captured or renewed.
+    """
+
+    def __init__(self, share: float) -> None:
+        """Open the account."""
+        self.share, self.times, self.resume = share, Times(), 0
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers ranks tell each other of their time."""
+        return len(fields(Times))
+
+    @property
+    def credit(self) -> float:
+        """What may be spent now."""
+        return self.share * self.times.elapsed - self.times.spent
+
+    @property
+    def taken(self) -> float:
+        """The share of the time that was spent."""
+        return self.times.spent / self.times.elapsed if self.times.elapsed else 0.0
+
+    @property
+    def income(self) -> float:
+        """What a step without capture and renewal earns."""
+        times = self.times
+        if not times.steps:
+            return 0.0
+        fixed = times.fixed / times.steps
+        return self.share * ((times.elapsed - times.spent) / times.steps + fixed) - fixed
+
+    def choose(self, changes: Sequence[float], work: Sequence[float], part: float = 1.0) -> list[bool]:
+        """Tell which of some layers there is time to renew: those that have changed most, until one is too much.
+
+        What comes behind it waits too, however little it is: else the largest layers would wait for ever.
+
+        Args:
+            changes: By how much each has changed.
+            work: The work of renewing it.
+            part: The part of the credit that is theirs.
+        """
+        times, left, chosen = self.times, self.credit * part, [False] * len(changes)
+        rate = times.renewing / times.work if times.work else inf
+        for index in sorted(range(len(changes)), key=lambda index: -changes[index]):
+            cost = rate * work[index] if work[index] else 0.0
+            if cost > left:
+                break
+            left -= cost
+            chosen[index] = True
+        return chosen
+
+    def settle(self, step: int) -> None:
+        """Have nothing happen from `step` on until the steps to come have earned what is overdrawn."""
+        if self.credit < 0:
+            wait = ceil(-self.credit / self.income) if self.income > 0 else _LONGEST
+            self.resume = step + min(wait, _LONGEST)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a training that resumes goes on from."""
+        return {**asdict(self.times), "resume": self.resume}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore what `state_dict` returned."""
+        self.times = Times(**{each.name: float(state[each.name]) for each in fields(Times)})
+        self.resume = int(state["resume"])

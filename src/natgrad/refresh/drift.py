@@ -1,0 +1,41 @@
+"""A layer is renewed when its factors have moved far enough (the measure of Osawa 2019, eq. 21)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import ClassVar
+
+from natgrad.refresh.rule import Measure, Rule, Verdict
+from natgrad.schedule import check_number
+
+
+@dataclass(frozen=True)
+class DriftRule(Rule):
+    """Renew where ``‖X_t - X_last‖ / ‖X_last‖ >= threshold`` for any statistic X that the layer's renewals read.
+
+    X_last are the running averages that the last renewal of the layer was made of, in the Frobenius norm. They are
+    kept: memory for the factors once more, on the ranks that hold what is made of them.
+
+    Attributes:
+        threshold: How far; about what one batch in twenty adds to a running average is 0.1.
+
+    Raises:
+        ValueError: unless `threshold` is a number > 0.
+    """
+
+    threshold: float = 0.1
+
+    measure: ClassVar[Measure] = "drift"
+
+    def __post_init__(self) -> None:
+        """Check the threshold."""
+        check_number("threshold", self.threshold, "a number > 0", minimum=0, strict=True)
+
+    def change(self, value: float, last: float | None) -> float:
+        """See `Rule.change`: what is measured."""
+        return value if isfinite(value) else inf
+
+    def verdict(self, change: float) -> Verdict:
+        """See `Rule.verdict`."""
+        return "renew" if change >= self.threshold else "keep"

@@ -1,0 +1,41 @@
+"""The face of a rule: whether one layer is renewed, from a number that is measured of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal, TypeAlias
+
+Verdict: TypeAlias = Literal["renew", "keep", "stop"]
+Measure: TypeAlias = Literal["trace", "norm", "drift", "basis"]
+
+
+class Rule(ABC):
+    """Decides where a renewal is due; one file a rule.
+
+    Attributes:
+        measure: What is measured of a layer, a number that `natgrad.renewal.measure` makes. "trace": that of its
+            damped Fisher block. "norm": the product of the Frobenius norms of its statistics. "drift": how far these
+            are from what they were when it was renewed last, relative to that. "basis": what its eigenvectors leave off
+            the diagonal, relative to all.
+        stops: Whether it ever says "stop".
+    """
+
+    measure: ClassVar[Measure]
+    stops: ClassVar[bool] = False
+
+    @abstractmethod
+    def change(self, value: float, last: float | None) -> float:
+        """Return by how much a layer has changed: where time is short, those that have changed least wait.
+
+        Args:
+            value: What is measured now.
+            last: What `remember` returned last; None: there is nothing yet.
+        """
+
+    @abstractmethod
+    def verdict(self, change: float) -> Verdict:
+        """Tell what becomes of a layer that has changed so much: it is renewed, kept for now, or for good."""
+
+    def remember(self, value: float, last: float | None, *, renewed: bool) -> float | None:
+        """Return what the next measurement is compared with."""
+        return None

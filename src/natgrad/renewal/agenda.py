@@ -1,0 +1,303 @@
+"""What a training remembers of its clock, and what it says of the coming step: which sides, which layers.
+
+Decisions come from counters and numbers that are the same on all ranks that act on them. Every worker of a layer
+measures it for itself, on averages that are the same to the last bit, and decides at once. Who is no worker learns of
+it in the same step: verdicts ride with the preconditioned gradients, and act in the next. The seconds of a clock with a
+cap, which differ between ranks, ride at the end of the sums. The host reads nothing where no renewal is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import nan
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from natgrad.blocks import Member, Stack
+from natgrad.errors import require
+from natgrad.placement import Plan
+from natgrad.progress import Progress
+from natgrad.refresh import Clock
+from natgrad.refresh.budget import Budget, Times
+from natgrad.refresh.rule import Rule
+from natgrad.refresh.sides import READS, SIDES, Reads, Side
+from natgrad.renewal.measure import measurable, measured
+from natgrad.renewal.record import KEPT, RENEWED, STOPPED, WAITS, Record
+
+_VERDICTS = {"renew": RENEWED, "keep": KEPT, "stop": STOPPED}
+_METRICS = {RENEWED: "layers_refreshed", KEPT: "layers_kept", STOPPED: "layers_stopped", WAITS: "layers_waiting"}
+
+
+@dataclass
+class _Layer:
+    """A layer that is decided on, and what is known of it.
+
+    Attributes:
+        stack: Its stack.
+        member: Its place there.
+        index: Its number there.
+        record: What is remembered of it.
+        value: What was measured.
+    """
+
+    stack: Stack
+    member: Member
+    index: int
+    record: Record
+    value: float = nan
+
+    @property
+    def key(self) -> str:
+        return self.member.layer.key
+
+    @property
+    def begins(self) -> bool:
+        """Whether it has nothing to go on with: it was never renewed as a whole, or what it has was found unusable."""
+        rungs = self.stack.rungs
+        sunk = rungs.suspected and rungs.sunk is not None and bool(rungs.sunk[self.member.blocks].any())
+        return not self.stack.ready[self.index] or sunk
+
+
+class Agenda:
+    """What is due, by a clock.
+
+    Attributes:
+        clock: The clock.
+        budget: The account of a clock with a cap.
+        without: The names of the layers that are captured no more.
+        now: The time in seconds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        """Begin with nothing known."""
+        self.clock = clock
+        self.budget = None if clock.share is None else Budget(clock.share)
+        self.without: frozenset[str] = frozenset()
+        self.now: Callable[[], float] = perf_counter
+        self._own = Times()  # of this rank, since it was told last
+        self._lap: tuple[float, float] | None = None
+        self._pending: Tensor | None = None  # of all ranks, not yet read
+
+    def sides(self, progress: Progress) -> frozenset[Side]:
+        """Return the sides whose statistics the coming step captures."""
+        step, last = progress.step, progress.captured
+        due = (side for side in SIDES if self.clock.factors_due(step, last.get(side), side))
+        return frozenset(due) if self._solvent(step) else frozenset()
+
+    def reads(self, progress: Progress) -> frozenset[Reads]:
+        """Return what those parts read that are to be renewed in this step: one side, the other, or both."""
+        step, last = progress.step, progress.renewed
+        due = (reads for reads in READS if self.clock.inverses_due(step, last.get(reads), reads))
+        return frozenset(due) if self._solvent(step) else frozenset()
+
+    def _solvent(self, step: int) -> bool:
+        return self.budget is None or step >= self.budget.resume
+
+    # --- Layers -------------------------------------------------------------------------------------------------
+
+    def choose(
+        self, stacks: Sequence[Stack], plan: Plan[str], usable: set[str], damping: float, progress: Progress
+    ) -> set[str]:
+        """Decide on each layer; return the keys of those that this rank renews with its other workers.
+
+        This waits for the device, where there is a rule.
+
+        Args:
+            stacks: All stacks.
+            plan: The workers.
+            usable: The keys of the layers that have statistics.
+            damping: γ.
+            progress: The step.
+        """
+        rule = self.clock.rule
+        if rule is None:
+            return usable
+        layers = [one for one in _layers(stacks, usable) if one.record.verdict(one.index) != STOPPED]
+        _measure(layers, rule, damping)
+        lasts = [one.record.last(one.index) for one in layers]
+        changes = [rule.change(one.value, last) for one, last in zip(layers, lasts, strict=True)]
+        verdicts = [
+            RENEWED if one.begins else _VERDICTS[rule.verdict(change)]
+            for one, change in zip(layers, changes, strict=True)
+        ]
+        if self.budget is not None:
+            self._spare(self.budget, layers, changes, verdicts, plan, progress.step)
+        for one, last, verdict in zip(layers, lasts, verdicts, strict=True):
+            one.record.note(one.index, rule.remember(one.value, last, renewed=verdict == RENEWED), verdict)
+        for stack in stacks:
+            if stack.record is not None:
+                stack.record.told = True
+        return {one.key for one, verdict in zip(layers, verdicts, strict=True) if verdict == RENEWED}
+
+    def renewed(self, stacks: Sequence[Stack], plan: Plan[str], keys: Collection[str]) -> None:
+        """Note that the layers of some `keys` were renewed; those of which a part has failed are due again."""
+        rule = self.clock.rule
+        if rule is None:
+            return
+        for one in _layers(stacks, keys):
+            self._own.work += plan.weights[one.key] / len(plan.seats[one.key].workers)
+            if any(one.stack.rungs.behind[one.member.blocks]):
+                one.record.note(one.index, None, RENEWED)
+            elif rule.measure == "drift":
+                one.record.compare_with(one.member.blocks)
+
+    def hear(self, stacks: Sequence[Stack]) -> None:
+        """Take the verdicts that others have told in this step, if there are any; this waits for them."""
+        told = [stack for stack in stacks if stack.record is not None and stack.record.told]
+        for stack in told:
+            assert stack.record is not None
+            stack.record.told = False
+            if stack.record.heard is not None and not stack.role.works:
+                stack.record.hear(stack.record.heard.tolist())
+            stack.record.heard = None
+        if told:
+            self.look(stacks)
+
+    def look(self, stacks: Sequence[Stack]) -> None:
+        """Find the layers that are stopped."""
+        self.without = frozenset(
+            one.member.layer.name for one in _layers(stacks) if one.record.verdict(one.index) == STOPPED
+        )
+
+    def _spare(
+        self,
+        budget: Budget,
+        layers: Sequence[_Layer],
+        changes: Sequence[float],
+        verdicts: list[float],
+        plan: Plan[str],
+        step: int,
+    ) -> None:
+        """Have those of the layers wait for which there is no time.
+
+        Where each layer has one worker, a rank knows the changes of its own alone: it has the part of the credit that
+        is the part of its layers in all work.
+        """
+        self._read_times()
+        open_ = [index for index, verdict in enumerate(verdicts) if verdict == RENEWED and not layers[index].begins]
+        work = [plan.weights[layers[index].key] for index in open_]
+        columns = {plan.home(one.key) for one in layers}
+        own = sum(weight for key, weight in plan.weights.items() if plan.home(key) in columns)
+        part = own / (sum(plan.weights.values()) or 1.0)
+        for index, chosen in zip(open_, budget.choose([changes[index] for index in open_], work, part), strict=True):
+            verdicts[index] = RENEWED if chosen else WAITS
+        budget.settle(step + 1)
+
+    # --- Seconds ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def timed(self, what: Literal["fixed", "renewing"], spent: Callable[[], float]) -> Iterator[None]:
+        """Count the seconds of preconditioning that pass meanwhile as some of a kind.
+
+        Args:
+            what: The field of `Times`.
+            spent: Returns all of them so far.
+        """
+        before = spent() if self.budget is not None else 0.0
+        yield
+        if self.budget is not None:
+            setattr(self._own, what, getattr(self._own, what) + spent() - before)
+
+    def lap(self, spent: float) -> None:
+        """Note that a step ends, and that preconditioning has `spent` so many seconds so far.
+
+        Of the first step the rest is not known.
+        """
+        if self.budget is None:
+            return
+        now = self.now()
+        before, paid = (now - spent, 0.0) if self._lap is None else self._lap
+        self._own.add([1.0, now - before, spent - paid, 0.0, 0.0, 0.0])
+        self._lap = now, spent
+
+    def tell(self) -> list[float]:
+        """Return what the others are to hear of this rank's seconds, once; nothing without a cap."""
+        if self.budget is None:
+            return []
+        told, self._own = self._own.numbers(), Times()
+        return told
+
+    def hear_times(self, times: Tensor | list[float] | None) -> None:
+        """Take the seconds of all ranks, summed up ``[6]``."""
+        if isinstance(times, list):
+            if self.budget is not None:
+                self.budget.times.add(times)
+        elif times is not None:
+            known = self._pending
+            self._pending = times.clone() if known is None else known.to(times) + times
+
+    def _read_times(self) -> None:
+        if self._pending is not None:
+            self.hear_times([float(number) for number in self._pending.tolist()])
+            self._pending = None
+
+    # --- What the user may ask ----------------------------------------------------------------------------------
+
+    def metrics(self, stacks: Sequence[Stack]) -> dict[str, float | Tensor]:
+        """Return how many layers have which verdict, and the share of time; nothing of a clock that has none."""
+        found: dict[str, float | Tensor] = {}
+        if self.clock.rule is not None:
+            verdicts = [one.record.verdict(one.index) for one in _layers(stacks)]
+            found |= {name: verdicts.count(code) for code, name in _METRICS.items()}
+        if self.budget is not None:
+            found["preconditioning_share"] = self.budget.taken
+        return found
+
+    def state_dict(self, progress: Progress) -> dict[str, Any]:
+        """Return what a training that resumes goes on from, beside what is remembered of layers."""
+        state: dict[str, Any] = {}
+        if self.clock.separate:
+            state["captured"] = [progress.captured.get(side, -1) for side in SIDES]
+            state["renewed"] = [progress.renewed.get(reads, -1) for reads in READS]
+        if self.budget is not None:
+            self._read_times()
+            state["budget"] = self.budget.state_dict()
+        return {"refresh": state} if state else {}
+
+    def load_state_dict(self, state: Mapping[str, Any], progress: Progress, stacks: Sequence[Stack]) -> None:
+        """Restore what `state_dict` returned, once the rest is restored; what another clock has written is not missed.
+
+        Raises:
+            ValueError: if it is of another kind.
+        """
+        own = state.get("refresh", {})
+        require(isinstance(own, Mapping), "state['refresh']", type(own).__name__, "a dict")
+        if self.clock.separate and {"captured", "renewed"} <= own.keys():
+            progress.captured = {side: step for side, step in zip(SIDES, own["captured"], strict=True) if step >= 0}
+            progress.renewed = {reads: step for reads, step in zip(READS, own["renewed"], strict=True) if step >= 0}
+        if self.budget is not None:
+            self.budget = Budget(self.budget.share)
+            self._own, self._lap, self._pending = Times(), None, None
+            if "budget" in own:
+                self.budget.load_state_dict(own["budget"])
+        self.look(stacks)
+
+
+def _layers(stacks: Sequence[Stack], keys: Collection[str] | None = None) -> Iterator[_Layer]:
+    """Yield the layers of some `keys` that this rank works for; None: all layers."""
+    for stack in stacks:
+        if stack.record is None or (keys is not None and not stack.role.works):
+            continue
+        for index, member in enumerate(stack.members):
+            if keys is None or member.layer.key in keys:
+                yield _Layer(stack, member, index, stack.record)
+
+
+def _measure(layers: Sequence[_Layer], rule: Rule, damping: float) -> None:
+    """Measure layers, in one go for each device; those that cannot be measured have no number."""
+    stacks = {id(one.stack): one.stack for one in layers if measurable(one.stack.curvature, rule.measure)}
+    found: dict[torch.device, list[tuple[Stack, Tensor]]] = {}
+    for stack in stacks.values():
+        if stack.weight is not None and (stack.held or rule.measure != "basis"):
+            found.setdefault(stack.device, []).append((stack, measured(stack, rule.measure, damping)))
+    values: dict[tuple[int, int], float] = {}
+    for pairs in found.values():
+        numbers = iter(torch.cat([own.double() for _, own in pairs]).tolist())
+        values |= {(id(stack), index): next(numbers) for stack, _ in pairs for index in range(len(stack.members))}
+    for one in layers:
+        one.value = values.get((id(one.stack), one.index), nan)

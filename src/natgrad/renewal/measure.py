@@ -1,0 +1,125 @@
+"""What rules of renewal ask of layers, measured on the device where their averages are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+from natgrad import triangle
+from natgrad.blocks import Stack
+from natgrad.curvature import Curvature, Spec
+from natgrad.precision import full_products
+from natgrad.refresh.rule import Measure
+
+# About so many elements are looked at at once.
+_CHUNK = 2**22
+
+
+def measurable(curvature: Curvature, measure: Measure) -> bool:
+    """Tell whether layers with a curvature can be measured so."""
+    needed = {"trace": curvature.traced, "basis": curvature.rotated}
+    return not curvature.rows and bool(needed.get(measure, True))
+
+
+def measured(stack: Stack, measure: Measure, damping: float) -> Tensor:
+    """Return one number for each layer of a stack ``[M]``, made of its running averages as they are now.
+
+    Args:
+        stack: The stack, which has averages; for "basis" also what renewals have made, for "drift" a record.
+        measure: What is measured (`natgrad.refresh.rule.Rule`).
+        damping: λ of a trace.
+    """
+    return _MEASURES[measure](stack, damping)
+
+
+def _trace(stack: Stack, damping: float) -> Tensor:
+    """``tr(F + λI)`` of all blocks of a layer."""
+    curvature, unit = stack.curvature, damping * stack.outputs * stack.inputs
+    names = curvature.traced
+    traces = [curvature.trace(stack.corrected(blocks, names), stack.outputs) + unit for blocks in _pieces(stack, names)]
+    return _by_layer(stack, torch.cat(traces))
+
+
+def _norm(stack: Stack, damping: float) -> Tensor:
+    """``Π ‖X‖`` over the statistics X that renewals read."""
+    squares = _squares_of(stack, stack.snapshot)
+    return torch.stack([own.sqrt() for own in squares.values()]).prod(0)
+
+
+def _drift(stack: Stack, damping: float) -> Tensor:
+    """The largest ``‖X - X_last‖ / ‖X_last‖`` of the statistics X that renewals read."""
+    record = stack.record
+    assert record is not None
+
+    def last(blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
+        return {name: record.averages.read(name, blocks).to(stack.work_dtype) for name in names}
+
+    def moved(blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
+        now, before = stack.snapshot(blocks, names), last(blocks, names)
+        return {name: now[name] - before[name] for name in names}
+
+    if not record.averages:
+        return torch.full((len(stack.members),), torch.inf, dtype=stack.work_dtype, device=stack.device)
+    differences, lasts = _squares_of(stack, moved), _squares_of(stack, last)
+    return torch.stack([(differences[name] / lasts[name]).sqrt() for name in lasts]).amax(0)
+
+
+def _basis(stack: Stack, damping: float) -> Tensor:
+    """The largest ``‖offdiag(Qᵀ X Q)‖ / ‖X‖`` of the factors X with eigenvectors Q."""
+    curvature, found = stack.curvature, []
+    with full_products(stack.device):
+        for blocks in _pieces(stack, curvature.rotated):
+            held = {name: stack.held.read(name, blocks).to(stack.work_dtype) for name in stack.held}
+            pairs = curvature.misfit(stack.corrected(blocks, curvature.rotated), held)
+            found.append(torch.stack([torch.stack(pair) for pair in pairs]))  # [factors, 2, n]
+    off, whole = torch.cat(found, -1).unbind(1)
+    shares = [_by_layer(stack, left_out) / _by_layer(stack, all_) for left_out, all_ in zip(off, whole, strict=True)]
+    return torch.stack(shares).amax(0).sqrt()
+
+
+_MEASURES: Mapping[Measure, Callable[[Stack, float], Tensor]] = {
+    "trace": _trace,
+    "norm": _norm,
+    "drift": _drift,
+    "basis": _basis,
+}
+
+
+def _squares_of(stack: Stack, read: Callable[[slice, tuple[str, ...]], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the squared Frobenius norms over the blocks of each layer ``[M]``, of packed tensors that are read."""
+    assert stack.record is not None
+    names = stack.record.names
+    pieces: dict[str, list[Tensor]] = {name: [] for name in names}
+    for blocks in _pieces(stack, names):
+        own = read(blocks, names)
+        for spec in stack.statistics:
+            if spec.name in pieces:
+                pieces[spec.name].append(_squares(spec, own[spec.name]))
+    return {name: _by_layer(stack, torch.cat(some)) for name, some in pieces.items()}
+
+
+def _squares(spec: Spec, packed: Tensor) -> Tensor:
+    """Return ``‖X‖²`` of each block ``[n]``; of a triangle what is off the diagonal counts twice."""
+    squares = packed.flatten(1).square().sum(1)
+    if not spec.symmetric:
+        return squares
+    diagonals = triangle.diagonals(packed.reshape(-1, packed.shape[-1]), spec.shape[-1])
+    return 2 * squares - diagonals.reshape(len(packed), -1).square().sum(1)
+
+
+def _by_layer(stack: Stack, values: Tensor) -> Tensor:
+    """Sum numbers of blocks ``[N]`` up over the blocks of each layer ``[M]``."""
+    if len(stack.members) == stack.size:
+        return values
+    return torch.stack([values[member.blocks].sum() for member in stack.members])
+
+
+def _pieces(stack: Stack, names: tuple[str, ...]) -> Iterator[slice]:
+    """Yield the blocks that are looked at at once."""
+    numel = sum(prod(spec.shape) for spec in stack.statistics if spec.name in names)
+    step = max(1, _CHUNK // max(1, numel))
+    for start in range(0, stack.size, step):
+        yield slice(start, min(start + step, stack.size))

@@ -1,0 +1,51 @@
+"""Which clocks go with which curvatures and placements."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from natgrad.curvature import Curvature
+from natgrad.errors import require
+from natgrad.placement import Placement
+from natgrad.refresh import Clock
+from natgrad.renewal.measure import measurable
+
+# What leaves early is all of a layer's sums, and what is renewed beside the steps all of its parts.
+_WHOLE = ("pipelined", "background")
+
+
+def check_clock(clock: Clock, curvatures: Collection[Curvature], placement: Placement, ranks: int) -> None:
+    """Check that what a clock decides by can be had, and what it decides be done.
+
+    Args:
+        clock: The clock.
+        curvatures: Those of the layers.
+        placement: Who works; never "auto".
+        ranks: P.
+
+    Raises:
+        ValueError: if not, naming the clock or the placement.
+    """
+    replaying = next((own for own in curvatures if own.replays), None)
+    name, rule = placement.name, clock.rule
+    if clock.separate:
+        fits = "one for both sides: it has nothing that is of the inputs alone"
+        require(any(own.early for own in curvatures) or not curvatures, "refresh", clock, fits)
+        require(replaying is None, "refresh", clock, f"one for both sides with {replaying!r}, which sees both again")
+        _check_placement(name not in _WHOLE, clock, placement, f"another than {' and '.join(map(repr, _WHOLE))}")
+    if rule is None:
+        return
+    fits = f"one whose rule can measure some layer: none has a {rule.measure} here"
+    require(not curvatures or any(measurable(own, rule.measure) for own in curvatures), "refresh", clock, fits)
+    require(replaying is None, "refresh", clock, f"a natgrad.Refresh with {replaying!r}")
+    _check_placement(name != "background", clock, placement, "another than 'background'")
+    whole = name != "pipelined" or not (rule.stops or clock.share is not None)
+    _check_placement(whole, clock, placement, "another than 'pipelined', where all layers leave alike")
+    heard = clock.share is None or ranks == 1 or name in ("comm-opt", "mem-opt", "hybrid")
+    _check_placement(
+        heard, clock, placement, "'comm-opt', 'mem-opt' or 'hybrid': ranks tell their seconds in sums to all"
+    )
+
+
+def _check_placement(fits: bool, clock: Clock, placement: Placement, allowed: str) -> None:
+    require(fits, "placement", str(placement), f"{allowed}, with {clock!r}")

@@ -1,0 +1,169 @@
+"""What rules measure, against matrices worked out one by one."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import natgrad
+from natgrad.renewal.measure import measurable, measured
+from natgrad.renewal.record import Record
+from tests.every import Network, batch
+
+DAMPING = 0.3
+
+
+def trained(curvature, *, steps=3, refresh=None):
+    """A preconditioner with curvature: a grouped convolution (two blocks), linear layers, after a few steps."""
+    model = Network().double()
+    preconditioner = natgrad.Preconditioner(
+        model, curvature, kl_clip=None, refresh=refresh or natgrad.Refresh(inverses=2)
+    )
+    for step in range(steps):
+        x, y = batch(step)
+        model.zero_grad()
+        cross_entropy(model(x), y).backward()
+        preconditioner.step()
+    return preconditioner
+
+
+def factors(preconditioner):
+    """The bias-corrected averages of each layer's blocks, from the state."""
+    found = {}
+    for key, own in preconditioner.state_dict()["blocks"].items():
+        names = [name for name in ("A", "G", "F") if name in own]
+        found[key] = {name: own[name] / own["weight"].view(-1, *[1] * (own[name].ndim - 1)) for name in names}
+    return found
+
+
+def numbers(preconditioner, measure):
+    """What is measured of each layer."""
+    return {
+        member.layer.key: float(value)
+        for stack in preconditioner._stacks
+        for member, value in zip(stack.members, measured(stack, measure, DAMPING), strict=True)
+    }
+
+
+@pytest.mark.parametrize("form", ["eigen", "inverse"])
+def test_the_trace_is_that_of_the_damped_kronecker_product(form):
+    preconditioner = trained(natgrad.KFAC(form=form))
+    for key, own in factors(preconditioner).items():
+        dense = [torch.kron(G, A) for G, A in zip(own["G"], own["A"], strict=True)]
+        expected = sum(torch.trace(F + DAMPING * torch.eye(len(F), dtype=F.dtype)) for F in dense)
+        assert numbers(preconditioner, "trace")[key] == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_the_trace_of_the_side_of_the_inputs():
+    preconditioner = trained(natgrad.KFAC(sides="a"))
+    for key, own in factors(preconditioner).items():
+        outputs = next(s.outputs for s in preconditioner._stacks for m in s.members if m.layer.key == key)
+        expected = sum(torch.trace(A) * outputs + DAMPING * outputs * len(A) for A in own["A"])
+        assert numbers(preconditioner, "trace")[key] == pytest.approx(float(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize("form", ["full", "unit", "diag"])
+def test_the_trace_of_a_norm_layer_is_that_of_its_gradients(form):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(5), torch.nn.Linear(5, 3)).double()
+    curvature = {"0": natgrad.UnitWise(form=form), "1": None}
+    preconditioner = natgrad.Preconditioner(model, curvature, kl_clip=None, refresh=natgrad.Refresh())
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % 3
+    total = 0.0
+    for one, label in zip(x, y, strict=True):
+        model.zero_grad()
+        cross_entropy(model(one[None]), label[None]).backward()
+        total += sum(float(p.grad.square().sum()) for p in model[0].parameters()) / len(x)
+    model.zero_grad()
+    cross_entropy(model(x), y).backward()
+    preconditioner.step()
+    assert list(numbers(preconditioner, "trace").values()) == pytest.approx([total + DAMPING * 10], rel=1e-10)
+
+
+def test_the_trace_of_a_table_is_that_of_its_merged_factors():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Flatten(), torch.nn.Linear(8, 3)).double()
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(), kl_clip=None)
+    cross_entropy(model(torch.randint(7, (6, 2))), torch.arange(6) % 3).backward()
+    preconditioner.step()
+    table = next(stack for stack in preconditioner._stacks if stack.members[0].layer.form == "one-hot")
+    expected = table.held["vA"].sum() * table.held["vG"].sum() + DAMPING * 7 * 4
+    assert float(measured(table, "trace", DAMPING)) == pytest.approx(float(expected), rel=1e-10)
+
+
+def test_the_trace_of_rank_one():
+    preconditioner = trained(natgrad.RankOne())
+    for key, own in preconditioner.state_dict()["blocks"].items():
+        a, g = (own[name] / own["weight"][:, None] for name in ("a", "g"))
+        expected = (a.square().sum(1) * g.square().sum(1)).sum() + DAMPING * a.numel() * g.shape[1]
+        assert numbers(preconditioner, "trace")[key] == pytest.approx(float(expected), rel=1e-12)
+
+
+@pytest.mark.parametrize("curvature", [natgrad.KFAC(), natgrad.KFAC(max_factor_size=4, wide="blocks"), natgrad.EKFAC()])
+def test_drift_and_norm_are_those_of_whole_matrices(curvature):
+    """A layer's blocks count together, and the statistic that has moved most."""
+    preconditioner = trained(curvature, steps=2)
+    before = factors(preconditioner)
+    for stack in preconditioner._stacks:
+        stack.record = Record(stack, drifts=True)
+        assert torch.equal(measured(stack, "drift", DAMPING), torch.full((len(stack.members),), torch.inf))
+        for member in stack.members:
+            stack.record.compare_with(member.blocks)
+    x, y = batch(7)
+    cross_entropy(preconditioner._model(x), y).backward()
+    preconditioner.step()
+    drifts, norms = numbers(preconditioner, "drift"), numbers(preconditioner, "norm")
+    for key, now in factors(preconditioner).items():
+        moved = [float((now[name] - before[key][name]).norm() / before[key][name].norm()) for name in now]
+        assert drifts[key] == pytest.approx(max(moved), rel=1e-10)
+        assert norms[key] == pytest.approx(float(now["A"].norm() * now["G"].norm()), rel=1e-10)
+
+
+@pytest.mark.parametrize("curvature", [natgrad.KFAC(), natgrad.KFAC(form="iterative"), natgrad.EKFAC()])
+def test_the_error_of_a_basis_is_what_it_leaves_off_the_diagonal(curvature):
+    fresh = numbers(trained(natgrad.KFAC(), steps=3), "basis")
+    assert fresh == pytest.approx(dict.fromkeys(fresh, 0.0), abs=1e-13)
+    preconditioner = trained(curvature, steps=5, refresh=natgrad.Refresh(inverses=3))
+    shares, state = numbers(preconditioner, "basis"), preconditioner.state_dict()["blocks"]
+    for key, own in factors(preconditioner).items():
+        found = []
+        for name, X in own.items():
+            Q = state[key][f"Q{name}"]
+            rotated = Q.mT @ X @ Q
+            off = rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))
+            found.append(float(off.norm() / X.norm()))
+        assert shares[key] == pytest.approx(max(found), rel=1e-9)
+        assert shares[key] > 1e-3
+
+
+def test_the_error_of_a_good_basis_does_not_cancel():
+    """In float32 a difference of squares would be no better than 3e-4."""
+    torch.manual_seed(0)
+    X = torch.randn(1, 20, 50)
+    X = X @ X.mT
+    Q = torch.linalg.eigh(X.double())[1].float()
+    off, whole = natgrad.curvature.sides.Full().misfit(X.tril(), Q)
+    assert float((off / whole).sqrt()) < 2e-6
+    off, _ = natgrad.curvature.sides.Full().misfit(torch.cat([X, X]).tril(), torch.eye(20).expand(2, -1, -1))
+    exact = (X[0] - torch.diag(X[0].diagonal())).square().sum()
+    assert off.tolist() == pytest.approx([float(exact)] * 2)
+
+
+def test_of_blocks_along_a_side_each_has_its_basis():
+    preconditioner = trained(
+        natgrad.KFAC(max_factor_size=4, wide="blocks"), steps=5, refresh=natgrad.Refresh(inverses=3)
+    )
+    assert all(0 < share < 1 for share in numbers(preconditioner, "basis").values())
+
+
+@pytest.mark.parametrize(
+    ("curvature", "measures"),
+    [
+        (natgrad.KFAC(), {"trace", "norm", "drift", "basis"}),
+        (natgrad.KFAC(form="inverse"), {"trace", "norm", "drift"}),
+        (natgrad.UnitWise(), {"trace", "norm", "drift"}),
+        (natgrad.KBFGS(), {"norm", "drift"}),
+        (natgrad.SNGD(), set()),
+    ],
+)
+def test_what_can_be_measured_is_told_by_the_curvature(curvature, measures):
+    assert {each for each in ("trace", "norm", "drift", "basis") if measurable(curvature, each)} == measures

@@ -1,0 +1,76 @@
+"""Schedules of intervals against their formulas and the papers' figures."""
+
+import pytest
+
+import natgrad
+
+
+def refreshed(schedule, steps):
+    """How many of `steps` renew by a schedule of the inverses, counted as the engine does."""
+    clock, last, count = natgrad.Refresh(inverses=schedule), None, 0
+    for step in range(steps):
+        if clock.inverses_due(step, last):
+            last, count = step, count + 1
+    return count
+
+
+def test_growing_intervals_are_those_of_osawas_equation_22():
+    schedule = natgrad.GrowingInterval(10)
+    by_epoch = [schedule(10 * epoch) for epoch in range(45)]
+    assert by_epoch == [1] * 5 + [6] * 5 + [11] * 5 + [16] * 5 + [20] * 25
+    assert schedule(49) == 1
+    assert schedule(50) == 6
+
+
+@pytest.mark.parametrize("epoch", [39, 78, 1000])
+def test_a_sixth_of_the_steps_of_45_epochs_are_refreshes_by_equation_22(epoch):
+    assert refreshed(natgrad.GrowingInterval(epoch), 45 * epoch) / (45 * epoch) == pytest.approx(0.17, abs=0.01)
+
+
+def test_a_third_of_them_are_by_equation_23():
+    schedule = natgrad.TwoPhaseInterval(100)
+    assert [schedule(step) for step in (0, 1299, 1300, 4499)] == [1, 1, 20, 20]
+    assert refreshed(schedule, 4500) / 4500 == pytest.approx(0.32, abs=0.01)
+
+
+def test_the_frequency_decays_at_given_steps():
+    schedule = natgrad.MultiStepInterval(10, steps=[100, 300], factor=2)
+    assert [schedule(step) for step in (0, 99, 100, 299, 300, 10**6)] == [10, 10, 20, 20, 40, 40]
+    assert refreshed(schedule, 500) == 10 + 10 + 5
+
+
+@pytest.mark.parametrize(("ranks", "interval"), [(16, 2000), (32, 1000), (64, 500), (128, 250), (256, 125)])
+def test_scaled_intervals_are_those_of_pauloski(ranks, interval):
+    assert natgrad.ScaledInterval(500, reference=64, size=ranks)(0) == interval
+
+
+def test_scaled_intervals_keep_the_refreshes_of_an_epoch():
+    images = 1_281_167
+    counts = {
+        ranks: refreshed(natgrad.ScaledInterval(50, reference=64, size=ranks), images // (32 * ranks))
+        for ranks in (16, 48, 256)
+    }
+    assert set(counts.values()) <= {12, 13}
+
+
+def test_scaled_intervals_take_schedules_and_end_at_every_step():
+    schedule = natgrad.ScaledInterval(natgrad.TwoPhaseInterval(10, epochs=1, interval=8), reference=2, size=4)
+    assert [schedule(0), schedule(10)] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: natgrad.GrowingInterval(0),
+        lambda: natgrad.GrowingInterval(10.5),
+        lambda: natgrad.TwoPhaseInterval(10, epochs=-1),
+        lambda: natgrad.MultiStepInterval(0.5, steps=[1]),
+        lambda: natgrad.MultiStepInterval(1, steps=[2, 1]),
+        lambda: natgrad.MultiStepInterval(1, steps=[1], factor=0.5),
+        lambda: natgrad.ScaledInterval(0, reference=1, size=1),
+        lambda: natgrad.ScaledInterval(1, reference=0, size=1),
+    ],
+)
+def test_wrong_numbers_are_refused(wrong):
+    with pytest.raises(ValueError, match="is not allowed"):
+        wrong()

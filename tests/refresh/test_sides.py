@@ -1,0 +1,173 @@
+"""Clocks of their own for A and G: what is not due is neither captured nor averaged nor decomposed."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+import natgrad
+from natgrad.capture import Capture
+from tests.every import Training, batch
+
+FACTORS, INVERSES = natgrad.Sides(inputs=3, gradients=2), natgrad.Sides(inputs=6, gradients=4)
+DECAY = 0.95
+
+
+class Spy(natgrad.KFAC):
+    """K-FAC that tells which sums it was asked for."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.asked = []
+
+    def observe(self, sums, inputs, gradients, **options):
+        self.asked.append("".join(sorted(sums)))
+        super().observe(sums, inputs, gradients, **options)
+
+
+def run(make, steps, **options):
+    """Train, and return the state after every step."""
+    training, states = Training(make, **options), []
+    for step in range(steps):
+        training.step(batch(step))
+        states.append(training.preconditioner.state_dict())
+    return training, states
+
+
+def test_hooks_see_what_is_due_and_no_more():
+    spies = []
+
+    def make(**options):
+        spies.append(Spy(**options))
+        return spies[-1]
+
+    training = Training(make, refresh=natgrad.Refresh(factors=FACTORS, inverses=INVERSES))
+    asked = []
+    for step in range(7):
+        spies[0].asked.clear()
+        training.step(batch(step))
+        asked.append(set(spies[0].asked))
+    assert asked == [{"AG"}, set(), {"G"}, {"A"}, {"G"}, set(), {"AG"}]
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+def test_averages_and_bases_are_those_of_their_own_clocks(fisher):
+    """Each side as if the other were not there: its steps, its bias correction, its decompositions."""
+    _, states = run(natgrad.KFAC, 10, fisher=fisher, refresh=natgrad.Refresh(factors=FACTORS, inverses=INVERSES))
+    for key, first in states[0]["blocks"].items():
+        averages = {name: torch.zeros_like(first[name]) for name in "AG"}
+        for step, state in enumerate(states):
+            own = state["blocks"][key]
+            for name, weight, interval in (("A", "early weight", 3), ("G", "weight", 2)):
+                updates = step // interval + 1
+                torch.testing.assert_close(own[weight], torch.full_like(own[weight], 1 - DECAY**updates))
+                changed = not torch.equal(own[name], averages[name])
+                assert changed == (step % interval == 0)
+                averages[name] = own[name]
+            for name, interval in (("A", 6), ("G", 4)):
+                then = states[step - step % interval]["blocks"][key]
+                weight = then["early weight" if name == "A" else "weight"]
+                expected = torch.linalg.eigvalsh(then[name] / weight[:, None, None]).clamp(min=0)
+                torch.testing.assert_close(own[f"v{name}"], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_the_inputs_of_sampled_labels_are_those_of_the_loss():
+    """Where A alone is due no labels are drawn; the average is what the empirical Fisher has."""
+    averages = []
+    for fisher in ("empirical", "sampled"):
+        torch.manual_seed(0)
+        options = {"refresh": natgrad.Refresh(factors=natgrad.Sides(inputs=1, gradients=50)), "lr": 0.0}
+        _, states = run(natgrad.KFAC, 3, fisher=fisher, **options)
+        averages.append([own["A"] for own in states[-1]["blocks"].values()])
+    for one, other in zip(*averages, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_labels_are_drawn_where_gradients_are_due(monkeypatch):
+    drawn, original = [], Capture.sampled_pass
+    training = Training(natgrad.KFAC, fisher="sampled", refresh=natgrad.Refresh(factors=FACTORS))
+
+    def sampled_pass(self, *given):
+        drawn.append(training.preconditioner.metrics()["step"])
+        original(self, *given)
+
+    monkeypatch.setattr(Capture, "sampled_pass", sampled_pass)
+    for step in range(7):
+        training.step(batch(step))
+    assert drawn == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("form", ["eigen", "inverse"])
+@pytest.mark.parametrize("make", [natgrad.KFAC, natgrad.EKFAC])
+def test_equal_clocks_are_one_clock(make, form):
+    make = (lambda **options: natgrad.KFAC(form=form, **options)) if make is natgrad.KFAC else make
+    both = natgrad.Refresh(factors=natgrad.Sides(inputs=2, gradients=2), inverses=natgrad.Sides(inputs=4, gradients=4))
+    one, _ = run(make, 9, refresh=natgrad.Refresh(factors=2, inverses=4))
+    other, _ = run(make, 9, refresh=both)
+    for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_inverses_that_balance_the_damping_follow_the_shorter_clock():
+    """With π both inverses read both factors."""
+    options = {"refresh": natgrad.Refresh(inverses=INVERSES)}
+    _, states = run(lambda **given: natgrad.KFAC(form="inverse", **given), 9, **options)
+    for key in states[0]["blocks"]:
+        for name in ("inverse_A", "inverse_G"):
+            held = [state["blocks"][key][name] for state in states]
+            assert [not torch.equal(a, b) for a, b in pairwise(held)] == [step % 4 == 0 for step in range(1, 9)]
+
+
+def test_moments_begin_anew_with_either_basis():
+    """S of EKFAC: its share s of what was seen since the last new basis of any side."""
+    _, states = run(natgrad.EKFAC, 9, refresh=natgrad.Refresh(inverses=natgrad.Sides(inputs=3, gradients=4)))
+    for key in states[0]["blocks"]:
+        since = [float(state["blocks"][key]["s"].mean()) for state in states]
+        steps = [0, 1, 2, 0, 0, 1, 0, 1, 0]
+        assert since == pytest.approx([1 - DECAY**count for count in steps], abs=1e-12)
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_training_resumes_between_the_clocks(at):
+    refresh = natgrad.Refresh(factors=FACTORS, inverses=INVERSES)
+    straight, states = run(natgrad.KFAC, 9, refresh=refresh)
+    resumed, _ = run(natgrad.KFAC, at, refresh=refresh)
+    other = Training(natgrad.KFAC, refresh=refresh)
+    other.model.load_state_dict(resumed.model.state_dict())
+    other.preconditioner.load_state_dict(states[at - 1])
+    for step in range(at, 9):
+        other.step(batch(step))
+    for p, q in zip(straight.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_state_of_one_clock_is_taken_by_two():
+    one, states = run(natgrad.KFAC, 4, refresh=natgrad.Refresh(factors=2, inverses=4))
+    other = Training(natgrad.KFAC, refresh=natgrad.Refresh(factors=FACTORS, inverses=INVERSES))
+    other.preconditioner.load_state_dict(states[-1])
+    other.model.load_state_dict(one.model.state_dict())
+    other.step(batch(4))
+    for p in other.model.parameters():
+        assert p.isfinite().all()
+    own = next(iter(other.preconditioner.state_dict()["blocks"].values()))
+    assert float(own["weight"][0]) == pytest.approx(1 - DECAY**3)  # steps 0, 2 and 4
+    assert float(own["early weight"][0]) == pytest.approx(1 - DECAY**2)
+
+
+@pytest.mark.parametrize(
+    ("curvature", "placement"),
+    [
+        (natgrad.KBFGS(), "comm-opt"),
+        (natgrad.SNGD(), "comm-opt"),
+        (natgrad.KFAC(sharing="reduce"), "comm-opt"),
+        (natgrad.KFAC(), "pipelined"),
+        (natgrad.KFAC(), "background"),
+    ],
+)
+def test_what_has_no_two_sides_is_refused(curvature, placement):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="is not allowed"):
+        natgrad.Preconditioner(
+            model, curvature, optimizer=optimizer, placement=placement, refresh=natgrad.Refresh(factors=FACTORS)
+        )
