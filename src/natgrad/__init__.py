@@ -75,8 +75,8 @@ if TYPE_CHECKING:
     from natgrad.curvature import HyLo as HyLo
     from natgrad.curvature import RankOne as RankOne
     from natgrad.curvature import UnitWise as UnitWise
-    from natgrad.errors import AveragingError as AveragingError
     from natgrad.damping import TrustRegion as TrustRegion
+    from natgrad.errors import AveragingError as AveragingError
     from natgrad.errors import CurvatureError as CurvatureError
     from natgrad.errors import NatgradError as NatgradError
     from natgrad.errors import NatgradWarning as NatgradWarning

@@ -10,6 +10,8 @@ import natgrad
 from natgrad.cli import app
 from natgrad.training.result import read_points
 
+DASO = ("--averaging", "daso", "--nodes", "2", "--workers", "2")
+
 
 def run(*arguments):
     return CliRunner().invoke(app, [str(each) for each in arguments])
@@ -58,6 +60,18 @@ def test_a_run_leaves_what_resuming_needs(tmp_path):
         (("train", "tabular", "--curvature", "kfac", "--placement", "nowhere"), "--placement='nowhere'"),
         (("train", "tabular", "--workers", "3"), "--batch-size=64"),
         (("train", "tabular", "--damping", "0.1"), "--damping=0.1"),
+        (("train", "tabular", "--averaging", "nothing"), "--averaging='nothing'"),
+        (("train", "tabular", "--averaging", "daso", "--workers", "2"), "--nodes=1"),
+        (("train", "tabular", "--averaging", "daso", "--workers", "4", "--nodes", "3"), "--nodes=3"),
+        (("train", "tabular", "--nodes", "2"), "--nodes=2"),
+        (("train", "tabular", "--merge", "paper"), "--merge='paper'"),
+        (("train", "tabular", *DASO, "--batches-between", "0"), "--batches-between=0"),
+        (("train", "tabular", *DASO, "--merge", "mean"), "--merge='mean'"),
+        (("train", "tabular", *DASO, "--duty", "none"), "--duty='none'"),
+        (("train", "tabular", *DASO, "--wire", "float8"), "--wire='float8'"),
+        (("train", "tabular", *DASO, "--merge", "delta", "--averaging-option", "merge=delta"), "given once"),
+        (("train", "tabular", *DASO, "--averaging-option", "fragments=2"), "--averaging-option='fragments'"),
+        (("train", "tabular", *DASO, "--optimizer", "lbfgs"), "--averaging='daso'"),
         (("train", "--resume", "nowhere"), "--resume='nowhere'"),
         (("train", "--resume", "nowhere", "--lr", "3"), "--lr=3"),
         (("compare", "nothing"), "nothing"),

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from natgrad.training.nodes import describe, machines
 from natgrad.training.world import check_devices
 
 
@@ -27,3 +28,13 @@ def test_under_an_outer_launcher_only_the_ranks_of_this_machine_count(monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     check_devices("auto", 8)
+
+
+def test_nodes_beyond_the_machines_are_called_emulated(monkeypatch):
+    assert machines(4) == 1
+    assert describe(2, 4) == "2 emulated nodes"
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert machines(4) == 2
+    assert describe(2, 4) == "2 nodes"
+    assert describe(4, 4) == "4 emulated nodes"

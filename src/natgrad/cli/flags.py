@@ -11,6 +11,7 @@ _COMMANDS_NAME = {
     "learning_rate": "lr",
     "options": "option",
     "curvature option": "curvature_option",
+    "averaging option": "averaging_option",
     "task option": "set_",
     "task_options": "set_",
     "name": "task",

@@ -40,6 +40,17 @@ _RECIPE_DECIDES = (
     "kl_clip",
 )
 
+_AVERAGING_OPTIONS = (
+    "averaging_option",
+    "batches_between",
+    "batches_to_wait",
+    "merge",
+    "warmup_epochs",
+    "cooldown_epochs",
+    "wire",
+    "duty",
+)
+_AVERAGING = "Averaging over nodes"
 _CURVATURE = "Curvature (with --curvature)"
 _RUN = "Run"
 _OUTPUT = "Output"
@@ -71,6 +82,33 @@ def train(
     inverses: Annotated[int, typer.Option(help="Steps between decompositions.", rich_help_panel=_CURVATURE)] = 10,
     damping: Annotated[float, typer.Option(help="Added to the curvature.", rich_help_panel=_CURVATURE)] = 1e-3,
     kl_clip: Annotated[float, typer.Option(help="Bound of a step; 0: off.", rich_help_panel=_CURVATURE)] = 1e-3,
+    averaging: Annotated[
+        str,
+        typer.Option(
+            help="none, daso, post-local, hierarchical, diloco, streaming-diloco or classic.",
+            rich_help_panel=_AVERAGING,
+        ),
+    ] = "none",
+    nodes: Annotated[
+        int | None, typer.Option(help="Default: the launcher's; more are emulated.", rich_help_panel=_AVERAGING)
+    ] = None,
+    batches_between: Annotated[
+        int | None, typer.Option(help="B, batches from one message to the next.", rich_help_panel=_AVERAGING)
+    ] = None,
+    batches_to_wait: Annotated[
+        int | None, typer.Option(help="S, batches from a message to its use.", rich_help_panel=_AVERAGING)
+    ] = None,
+    merge: Annotated[str | None, typer.Option(help="Of DASO: paper or delta.", rich_help_panel=_AVERAGING)] = None,
+    warmup_epochs: Annotated[float | None, typer.Option(help="Of DASO, blocking.", rich_help_panel=_AVERAGING)] = None,
+    cooldown_epochs: Annotated[
+        float | None, typer.Option(help="Of DASO, blocking.", rich_help_panel=_AVERAGING)
+    ] = None,
+    wire: Annotated[str | None, typer.Option(help="none, bfloat16 or float16.", rich_help_panel=_AVERAGING)] = None,
+    duty: Annotated[str | None, typer.Option(help="Of DASO: rotating or sharded.", rich_help_panel=_AVERAGING)] = None,
+    averaging_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Another of its options; repeatable.", rich_help_panel=_AVERAGING),
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Default: the task's.", rich_help_panel=_RUN)] = None,
     steps: Annotated[int | None, typer.Option(help="In place of --epochs.", rich_help_panel=_RUN)] = None,
     batch_size: Annotated[int | None, typer.Option(help="Over all ranks.", rich_help_panel=_RUN)] = None,
@@ -112,7 +150,10 @@ def train(
     if resume is not None:
         job, folder = _resumed_job(ctx, resume), resume
     else:
-        _refuse_idle_options(ctx, curvature, recipe)
+        _refuse_what_a_recipe_decides(ctx, recipe)
+        if recipe == "none":
+            _refuse_idle_options(ctx, _CURVATURE_OPTIONS, "curvature")
+        _refuse_idle_options(ctx, _AVERAGING_OPTIONS, "averaging")
         values: dict[str, Any] = {
             "task": task,
             "task_options": parse(set_ or (), "--set"),
@@ -137,6 +178,9 @@ def train(
             "batch_size": batch_size,
             "accumulate": accumulate,
             "workers": _ranks(workers),
+            "averaging": averaging,
+            "averaging_options": _averaging_options(ctx, parse(averaging_option or (), "--averaging-option")),
+            "nodes": nodes,
             "seed": seed,
             "device": device,
         }
@@ -191,17 +235,30 @@ def _given(ctx: typer.Context) -> list[str]:
     return [name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")]
 
 
-def _refuse_idle_options(ctx: typer.Context, curvature: str, recipe: str) -> None:
-    """Refuse options that would change nothing: whoever gives one believes that it does."""
+def _refuse_what_a_recipe_decides(ctx: typer.Context, recipe: str) -> None:
     from natgrad.errors import require
 
-    if recipe != "none":
-        for name in _given(ctx):
-            require(name not in _RECIPE_DECIDES, name, ctx.params[name], f"left out: the recipe {recipe} decides it")
-        return
-    idle = [name for name in _given(ctx) if name in _CURVATURE_OPTIONS and curvature == "none"]
+    for name in _given(ctx) if recipe != "none" else ():
+        require(name not in _RECIPE_DECIDES, name, ctx.params[name], f"left out: the recipe {recipe} decides it")
+
+
+def _refuse_idle_options(ctx: typer.Context, options: tuple[str, ...], of: str) -> None:
+    """Refuse options of a curvature or averaging where there is none: whoever gives one believes that there is."""
+    from natgrad.errors import require
+
+    idle = [name for name in _given(ctx) if name in options and ctx.params[of] == "none"]
     for name in idle:
-        require(False, name, ctx.params[name], "given with --curvature")
+        require(False, name, ctx.params[name], f"given with --{of}")
+
+
+def _averaging_options(ctx: typer.Context, others: dict[str, Any]) -> dict[str, Any]:
+    """Return all options of the averaging, those that have flags of their own too."""
+    from natgrad.errors import require
+
+    flags = {name: ctx.params[name] for name in _given(ctx) if name in _AVERAGING_OPTIONS[1:]}
+    for name, value in flags.items():
+        require(name not in others, name, value, "given once")
+    return others | flags
 
 
 def _ranks(workers: int) -> int:
@@ -220,9 +277,8 @@ def _leads() -> bool:
 def _default_folder(job: Job) -> Path:
     from datetime import datetime
 
-    if job.recipe != "none":
-        return Path("runs") / f"{job.task}-{job.recipe}-{datetime.now():%Y%m%d-%H%M%S}"
-    kind = job.optimizer if job.curvature == "none" else f"{job.optimizer}-{job.curvature}"
+    own = (job.recipe,) if job.recipe != "none" else (job.optimizer, job.curvature)
+    kind = "-".join(name for name in (*own, job.averaging) if name != "none")
     return Path("runs") / f"{job.task}-{kind}-{datetime.now():%Y%m%d-%H%M%S}"
 
 

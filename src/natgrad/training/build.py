@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from natgrad import Preconditioner, Refresh
+from natgrad.averaging import Averager
 from natgrad.tasks import Task
 
-from . import curvatures, optimizers, recipe
+from . import averagers, curvatures, optimizers, recipe
 from .job import Job
 from .world import check_devices
 
@@ -54,6 +58,27 @@ def build_preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Opti
     )
 
 
+def build_averager(
+    job: Job, model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None, steps_per_epoch: int
+) -> Averager | None:
+    """Return what the job puts in the place of the optimizer's step, or None for gradients averaged over all ranks.
+
+    Raises:
+        ValueError: An option's value is not allowed.
+    """
+    if job.averaging == "none":
+        return None
+    return averagers.build(
+        job.averaging,
+        job.averaging_options,
+        model=model,
+        optimizer=optimizer,
+        mesh=mesh,
+        epochs=job.total_steps / steps_per_epoch,
+        steps_per_epoch=steps_per_epoch,
+    )
+
+
 def rehearse(job: Job) -> None:
     """Build all this for the smallest model, so that a wrong value is found before anything is touched.
 
@@ -62,7 +87,11 @@ def rehearse(job: Job) -> None:
     """
     check_devices(job.device, job.workers)
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    build_preconditioner(job, job.build_task(), model, build_optimizer(job, model))
+    optimizer = build_optimizer(job, model)
+    build_preconditioner(job, job.build_task(), model, optimizer)
+    # Levels of ranks cannot be checked where there is one.
+    options = {name: value for name, value in job.averaging_options.items() if name != "periods"}
+    build_averager(replace(job, averaging_options=options), model, optimizer, None, 1)
 
 
 def seconds_spent(preconditioner: Preconditioner) -> float:

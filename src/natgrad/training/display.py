@@ -9,7 +9,11 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .loop import Training, Watch
+from .nodes import describe
 from .result import Point
+
+# What the papers call the batches between two messages and between a message and its use.
+_RHYTHM = {"batches_between": "B", "batches_to_wait": "S"}
 
 
 class Silent:
@@ -30,7 +34,8 @@ class Lines:
 
     def point(self, training: Training, point: Point) -> None:
         """Print an evaluation."""
-        text = f"epoch {point.epoch}  step {point.step}/{training.total_steps}  {_describe(training, point)}"
+        done = f"epoch {point.epoch}  step {point.step}/{training.total_steps}"
+        text = f"{done}  {_describe(training, point)}{_averaging(training)}"
         print(text, flush=True)
 
 
@@ -71,7 +76,7 @@ class Bar:
             self._bar,
             total=training.total_steps,
             completed=training.position.step,
-            description=f"{job.task} · {job.optimizer}",
+            description=f"{job.task} · {job.optimizer}{_averaging(training)}",
             text=_describe(training, last) if last else f"loss {loss:.4g}",
         )
 
@@ -91,6 +96,16 @@ def display(shown: bool) -> Iterator[Watch]:
     else:
         with TwoLines(console) as progress:
             yield Bar(progress)
+
+
+def _averaging(training: Training) -> str:
+    """Return how nodes average, and whether they are real ones."""
+    job, averager = training.job, training.averager
+    if averager is None:
+        return ""
+    metrics = averager.metrics()
+    rhythm = [f"{sign} {metrics[name]}" for name, sign in _RHYTHM.items() if name in metrics]
+    return "  " + ", ".join([f"{job.averaging} on {describe(job.nodes or 1, job.workers)}", *rhythm])
 
 
 def _describe(training: Training, point: Point) -> str:

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 from natgrad import tasks
 from natgrad.errors import ArgumentError, require
 
-from . import curvatures, optimizers, recipe
+from . import averagers, curvatures, optimizers, recipe
+from .nodes import machines
 
 Fisher = Literal["empirical", "sampled"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -47,6 +48,11 @@ class Job:
         batch_size: Samples a step over all ranks; None takes the task's own.
         accumulate: Backward passes a step.
         workers: Ranks.
+        averaging: How nodes average what they learn: "none" for gradients averaged over all ranks at each step, or one
+            of `averagers.names()`.
+        averaging_options: Options of its constructor; dtypes by their names.
+        nodes: Into how many nodes the ranks are divided, with `averaging`; None: as the launcher has started them. More
+            than there are machines are emulated.
         seed: Of the initial parameters, the order of the data and all noise.
         device: Where to train; "auto" takes a GPU where there is one.
     """
@@ -74,6 +80,9 @@ class Job:
     batch_size: int | None = None
     accumulate: int = 1
     workers: int = 1
+    averaging: str = "none"
+    averaging_options: Mapping[str, Any] = field(default_factory=dict)
+    nodes: int | None = None
     seed: int = 0
     device: Device = "auto"
 
@@ -83,7 +92,7 @@ class Job:
         Raises:
             ValueError: One is not allowed; the message names it, its value and what is allowed.
         """
-        for name in ("task_options", "options", "curvature_options"):
+        for name in ("task_options", "options", "curvature_options", "averaging_options"):
             object.__setattr__(self, name, _plain(name, getattr(self, name)))
         object.__setattr__(self, "optimizer", self.optimizer.lower())
         for name, choices in (
@@ -92,8 +101,10 @@ class Job:
             ("device", Device),
         ):
             _check_choice(name, getattr(self, name), get_args(choices))
-        for name in ("factors", "inverses", "epochs", "steps", "batch_size", "accumulate", "workers"):
-            _check_whole(name, getattr(self, name), least=1, optional=name in ("epochs", "steps", "batch_size"))
+        for name in ("factors", "inverses", "epochs", "steps", "batch_size", "accumulate", "workers", "nodes"):
+            _check_whole(
+                name, getattr(self, name), least=1, optional=name in ("epochs", "steps", "batch_size", "nodes")
+            )
         for name in ("warmup", "seed"):
             _check_whole(name, getattr(self, name), least=0)
         _check_positive("learning_rate", self.learning_rate, optional=True)
@@ -114,6 +125,17 @@ class Job:
             "none for lbfgs, which evaluates the gradient several times a step",
         )
         recipe.check(self)
+        self._check_averaging()
+
+    def _check_averaging(self) -> None:
+        if self.averaging == "none":
+            require(self.nodes is None, "nodes", self.nodes, "given with averaging")
+            for option in self.averaging_options:
+                require(False, "averaging option", option, "given with averaging")
+            return
+        averagers.check(self.averaging, self.averaging_options)
+        nodes = "none for lbfgs, which evaluates the gradient several times a step"
+        require(self.optimizer != "lbfgs", "averaging", self.averaging, nodes)
 
     def build_task(self) -> tasks.Task:
         """Return the task with its options.
@@ -135,6 +157,11 @@ class Job:
             batch_size=self.batch_size or task.batch_size,
             epochs=self.epochs or (None if self.steps else task.epochs),
         )
+        if self.averaging != "none":
+            resolved = replace(resolved, nodes=self.nodes or machines(self.workers))
+            nodes = resolved.nodes or 1
+            fits = 1 < nodes <= self.workers and self.workers % nodes == 0
+            require(fits, "nodes", nodes, f"at least 2, and a divisor of workers = {self.workers}, with averaging")
         parts = self.workers * self.accumulate
         require(
             resolved.global_batch % parts == 0,

@@ -16,9 +16,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from . import memory
-from .build import build_optimizer, build_preconditioner, build_scheduler, seconds_spent
+from natgrad.averaging import DASO
+
+from . import averagers, memory
+from .build import build_averager, build_optimizer, build_preconditioner, build_scheduler, seconds_spent
 from .job import Job
+from .nodes import describe, node_mesh
 from .recipe import additions
 from .result import Point, Result, Status
 from .world import Beat, Pulse, World
@@ -98,11 +101,16 @@ class Training:
 
         torch.manual_seed(job.seed)
         self.model = self.task.model().to(world.device)
-        self._replica = DistributedDataParallel(self.model) if world.size > 1 else self.model
+        averages = job.averaging != "none"
+        mesh = node_mesh(world.device, job.nodes or 1, world.size) if averages else None
+        wraps = world.size > 1 and (not averages or averagers.wraps(job.averaging))
+        group = mesh.get_group("local") if mesh is not None else None
+        self._replica = DistributedDataParallel(self.model, process_group=group) if wraps else self.model
         self.optimizer = build_optimizer(job, self.model)
         self.scheduler = build_scheduler(job, self.optimizer)
         self.preconditioner = build_preconditioner(job, self.task, self._replica, self.optimizer)
         self._additions = additions(job, self.model, world.rank)
+        self.averager = build_averager(job, self._replica, self.optimizer, mesh, len(self._batches))
         # From here on the ranks' noise, such as dropout, differs.
         torch.manual_seed((job.seed << 16) + world.rank)
 
@@ -132,31 +140,38 @@ class Training:
         if self.world.device.type == "cuda":
             own["cuda"] = torch.cuda.get_rng_state()
         position = Position(**{**asdict(self.position), "preconditioner_seconds": self._preconditioner_seconds()})
-        self.world.share_buffers(self.model.buffers())
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+        trained: dict[str, Any] = {}
+        if self.averager is not None:
+            trained["averager"] = self.averager.state_dict()
+        else:
+            self.world.share_buffers(self.model.buffers())
+        trained |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        if self.preconditioner is not None:
+            trained["preconditioner"] = self.preconditioner.state_dict(gather=True)
+        shared = {
             "scheduler": self.scheduler.state_dict(),
             # Times differ from rank to rank, and a checkpoint keeps only one copy.
             "progress": self.world.agree(json.dumps([asdict(position), [asdict(point) for point in self.points]])),
-            "ranks": {str(self.world.rank): own},
         }
-        if self.preconditioner is not None:
-            state["preconditioner"] = self.preconditioner.state_dict(gather=True)
-        return state
+        if self.averager is not None:  # each node has its own
+            return {**shared, "ranks": {str(self.world.rank): {**own, **trained}}}
+        return {**shared, **trained, "ranks": {str(self.world.rank): own}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned in an earlier process."""
-        self.model.load_state_dict(state["model"])
-        optimizer = state["optimizer"]
+        own = state.get("ranks", {}).get(str(self.world.rank))
+        trained = state if self.averager is None else own
+        self.model.load_state_dict(trained["model"])
+        optimizer = trained["optimizer"]
         optimizer["state"] = {int(index): each for index, each in optimizer["state"].items()}
         self.optimizer.load_state_dict(optimizer)
         self.scheduler.load_state_dict(state["scheduler"])
         if self.preconditioner is not None:
-            self.preconditioner.load_state_dict(state["preconditioner"])
+            self.preconditioner.load_state_dict(trained["preconditioner"])
+        if self.averager is not None:
+            self.averager.load_state_dict(trained["averager"])
         position, points = json.loads(state["progress"])
         self.position, self.points = Position(**position), [Point(**point) for point in points]
-        own = state.get("ranks", {}).get(str(self.world.rank))
         self._additions.load_state_dict(self.position.step, own and own.get("recipe"))
         if own is not None:  # a rank more than before keeps its fresh noise
             torch.set_rng_state(own["cpu"])
@@ -178,6 +193,10 @@ class Training:
             if status != "finished":
                 break
         status = max(status, self._hear(pulse.flush()), key=_SEVERITY.index)
+        ended = position.batch == len(self._batches) or position.step == self.total_steps
+        if self.averager is not None and ended and status != "diverged":
+            # Evaluations see equal ranks, in the middle of a pass too.
+            self.averager.next_epoch() if position.batch == len(self._batches) else self.averager.synchronize()
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
         position.seconds += perf_counter() - started
@@ -185,7 +204,6 @@ class Training:
             position.epoch, position.batch = position.epoch + 1, 0
             if self.preconditioner is not None:
                 self.preconditioner.next_epoch()
-        ended = position.batch == 0 or position.step == self.total_steps
         return self._evaluate(status) if ended and status != "diverged" else status
 
     def _hear(self, beat: Beat | None) -> Status:
@@ -216,6 +234,8 @@ class Training:
                     else:
                         loss.backward()
                 total += loss.detach()
+            if self.averager is not None:
+                self.averager.average_gradients()
             self._additions.change_gradients()
             if self.preconditioner is not None:
                 self.preconditioner.step(again)
@@ -225,7 +245,12 @@ class Training:
             losses = [self.task.loss(self._replica(part), labels) / count for part, labels in parts]
             return torch.stack(losses).sum()
 
-        loss: Tensor = self.optimizer.step(closure)  # type: ignore[arg-type,assignment]
+        loss: Tensor
+        if self.averager is None:
+            loss = self.optimizer.step(closure)  # type: ignore[arg-type,assignment]
+        else:
+            loss = closure()
+            self.averager.step(loss)
         self._additions.change_weights()
         self.scheduler.step()
         return loss.detach()
@@ -252,6 +277,7 @@ class Training:
             samples_per_second=position.samples / (position.seconds - position.point_seconds),
             share=self.share(),
             peak_bytes=int(peak),
+            averaging=self._averaging(),
         )
         self.points.append(point)
         position.loss_sum, position.samples, position.point_seconds = 0.0, 0, position.seconds
@@ -261,6 +287,21 @@ class Training:
             self._save(self)
             self._saved_at = perf_counter()
         return status
+
+    def _averaging(self) -> dict[str, float | str]:
+        """Return what is to be told of the averager; collective."""
+        if self.averager is None:
+            return {}
+        sent = self.averager.traffic()
+        links = ("inside", "between")
+        total = self.world.totals(*(sent[link] for link in links))
+        phase = {"phase": self.averager.phase} if isinstance(self.averager, DASO) else {}
+        return {
+            "nodes": describe(self.averager.grid.nodes, self.world.size),
+            **phase,
+            **_plain(self.averager.metrics()),
+            **{f"bytes/{link}": each for link, each in zip(links, total, strict=True)},
+        }
 
     @torch.no_grad()
     def _metric(self) -> float:

@@ -25,6 +25,8 @@ class Point:
         samples_per_second: Training speed since the previous point, all ranks together.
         share: The preconditioner's part of the training time so far.
         peak_bytes: Largest memory of any rank so far: resident on a CPU, allocated on a GPU.
+        averaging: How nodes average, where they do: the averager's phase and metrics on the leading rank, and the bytes
+            that the averagers of all ranks have sent so far, inside nodes and between them.
     """
 
     epoch: int
@@ -36,6 +38,7 @@ class Point:
     samples_per_second: float
     share: float
     peak_bytes: int
+    averaging: Mapping[str, float | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

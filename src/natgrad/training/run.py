@@ -93,6 +93,9 @@ def _prepare(folder: Path, job: Job, *, resume: bool) -> None:
         length = "steps" if job.steps else "epochs"
         enough = f"enough for the {done} steps that the run has done"
         require(job.total_steps >= done, length, getattr(job, length), enough)
+        alike = job.averaging == "none" or job.workers == read_job(folder).workers
+        allowed = f"{read_job(folder).workers}, as before: with averaging each rank has a state of its own"
+        require(alike, "workers", job.workers, allowed)
     else:
         taken = (folder / CONFIGURATION).exists()
         require(not taken, "out", str(folder), "a folder without a run (resume that one, or choose another folder)")

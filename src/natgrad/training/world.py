@@ -49,6 +49,13 @@ class World:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
+    def totals(self, *values: float) -> list[float]:
+        """Return the sum of each value over the ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor.tolist()
+
     def agree(self, value: T) -> T:
         """Return the leader's value on every rank."""
         values = [value]

@@ -1,0 +1,115 @@
+"""Training runs whose nodes average, on real ranks: every way by its name, metrics, curvature, checkpoints."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from natgrad.training import averagers, checkpoint
+from natgrad.training.display import Silent
+from natgrad.training.job import Job
+from natgrad.training.loop import Training
+from natgrad.training.run import Output, train
+from natgrad.training.world import World
+
+KFAC = {"curvature": "kfac", "learning_rate": 0.05, "damping": 0.03}
+SGD = {"task": "tabular", "optimizer": "sgd", "options": {"momentum": 0.9}, "learning_rate": 0.1, "nodes": 2}
+OPTIONS = {"diloco": {"batches_between": 3}, "streaming-diloco": {"batches_between": 4, "batches_to_wait": 2}}
+
+
+def training(job, **callbacks):
+    world = World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device("cpu"))
+    return Training(job.resolved(), world, watch=Silent(), **{"stop": lambda: False, **callbacks})
+
+
+def parameters(run):
+    return torch.cat([each.detach().flatten() for each in run.model.parameters()])
+
+
+def run(job):
+    """Train; return the parameters, the points, and over how many ranks the curvature is computed."""
+    own = training(job)
+    result = own.run()
+    own.averager.detach()
+    return parameters(own), result.points, own.preconditioner._runtime.ranks if own.preconditioner else 0
+
+
+@pytest.mark.parametrize("name", averagers.names())
+def test_every_way_of_averaging_trains(ranks, name):
+    job = Job(**SGD, averaging=name, averaging_options=OPTIONS.get(name, {}), epochs=3, workers=4)
+    everyone = ranks.run(4, run, job)
+    final, points, _ = everyone[0]
+    assert all(torch.equal(own, final) for own, _, _ in everyone)
+    assert points[-1].loss < 0.7 * points[0].loss
+    told = points[-1].averaging
+    assert told["nodes"] == "2 emulated nodes"
+    assert told["seconds/between"] >= 0
+    assert told["bytes/between"] > 0
+    assert [point.averaging["bytes/between"] for point in points] == [
+        point.averaging["bytes/between"] for point in everyone[3][1]
+    ]
+
+
+def test_points_tell_of_dasos_cycle(ranks):
+    options = {"batches_between": 4, "batches_to_wait": 2, "warmup_epochs": 1, "cooldown_epochs": 1}
+    job = Job(**SGD, averaging="daso", averaging_options=options, epochs=4, workers=2)
+    points = ranks.run(2, run, job)[0][1]
+    assert [point.averaging["phase"] for point in points] == ["cycling", "cycling", "cool-down", "cool-down"]
+    assert points[-1].averaging["batches_between"] == 4
+    assert points[-1].averaging["batches_to_wait"] == 2
+    blocking, cycling = (
+        points[index + 1].averaging["bytes/between"] - points[index].averaging["bytes/between"] for index in (2, 0)
+    )
+    assert blocking > 1.5 * cycling
+
+
+def test_curvature_is_that_of_the_node(ranks):
+    job = Job(**{**SGD, **KFAC}, averaging="daso", epochs=2, workers=4)
+    everyone = ranks.run(4, run, job)
+    assert [own for _, _, own in everyone] == [2] * 4
+    assert all(torch.equal(own, everyone[0][0]) for own, _, _ in everyone)
+
+
+def stopped(job, folder, at):
+    """Train with a stop after some steps; go on from the checkpoint in new objects; return the parameters."""
+    asked = itertools.count(1)
+    first = training(job, stop=lambda: next(asked) >= at, save=lambda own: save(folder, own))
+    assert first.run().status == "stopped"
+    first.averager.detach()
+    second = training(job)
+    second.load_state_dict(checkpoint.load(checkpoint.latest(folder)))
+    assert second.position.step == at + 1
+    second.run()
+    second.averager.detach()
+    return parameters(second)
+
+
+def save(folder, own):
+    checkpoint.save(folder, own.position.step, own.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "at"),
+    [
+        ("daso", {"batches_between": 4, "batches_to_wait": 3, "merge": "delta"}, 4),  # a message is under way
+        ("daso", {"batches_between": 4, "batches_to_wait": 3, "duty": "sharded", "warmup_epochs": 0.5}, 4),
+        ("streaming-diloco", {"batches_between": 4, "batches_to_wait": 3}, 8),
+        ("hierarchical", {"periods": [[2, 2], [3, 4]]}, 4),
+    ],
+)
+def test_a_stopped_run_goes_on_bit_by_bit(ranks, tmp_path, name, options, at):
+    job = Job(**{**SGD, **KFAC}, averaging=name, averaging_options=options, steps=20, workers=4)
+    straight, resumed = ranks.run(4, run, job), ranks.run(4, stopped, job, tmp_path, at)
+    for (expected, _, _), found in zip(straight, resumed, strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_resuming_on_other_ranks_is_refused(tmp_path):
+    job = Job(**SGD, averaging="daso", steps=3, workers=2)
+    result = train(job, Output(folder=tmp_path))
+    assert result.points[-1].averaging["nodes"] == "2 emulated nodes"
+    with pytest.raises(ValueError, match="workers=4 is not allowed: workers must be 2, as before"):
+        train(replace(job, steps=5, workers=4), Output(folder=tmp_path), resume=True)
+    assert train(replace(job, steps=5), Output(folder=tmp_path), resume=True).points[-1].step == 5
