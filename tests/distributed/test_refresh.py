@@ -1,0 +1,214 @@
+"""Clocks on real ranks: all decide alike, as one process does, and send no more than they must."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import natgrad
+from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, place, train
+
+SIDES = natgrad.Refresh(factors=natgrad.Sides(inputs=3, gradients=2), inverses=natgrad.Sides(inputs=6, gradients=4))
+RULES = {
+    "sides": SIDES,
+    "trace": natgrad.Adaptive(natgrad.TraceRule(upper=0.05, lower=0.02), factors=1, inverses=2),
+    "drift": natgrad.Adaptive(natgrad.DriftRule(0.3), factors=1, inverses=2),
+    "basis": natgrad.Adaptive(natgrad.BasisRule(0.1), factors=2, inverses=2),
+}
+STEPS = 13
+
+
+def job(clock, placement):
+    return Job(refresh=RULES[clock], options={"placement": placement})
+
+
+def follow(job, steps):
+    """Train, and return the verdicts on all layers after each step as this rank knows them, and its result."""
+    training, seen = Training(job), []
+    for step in steps:
+        training.step(step)
+        stacks = training.preconditioner._stacks
+        seen.append(
+            {
+                member.layer.key: stack.record.verdict(index)
+                for stack in stacks
+                if stack.record is not None
+                for index, member in enumerate(stack.members)
+            }
+        )
+    return seen, training.result()
+
+
+def each(function, placement, *given):
+    """Call `function` with the job of every clock, so that ranks come together once."""
+    return {clock: function(job(clock, placement), *given) for clock in RULES}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one process does."""
+    return each(follow, "comm-opt", range(STEPS))
+
+
+def test_the_clocks_decide_this_and_that(alone):
+    """Else the tests below would show nothing."""
+    for clock, (seen, _) in alone.items():
+        verdicts = {verdict for step in seen[2:] for verdict in step.values()}
+        assert len(verdicts) == {"sides": 0, "trace": 3}.get(clock, 2)
+
+
+@pytest.mark.parametrize(
+    ("count", "placement"),
+    [(2, "comm-opt"), (4, "comm-opt"), (2, "mem-opt"), (4, "mem-opt"), (4, "hybrid:0.5"), (2, "reduce-scatter")],
+)
+def test_ranks_decide_as_one_process(ranks, alone, count, placement):
+    """Who works for a layer decides; the others know of it when the step ends."""
+    answers = ranks.run(count, each, follow, placement, range(STEPS))
+    for clock, (expected, result) in alone.items():
+        assert_bit_identical([answer[clock][1] for answer in answers])
+        assert all(answer[clock][0] == expected for answer in answers)
+        assert_close(answers[0][clock][1], result, 1e-8)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_under_dp_all_ranks_know_the_same(ranks, count):
+    """Each layer is decided on by its worker, of its own samples."""
+    answers = ranks.run(count, each, follow, "dp", range(STEPS))
+    for clock in RULES:
+        assert_bit_identical([answer[clock][1] for answer in answers])
+        assert all(answer[clock][0] == answers[0][clock][0] for answer in answers)
+
+
+def interrupted(job, at, steps):
+    """Train to the end of `steps` at once, and with the state of this rank loaded anew on the way."""
+    straight, before, after = train(job, range(steps)), Training(job), Training(job)
+    for step in range(at):
+        before.step(step)
+    after.load(before.result().state)
+    for step in range(at, steps):
+        after.step(step)
+    return straight, after.result()
+
+
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "dp"])
+def test_resuming_is_bit_exact(ranks, placement):
+    for answer in ranks.run(2, each, interrupted, placement, 5, 8):
+        for straight, resumed in answer.values():
+            assert_bit_identical([straight, resumed])
+
+
+def gathered(job):
+    return train(job, range(5), None, True).state
+
+
+def resumed(placement, states):
+    return {clock: train(job(clock, placement), range(5, STEPS), [state]) for clock, state in states.items()}
+
+
+@pytest.mark.parametrize(("before", "after", "placement"), [(2, 4, "mem-opt"), (4, 1, "hybrid:0.5")])
+def test_resuming_on_another_number_of_ranks(ranks, alone, before, after, placement):
+    states = ranks.run(before, each, gathered, placement)[0]
+    answers = ranks.run(after, resumed, placement if after > 1 else "comm-opt", states)
+    for clock in RULES:
+        assert_bit_identical([answer[clock] for answer in answers])
+        assert_close(answers[0][clock], alone[clock][1], 1e-8)
+
+
+def messages(job, steps):
+    """What this rank has sent in each step."""
+    training, sent = Training(job), []
+    for step in steps:
+        before = training.preconditioner.traffic()
+        training.step(step)
+        now = training.preconditioner.traffic()
+        sent.append({kind: now[kind] - before[kind] for kind in ("factors", "inverses", "counters")})
+    return sent
+
+
+def test_what_is_not_due_is_not_sent(ranks):
+    """Triangles of A where A is due, of G where G is, and the results of their parts."""
+    sent = ranks.run(2, messages, job("sides", "comm-opt"), range(7))
+    total = [{kind: sum(rank[step][kind] for rank in sent) // 8 for kind in sent[0][step]} for step in range(7)]
+    inputs, outputs = [4, 4, 13, 6], [2, 2, 5, 3]
+    A, G = (sum(d * (d + 1) // 2 for d in sizes) for sizes in (inputs, outputs))
+    QA, QG = (sum(d * d + d for d in sizes) for sizes in (inputs, outputs))
+    assert [step["factors"] for step in total] == [2 * (A + G), 0, 2 * G, 2 * A, 2 * G, 0, 2 * (A + G)]
+    assert [step["inverses"] for step in total] == [QA + QG, 0, 0, 0, QG, 0, QA]
+
+
+def test_what_is_stopped_is_not_sent_any_more(ranks):
+    clock = natgrad.Adaptive(natgrad.TraceRule(upper=0.9, lower=0.8), factors=1, inverses=2)
+    for placement in ("comm-opt", "mem-opt", "reduce-scatter"):
+        sent = ranks.run(2, messages, Job(refresh=clock, options={"placement": placement}), range(12))
+        assert sum(rank[0]["factors"] for rank in sent) > 0
+        assert sum(rank[11]["factors"] for rank in sent) == 0
+        assert sum(rank[11]["inverses"] for rank in sent) == 0
+
+
+def test_rules_send_no_message_of_their_own(ranks):
+    """Under comm-opt every rank decides for itself: with a rule there is nothing more than without."""
+    fixed = Job(refresh={"factors": 1, "inverses": 2}, options={"placement": "comm-opt"})
+    always = replace(fixed, refresh=natgrad.Adaptive(natgrad.DriftRule(1e-12), factors=1, inverses=2))
+    assert ranks.run(2, messages, fixed, range(6)) == ranks.run(2, messages, always, range(6))
+
+
+class Uneven:
+    """Synthetic seconds that differ between ranks: what renewals take is known, and the model is the same."""
+
+    def __init__(self, training, renewal):
+        self.now = self.spent = 0.0
+        agenda, plan = training.preconditioner._agenda, training.preconditioner.plan
+        agenda.now, training.preconditioner._spent = (lambda: self.now), (lambda: self.spent)
+        original, rank = agenda.renewed, place()[0]
+
+        def renewed(stacks, plan_, keys):
+            for key in keys:
+                self.pass_((1 + rank) * renewal * plan.weights[key] / sum(plan.weights.values()))
+            original(stacks, plan_, keys)
+
+        agenda.renewed = renewed
+
+    def pass_(self, seconds):
+        self.now, self.spent = self.now + seconds, self.spent + seconds
+
+
+def capped(job, steps, renewal):
+    """Train on synthetic seconds; return what this rank has decided, and how it ends."""
+    training = Training(job)
+    clock, seen = Uneven(training, renewal), []
+    for step in steps:
+        clock.now += 1.0
+        clock.pass_(0.01)
+        training.step(step)
+        metrics = training.preconditioner.metrics()
+        budget = training.preconditioner._agenda.budget
+        seen.append((metrics["layers_refreshed"], metrics["layers_waiting"], budget.resume, budget.times.spent))
+    return seen, (clock.now, clock.spent), training.result()
+
+
+@pytest.mark.parametrize(("count", "placement"), [(1, "comm-opt"), (2, "comm-opt"), (4, "comm-opt"), (2, "mem-opt")])
+def test_ranks_agree_on_what_there_is_time_for(ranks, count, placement):
+    """Though each measures other seconds; and all together keep the share."""
+    clock = natgrad.Capped(refresh=natgrad.Refresh(factors=1, inverses=2), share=0.2)
+    given = Job(refresh=clock, options={"placement": placement})
+    answers = ranks.run(count, capped, given, range(50), 2.0)
+    assert_bit_identical([result for _, _, result in answers])
+    assert all(seen == answers[0][0] for seen, _, _ in answers)
+    now, spent = (sum(times[index] for _, times, _ in answers) for index in (0, 1))
+    assert 0.08 * now < spent < 0.27 * now
+    assert any(waiting for _, waiting, _, _ in answers[0][0])
+
+
+def refused(placement):
+    training = torch.nn.Linear(3, 2)
+    try:
+        natgrad.Preconditioner(training, natgrad.KFAC(), placement=placement, refresh=natgrad.Capped())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_seconds_that_cannot_be_told_are_refused(ranks):
+    for placement in ("reduce-scatter", "dp"):
+        assert all("'comm-opt', 'mem-opt'" in error for error in ranks.run(2, refused, placement))
+    assert ranks.run(2, refused, "auto") == ["", ""]

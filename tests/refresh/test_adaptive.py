@@ -1,0 +1,280 @@
+"""Rules that decide layer by layer, against what the state shows was there to decide on."""
+
+import pytest
+import torch
+
+import natgrad
+from natgrad.renewal.record import KEPT, RENEWED, STOPPED
+from tests.every import DAMPING, EVERY, Training, batch
+
+EVERY_OTHER = {"factors": 1, "inverses": 2}
+
+
+def run(clock, steps, make=natgrad.KFAC, **options):
+    """Train, and return the state after every step."""
+    training, states = Training(make, refresh=clock, **options), []
+    for step in range(steps):
+        training.step(batch(step))
+        states.append(training.preconditioner.state_dict())
+    return training, states
+
+
+def verdicts(state):
+    """The last verdict on each layer."""
+    return {key: float(own["rule"][0, 1]) for key, own in state["blocks"].items()}
+
+
+def corrected(own, name):
+    return own[name] / own["weight"].view(-1, *[1] * (own[name].ndim - 1))
+
+
+def held(own):
+    return {name: own[name] for name in ("QA", "vA", "QG", "vG")}
+
+
+def same(left, right):
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def trace(own):
+    A, G = corrected(own, "A"), corrected(own, "G")
+    traces = A.diagonal(dim1=1, dim2=2).sum(1) * G.diagonal(dim1=1, dim2=2).sum(1)
+    return float((traces + DAMPING * A.shape[1] * G.shape[1]).sum())
+
+
+def test_thors_verdicts_are_those_of_the_traces():
+    """Bounds amid what the traces of this training do, so that all three verdicts come."""
+    rule = natgrad.TraceRule(upper=0.05, lower=0.02)
+    _, states = run(natgrad.Adaptive(rule, **EVERY_OTHER), 24)
+    seen = set()
+    for key in states[0]["blocks"]:
+        last, stopped, before = None, False, None
+        for step, state in enumerate(states):
+            own = state["blocks"][key]
+            if step % 2:
+                assert same(held(own), before)
+                continue
+            if not stopped:
+                value = trace(own)
+                change = float("inf") if last is None else abs(value - last) / last
+                expected = RENEWED if change > 0.05 else STOPPED if change < 0.02 else KEPT
+                assert verdicts(state)[key] == expected
+                assert float(own["rule"][0, 0]) == pytest.approx(value, rel=1e-12)
+                assert before is None or same(held(own), before) == (expected != RENEWED)
+                last, stopped = value, expected == STOPPED
+                seen.add(expected)
+            before = held(own)
+    assert seen == {RENEWED, KEPT, STOPPED}
+
+
+def test_what_is_stopped_is_not_captured_any_more():
+    """The averages of a stopped layer stay as they are; when all are, hooks have nothing to do."""
+    training, states = run(natgrad.Adaptive(natgrad.TraceRule(upper=0.6, lower=0.5), factors=1, inverses=2), 8)
+    stops = {}
+    for key in states[0]["blocks"]:
+        codes = [verdicts(state)[key] for state in states]
+        at = stops[key] = codes.index(STOPPED)
+        for state in states[at + 1 :]:
+            assert torch.equal(state["blocks"][key]["A"], states[at]["blocks"][key]["A"])
+            assert torch.equal(state["blocks"][key]["weight"], states[at]["blocks"][key]["weight"])
+    assert not training.preconditioner._capture.wanted
+    assert training.preconditioner.metrics()["layers_stopped"] == len(stops)
+    assert training.preconditioner.metrics()["layers_refreshed"] == 0
+
+
+def test_drift_is_measured_from_the_last_renewal():
+    """And not from the last decision: what moves slowly is renewed in the end."""
+    _, states = run(natgrad.Adaptive(natgrad.DriftRule(0.3), **EVERY_OTHER), 24)
+    seen = []
+    for key, first in states[0]["blocks"].items():
+        last = {name: corrected(first, name) for name in "AG"}
+        for step in range(2, 24, 2):
+            own = states[step]["blocks"][key]
+            drift = max(float((corrected(own, name) - last[name]).norm() / last[name].norm()) for name in "AG")
+            expected = RENEWED if drift >= 0.3 else KEPT
+            seen.append(expected)
+            assert verdicts(states[step])[key] == expected
+            assert same(held(own), held(states[step - 1]["blocks"][key])) == (expected == KEPT)
+            if expected == RENEWED:
+                last = {name: corrected(own, name) for name in "AG"}
+            for name in "AG":
+                torch.testing.assert_close(own[f"last {name}"].tril(), last[name].tril(), rtol=1e-12, atol=0)
+    assert set(seen) == {RENEWED, KEPT}
+
+
+def test_a_basis_is_renewed_when_it_leaves_too_much_out():
+    _, states = run(natgrad.Adaptive(natgrad.BasisRule(0.05), **EVERY_OTHER), 16)
+    seen = []
+    for key in states[0]["blocks"]:
+        for step in range(2, 16, 2):
+            own, before = states[step]["blocks"][key], held(states[step - 1]["blocks"][key])
+            left_out = []
+            for name in "AG":
+                X, Q = corrected(own, name), before[f"Q{name}"]
+                R = Q.mT @ X @ Q
+                left_out.append(float((R - torch.diag_embed(R.diagonal(dim1=1, dim2=2))).norm() / X.norm()))
+            expected = RENEWED if max(left_out) >= 0.05 else KEPT
+            seen.append(expected)
+            assert verdicts(states[step])[key] == expected
+            assert same(held(own), before) == (expected == KEPT)
+    assert set(seen) == {RENEWED, KEPT}
+
+
+RULES = {
+    "trace": natgrad.TraceRule(upper=0.3, lower=0.1),
+    "drift": natgrad.DriftRule(0.2),
+    "basis": natgrad.BasisRule(0.05),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("at", [3, 6])
+def test_a_training_resumes_bit_for_bit(name, at):
+    clock = natgrad.Adaptive(RULES[name], factors=1, inverses=2)
+    straight, states = run(clock, 10)
+    before, _ = run(clock, at)
+    other = Training(natgrad.KFAC, refresh=clock)
+    other.model.load_state_dict(before.model.state_dict())
+    other.preconditioner.load_state_dict(states[at - 1])
+    for step in range(at, 10):
+        other.step(batch(step))
+    for p, q in zip(straight.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert verdicts(other.preconditioner.state_dict()) == verdicts(states[-1])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_that_always_renews_is_a_fixed_interval(name):
+    always = {
+        "trace": natgrad.TraceRule(upper=1e-12, lower=0),
+        "drift": natgrad.DriftRule(1e-12),
+        "basis": natgrad.BasisRule(1e-12),
+    }
+    one, _ = run(natgrad.Adaptive(always[name], factors=2, inverses=4), 10)
+    other, _ = run(natgrad.Refresh(factors=2, inverses=4), 10)
+    for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in EVERY if "kbfgs" not in name and "hylo" not in name and name != "sngd"]
+)
+@pytest.mark.parametrize("rule", [natgrad.TraceRule(), natgrad.DriftRule(0.1)])
+def test_rules_go_with_every_curvature_of_sums(name, rule):
+    training, _ = run(natgrad.Adaptive(rule, inverses=2), 5, EVERY[name])
+    metrics = training.preconditioner.metrics()
+    assert sum(metrics[f"layers_{each}"] for each in ("refreshed", "kept", "stopped", "waiting")) == 3
+    assert all(p.isfinite().all() for p in training.model.parameters())
+
+
+def test_a_state_of_another_clock_begins_the_rule_anew():
+    one, states = run(natgrad.Refresh(**EVERY_OTHER), 4)
+    other = Training(natgrad.KFAC, refresh=natgrad.Adaptive(natgrad.DriftRule(0.3), **EVERY_OTHER))
+    other.model.load_state_dict(one.model.state_dict())
+    other.preconditioner.load_state_dict(states[-1])
+    other.step(batch(4))
+    assert set(verdicts(other.preconditioner.state_dict()).values()) == {RENEWED}
+
+
+def test_a_wrong_state_is_refused():
+    training, states = run(natgrad.Adaptive(natgrad.DriftRule(0.3), **EVERY_OTHER), 2)
+    key = next(iter(states[-1]["blocks"]))
+    states[-1]["blocks"][key]["rule"] = torch.zeros(1, 7)
+    with pytest.raises(ValueError, match="rule"):
+        training.preconditioner.load_state_dict(states[-1])
+
+
+def test_a_decomposition_that_fails_is_tried_again(monkeypatch):
+    """At the next decision, whatever the rule says."""
+    fails = []
+    original = natgrad.KFAC.renew
+
+    def renew(self, part, averages, damping, *given, **options):
+        written, fine = original(self, part, averages, damping, *given, **options)
+        return written, fine & (not fails)
+
+    monkeypatch.setattr(natgrad.KFAC, "renew", renew)
+    training = Training(natgrad.KFAC, refresh=natgrad.Adaptive(natgrad.TraceRule(upper=0.6, lower=0), inverses=2))
+    for step in range(2):
+        training.step(batch(step))
+    for stack in training.preconditioner._stacks:
+        for index in range(len(stack.members)):
+            stack.record.note(index, None, RENEWED)  # so that all are renewed at step 2
+    fails.append(True)
+    training.step(batch(2))
+    failed = training.preconditioner.state_dict()
+    assert all(torch.isnan(own["rule"][0, 0]) for own in failed["blocks"].values())
+    fails.clear()
+    training.step(batch(3))
+    training.step(batch(4))
+    assert set(verdicts(training.preconditioner.state_dict()).values()) == {RENEWED}
+
+
+@pytest.mark.parametrize(
+    ("curvature", "clock", "placement"),
+    [
+        (natgrad.KFAC(form="inverse"), natgrad.Adaptive(natgrad.BasisRule()), "comm-opt"),
+        (natgrad.SNGD(), natgrad.Adaptive(natgrad.TraceRule()), "comm-opt"),
+        (natgrad.KBFGS(), natgrad.Adaptive(natgrad.DriftRule()), "comm-opt"),
+        (natgrad.KBFGS(), natgrad.Capped(), "comm-opt"),
+        (natgrad.KFAC(), natgrad.Adaptive(natgrad.TraceRule()), "pipelined"),
+        (natgrad.KFAC(), natgrad.Capped(), "pipelined"),
+        (natgrad.KFAC(), natgrad.Adaptive(natgrad.DriftRule()), "background"),
+    ],
+)
+def test_what_cannot_be_routed_is_refused(curvature, clock, placement):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="is not allowed"):
+        natgrad.Preconditioner(model, curvature, optimizer=optimizer, placement=placement, refresh=clock)
+
+
+class Seconds:
+    """A synthetic clock of a preconditioner, whose steps take what they are told to."""
+
+    def __init__(self, preconditioner, *, model, solve, renewal):
+        self.preconditioner, self.now, self.spent = preconditioner, 0.0, 0.0
+        self.model, self.solve, self.renewal = model, solve, renewal
+        self.work = 0.0
+        preconditioner._agenda.now = lambda: self.now
+        preconditioner._spent = lambda: self.spent
+
+    def renewed(self, plan, keys):
+        seconds = self.renewal * sum(plan.weights[key] for key in keys)
+        self.spent, self.now = self.spent + seconds, self.now + seconds
+
+
+@pytest.mark.parametrize(
+    "refresh", [natgrad.Refresh(inverses=2), natgrad.Adaptive(natgrad.DriftRule(1e-9), inverses=2)]
+)
+def test_a_capped_training_keeps_its_share(monkeypatch, refresh):
+    training = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=refresh, share=0.2))
+    preconditioner = training.preconditioner
+    work = sum(preconditioner.plan.weights.values())
+    seconds = Seconds(preconditioner, model=1.0, solve=0.01, renewal=2.0 / work)
+    agenda, original = preconditioner._agenda, preconditioner._agenda.renewed
+
+    def renewed(stacks, plan, keys):
+        seconds.renewed(plan, keys)
+        original(stacks, plan, keys)
+
+    monkeypatch.setattr(agenda, "renewed", renewed)
+    waiting = []
+    for step in range(60):
+        seconds.now += 1.0
+        seconds.spent, seconds.now = seconds.spent + 0.01, seconds.now + 0.01
+        training.step(batch(step))
+        waiting.append(preconditioner.metrics()["layers_waiting"])
+        assert seconds.spent <= 0.2 * seconds.now + 2.1
+    assert seconds.spent <= 0.25 * seconds.now
+    assert seconds.spent >= 0.15 * seconds.now
+    assert max(waiting) > 0
+    assert preconditioner.metrics()["preconditioning_share"] == pytest.approx(seconds.spent / seconds.now, abs=0.05)
+
+
+def test_the_account_of_a_capped_training_is_in_its_state():
+    _, states = run(natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.1), 5)
+    other = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.1))
+    other.preconditioner.load_state_dict(states[-1])
+    assert other.preconditioner._agenda.budget.state_dict() == states[-1]["refresh"]["budget"]
+    assert states[-1]["refresh"]["budget"]["elapsed"] > 0
