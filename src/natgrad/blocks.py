@@ -311,7 +311,8 @@ class Stack:
             *((packed_shape(spec), spec_dtype(spec, factors)) for spec in self.statistics if self.role.receives),
             *((spec.shape, spec_dtype(spec, held)) for spec in (*self._written(), *self.memories) if self.role.works),
         ]
-        return sum(prod(shape) * dtype.itemsize for shape, dtype in kept)
+        compared = 0 if self.record is None else self.record.bytes_per_block
+        return compared + sum(prod(shape) * dtype.itemsize for shape, dtype in kept)
 
     def charge(self, members: Sequence[Member], seconds: float) -> None:
         """Share the host seconds of work on some layers out among them, by their blocks."""

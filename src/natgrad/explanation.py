@@ -29,6 +29,8 @@ class Row:
             None before the second step.
         bytes: What its layer keeps on this rank: factors and what is made of them; likewise.
         reason: Why it is left to the optimizer; empty when it is preconditioned.
+        verdict: What the last decision of a rule of renewal was: "kept", "stopped" or "waiting"; empty where it was
+            renewed, or there is no rule.
         fallback: What has served its layer in place of fresh curvature in the last step; empty when nothing had to.
     """
 
@@ -40,6 +42,7 @@ class Row:
     time: float | None = None
     bytes: int = 0
     reason: str = ""
+    verdict: str = ""
     fallback: str = ""
 
 
@@ -75,6 +78,7 @@ class Explanation(Printed):
                 escape(row.parameter),
                 "x".join(map(str, row.shape)),
                 (escape(row.curvature) or f"[dim]optimizer: {escape(row.reason)}[/dim]")
+                + (f" [dim]{row.verdict}[/dim]" if row.verdict else "")
                 + (f" [red]now: {row.fallback}[/red]" if row.fallback else ""),
                 owners,
                 f"{row.share:.1%}" if row.owners else "",
@@ -129,6 +133,7 @@ def explain(
                         parameter=slot.label,
                         shape=slot.shape,
                         curvature=repr(stack.curvature),
+                        verdict="" if stack.record is None else stack.record.describe(layer),
                         owners=dict(plan.seats[layer.key].owners) if first else None,
                         share=work * layer.blocks / total if first else 0.0,
                         time=layer.seconds / seconds if first and seconds else None,

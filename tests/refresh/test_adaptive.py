@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 import natgrad
 from natgrad.renewal.record import KEPT, RENEWED, STOPPED
@@ -211,6 +212,49 @@ def test_a_decomposition_that_fails_is_tried_again(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "clock",
+    [
+        natgrad.Adaptive(natgrad.TraceRule(upper=0.6, lower=0.5), inverses=2),
+        natgrad.Adaptive(natgrad.DriftRule(0.3), inverses=2),
+        natgrad.Capped(share=0.01),
+        natgrad.Refresh(factors=natgrad.Sides(inputs=3, gradients=2)),
+    ],
+)
+def test_verifying_a_model_changes_nothing(clock):
+    """A first step from no curvature, whatever the clock says of the layers by then."""
+    training, states = run(clock, 4)
+    found = training.preconditioner.verify(batch(9), lambda model, batch: cross_entropy(model(batch[0]), batch[1]))
+    assert found.worst < 1e-10
+    after = training.preconditioner.state_dict()
+    for key, own in states[-1]["blocks"].items():
+        assert all(torch.equal(own[name].nan_to_num(-1), after["blocks"][key][name].nan_to_num(-1)) for name in own)
+    straight, _ = run(clock, 4)
+    if clock.share is None:
+        for each in (training, straight):
+            each.step(batch(4))
+        for p, q in zip(training.model.parameters(), straight.model.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+def test_layers_that_stay_keep_their_verdicts_when_others_go():
+    training, states = run(natgrad.Adaptive(natgrad.TraceRule(upper=0.6, lower=0.5), factors=1, inverses=2), 6)
+    stopped = [key for key, code in verdicts(states[-1]).items() if code == STOPPED]
+    assert "head.weight" in stopped
+    training.model.positions.weight.requires_grad_(False)
+    training.step(batch(6))
+    after = training.preconditioner.state_dict()["blocks"]
+    assert "positions.weight" not in after
+    assert float(after["head.weight"]["rule"][0, 1]) == STOPPED
+    assert torch.equal(after["head.weight"]["A"], states[-1]["blocks"]["head.weight"]["A"])
+    training.model.positions.weight.requires_grad_(True)
+    for step in range(7, 10):
+        training.step(batch(step))
+    after = training.preconditioner.state_dict()["blocks"]
+    assert float(after["positions.weight"]["weight"][0]) > 0
+    assert torch.equal(after["head.weight"]["A"], states[-1]["blocks"]["head.weight"]["A"])
+
+
+@pytest.mark.parametrize(
     ("curvature", "clock", "placement"),
     [
         (natgrad.KFAC(form="inverse"), natgrad.Adaptive(natgrad.BasisRule()), "comm-opt"),
@@ -278,3 +322,21 @@ def test_the_account_of_a_capped_training_is_in_its_state():
     other.preconditioner.load_state_dict(states[-1])
     assert other.preconditioner._agenda.budget.state_dict() == states[-1]["refresh"]["budget"]
     assert states[-1]["refresh"]["budget"]["elapsed"] > 0
+
+
+def test_verdicts_are_explained():
+    training, states = run(natgrad.Adaptive(natgrad.TraceRule(upper=0.6, lower=0.5), factors=1, inverses=2), 8)
+    told = {row.parameter: row.verdict for row in training.preconditioner.explain().rows if row.curvature}
+    words = {RENEWED: "", KEPT: "kept", STOPPED: "stopped"}
+    assert {key: told[key] for key in verdicts(states[-1])} == {
+        key: words[code] for key, code in verdicts(states[-1]).items()
+    }
+    assert "stopped" in str(training.preconditioner.explain())
+
+
+def test_what_drift_is_compared_with_counts_as_memory():
+    plain, _ = run(natgrad.Adaptive(natgrad.TraceRule()), 1)
+    drifting, _ = run(natgrad.Adaptive(natgrad.DriftRule()), 1)
+    more = (sum(row.bytes for row in each.preconditioner.explain().rows) for each in (drifting, plain))
+    kept = sum(tensor.nbytes for stack in drifting.preconditioner._stacks for tensor in stack.record.averages.values())
+    assert next(more) - next(more) == kept > 0

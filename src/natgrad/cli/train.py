@@ -22,6 +22,8 @@ _CURVATURE_OPTIONS = (
     "placement",
     "factors",
     "inverses",
+    "refresh",
+    "share",
     "damping",
     "kl_clip",
 )
@@ -80,6 +82,13 @@ def train(
     placement: Annotated[str, typer.Option(help="Where the work is done.", rich_help_panel=_CURVATURE)] = "auto",
     factors: Annotated[int, typer.Option(help="Steps between factor updates.", rich_help_panel=_CURVATURE)] = 1,
     inverses: Annotated[int, typer.Option(help="Steps between decompositions.", rich_help_panel=_CURVATURE)] = 10,
+    refresh: Annotated[
+        str,
+        typer.Option(help="fixed, or what decides layer by layer: trace, drift, basis.", rich_help_panel=_CURVATURE),
+    ] = "fixed",
+    share: Annotated[
+        float | None, typer.Option(help="Of the time, at most; left out: any.", rich_help_panel=_CURVATURE)
+    ] = None,
     damping: Annotated[float, typer.Option(help="Added to the curvature.", rich_help_panel=_CURVATURE)] = 1e-3,
     kl_clip: Annotated[float, typer.Option(help="Bound of a step; 0: off.", rich_help_panel=_CURVATURE)] = 1e-3,
     averaging: Annotated[
@@ -171,6 +180,8 @@ def train(
             "placement": placement,
             "factors": factors,
             "inverses": inverses,
+            "refresh": refresh,
+            "share": share,
             "damping": damping,
             "kl_clip": kl_clip,
             "epochs": epochs,

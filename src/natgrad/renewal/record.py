@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import isnan, nan
+from math import isnan, nan, prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from natgrad.kept import Kept
+from natgrad.kept import Kept, packed_shape, spec_dtype
 
 if TYPE_CHECKING:
     from natgrad.blocks import Member, Stack
+    from natgrad.layers import Layer
 
 # What a layer's last verdict was.
 RENEWED, KEPT, STOPPED, WAITS = 1.0, 2.0, 3.0, 4.0
@@ -62,6 +63,21 @@ class Record:
     def verdict(self, index: int) -> float:
         """Return the last verdict on a layer; 0: there was none."""
         return float(self._numbers[index, 1])
+
+    def describe(self, layer: Layer) -> str:
+        """Say in a word what became of a layer where it was not renewed."""
+        words = {KEPT: "kept", STOPPED: "stopped", WAITS: "waiting"}
+        index = next(index for index, member in enumerate(self._stack.members) if member.layer is layer)
+        return words.get(self.verdict(index), "")
+
+    @property
+    def bytes_per_block(self) -> int:
+        """What is kept for one block beside numbers."""
+        if not (self._drifts and self._stack.role.works):
+            return 0
+        specs = [spec for spec in self._stack.statistics if spec.name in self.names]
+        dtype = self._stack.work_dtype
+        return sum(prod(packed_shape(spec)) * spec_dtype(spec, dtype).itemsize for spec in specs)
 
     def note(self, index: int, last: float | None, verdict: float) -> None:
         """Note both."""

@@ -9,11 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from natgrad import Preconditioner, Refresh
+from natgrad import Preconditioner
 from natgrad.averaging import Averager
 from natgrad.tasks import Task
 
-from . import averagers, curvatures, optimizers, recipe
+from . import averagers, clocks, curvatures, optimizers, recipe
 from .job import Job
 from .world import check_devices
 
@@ -52,7 +52,7 @@ def build_preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Opti
         damping=job.damping if job.recipe == "none" else recipe.row(job).damping_schedule(),
         kl_clip=job.kl_clip,
         reduction=task.reduction,
-        refresh=Refresh(factors=job.factors, inverses=job.inverses),
+        refresh=clocks.build(job.refresh, factors=job.factors, inverses=job.inverses, share=job.share),
         placement=job.placement,
         seed=job.seed,
     )

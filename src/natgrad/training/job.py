@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from natgrad import tasks
 from natgrad.errors import ArgumentError, require
 
-from . import averagers, curvatures, optimizers, recipe
+from . import averagers, clocks, curvatures, optimizers, recipe
 from .nodes import machines
 
 Fisher = Literal["empirical", "sampled"]
@@ -41,6 +41,8 @@ class Job:
         placement: Where the curvature's work is done.
         factors: Steps between updates of the factors.
         inverses: Steps between decompositions.
+        refresh: "fixed", or the rule by which each of these is decided, as `clocks.build` takes it.
+        share: The share of the time that the curvature may take; None: any.
         damping: Added to the curvature.
         kl_clip: Bound of the KL clip; None, as which 0 is taken too: off.
         epochs: Passes over the training set; None, with `steps` None too, takes the task's own.
@@ -73,6 +75,8 @@ class Job:
     placement: str = "auto"
     factors: int = 1
     inverses: int = 10
+    refresh: str = "fixed"
+    share: float | None = None
     damping: float = 1e-3
     kl_clip: float | None = 1e-3
     epochs: int | None = None
@@ -116,6 +120,7 @@ class Job:
         if self.fisher is not None:
             _check_choice("fisher", self.fisher, get_args(Fisher))
         optimizers.check(self.optimizer, self.options)
+        clocks.build(self.refresh, factors=self.factors, inverses=self.inverses, share=self.share)
         if self.curvature != "none":
             curvatures.check(self.curvature, self.all_curvature_options)
         require(

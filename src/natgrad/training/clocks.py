@@ -1,0 +1,43 @@
+"""Clocks by the words that a job has for them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from natgrad.errors import ArgumentError, require
+from natgrad.refresh import Adaptive, BasisRule, Capped, Clock, DriftRule, Refresh, TraceRule
+
+_RULES: dict[str, type[TraceRule] | type[DriftRule] | type[BasisRule]] = {
+    "trace": TraceRule,
+    "drift": DriftRule,
+    "basis": BasisRule,
+}
+
+ALLOWED = "fixed, trace[:UPPER,LOWER], drift[:THRESHOLD] or basis[:TOLERANCE]"
+
+
+def build(refresh: str, *, factors: int, inverses: int, share: float | None = None) -> Clock:
+    """Return the clock of a run.
+
+    Args:
+        refresh: "fixed", or the rule that decides layer by layer, with its bounds behind a colon.
+        factors: Steps between updates of the factors.
+        inverses: Steps between decompositions, or between decisions.
+        share: The share of the time that preconditioning may take; None: any.
+
+    Raises:
+        ValueError: No such rule, or a bound of it or the share is not allowed.
+    """
+    name, _, given = refresh.partition(":")
+    clock: Refresh | Adaptive = Refresh(factors=factors, inverses=inverses)
+    if refresh != "fixed":
+        require(name in _RULES, "refresh", refresh, ALLOWED)
+        rule, bounds = _RULES[name], given.split(",") if given else []
+        names = [field.name for field in fields(rule)]
+        require(len(bounds) <= len(names), "refresh", refresh, ALLOWED)
+        try:
+            options = {bound: float(value) for bound, value in zip(names, bounds, strict=False)}
+        except ValueError:
+            raise ArgumentError("refresh", refresh, ALLOWED) from None
+        clock = Adaptive(rule(**options), factors=factors, inverses=inverses)
+    return clock if share is None else Capped(refresh=clock, share=share)

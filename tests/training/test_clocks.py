@@ -1,0 +1,33 @@
+"""The words of a job for clocks."""
+
+import pytest
+
+import natgrad
+from natgrad.training import clocks
+from natgrad.training.job import Job
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("trace", natgrad.TraceRule()),
+        ("trace:0.2", natgrad.TraceRule(upper=0.2)),
+        ("trace:0.2,0.1", natgrad.TraceRule(upper=0.2, lower=0.1)),
+        ("drift:0.3", natgrad.DriftRule(0.3)),
+        ("basis:1e-2", natgrad.BasisRule(0.01)),
+    ],
+)
+def test_rules_by_their_names(words, rule):
+    assert clocks.build(words, factors=2, inverses=3) == natgrad.Adaptive(rule, factors=2, inverses=3)
+
+
+def test_a_share_caps_any_of_them():
+    fixed = natgrad.Refresh(factors=2, inverses=3)
+    assert clocks.build("fixed", factors=2, inverses=3) == fixed
+    assert clocks.build("fixed", factors=2, inverses=3, share=0.1) == natgrad.Capped(refresh=fixed, share=0.1)
+
+
+@pytest.mark.parametrize("words", ["often", "drift:a", "drift:0.1,0.2", "drift:-1", "fixed:3", "trace:0.1,0.2"])
+def test_other_words_are_refused(words):
+    with pytest.raises(ValueError, match="is not allowed"):
+        Job(task="digits", curvature="kfac", refresh=words)
