@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from natgrad.averaging import Averager, Grid, Nodes
 from natgrad.errors import AveragingError
+from natgrad.placement.runtime import timeout_of
 
 
 def mesh(nodes, local):
@@ -43,6 +44,8 @@ class Plain(Averager):
 
 def place(nodes):
     grid = Grid(mesh(2, 2) if nodes is None else nodes)
+    # Whoever waits for a rank that hangs does so as long as the user has told torch.distributed.
+    assert {timeout_of(own.group) for own in (grid.inside, grid.between)} == {timeout_of(dist.group.WORLD)}
     rank = dist.get_rank()
     found = grid.everywhere(rank)
     duties = [grid.duty(turn) for turn in range(3)]
@@ -199,6 +202,9 @@ def refusals():
         Plain(DistributedDataParallel(model), optimizer, mesh=mesh(2, 1))
     with pytest.raises(ValueError, match="of 2 ranks in all"):
         Plain(model, optimizer, nodes=Nodes((2, 1)))
+    backwards = DeviceMesh("cpu", [[1], [0]], mesh_dim_names=("node", "local"))
+    with pytest.raises(ValueError, match="rise along both"):
+        Plain(model, optimizer, mesh=backwards)
     with pytest.raises(ValueError, match="with dimensions"):
         Plain(model, optimizer, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")))
     with pytest.raises(ValueError, match="optimizer"):

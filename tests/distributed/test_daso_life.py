@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import natgrad
+from natgrad.aside import aside
 from natgrad.averaging import Nodes
+from natgrad.placement import runtime
 from tests.distributed.daso_jobs import Run, Training, batch, identical, largest, train
 
 
@@ -206,6 +209,30 @@ def test_drain(ranks):
     for rank in range(4):  # S = 1 by then
         expected = [(2 * x + a + b) / 4 for x, a, b in zip(before[rank][2], sent[0][1], sent[2][1], strict=True)]
         assert largest(everyone[rank][1], expected) < 1e-14
+
+
+def hangs():
+    """Rank 3 is busy with something else after its first step."""
+    with aside(runtime, timeout_of=lambda group: timedelta(seconds=2)):
+        training = Training(Run(sizes=(2, 2), options={"batches_between": 2}))
+        training.step()
+    started = time.monotonic()
+    if dist.get_rank() == 3:
+        time.sleep(6)
+        return None
+    with pytest.raises(natgrad.NatgradError, match="another rank has probably stopped"):
+        go_on(training, 4)
+    return time.monotonic() - started
+
+
+def go_on(training, steps):
+    for _ in range(steps):
+        training.step()
+
+
+def test_a_rank_that_hangs(ranks):
+    """The others wait as long as their groups do, one after the other."""
+    assert all(1 < seconds < 20 for seconds in ranks.run(4, hangs)[:3])
 
 
 def outlived(run, rank):

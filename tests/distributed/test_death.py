@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from natgrad.placement.runtime import _timeout
+from natgrad.placement.runtime import timeout_of
 from tests.distributed.harness import RankError
 from tests.distributed.jobs import Job, Training
 
@@ -111,7 +111,7 @@ def wait_for_one_that_hangs(placement):
         model.zero_grad()
         training.step(step)
     runtime = training.preconditioner._runtime
-    assert {_timeout(own) for own in runtime._groups.values()} == {timedelta(seconds=2)}
+    assert {timeout_of(own) for own in runtime._groups.values()} == {timedelta(seconds=2)}
     dist.barrier()
     started, result = time.monotonic(), None
     if dist.get_rank() != 3:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from natgrad.errors import require
 from natgrad.placement import Runtime
+from natgrad.placement.lending import timeout_of
 
 MESH_NAMES = ("node", "local")
 
@@ -96,7 +97,7 @@ class Grid:
     """
 
     def __init__(self, nodes: Nodes | DeviceMesh | None = None) -> None:
-        """Make the groups; a mesh brings its own.
+        """Make the groups; a mesh may bring its own.
 
         Args:
             nodes: A two-dimensional ``DeviceMesh`` with dimensions ("node", "local"), or sizes, of the world; None: as
@@ -113,29 +114,46 @@ class Grid:
             self.sizes, self.node, self.local = (1,), 0, 0
             self.inside = self.between = Runtime(None)
         elif isinstance(nodes, DeviceMesh):
-            require(nodes.mesh_dim_names == MESH_NAMES, "mesh", nodes.mesh_dim_names, f"with dimensions {MESH_NAMES}")
-            place = nodes.get_coordinate()
-            require(place is not None, "mesh", nodes, f"one that rank {dist.get_rank()} is in")
-            assert place is not None
-            self.sizes = (nodes.size(1),) * nodes.size(0)
-            self.node, self.local = place
-            self.between, self.inside = (Runtime(nodes.get_group(name)) for name in MESH_NAMES)
+            self._take(nodes)
         else:
-            self._make(Nodes.detect() if nodes is None else nodes)
+            nodes = Nodes.detect() if nodes is None else nodes
+            ranks = dist.get_world_size()
+            require(isinstance(nodes, Nodes), "nodes", nodes, "a natgrad.Nodes, a DeviceMesh, or None")
+            require(nodes.ranks == ranks, "nodes", nodes, f"of {ranks} ranks in all")
+            self._make(nodes.grid)
         self.smallest = min(self.sizes)
 
-    def _make(self, nodes: Nodes) -> None:
+    def _take(self, mesh: DeviceMesh) -> None:
+        """Talk in the groups of a mesh, unless the world has another timeout: theirs is half an hour, torch's own."""
+        require(mesh.mesh_dim_names == MESH_NAMES, "mesh", mesh.mesh_dim_names, f"with dimensions {MESH_NAMES}")
+        place = mesh.get_coordinate()
+        require(place is not None, "mesh", mesh, f"one that rank {dist.get_rank()} is in")
+        table = mesh.mesh
+        rising = all(bool((table.diff(dim=dim) > 0).all()) for dim in (0, 1))
+        require(rising, "mesh", table.tolist(), "of ranks that rise along both dimensions")
+        assert place is not None
+        assert dist.group.WORLD is not None
+        groups = [mesh.get_group(name) for name in MESH_NAMES]
+        wanted = timeout_of(dist.group.WORLD)
+        if table.numel() == dist.get_world_size() and any(timeout_of(group) != wanted for group in groups):
+            self._make(table.tolist())
+            return
+        self.sizes = (mesh.size(1),) * mesh.size(0)
+        self.node, self.local = place
+        self.between, self.inside = map(Runtime, groups)
+
+    def _make(self, grid: Sequence[Sequence[int]]) -> None:
+        """Make groups of the ranks of each node, and of those of equal local index; all ranks of the world together."""
         world = Runtime(dist.group.WORLD)
-        require(isinstance(nodes, Nodes), "nodes", nodes, "a natgrad.Nodes, a DeviceMesh, or None")
-        require(nodes.ranks == world.ranks, "nodes", nodes, f"of {world.ranks} ranks in all")
-        self.sizes = nodes.sizes
+        self.sizes = tuple(map(len, grid))
         self.node, self.local = next(
-            (node, own.index(world.rank)) for node, own in enumerate(nodes.grid) if world.rank in own
+            (node, own.index(world.rank)) for node, own in enumerate(grid) if world.rank in own
         )
-        shared = self.local < nodes.smallest
-        between = [own[self.local] for own in nodes.grid] if shared else [world.rank]
-        groups = [world.subgroup(ranks) for ranks in (nodes.grid[self.node], between)]
+        shared = self.local < min(self.sizes)
+        between = [own[self.local] for own in grid] if shared else [world.rank]
+        groups = [world.subgroup(ranks) for ranks in (grid[self.node], between)]
         self._made = [group for group in groups if group is not None and group is not dist.group.WORLD]
+        world.groups.forget()  # borrowed for good: `close` destroys them
         self.inside, self.between = map(Runtime, groups)
 
     @property

@@ -128,6 +128,16 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return how long a group waits; None: as long as its backend does by default.
+
+    A new group has the default, and not what its user has asked for, unless it is told.
+    """
+    options = getattr(group._get_backend(device_of(group)), "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
+
+
 def _take_back(
     whole: dist.ProcessGroup, lent: list[tuple[Members, dist.ProcessGroup]], posted: dict[dist.Work, dist.ProcessGroup]
 ) -> None:
@@ -138,7 +148,7 @@ def _take_back(
 
 def _make(ranks: list[int], like: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
     """Make a group of some ranks of the world, under a name of the same `number` on each of them."""
-    backend, timeout = dist.get_backend(like), _timeout(like)
+    backend, timeout = dist.get_backend(like), timeout_of(like)
     # Torch names a group that its members alone make by how many groups a process is in. Ranks that are in different
     # ones, of the user's, would wait for each other under different names: those in fewer fill up.
     spare = [
@@ -151,16 +161,6 @@ def _make(ranks: list[int], like: dist.ProcessGroup, number: int) -> dist.Proces
     _numbers[_world()] = number
     assert isinstance(made, dist.ProcessGroup)
     return made
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Return how long a group waits; None: as long as its backend does by default.
-
-    A new group has the default, and not what its user has asked for, unless it is told.
-    """
-    options = getattr(group._get_backend(device_of(group)), "options", None)
-    timeout: timedelta | None = getattr(options, "_timeout", None)
-    return timeout
 
 
 def _known() -> int:
