@@ -331,7 +331,9 @@ class Engine:
         tries = self._damping.tries(self._progress.step)
         model = Model.of(self._stacks, self._runtime, damping, scale) if tries else None
         with self._agenda.timed("fixed", self._spent), self._progress.phase("solve", self._runtime):
-            ladder = Ladder(self._watch.guard, measures=self._progress.renewing, step=self._progress.step)
+            progress, spoilt = self._progress, self._capture.sums.spoilt
+            measures = progress.step == (progress.last_factors if self._sums_up else progress.last_inverses)
+            ladder = Ladder(self._watch.guard, measures=measures, spoilt=spoilt, step=progress.step)
             gradients = Gradients.take(self._stacks, ladder, exchanged=self._exchanges)
             if self._exchanges:
                 solve = partial(Entry.solve, damping=damping, gathered=collect(gradients, self._runtime))

@@ -46,12 +46,14 @@ class Ladder:
 
     Attributes:
         guard: What the user allows.
-        measures: Whether ‖V‖ is to be remembered: in steps that renew anything, beside which it costs nothing.
+        measures: Whether ‖V‖ is to be remembered: in steps that renew factors, beside which it costs nothing.
+        spoilt: Whether the optimizer leaves this step out, a lazy bool; None: it does not.
         step: Completed steps.
     """
 
     guard: Guard
     measures: bool = False
+    spoilt: Tensor | None = None
     step: int = 0
 
     def descend(
@@ -72,13 +74,15 @@ class Ladder:
             ready = start if isinstance(start, bool) else tensor_on(W.device, [min(rung, 1) for rung in start], W.dtype)
             return Outcome(V, inner, ready)
         definite = stack.curvature.definite
-        sound = (inner > 0) & (inner < math.inf) if definite else inner.isfinite()
         blocks = slice(None) if places is None else tensor_on(W.device, places)
         eager = not _waits(W.device)
         known = stack.rungs.suspected = self._suspects(stack, eager=eager)
-        if eager and not known and start is True and bool(sound.all()):
-            self._measure(stack, blocks, V, sound)
-            return Outcome(V, inner, True)
+        if eager and not known and start is True:
+            low, high = map(float, inner.aminmax())
+            if (0 if definite else -math.inf) < low and high < math.inf:
+                self._measure(stack, blocks, V)
+                return Outcome(V, inner, True)
+        sound = (inner > 0) & (inner < math.inf) if definite else inner.isfinite()
         first = torch.full_like(inner, Rung.FRESH) if start is True else tensor_on(W.device, start, W.dtype)
         held, below = (first == Rung.FRESH) | (first == Rung.STALE), first == Rung.DIAGONAL
         square = dots(W, W)
@@ -137,14 +141,17 @@ class Ladder:
         V = torch.where(fine[:, None, None], upper, V)
         return V, torch.where(fine, own, inner), torch.where(fine, float(Rung.DIAGONAL), rungs)
 
-    def _measure(self, stack: Stack, blocks: slice | Tensor, V: Tensor, natural: Tensor) -> None:
-        """Remember the norms of preconditioned gradients, of the blocks that are `natural` ``[N]``."""
+    def _measure(self, stack: Stack, blocks: slice | Tensor, V: Tensor, natural: Tensor | None = None) -> None:
+        """Remember the norms of preconditioned gradients, of the blocks that are `natural` ``[N]``; None: of all."""
         if not self.measures:
             return
         norms, seen = stack.rungs.allocate_norm(V), dots(V, V).sqrt()
         before = norms[blocks]
         after = torch.where(before > 0, torch.lerp(seen, before, _DECAY), seen)
-        norms[blocks] = torch.where(natural & (seen > 0) & (seen < math.inf), after, before)
+        counts = (seen > 0) & (seen < math.inf)
+        for condition in (natural, None if self.spoilt is None else ~self.spoilt.to(V.device)):
+            counts = counts if condition is None else counts & condition
+        norms[blocks] = torch.where(counts, after, before)
 
 
 def dots(X: Tensor, Y: Tensor) -> Tensor:

@@ -76,11 +76,6 @@ class Progress:
         return self.last_factors is not None or self.last_inverses is not None
 
     @property
-    def renewing(self) -> bool:
-        """Whether this step has renewed anything."""
-        return self.step in (self.last_factors, self.last_inverses)
-
-    @property
     def updates(self) -> dict[str, int]:
         """How often what was renewed."""
         return {"factor_updates": self.factor_updates, "inverse_updates": self.inverse_updates}

@@ -31,7 +31,8 @@ def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
         arrived = [spec for spec in stack.statistics if spec.name in piece.sums]
         seen = piece.samples > 0
         finite = torch.stack([_finite(spec, piece.sums[spec.name]) for spec in arrived]).all(0)
-        fine = seen & finite if sums.spoilt is None else seen & finite & ~sums.spoilt.to(stack.device)
+        told = seen if sums.spoilt is None else seen & ~sums.spoilt.to(stack.device)
+        fine = told & finite
         decay, restarting = stack.curvature.factor_decay, stack.restarting
         past = stack.outlived(sums.turns[id(stack)], blocks) if restarting else None
         stack.note(blocks, fine)
@@ -51,7 +52,7 @@ def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
         for whole in weights.values():
             weight = whole[blocks]
             weight.copy_(torch.where(fine, decay * weight + (1 - decay), weight))
-        stack.rungs.saw(blocks, fine, seen & ~finite)
+        stack.rungs.saw(blocks, fine, told & ~finite)
         watch.saw_factors(stack, blocks, seen & ~finite)
         renewed = fine.any() if renewed is None else renewed | fine.any().to(renewed.device)
     return renewed
