@@ -297,7 +297,8 @@ def test_without_the_ladder():
     off = natgrad.Guard(ladder=False, patience=0)
     curvature, reference, xs = Failing(), Reference(), batches(4)
     curvature.inputs = 4
-    model, preconditioner = make(curvature, guard=off)
+    refresh = natgrad.Refresh(factors=1, inverses=lambda step: 1 if step < 3 else 100)
+    model, preconditioner = make(curvature, guard=off, refresh=refresh)
     fresh = reference.see(xs[0])["2"]
     near(take(model, preconditioner, xs[0]), {"0": reference.W["0"], "2": fresh})
     curvature.inputs = None
@@ -306,7 +307,6 @@ def test_without_the_ladder():
     fresh = reference.see(xs[2])["2"]
     stale = dense.solve_eigen(reference.W["0"], last[0], reference.kfac.held["0"][1], DAMPING)
     near(take(model, preconditioner, xs[2]), {"0": stale, "2": fresh})
-    preconditioner._refresh = natgrad.Refresh(factors=1, inverses=100)
     poison(preconditioner, "2")
     solved = take(model, preconditioner, xs[3])
     assert solved["0"].any()
