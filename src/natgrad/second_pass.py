@@ -189,24 +189,39 @@ class Replay:
             runtime: The ranks.
 
         Raises:
-            ValueError: if the closure returns no loss.
+            Exception: what the closure raises; on the other ranks a `NatgradError`.
+            ValueError: if it returns no loss.
             NatgradError: if it ran a backward pass, or its loss is of another batch.
         """
-        sums = Sums(views, fused=runtime.ranks > 1, kind="replay")
-        if self.closure is not None:
-            repetition = Repetition(self.recorded)
-            with as_found(model), capture.replay(sums, repetition), torch.enable_grad():
-                self._differentiate(self.closure(), sums, capture)
-                passes = [forward.batch for forward in repetition.passes if forward.first in capture.backwards]
-            expected = [forward.batch for forward, _ in self.recorded]
-            if expected and passes != expected:
-                raise NatgradError(
-                    f"the closure has shown batches of {passes} samples, the step was of {expected}: return the loss "
-                    "of the same mini-batch, of all its parts where they were accumulated"
-                )
+        sums, error = Sums(views, fused=runtime.ranks > 1, kind="replay"), None
+        try:
+            self._repeat(model, sums, capture)
+        except Exception as raised:
+            error = raised
+        # The ranks meet before they send: whoever has raised would leave the others waiting.
+        failed = runtime.any(error is not None) if runtime.ranks > 1 else error is not None
+        if error is not None:
+            raise error
+        if failed:
+            raise NatgradError("the closure has raised an error on another rank, whose own output tells it")
         sums.close(self.share, self.gain)
         sums.travel(runtime, None)
         return sums
+
+    def _repeat(self, model: nn.Module, sums: Sums, capture: Capture) -> None:
+        """Look at this rank's batch again."""
+        if self.closure is None:
+            return
+        repetition = Repetition(self.recorded)
+        with as_found(model), capture.replay(sums, repetition), torch.enable_grad():
+            self._differentiate(self.closure(), sums, capture)
+            passes = [forward.batch for forward in repetition.passes if forward.first in capture.backwards]
+        expected = [forward.batch for forward, _ in self.recorded]
+        if expected and passes != expected:
+            raise NatgradError(
+                f"the closure has shown batches of {passes} samples, the step was of {expected}: return the loss "
+                "of the same mini-batch, of all its parts where they were accumulated"
+            )
 
     def _differentiate(self, result: Any, sums: Sums, capture: Capture) -> None:
         if isinstance(self.closure, Reevaluation):

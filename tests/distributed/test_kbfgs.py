@@ -221,3 +221,36 @@ def look_again_at_what_is_not_finite():
 
 def test_all_ranks_raise_together_for_second_passes_that_are_not_finite(ranks):
     assert len(set(ranks.run(2, look_again_at_what_is_not_finite, limit=30))) == 1
+
+
+def fail_alone(kind):
+    """One rank's closure fails; both tell what they were told, and can still talk to each other."""
+    model = Network(norm=False).double()  # DistributedDataParallel sends in some forward passes of its own
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"optimizer": optimizer, "damping": 0.05, "gradients": "reduce"}
+    preconditioner = natgrad.Preconditioner(model, natgrad.KBFGS(), **options)
+    x, y = (tensor.split(6)[dist.get_rank()] for tensor in batch(0))
+
+    def loss():
+        if dist.get_rank() == 1 and kind == "raises":
+            raise KeyError("no such batch")
+        if dist.get_rank() == 1 and kind == "returns nothing":
+            return None
+        return cross_entropy(model(x), y)
+
+    cross_entropy(model(x), y).backward()
+    preconditioner.step(loss)
+    with pytest.raises((KeyError, ValueError, natgrad.NatgradError)) as error:
+        optimizer.step()
+    heard = torch.ones(1)
+    dist.all_reduce(heard)
+    return type(error.value).__name__, str(error.value), float(heard)
+
+
+@pytest.mark.parametrize(("kind", "own"), [("raises", "KeyError"), ("returns nothing", "ArgumentError")])
+def test_a_closure_that_fails_on_one_rank_alone_raises_on_all(ranks, kind, own):
+    first, second = ranks.run(2, fail_alone, kind)
+    assert first[0] == "NatgradError"
+    assert "another rank" in first[1]
+    assert second[0] == own
+    assert first[2] == second[2] == 2
