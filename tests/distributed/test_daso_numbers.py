@@ -6,11 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 
 import natgrad
 from natgrad.averaging import Nodes
-from tests.distributed.daso_jobs import Run, Training, batch, identical, largest, train
+from natgrad.averaging.vector import local
+from natgrad.sharding import whole
+from tests.distributed.daso_jobs import Run, Training, batch, identical, largest, network, train
 
 # --- 16 bits on the wire ----------------------------------------------------------------------------------------
 
@@ -81,13 +85,16 @@ def test_frozen_parameters_never_travel(ranks):
 # --- Loss scaling, clipping -------------------------------------------------------------------------------------
 
 
-def scaled(wrapped):
+def scaled(unscaled, sharded):
     """In the second step one rank's gradient overflows."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    if sharded:
+        fully_shard(model, mesh=mesh["local"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    daso = natgrad.DASO(model, optimizer, nodes=Nodes((2, 2)), batches_between=8, scaler=scaler, steps_per_epoch=4)
+    daso = natgrad.DASO(model, optimizer, mesh=mesh, batches_between=8, scaler=scaler, steps_per_epoch=4)
     scales, moved = [], []
     for step in range(4):
         x, y = batch(step, dist.get_rank(), torch.float32)
@@ -95,20 +102,21 @@ def scaled(wrapped):
         loss = mse_loss(model(x), y)
         scaler.scale(loss).backward()
         if step == 1 and dist.get_rank() == 1:
-            model.weight.grad[0, 0] = math.inf
-        if wrapped:
+            local(model.weight.grad)[0, 0] = math.inf
+        if unscaled:
             daso.unscale_()
-        before = model.weight.detach().clone()
+        before = whole(model.weight)
         daso.step(loss)
-        moved.append(not torch.equal(before, model.weight))
+        moved.append(not torch.equal(before, whole(model.weight)))
         scales.append(scaler.get_scale())
     daso.detach()
-    return scales, moved, model.weight.detach()
+    return scales, moved, whole(model.weight)
 
 
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_a_node_skips_a_step_as_one(ranks, unscaled):
-    everyone = ranks.run(4, scaled, unscaled)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_node_skips_a_step_as_one(ranks, unscaled, sharded):
+    everyone = ranks.run(4, scaled, unscaled, sharded)
     assert [scales for scales, *_ in everyone[:2]] == [[1024.0, 512.0, 512.0, 512.0]] * 2
     assert [scales for scales, *_ in everyone[2:]] == [[1024.0, 1024.0, 1024.0, 512.0]] * 2  # agreed at the end
     assert [moved for _, moved, _ in everyone] == [[True, False, True, True]] * 2 + [[True] * 4] * 2
@@ -227,6 +235,41 @@ def test_natural_gradient_in_the_node(ranks, kind, wrapper):
         assert largest(other[0][step], parameters) < 1e-9
     for found in (plain, other):
         assert all(identical(own[-1], found[0][-1]) for own in found)
+
+
+def one_optimizer(gradients):
+    """A preconditioned optimizer, with gradients that natgrad or DASO averages in the node."""
+    run = Run(options={"batches_between": 2}, curvature={"refresh": natgrad.Refresh(factors=1, inverses=2)})
+    plain = Training(run)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=run.lr, momentum=run.momentum)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    preconditioner = natgrad.Preconditioner(
+        model,
+        natgrad.KFAC(),
+        optimizer=optimizer,
+        damping=0.1,
+        mesh=mesh["local"],
+        gradients=gradients,
+        **run.curvature,
+    )
+    joined = natgrad.PreconditionedOptimizer(optimizer, preconditioner)
+    daso = natgrad.DASO(model, joined, mesh=mesh, steps_per_epoch=run.steps, batches_between=2)
+    for step in range(run.steps):
+        plain.step()
+        joined.zero_grad()
+        x, y = batch(step, dist.get_rank())
+        mse_loss(model(x), y).backward()
+        daso.step()
+    daso.detach()
+    plain.daso.detach()
+    return plain.parameters(), [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("gradients", ["averaged", "reduce"])
+def test_a_preconditioned_optimizer(ranks, gradients):
+    for expected, found in ranks.run(4, one_optimizer, gradients):
+        assert largest(found, expected) < 1e-12
 
 
 def foreign_preconditioner():
