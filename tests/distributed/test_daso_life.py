@@ -13,7 +13,7 @@ from torch import nn
 import natgrad
 from natgrad.aside import aside
 from natgrad.averaging import Nodes
-from natgrad.placement import runtime
+from natgrad.placement import lending
 from natgrad.sharding import whole
 from tests.distributed.daso_jobs import Run, Training, batch, identical, largest, train
 
@@ -176,6 +176,22 @@ def test_ranks_with_fewer_batches(ranks, repeat):
         assert [bool(g.any()) for g in everyone[0][1]] == [True] * 5
 
 
+def one_after_another():
+    known = []
+    for _ in range(3):
+        daso = natgrad.DASO(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()), nodes=Nodes((2, 1)))
+        for _ in range(6):
+            daso.step()
+        daso.detach()
+        known.append(len(dist.distributed_c10d._world.pg_names))
+    return known
+
+
+def test_groups_are_used_again(ranks):
+    for known in ranks.run(3, one_after_another):
+        assert known == [known[0]] * 3
+
+
 def no_batches():
     daso = natgrad.DASO(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters()), nodes=Nodes((1, 1)))
     with pytest.raises(natgrad.AveragingError, match=r"single batch to repeat: \[1\]"):
@@ -217,7 +233,7 @@ def test_drain(ranks):
 
 def hangs():
     """Rank 3 is busy with something else after its first step."""
-    with aside(runtime, timeout_of=lambda group: timedelta(seconds=2)):
+    with aside(lending, timeout_of=lambda group: timedelta(seconds=2)):
         training = Training(Run(sizes=(2, 2), options={"batches_between": 2}))
         training.step()
     started = time.monotonic()

@@ -111,7 +111,7 @@ def wait_for_one_that_hangs(placement):
         model.zero_grad()
         training.step(step)
     runtime = training.preconditioner._runtime
-    assert {timeout_of(own) for own in runtime._groups.values()} == {timedelta(seconds=2)}
+    assert {timeout_of(own) for own in runtime._known.values()} == {timedelta(seconds=2)}
     dist.barrier()
     started, result = time.monotonic(), None
     if dist.get_rank() != 3:

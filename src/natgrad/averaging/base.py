@@ -233,7 +233,7 @@ class Averager(ABC):
         return self.grid.traffic()
 
     def detach(self) -> None:
-        """End all messages, for good, and destroy the process groups that were made here; collective."""
+        """End all messages, for good, and give back the process groups that were borrowed; collective."""
         if not self._closed:
             self.drain()
             self._closed = True

@@ -106,7 +106,7 @@ class Grid:
         Raises:
             ValueError: if it does not fit the ranks.
         """
-        self._made: list[dist.ProcessGroup] = []
+        self._lender: Runtime | None = None
         self.sizes: tuple[int, ...]
         if not dist.is_initialized():
             fits = nodes is None or (isinstance(nodes, Nodes) and nodes.sizes == (1,))
@@ -151,10 +151,10 @@ class Grid:
         )
         shared = self.local < min(self.sizes)
         between = [own[self.local] for own in grid] if shared else [world.rank]
-        groups = [world.subgroup(ranks) for ranks in (grid[self.node], between)]
-        self._made = [group for group in groups if group is not None and group is not dist.group.WORLD]
-        world.groups.forget()  # borrowed for good: `close` destroys them
-        self.inside, self.between = map(Runtime, groups)
+        self.inside, self.between = (Runtime(world.subgroup(ranks)) for ranks in (grid[self.node], between))
+        # What is under way is to be known where the groups come back to.
+        self.inside.groups = self.between.groups = world.groups
+        self._lender = world
 
     @property
     def nodes(self) -> int:
@@ -198,8 +198,7 @@ class Grid:
         return {"seconds/inside": self.inside.seconds, "seconds/between": self.between.seconds}
 
     def close(self) -> None:
-        """Destroy the groups that were made here; those of a mesh stay."""
-        while self._made:
-            group = self._made.pop()
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+        """Give back the groups that were borrowed; those of a mesh stay."""
+        if self._lender is not None:
+            self._lender.close()
+        self._lender = None
