@@ -96,6 +96,7 @@ def network():
     torch.manual_seed(dist.get_rank())  # differs: rank 0's has to win
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.Linear(2, 2)).double()
     model[3].weight.requires_grad_(False)
+    model.register_buffer("mask", torch.tensor([True, False, dist.get_rank() == 0]))
     return model
 
 
@@ -178,10 +179,12 @@ def synchronize(sizes):
             parameter.fill_(averager.grid.node)
         model[1].running_var.fill_(dist.get_rank())
         model[1].num_batches_tracked.fill_(7 + dist.get_rank())
+        model.mask.fill_(dist.get_rank() > 0)
     averager.next_epoch()
     averager.detach()
     found = [float(p.unique()) for p in averager.parameters()]
     assert torch.equal(model[3].weight, frozen)
+    assert not model.mask.any()
     return found, float(model[1].running_var.unique()), int(model[1].num_batches_tracked)
 
 

@@ -136,10 +136,11 @@ class Anchored:
         self._exchange, self._differences = exchange, differences
         self._tensors, self._wire = tensors, wire
         self._anchor: list[Tensor] = []
+        self._moved: list[Tensor] = []
 
     def drop(self) -> None:
         """Give up the memory of the anchor, where ranks go their own ways."""
-        self._anchor = []
+        self._anchor, self._moved = [], []
         self._differences.release()
 
     def anchor(self) -> None:
@@ -162,9 +163,10 @@ class Anchored:
         packing = self._exchange.packing(tensors)
         if [vector.numel() for vector in self._anchor] != [message.numel for message in packing.messages]:
             self._exchange.mean_(turn, tensors)
+            self._moved = []
             self.anchor()
             return
-        moved = packing.empty()
+        moved = self._moved = self._moved or packing.empty()
         packing.pack(tensors, moved)
         torch._foreach_sub_(moved, self._anchor)
         self._differences.mean_(turn, moved, self._wire)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from natgrad.averaging.nodes import Grid
 from natgrad.averaging.vector import MESSAGE_BYTES, Packing
+from natgrad.linalg import tensor_on
 
 
 class NodeGradients:
@@ -33,7 +34,7 @@ class NodeGradients:
         if runtime.ranks == 1 or not parameters:
             return
         used = [parameter.grad is not None for parameter in parameters]
-        flags = torch.tensor([any(used), *used], dtype=torch.float32, device=parameters[0].device)
+        flags = tensor_on(parameters[0].device, [any(used), *used], torch.float32)
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
