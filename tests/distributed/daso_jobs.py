@@ -31,7 +31,8 @@ class Run:
         wrapper: "none", "ddp" or "fsdp".
         lr: The learning rate; it halves with each epoch.
         momentum: That of SGD.
-        curvature: Whether a preconditioner works in each node.
+        curvature: The options of a preconditioner in each node; None: there is none.
+        kind: Its curvature.
         dtype: Of the model.
         delays: Up to how many seconds a rank sleeps before each step.
         seed: Of the delays.
@@ -45,6 +46,7 @@ class Run:
     lr: float = 0.1
     momentum: float = 0.9
     curvature: dict[str, Any] | None = None
+    kind: str = "KFAC"
     dtype: torch.dtype = torch.float64
     delays: float = 0.0
     seed: int = 0
@@ -86,7 +88,12 @@ class Training:
         if run.curvature is not None:
             place = {"mesh": mesh["local"]} if run.wrapper == "none" else {}
             self.preconditioner = natgrad.Preconditioner(
-                self.model, natgrad.KFAC(), optimizer=self.optimizer, damping=0.1, **place, **run.curvature
+                self.model,
+                getattr(natgrad, run.kind)(),
+                optimizer=self.optimizer,
+                damping=0.1,
+                **place,
+                **run.curvature,
             )
         self.daso = natgrad.DASO(
             self.model,

@@ -82,6 +82,44 @@ def test_frozen_parameters_never_travel(ranks):
     assert [sent["inside/parameters"] for sent in everyone] == [2 * message] * 4
 
 
+def unfrozen(first):
+    """A layer is unfrozen while parameters are under way, or after an epoch's end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    daso = natgrad.DASO(model, torch.optim.SGD(model.parameters(), lr=0.1), nodes=Nodes((1, 1)), batches_between=2)
+    for step in range(5):
+        if step == 2:
+            first(daso)
+            model[0].requires_grad_(True)
+        torch.manual_seed(step + 10 * dist.get_rank())
+        model(torch.randn(3, 2)).square().sum().backward()
+        try:
+            daso.step()
+        except natgrad.AveragingError as error:
+            return str(error)
+    daso.next_epoch()
+    daso.detach()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_layers_that_are_unfrozen_meanwhile(ranks):
+    for answer in ranks.run(2, unfrozen, natgrad.DASO.metrics):
+        assert "drain" in answer
+    for settle in (natgrad.DASO.drain, natgrad.DASO.next_epoch):
+        first, second = ranks.run(2, unfrozen, settle)
+        assert identical(first, second)
+
+
+@pytest.mark.parametrize(
+    "options", [{"batches_between": 2}, {"warmup_epochs": 2}, {"warmup_epochs": 1, "momentum": "average"}]
+)
+def test_parameters_in_16_bits(ranks, options):
+    everyone = ranks.run(4, train, Run(dtype=torch.bfloat16, options=options))
+    assert all(identical(found[-1], everyone[0][-1]) for found in everyone)
+    assert not identical(everyone[0][-1], everyone[0][0])
+
+
 # --- Loss scaling, clipping -------------------------------------------------------------------------------------
 
 
@@ -235,6 +273,19 @@ def test_natural_gradient_in_the_node(ranks, kind, wrapper):
         assert largest(other[0][step], parameters) < 1e-9
     for found in (plain, other):
         assert all(identical(own[-1], found[0][-1]) for own in found)
+
+
+@pytest.mark.parametrize("kind", ["EKFAC", "HyLo", "RankOne"])
+def test_every_curvature(ranks, kind):
+    """Nodes train with curvatures of their own between averages; a merge leaves the ranks of a node equal."""
+    given = {"refresh": natgrad.Refresh(factors=1, inverses=2)}
+    run = Run(options={"batches_between": 2, "batches_to_wait": 2, "merge": "delta"}, curvature=given, kind=kind)
+    everyone = ranks.run(4, train, run)
+    for step in range(run.steps * run.epochs):
+        assert identical(everyone[0][step], everyone[1][step])
+        assert identical(everyone[2][step], everyone[3][step])
+    assert all(identical(found[-1], everyone[0][-1]) for found in everyone)
+    assert largest(everyone[0][-1], everyone[0][0]) < 1  # trained, and to no infinity
 
 
 def one_optimizer(gradients):
