@@ -120,6 +120,31 @@ def test_parameters_in_16_bits(ranks, options):
     assert not identical(everyone[0][-1], everyone[0][0])
 
 
+def without_rows(options):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    fully_shard(model, mesh=mesh["local"])
+    assert local(model.weight).numel() == (4 if dist.get_rank() % 2 == 0 else 0)
+    daso = natgrad.DASO(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh, steps_per_epoch=6, **options)
+    before = whole(model.weight)
+    for step in range(6):
+        x, y = batch(step, dist.get_rank(), torch.float32)
+        mse_loss(model(x), y[:, :1]).backward()
+        daso.clip_grad_norm_(1.0)
+        daso.step()
+        model.zero_grad()
+    daso.detach()
+    assert not torch.equal(before, whole(model.weight))
+    return whole(model.weight)
+
+
+@pytest.mark.parametrize("options", [{"batches_between": 2}, {"warmup_epochs": 1}])
+def test_ranks_that_hold_no_row(ranks, options):
+    everyone = ranks.run(4, without_rows, options)
+    assert all(torch.equal(found, everyone[0]) for found in everyone)
+
+
 # --- Loss scaling, clipping -------------------------------------------------------------------------------------
 
 

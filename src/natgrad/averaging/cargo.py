@@ -161,6 +161,8 @@ class Anchored:
         """Average: all ranks are equal afterwards, and what they have is the next anchor."""
         tensors = self._tensors()
         packing = self._exchange.packing(tensors)
+        if not packing.messages:
+            return  # this rank holds no row of any shard, nor does its like on another node
         if [vector.numel() for vector in self._anchor] != [message.numel for message in packing.messages]:
             self._exchange.mean_(turn, tensors)
             self._moved = []

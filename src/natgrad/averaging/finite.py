@@ -52,14 +52,15 @@ class Witnessed(Cargo):
 
 
 def largest(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the largest absolute value of all elements, in the dtype and on the device of the first; None: no element.
+    """Return the largest absolute value of all elements, in the dtype and on the device of the first; None: no tensor.
 
-    NaN is the largest of all.
+    NaN is the largest of all. Where this rank holds no row of any of them it is 0.
     """
-    held = [local(tensor) for tensor in tensors if local(tensor).numel()]
-    if not held:
+    if not tensors:
         return None
-    return torch.stack([norm.to(held[0]) for norm in torch._foreach_norm(held, float("inf"))]).amax()
+    first, held = local(tensors[0]), [local(tensor) for tensor in tensors if local(tensor).numel()]
+    norms = [norm.to(first) for norm in torch._foreach_norm(held, float("inf"))] if held else []
+    return torch.stack([first.new_zeros(()), *norms]).amax()
 
 
 class Finite:
