@@ -31,6 +31,10 @@ class Given:
             if (gradient := slot.parameter.grad) is not None
         ]
 
+    def remain(self) -> bool:
+        """Tell whether any of them is still in its place, whatever was written into it since."""
+        return any(known() is not None and known() is slot.parameter.grad for slot, known, _ in self._versions)
+
     def untouched(self) -> bool:
         """Tell whether there are any, and all of them are still what they were."""
         return bool(self._versions) and all(

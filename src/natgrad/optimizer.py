@@ -21,7 +21,11 @@ class PreconditionedOptimizer(Optimizer):
     Attributes:
         optimizer: The inner optimizer.
         preconditioner: The preconditioner.
+        count: For token losses with masks, where nobody can tell `step`: how many positions of this rank count since
+            the last step (`natgrad.Preconditioner.step`). `step` and `zero_grad` set it back to None.
     """
+
+    count: int | None
 
     def __init__(self, optimizer: Optimizer, preconditioner: Preconditioner) -> None:
         """Join both.
@@ -44,7 +48,7 @@ class PreconditionedOptimizer(Optimizer):
         own = {id(parameter) for parameter in preconditioner.parameters()}
         fits = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
         require(fits or not own, "optimizer", repr(optimizer), "one of the preconditioner's model")
-        self.optimizer, self.preconditioner = optimizer, preconditioner
+        self.optimizer, self.preconditioner, self.count = optimizer, preconditioner, None
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
         for moment in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
@@ -70,7 +74,13 @@ class PreconditionedOptimizer(Optimizer):
         """The inner optimizer's defaults."""
         return self.optimizer.defaults
 
-    def step(self, closure: Callable[[], Any] | None = None, *, replay: Callable[[], Any] | None = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        replay: Callable[[], Any] | None = None,
+        count: int | None = None,
+    ) -> Any:
         """Evaluate `closure`, if given, make ``.grad`` the natural gradient, and step.
 
         Args:
@@ -79,9 +89,13 @@ class PreconditionedOptimizer(Optimizer):
                 ``torch.optim.LBFGS`` does; what it logs, it logs twice.
             replay: What `natgrad.Preconditioner.step` takes as its closure, which runs no backward pass; wins over
                 `closure` there.
+            count: What it takes as its count; None: the attribute of this name.
 
         Returns:
             What `closure` returned.
+
+        Raises:
+            ValueError: as `natgrad.Preconditioner.step`; then nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -89,16 +103,22 @@ class PreconditionedOptimizer(Optimizer):
                 loss = closure()
         if not self._is_loaders_step():
             again = replay if replay is not None or closure is None else Reevaluation(closure)
-            self.preconditioner.step(again)
+            self.preconditioner.step(again, count=self.count if count is None else count)
+            self.count = None
         self.optimizer.step()
         return loss
 
     def _is_loaders_step(self) -> bool:
         """Tell whether this step is one by which ``torch.distributed.checkpoint`` makes an optimizer's state exist.
 
-        It comes at a learning rate of zero, with gradients of zero and no backward pass: nothing to precondition.
+        It comes at a learning rate of zero, with new gradients of zero and no backward pass: nothing to precondition.
+        One rank may come alone, which is why nothing is asked of the others; in a step of a training all decide alike.
+        State and learning rates are the same on all ranks. Gradients that were averaged are zero on all of them or on
+        none (a sharded one is asked as a whole). Those that natgrad is yet to reduce differ, but there hooks see every
+        backward pass, and a rank without one has none, or the very ones that the last step has left.
         """
-        if self.state or self.preconditioner.saw_backward:
+        own = self.preconditioner
+        if self.state or not own._capture.idle or own._given.remain():
             return False
         if any(float(group["lr"]) for group in self.param_groups if "lr" in group):
             return False
@@ -107,6 +127,7 @@ class PreconditionedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget what the backward passes that made them have shown."""
+        self.count = None
         self.preconditioner.discard()
         self.optimizer.zero_grad(set_to_none)
 
