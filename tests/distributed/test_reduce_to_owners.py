@@ -7,7 +7,17 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, batch, place, share, train
+from tests.distributed.jobs import (
+    Job,
+    Training,
+    assert_bit_identical,
+    assert_close,
+    batch,
+    network,
+    place,
+    share,
+    train,
+)
 from tests.distributed.test_placements import train_model
 from tests.distributed.test_traffic import BYTES, total
 from tests.distributed.test_verify import verify_in_training
@@ -262,3 +272,31 @@ def test_a_hybrid_keeps_the_all_reduce(ranks):
     assert_close(results[0], train(Job(), STEPS))
     elements = sum(p.numel() for p in Training(Job()).model.parameters())
     assert total(results)["gradients"] == len(STEPS) * (2 * 3 + 2) * elements * BYTES
+
+
+def train_uncovered(placement, parts):
+    """Ragged batches in `parts` of a model of whose layers none is covered; an evaluation counts for nothing."""
+    model = network()
+    preconditioner = natgrad.Preconditioner(model, {"*": None}, gradients="reduce", placement=placement)
+    for step in range(3):
+        x, y = (share(tensor, ragged=True) for tensor in batch(step))
+        model.zero_grad()
+        with torch.no_grad():
+            model(x)
+        for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            (cross_entropy(model(xs), ys) * len(xs) / len(x)).backward()
+        preconditioner.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore::natgrad.NatgradWarning")
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
+def test_ranks_weigh_by_samples_also_where_no_layer_is_covered(ranks, placement, parts):
+    expected = train_uncovered("comm-opt", 1)
+    for found in ranks.run(2, train_uncovered, placement, parts):
+        for p, q in zip(found, expected, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)

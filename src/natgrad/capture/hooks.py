@@ -130,8 +130,8 @@ class Capture:
 
     @property
     def samples(self) -> int:
-        """The samples (token losses: positions) of this rank since the last step."""
-        return sum(self.backwards.values())
+        """The samples (token losses: positions) of this rank since the last step; without layers those of forwards."""
+        return sum(self.backwards.values()) if self._layers else self._forward.samples
 
     @property
     def positions(self) -> int:
@@ -215,7 +215,7 @@ class Capture:
         """Forget what backward passes have shown; forward passes may still be differentiated."""
         self._pooled.clear()
         self._loss = None
-        self._forward.began = False
+        self._forward.began, self._forward.samples = False, 0
         self._terms.clear()
         self.sums.reset()
         self.rows.reset()

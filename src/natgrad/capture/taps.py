@@ -70,6 +70,7 @@ class Forward:
             new number.
         current: The pass that is under way.
         began: Whether a pass with gradients has begun since it was set to False.
+        samples: Those of such passes since it was set to 0; of compiled ones none.
         script: What is told of passes with gradients; None: nobody.
     """
 
@@ -78,6 +79,7 @@ class Forward:
         self.batch = NO_BATCH
         self.current: Pass | None = None
         self.began = False
+        self.samples = 0
         self.script: Script | None = None
 
     def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -91,7 +93,10 @@ class Forward:
         self.current = Pass()
         if torch.is_grad_enabled():
             self.began = True
-            if not torch.compiler.is_compiling() and self.script is not None:
+            if torch.compiler.is_compiling():
+                return
+            self.samples += max(0, int(self.batch))
+            if self.script is not None:
                 self.current.batch = int(self.batch)
                 self.script.enter(self.current)
 
