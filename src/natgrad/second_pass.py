@@ -237,7 +237,7 @@ class Replay:
         """Renew what the curvatures of `stacks` remember; return the keys of the layers of which all was finite."""
         origins = dict(zip(map(id, views), stacks, strict=True))
         P: dict[int, Tensor] = {}
-        learned: set[str] = set()
+        flags: list[tuple[Stack, slice, Tensor]] = []
         for piece in sums.arrived():
             stack, blocks = origins[id(piece.stack)], piece.blocks
             if not stack.role.works or stack.fresh is None:
@@ -254,10 +254,21 @@ class Replay:
             known = {spec.name: memory.read(spec.name, blocks) for spec in stack.memories}
             stack.rewrite(blocks, known, stack.curvature.replayed(known, before, after), seen & finite)
             watch.saw_replays(stack, blocks, seen & ~finite)
-            flags = dict(zip(range(blocks.start, blocks.stop), (seen & finite).tolist(), strict=True))
-            learned |= {
-                member.layer.key
-                for member in stack.members
-                if all(flags.get(block, False) for block in range(member.start, member.stop))
-            }
-        return learned
+            flags.append((stack, blocks, seen & finite))
+        return _whole_layers(flags)
+
+
+def _whole_layers(flags: Sequence[tuple[Stack, slice, Tensor]]) -> set[str]:
+    """Return the keys of the layers whose blocks all have a flag; waits once for each device."""
+    good: set[tuple[int, int]] = set()  # stacks and blocks
+    for device in dict.fromkeys(flag.device for _, _, flag in flags):
+        own = [entry for entry in flags if entry[2].device == device]
+        places = [(id(stack), block) for stack, blocks, _ in own for block in range(blocks.start, blocks.stop)]
+        told = torch.cat([flag for _, _, flag in own]).tolist()
+        good |= {place for place, fine in zip(places, told, strict=True) if fine}
+    return {
+        member.layer.key
+        for stack in {id(stack): stack for stack, _, _ in flags}.values()
+        for member in stack.members
+        if all((id(stack), block) in good for block in range(member.start, member.stop))
+    }

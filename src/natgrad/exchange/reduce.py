@@ -149,22 +149,23 @@ def _gather(
     )
     arrived[me] = counters
     counts, factors, users, said = (torch.stack(list(own)) for own in zip(*arrived, strict=True))
+    vectors = [message.wait() for message in messages]
+    for own, all_addends, message in zip(vectors, addends, messages, strict=True):
+        own[me] = _end_to_end(all_addends[me], message.route)
+    # The one wait for the device: whether anything is sent once more is for the host to know, on all ranks.
     states: list[list[int]] = said.tolist()
     for message, state in zip(messages, states[me], strict=True):
         message.wrong = state == WRONG
     corrected = _send_again(device, messages, addends, runtime, states)
-    result = []
-    for index, message in enumerate(messages):
-        vectors = message.wait()
-        for rank, state in enumerate(own[index] for own in states):
+    for index, own in enumerate(vectors):
+        for rank in range(runtime.ranks):
             if rank == me:
-                vectors[rank] = _end_to_end(addends[index][me], message.route)
-            elif state == WRONG:
-                vectors[rank] = next(corrected[rank])
-            elif state == SCALED:
-                vectors[rank] = rescaled(vectors[rank], factors[rank])
-        result.append(vectors)
-    return counts[:, 0], users, result
+                continue
+            if states[rank][index] == WRONG:
+                own[rank] = next(corrected[rank])
+            elif states[rank][index] == SCALED:
+                own[rank] = rescaled(own[rank], factors[rank])
+    return counts[:, 0], users, vectors
 
 
 def _send_again(

@@ -1,0 +1,127 @@
+"""What a step reads on the host: nothing of a device, but where a renewal or a guess is checked.
+
+Tensors are on the CPU here, where a read costs nothing; what is counted are the places that would wait for an
+accelerator. Those that ask for the device first are known by name.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import natgrad
+from tests.distributed.jobs import Job, Training, batch, network, share
+
+READS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "unique_consecutive", "masked_select"}
+ON_THE_CPU_ALONE = {
+    ("guard.py", "_count"),
+    ("guard.py", "check"),
+    ("guard.py", "saw_rungs"),
+    ("gradients.py", "clear_"),
+    ("ladder.py", "descend"),
+}
+ROOM = str(Path(natgrad.__file__).parent)
+
+
+def reader():
+    """The innermost function of the library that is under way."""
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(ROOM):
+        frame = frame.f_back
+    return None if frame is None else (Path(frame.f_code.co_filename).name, frame.f_code.co_name)
+
+
+class Reads(TorchDispatchMode):
+    """Notes who of the library reads a tensor on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in READS:
+            self.found.append(reader())
+        return function(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self.tolist = torch.Tensor.tolist  # which no dispatcher sees
+        noted = self.found
+
+        def tolist(tensor):
+            noted.append(reader())
+            return self.tolist(tensor)
+
+        torch.Tensor.tolist = tolist
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.Tensor.tolist = self.tolist
+        return super().__exit__(*error)
+
+    def waits(self):
+        return [place for place in self.found if place is not None and place not in ON_THE_CPU_ALONE]
+
+
+def read_in_steps(options, wrapped, steps=8):
+    """The places that read in each step, of which only the first and the sixth renew anything."""
+    job = Job(options=options, wrapped=wrapped, refresh={"factors": 5, "inverses": 5})
+    training = Training(job)
+    found = []
+    for step in range(steps):
+        x, y = (share(tensor) for tensor in batch(step))
+        training.optimizer.zero_grad()
+        cross_entropy(training.wrapped(x), y).backward()
+        with Reads() as reads:
+            training.preconditioner.step()
+        found.append(reads.waits())
+        training.optimizer.step()
+    return found
+
+
+EARLY = natgrad.Placement(name="mem-opt", link=natgrad.Link(latency=1e-7))
+WAYS = {
+    "comm-opt": ({"placement": "comm-opt"}, True),
+    "mem-opt": ({"placement": "mem-opt"}, True),
+    "pipelined": ({"placement": "pipelined"}, True),
+    "comm-opt, reduce": ({"placement": "comm-opt", "gradients": "reduce"}, False),
+    "mem-opt, reduce": ({"placement": "mem-opt", "gradients": "reduce"}, False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_plain_step_waits_for_nothing(ranks, way):
+    for found in ranks.run(2, read_in_steps, *WAYS[way]):
+        assert found[0]  # the first one checks what ranks have, and renews
+        assert [places for step, places in enumerate(found) if step % 5] == [[]] * 6
+
+
+def test_gradients_that_leave_early_are_waited_for_once(ranks):
+    for found in ranks.run(2, read_in_steps, {"placement": EARLY, "gradients": "reduce"}, False):
+        assert [places for step, places in enumerate(found) if step > 2 and step % 5] == [
+            [("reduce.py", "_gather")]
+        ] * 4
+
+
+def read_in_second_passes():
+    """K-BFGS with layers of many shapes: as many stacks."""
+    model = torch.nn.Sequential(network(), torch.nn.Linear(3, 4), torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preconditioner = natgrad.Preconditioner(
+        model, natgrad.KBFGS(), optimizer=optimizer, damping=0.05, gradients="reduce"
+    )
+    for step in range(3):
+        x, y = (share(tensor) for tensor in batch(step))
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        preconditioner.step(lambda x=x, y=y: cross_entropy(model(x), y))
+        with Reads() as reads:
+            optimizer.step()
+    return [place for place in reads.waits() if place[0] == "second_pass.py"]
+
+
+def test_a_second_pass_is_waited_for_once(ranks):
+    for found in ranks.run(2, read_in_second_passes):
+        assert len(found) == 1
