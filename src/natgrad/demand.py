@@ -11,6 +11,7 @@ from natgrad.kept import packed_shape, spec_dtype
 from natgrad.layers import Layer
 from natgrad.placement import Rows, Work, narrower
 from natgrad.precision import Precision, at_least_float32
+from natgrad.shards import shares
 
 
 def work(layer: Layer, curvature: Curvature, precision: Precision) -> Work:
@@ -21,6 +22,7 @@ def work(layer: Layer, curvature: Curvature, precision: Precision) -> Work:
     kept = [*written, *curvature.memory(*sizes)]
     parameter = layer.slots[0].parameter
     factors, held = precision.factor_dtype(parameter), precision.solve_dtype(parameter)
+    shards, replicated = shares(layer)
     return Work(
         parts={part.name: part.cost * n for part in parts},
         # Blocks in float16 carry a scale each, which shares of a block would not agree on.
@@ -31,6 +33,8 @@ def work(layer: Layer, curvature: Curvature, precision: Precision) -> Work:
         results={part.name: n * sum(prod(packed_shape(spec)) for spec in part.writes) for part in parts},
         rows=_rows(curvature, n * sum(sizes)),
         gradients=n * prod(sizes),
+        shards=shards,
+        replicated=replicated,
         blocks=n,
         solve=n * prod(sizes) * sum(_products(spec) for spec in written),
         averages=n * sum(prod(packed_shape(spec)) * spec_dtype(spec, factors).itemsize for spec in statistics),

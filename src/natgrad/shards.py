@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,6 +68,23 @@ def gather(gradients: Sequence[tuple[str, DTensor]], runtime: Runtime) -> list[l
             for index, piece in zip(indices, pieces, strict=True):
                 gathered[index].append((spreads[index].start(rank), piece))
     return gathered
+
+
+def shares(layer: Layer) -> tuple[tuple[int, ...], int]:
+    """Return the elements of a layer's sharded parameters that each shard has (none: ()), and those of its others."""
+    held: list[list[int]] = []
+    replicated = 0
+    for slot in layer.slots:
+        shape = slot.parameter.shape
+        first, stop = (0, shape[0]) if slot.rows is None else (slot.rows.start, slot.rows.stop)
+        row = math.prod(shape[1:])
+        spread = Spread.of(slot.name, slot.parameter) if is_sharded(slot.parameter) else None
+        if spread is None or spread.ranks == 1:
+            replicated += (stop - first) * row
+            continue
+        ends = [min(max(spread.start(rank), first), stop) for rank in range(spread.ranks + 1)]
+        held.append([(end - start) * row for start, end in pairwise(ends)])
+    return (tuple(map(sum, zip(*held, strict=True))), replicated) if held else ((), 0)
 
 
 def own_rows(name: str, gradient: DTensor) -> list[Piece]:

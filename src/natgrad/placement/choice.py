@@ -124,16 +124,33 @@ def _received(sent: Mapping[int, int], plan: Plan[Key]) -> int:
 def _solve(plan: Plan[Key]) -> float:
     """Return the seconds of preconditioning, and of giving its results to the others of a row."""
     link, speeds = plan.placement.link, plan.placement.speeds or (1.0,) * plan.ranks
-    work, sizes = [0.0] * plan.columns, [0] * plan.columns
+    work, sizes = [0.0] * plan.columns, [0.0] * plan.columns
     for key in plan.seats:
         layer, home = plan.layers[key], plan.home(key)
         work[home] += layer.solve
-        sizes[home] += layer.gradients * layer.itemsize
+        sizes[home] += layer.gradients * layer.itemsize / (len(layer.shards) or 1)
     seconds = max(work[rank % plan.columns] / speeds[rank] for rank in range(plan.ranks)) / link.products
+    seconds += _collection(plan)
     if plan.columns == 1 or not any(sizes):
         return seconds
     total, others = sum(sizes), plan.columns - 1
     return seconds + link.message(max(max(others * own, total - own) for own in sizes))
+
+
+def _collection(plan: Plan[Key]) -> float:
+    """Return the seconds of bringing the rows of sharded gradients to the workers, of shards of equal size."""
+    sizes = [0.0] * plan.columns
+    S = 1
+    for key, layer in plan.layers.items():
+        if layer.shards:
+            S = len(layer.shards)
+            sizes[plan.home(key)] += sum(layer.shards) * layer.itemsize
+    if not any(sizes):
+        return 0.0
+    # A rank has a share of each layer, for those of the S ranks of its copy that work for it; and lacks the others'.
+    workers = max(1, S // plan.columns)
+    sent = sum(sorted(sizes, reverse=True)[:S]) * workers / S - min(sizes) / S
+    return plan.placement.link.message(max(sent, max(sizes) * (S - 1) / S))
 
 
 def _reduction(plan: Plan[Key], cycle: Cycle) -> float:

@@ -46,6 +46,8 @@ class Work:
         results: Elements of what each part makes, as they travel.
         rows: Where rows travel in place of sums.
         gradients: Elements of its gradient.
+        shards: Of its sharded parameters, how many elements each of the S shards has; empty: none is sharded.
+        replicated: Elements of its other parameters, where some are sharded.
         blocks: How many blocks it has, each of which succeeds or fails by itself.
         solve: The work of preconditioning its gradient, in multiply-adds of matrix products.
         averages: Bytes that those keep who receive its sums.
@@ -64,6 +66,8 @@ class Work:
     results: Mapping[str, int] = field(default_factory=dict)
     rows: Rows | None = None
     gradients: int = 0
+    shards: tuple[int, ...] = ()
+    replicated: int = 0
     blocks: int = 1
     solve: float = 0.0
     averages: int = 0
@@ -171,7 +175,9 @@ class Plan(Printed, Generic[Key]):
         copy of n elements as n. "factors" is what one refresh of the factors sends, "inverses" one of the inverses,
         "step" every step; counters ride along, and a refresh of the factors has the "replay" of a second pass follow.
         Beside them, once in a training, a count or two find out whether there is curvature and whether tables serve as
-        heads. Gradients that the model's wrapper averages are not counted.
+        heads. Gradients that the model's wrapper averages are not counted. Those that it shards (FSDP2) go to the
+        workers by rows, and with one column to all ranks, in messages that "padding" makes equally long; rank r has the
+        shard r mod S.
 
         Args:
             samples: Those of a batch, over all ranks and evenly so, or those of each rank. They decide how many "rows"
@@ -202,8 +208,10 @@ class Plan(Printed, Generic[Key]):
             inverses["inverses"] += (n - 1) * sum(layer.results.get(part, 0) for part in owned)
             shares = sum(len(seat.renewers(part)) for part in owned)
             inverses["counters"] += (n - 1) * shares * layer.blocks  # whether each has succeeded
-            step["gradients"] += (P - n) * layer.gradients
+            step["gradients"] += self._shards_sent(key) if layer.shards else (P - n) * layer.gradients
             step["counters"] += (P - n) * (layer.blocks + 2)  # ⟨V, W⟩; what has served it, and trouble
+        if padding := self._padding():
+            step["padding"] = padding
         return {"factors": factors, "inverses": inverses, "step": step}
 
     def _local(self, samples: int | Sequence[int] | None) -> Sequence[int]:
@@ -226,6 +234,23 @@ class Plan(Printed, Generic[Key]):
         links = layer.blocks * share * share if rows.linked else 0
         sent = {"rows": copies * P * (share * rows.width + links)} if local else {}
         return {**sent, "inverses": copies * layer.blocks * (P * share) ** 2, "counters": counters}
+
+    def _shards_sent(self, key: Key) -> int:
+        """Return the elements that a step sends of a layer whose parameters are sharded, to its workers and back."""
+        layer, workers = self.layers[key], self.seats[key].workers
+        S = len(layer.shards)
+        lacked = sum(sum(layer.shards) - layer.shards[worker % S] for worker in workers)
+        served = set(range(self.ranks)) - set(workers)
+        return lacked + sum(layer.shards[rank % S] + layer.replicated for rank in served)
+
+    def _padding(self) -> int:
+        """Return the elements by which a step makes all messages as long as that of the largest shard."""
+        if self.columns > 1:
+            return 0
+        sharded = [work.shards for work in self.layers.values() if work.shards]
+        sizes: list[int] = [sum(own) for own in zip(*sharded, strict=True)]
+        S = len(sizes) or 1
+        return self.ranks // S * (S - 1) * (S * max(sizes, default=0) - sum(sizes))
 
     def held(self, rank: int) -> int:
         """Return the bytes of running averages and of what renewals have made that `rank` keeps."""

@@ -1,0 +1,95 @@
+"""What FSDP2's shards send, and what "auto" makes of it: pure numbers."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from natgrad.placement import Cycle, Link, Placement, make_plan, resolve, step_seconds
+from tests.placement.layers import models, resnet50
+from tests.placement.test_choice import candidates, cycles, links
+
+pure = settings(max_examples=60, deadline=None, derandomize=True)
+small_ranks = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 64])
+
+
+def even(works, S):
+    """The same layers, sharded over S ranks without a remainder: of S times as many elements."""
+    return {
+        key: replace(work, gradients=S * work.gradients, shards=(work.gradients,) * S if S > 1 else ())
+        for key, work in works.items()
+    }
+
+
+def uneven(works, S):
+    """The same layers, whose elements ``torch.chunk`` has spread."""
+
+    def shards(n):
+        size = -(-n // S)
+        return tuple(max(0, min(n, size * (s + 1)) - size * s) for s in range(S))
+
+    return {
+        key: replace(work, shards=shards(work.gradients) if S > 1 and work.gradients else ())
+        for key, work in works.items()
+    }
+
+
+@pure
+@given(small_ranks, models)
+def test_volumes_of_even_shards(P, works):
+    sharded = even(works, P)
+    N = sum(work.gradients for work in sharded.values())
+    sent = {name: make_plan(resolve(name), sharded, P).traffic()["step"] for name in ("comm-opt", "mem-opt", "dp")}
+    assert sent["comm-opt"]["gradients"] == (P - 1) * N
+    assert sent["mem-opt"]["gradients"] * P == sent["dp"]["gradients"] * P == 2 * (P - 1) * N
+    assert not any(own.get("padding") for own in sent.values())
+
+
+@pure
+@given(small_ranks, models, st.sampled_from([1, 2, 4]))
+def test_volumes_by_hand(P, works, copies):
+    """A worker lacks the rows of the other shards of its copy; whom it serves lack their own of what it makes."""
+    S = P // copies if P % copies == 0 else P
+    sharded = uneven(works, S)
+    for placement in candidates(P):
+        plan = make_plan(placement, sharded, P)
+        expected = 0
+        for key, work in sharded.items():
+            workers = plan.seats[key].workers
+            if not work.shards:
+                expected += (P - len(workers)) * work.gradients
+                continue
+            for rank in range(P):
+                own = work.shards[rank % S]
+                expected += sum(work.shards) - own if rank in workers else own
+        step = plan.traffic()["step"]
+        assert step["gradients"] == expected
+        messages = [sum(work.shards[s] for work in sharded.values() if work.shards) for s in range(S)]
+        longest = max(messages, default=0)
+        padding = sum((S - 1) * (longest - messages[rank % S]) for rank in range(P)) if plan.columns == 1 else 0
+        assert step.get("padding", 0) == padding
+
+
+@pure
+@given(small_ranks, models, links, cycles)
+def test_auto_prices_what_shards_cost(P, works, link, cycle):
+    sharded = uneven(works, P)
+    plan = make_plan(Placement(link=link), sharded, P, cycle=cycle)
+    prices = [step_seconds(make_plan(replace(one, link=link), sharded, P), cycle) for one in candidates(P)]
+    if plan.placement.name == "comm-opt":
+        assert 0.9 * prices[0] <= min(prices)
+    else:
+        assert step_seconds(plan, cycle) == min(prices) < 0.9 * prices[0]
+    whole = make_plan(Placement(name="comm-opt", link=link), works, P)
+    dearer = prices[0] - step_seconds(whole, cycle)
+    N = sum(work.gradients for work in works.values())
+    message = link.message((P - 1) / P * N * 4) if P > 1 and N else 0.0
+    assert abs(dearer - message) <= 1e-9 * prices[0] + 1e-15
+
+
+def test_auto_leaves_comm_opt_sooner_where_gradients_are_sharded():
+    """Renewals are rare: comm-opt sends nothing in most steps under data parallelism, and all gradients under FSDP2."""
+    cycle, link, P = Cycle(factors=100, inverses=1000), Link(speed=1e12, products=1e14), 8
+    assert make_plan(Placement(link=link), resnet50(), P, cycle=cycle).placement.name == "comm-opt"
+    sharded = make_plan(Placement(link=link), uneven(resnet50(), P), P, cycle=cycle)
+    assert sharded.columns == P
