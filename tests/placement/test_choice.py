@@ -181,3 +181,47 @@ def test_alone_only_the_work_counts():
     assert step_seconds(make_plan(resolve("comm-opt"), {}, 1), Cycle()) == 0
     plan = make_plan(Placement(name="comm-opt", link=LINK), WORKS, 1)
     assert step_seconds(plan, Cycle(inverses=2)) == pytest.approx(120 / 10 / 2 + 9)
+
+
+@pure
+@given(small_ranks, models, links, links, cycles, st.randoms())
+def test_links_within_nodes(P, works, link, inside, cycle, random):
+    """They price the results that go along a row where rows are within nodes, and nothing else."""
+    nodes = random.choice([n for n in range(2, P + 1) if P % n == 0] or [1])
+    assume(nodes > 1)
+    for placement in candidates(P):
+        flat = make_plan(replace(placement, link=link), works, P)
+        deep = make_plan(replace(placement, link=link, nodes=nodes, inside=inside), works, P)
+        assert deep.seats == flat.seats
+        sizes = [0] * flat.columns
+        for key, work in works.items():
+            sizes[flat.home(key)] += work.gradients * work.itemsize
+        message = max((max((flat.columns - 1) * own, sum(sizes) - own) for own in sizes), default=0)
+        within = flat.columns > 1 and any(sizes) and (P // nodes) % flat.columns == 0
+        saved = link.message(message) - inside.message(message) if within else 0.0
+        prices = [step_seconds(plan, cycle) for plan in (flat, deep)]
+        assert prices[0] - prices[1] == pytest.approx(saved, rel=1e-9, abs=1e-9 * max(prices))
+
+
+def test_auto_keeps_rows_within_nodes_where_the_link_between_them_is_slow():
+    """KAISA: a layer has a worker on each node, which serves the others there."""
+    slow = Link(latency=1e-5, bandwidth=1e9, speed=1e12, products=1e13)
+    fast, cycle = Link(latency=1e-6, bandwidth=3e11), Cycle(factors=50, inverses=10)
+    plan = make_plan(Placement(link=slow, nodes=4, inside=fast), resnet50(), 16, cycle=cycle)
+    assert str(plan.placement) == "hybrid:0.25"
+    assert make_plan(Placement(link=slow), resnet50(), 16, cycle=cycle).placement.name == "comm-opt"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"nodes": 0}, "nodes=0 is not allowed"),
+        ({"nodes": 2.0}, "nodes=2.0 is not allowed"),
+        ({"inside": Link()}, "inside=Link"),
+        ({"nodes": 2, "inside": "fast"}, "inside='fast' is not allowed"),
+        ({"nodes": 3}, "nodes must be a number that divides the 4 ranks"),
+    ],
+)
+def test_bad_nodes(options, words):
+    with pytest.raises(ValueError, match=words):
+        make_plan(Placement(**options), resnet50(), 4)

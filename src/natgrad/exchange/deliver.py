@@ -87,9 +87,9 @@ def _groups(entries: Sequence[Entry], plan: Plan[str]) -> list[list[Entry]]:
     for entry, home in zip(entries, homes, strict=True):
         works[home] += sum(plan.layers[member.layer.key].solve for member in entry.members)
         sizes[home] += _nbytes(entry)
-    link, others = plan.placement.link, plan.columns - 1
+    link, others = plan.placement.link_of(plan.ranks, plan.columns), plan.columns - 1
     heaviest = max((max(others * own, sum(sizes) - own) for own in sizes), default=0)
-    count = min(groups(max(works) / link.products, heaviest, link=link), max(1, len(entries)))
+    count = min(groups(max(works) / plan.placement.link.products, heaviest, link=link), max(1, len(entries)))
     result: list[list[Entry]] = [[] for _ in range(count)]
     for column in range(plan.columns):
         own = [entry for entry, home in zip(entries, homes, strict=True) if home == column]

@@ -53,6 +53,8 @@ def make_plan(
     require(whole and ranks >= 1, "ranks", ranks, "a whole number >= 1")
     speeds = placement.speeds
     require(speeds is None or len(speeds) == ranks, "speeds", speeds, f"a number for each of the {ranks} ranks")
+    nodes = placement.nodes
+    require(ranks % nodes == 0, "nodes", nodes, f"a number that divides the {ranks} ranks")
     unknown = set(placement.costs or ()) - set(map(str, works))
     require(bool(seated) or not unknown, "costs", sorted(unknown)[:5], "work by the keys of the model's layers")
     if placement.name == "auto":
@@ -134,7 +136,8 @@ def _solve(plan: Plan[Key]) -> float:
     if plan.columns == 1 or not any(sizes):
         return seconds
     total, others = sum(sizes), plan.columns - 1
-    return seconds + link.message(max(max(others * own, total - own) for own in sizes))
+    row = plan.placement.link_of(plan.ranks, plan.columns)
+    return seconds + row.message(max(max(others * own, total - own) for own in sizes))
 
 
 def _collection(plan: Plan[Key]) -> float:
@@ -150,7 +153,8 @@ def _collection(plan: Plan[Key]) -> float:
     # A rank has a share of each layer, for those of the S ranks of its copy that work for it; and lacks the others'.
     workers = max(1, S // plan.columns)
     sent = sum(sorted(sizes, reverse=True)[:S]) * workers / S - min(sizes) / S
-    return plan.placement.link.message(max(sent, max(sizes) * (S - 1) / S))
+    copy = plan.placement.link_of(plan.ranks, S)
+    return copy.message(max(sent, max(sizes) * (S - 1) / S))
 
 
 def _reduction(plan: Plan[Key], cycle: Cycle) -> float:

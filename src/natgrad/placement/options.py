@@ -51,6 +51,8 @@ class Placement:
             and holds more is an error. None: any.
         link: What messages and work cost, the same on every rank. "auto" chooses by it, and it tells what leaves early,
             and in how many messages ("pipelined"; gradients that natgrad reduces to single workers; their results).
+        nodes: How many nodes the ranks are on, equally many consecutive ones on each.
+        inside: What messages cost among ranks of one node, where that is not what `link` says; None: the same.
 
     Raises:
         ValueError: if one of them is not allowed.
@@ -65,6 +67,8 @@ class Placement:
     staleness: int = 1
     memory: int | None = None
     link: Link = _LINK
+    nodes: int = 1
+    inside: Link | None = None
 
     def __post_init__(self) -> None:
         """Check every option."""
@@ -75,7 +79,7 @@ class Placement:
         else:
             require(self.fraction is None, "fraction", self.fraction, "left out unless name='hybrid'")
         require(self.owners in ("balanced", "round-robin"), "owners", self.owners, "'balanced' or 'round-robin'")
-        for name, least in (("bucket", 1), ("staleness", 1)):
+        for name, least in (("bucket", 1), ("staleness", 1), ("nodes", 1)):
             value = getattr(self, name)
             require(_is_whole(value) and value >= least, name, value, f"a whole number >= {least}")
         fits = self.memory is None or (_is_whole(self.memory) and self.memory >= 1)
@@ -87,6 +91,13 @@ class Placement:
             fits = isinstance(self.costs, Mapping) and all(_is_number(c) and c >= 0 for c in self.costs.values())
             require(fits, "costs", self.costs, "a number >= 0 for each layer, or None")
         require(isinstance(self.link, Link), "link", self.link, "a Link")
+        fits = self.inside is None or (isinstance(self.inside, Link) and self.nodes > 1)
+        require(fits, "inside", self.inside, "a Link, where there is more than one of `nodes`, or None")
+
+    def link_of(self, ranks: int, width: int) -> Link:
+        """Return what messages cost among `width` consecutive ranks of P = `ranks`, the first a multiple of that."""
+        within = ranks // self.nodes % width == 0
+        return self.inside if within and self.inside is not None else self.link
 
     def workers(self, ranks: int) -> int:
         """Return how many of P = `ranks` are workers of a layer: the divisor of P that is nearest to what is asked."""
