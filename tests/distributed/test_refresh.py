@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-import torch
+import torch.distributed.checkpoint as dcp
 
 import natgrad
 from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, place, train
@@ -70,6 +70,14 @@ def test_ranks_decide_as_one_process(ranks, alone, count, placement):
         assert_close(answers[0][clock][1], result, 1e-8)
 
 
+@pytest.mark.parametrize("clock", ["drift", "basis"])
+def test_rules_that_stop_nothing_go_with_sums_that_leave_early(ranks, alone, clock):
+    answers = ranks.run(2, follow, job(clock, "pipelined"), range(STEPS))
+    assert_bit_identical([result for _, result in answers])
+    assert all(seen == alone[clock][0] for seen, _ in answers)
+    assert_close(answers[0][1], alone[clock][1], 1e-8)
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_under_dp_all_ranks_know_the_same(ranks, count):
     """Each layer is decided on by its worker, of its own samples."""
@@ -112,6 +120,32 @@ def test_resuming_on_another_number_of_ranks(ranks, alone, before, after, placem
     for clock in RULES:
         assert_bit_identical([answer[clock] for answer in answers])
         assert_close(answers[0][clock], alone[clock][1], 1e-8)
+
+
+def saved(job, steps, folder):
+    training = Training(job)
+    for step in steps:
+        training.step(step)
+    dcp.save({"model": training.model.state_dict(), "preconditioner": training.preconditioner}, checkpoint_id=folder)
+
+
+def loaded(job, steps, folder):
+    training = Training(job)
+    state = {"model": training.model.state_dict(), "preconditioner": training.preconditioner}
+    dcp.load(state, checkpoint_id=folder)
+    training.model.load_state_dict(state["model"])
+    for step in steps:
+        training.step(step)
+    return training.result()
+
+
+@pytest.mark.parametrize("clock", ["sides", "trace", "drift"])
+def test_torchs_distributed_checkpoints(ranks, tmp_path, clock):
+    given = replace(job(clock, "mem-opt"), momentum=0.0)
+    ranks.run(2, saved, given, range(5), str(tmp_path))
+    results = ranks.run(4, loaded, given, range(5, STEPS), str(tmp_path))
+    assert_bit_identical(results)
+    assert_close(results[0], train(replace(given, options={"placement": "comm-opt"}), range(STEPS)), 1e-8)
 
 
 def messages(job, steps):
@@ -197,18 +231,3 @@ def test_ranks_agree_on_what_there_is_time_for(ranks, count, placement):
     now, spent = (sum(times[index] for _, times, _ in answers) for index in (0, 1))
     assert 0.08 * now < spent < 0.27 * now
     assert any(waiting for _, waiting, _, _ in answers[0][0])
-
-
-def refused(placement):
-    training = torch.nn.Linear(3, 2)
-    try:
-        natgrad.Preconditioner(training, natgrad.KFAC(), placement=placement, refresh=natgrad.Capped())
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_seconds_that_cannot_be_told_are_refused(ranks):
-    for placement in ("reduce-scatter", "dp"):
-        assert all("'comm-opt', 'mem-opt'" in error for error in ranks.run(2, refused, placement))
-    assert ranks.run(2, refused, "auto") == ["", ""]

@@ -5,8 +5,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.renewal.record import KEPT, RENEWED, STOPPED
-from tests.every import DAMPING, EVERY, Training, batch
+from natgrad.placement import resolve
+from natgrad.refresh.budget import Budget
+from natgrad.renewal.record import KEPT, RENEWED, STOPPED, WAITS
+from natgrad.structure import Structure
+from tests.every import DAMPING, EVERY, Network, Training, batch
 
 EVERY_OTHER = {"factors": 1, "inverses": 2}
 
@@ -254,6 +257,20 @@ def test_layers_that_stay_keep_their_verdicts_when_others_go():
     assert torch.equal(after["head.weight"]["A"], states[-1]["blocks"]["head.weight"]["A"])
 
 
+def test_what_is_found_unusable_is_renewed_whatever_was_said():
+    """By the ladder of fallbacks, of a layer that was stopped: it is captured again, too."""
+    training, states = run(natgrad.Adaptive(natgrad.TraceRule(upper=0.6, lower=0.5), factors=1, inverses=2), 8)
+    assert verdicts(states[-1])["head.weight"] == STOPPED
+    stack = next(s for s in training.preconditioner._stacks if s.members[0].layer.key == "head.weight")
+    stack.rungs.suspected = True
+    stack.rungs.allocate_sunk(stack.device)[:] = True
+    training.step(batch(8))
+    assert verdicts(training.preconditioner.state_dict())["head.weight"] == RENEWED
+    training.step(batch(9))
+    own = training.preconditioner.state_dict()["blocks"]["head.weight"]
+    assert not torch.equal(own["A"], states[-1]["blocks"]["head.weight"]["A"])
+
+
 @pytest.mark.parametrize(
     ("curvature", "clock", "placement"),
     [
@@ -273,19 +290,34 @@ def test_what_cannot_be_routed_is_refused(curvature, clock, placement):
         natgrad.Preconditioner(model, curvature, optimizer=optimizer, placement=placement, refresh=clock)
 
 
+def structure(clock, placement):
+    """What one of two ranks would build."""
+    return Structure(
+        Network(), natgrad.KFAC(), natgrad.Precision(), placement=resolve(placement), rank=0, ranks=2, refresh=clock
+    )
+
+
+@pytest.mark.parametrize("placement", ["reduce-scatter", "dp"])
+def test_seconds_that_cannot_be_told_are_refused(placement):
+    with pytest.raises(ValueError, match="'comm-opt', 'mem-opt' or 'hybrid'"):
+        structure(natgrad.Capped(), placement)
+
+
+def test_auto_takes_a_placement_in_which_seconds_are_told():
+    assert structure(natgrad.Capped(), "auto").plan.placement.name == "comm-opt"
+
+
 class Seconds:
     """A synthetic clock of a preconditioner, whose steps take what they are told to."""
 
-    def __init__(self, preconditioner, *, model, solve, renewal):
-        self.preconditioner, self.now, self.spent = preconditioner, 0.0, 0.0
-        self.model, self.solve, self.renewal = model, solve, renewal
-        self.work = 0.0
+    def __init__(self, preconditioner):
+        self.now = self.spent = 0.0
         preconditioner._agenda.now = lambda: self.now
         preconditioner._spent = lambda: self.spent
 
-    def renewed(self, plan, keys):
-        seconds = self.renewal * sum(plan.weights[key] for key in keys)
-        self.spent, self.now = self.spent + seconds, self.now + seconds
+    def pass_(self, model, preconditioning=0.0):
+        """Let seconds pass, some of them on preconditioning."""
+        self.now, self.spent = self.now + model + preconditioning, self.spent + preconditioning
 
 
 @pytest.mark.parametrize(
@@ -295,18 +327,17 @@ def test_a_capped_training_keeps_its_share(monkeypatch, refresh):
     training = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=refresh, share=0.2))
     preconditioner = training.preconditioner
     work = sum(preconditioner.plan.weights.values())
-    seconds = Seconds(preconditioner, model=1.0, solve=0.01, renewal=2.0 / work)
+    seconds = Seconds(preconditioner)
     agenda, original = preconditioner._agenda, preconditioner._agenda.renewed
 
     def renewed(stacks, plan, keys):
-        seconds.renewed(plan, keys)
+        seconds.pass_(0.0, 2.0 * sum(plan.weights[key] for key in keys) / work)
         original(stacks, plan, keys)
 
     monkeypatch.setattr(agenda, "renewed", renewed)
     waiting = []
     for step in range(60):
-        seconds.now += 1.0
-        seconds.spent, seconds.now = seconds.spent + 0.01, seconds.now + 0.01
+        seconds.pass_(1.0, 0.01)
         training.step(batch(step))
         waiting.append(preconditioner.metrics()["layers_waiting"])
         assert seconds.spent <= 0.2 * seconds.now + 2.1
@@ -316,6 +347,40 @@ def test_a_capped_training_keeps_its_share(monkeypatch, refresh):
     assert preconditioner.metrics()["preconditioning_share"] == pytest.approx(seconds.spent / seconds.now, abs=0.05)
 
 
+@pytest.mark.filterwarnings("ignore:natgrad. solves alone")  # in real seconds, of so small a model
+def test_a_layer_that_waits_has_its_change_to_make_good(monkeypatch):
+    """Else a rule that compares with the decision before would think that all is well."""
+    clock = natgrad.Capped(refresh=natgrad.Adaptive(natgrad.TraceRule(upper=1e-9, lower=0), inverses=2), share=0.1)
+    training = Training(natgrad.KFAC, refresh=clock)
+    monkeypatch.setattr(Budget, "settle", lambda self, step: None)
+    monkeypatch.setattr(Budget, "choose", lambda self, changes, *_: [False] * len(changes))
+    for step in range(7):
+        if step == 6:
+            monkeypatch.setattr(Budget, "choose", lambda self, changes, *_: [True] * len(changes))
+        training.step(batch(step))
+        state = training.preconditioner.state_dict()
+        if step == 0:
+            begun = {key: float(own["rule"][0, 0]) for key, own in state["blocks"].items()}
+        if step in (2, 4):
+            assert {key: float(own["rule"][0, 0]) for key, own in state["blocks"].items()} == begun
+            assert set(verdicts(state).values()) == {WAITS}
+    assert set(verdicts(state).values()) == {RENEWED}
+    assert all(float(own["rule"][0, 0]) != begun[key] for key, own in state["blocks"].items())
+
+
+def test_solves_beyond_the_share_are_told(monkeypatch):
+    monkeypatch.setattr(Budget, "income", -1.0)
+    training = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.05))
+    seconds = Seconds(training.preconditioner)
+    for step in range(2):
+        seconds.pass_(1.0, 1.0)
+        training.step(batch(step))
+    with pytest.warns(natgrad.NatgradWarning, match=r"solves alone take more than share=0\.05"):
+        training.step(batch(2))
+    assert training.preconditioner.metrics()["layers_waiting"] == 3
+
+
+@pytest.mark.filterwarnings("ignore:natgrad. solves alone")  # in real seconds, of so small a model
 def test_the_account_of_a_capped_training_is_in_its_state():
     _, states = run(natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.1), 5)
     other = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.1))

@@ -8,6 +8,7 @@ cap, which differ between ranks, ride at the end of the sums. The host reads not
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from natgrad.blocks import Member, Stack
-from natgrad.errors import require
+from natgrad.errors import NatgradWarning, require
 from natgrad.placement import Plan
 from natgrad.progress import Progress
 from natgrad.refresh import Clock
@@ -82,6 +83,7 @@ class Agenda:
         self._own = Times()  # of this rank, since it was told last
         self._lap: tuple[float, float] | None = None
         self._pending: Tensor | None = None  # of all ranks, not yet read
+        self._warned = False
 
     def sides(self, progress: Progress) -> frozenset[Side]:
         """Return the sides whose statistics the coming step captures."""
@@ -117,7 +119,7 @@ class Agenda:
         rule = self.clock.rule
         if rule is None:
             return usable
-        layers = [one for one in _layers(stacks, usable) if one.record.verdict(one.index) != STOPPED]
+        layers = [one for one in _layers(stacks, usable) if one.begins or one.record.verdict(one.index) != STOPPED]
         _measure(layers, rule, damping)
         lasts = [one.record.last(one.index) for one in layers]
         changes = [rule.change(one.value, last) for one, last in zip(layers, lasts, strict=True)]
@@ -128,7 +130,9 @@ class Agenda:
         if self.budget is not None:
             self._spare(self.budget, layers, changes, verdicts, plan, progress.step)
         for one, last, verdict in zip(layers, lasts, verdicts, strict=True):
-            one.record.note(one.index, rule.remember(one.value, last, renewed=verdict == RENEWED), verdict)
+            # Who waits is compared with the same at the next decision: its change is still to be made good.
+            own = last if verdict == WAITS else rule.remember(one.value, last, renewed=verdict == RENEWED)
+            one.record.note(one.index, own, verdict)
         for stack in stacks:
             if stack.record is not None:
                 stack.record.told = True
@@ -187,6 +191,13 @@ class Agenda:
         for index, chosen in zip(open_, budget.choose([changes[index] for index in open_], work, part), strict=True):
             verdicts[index] = RENEWED if chosen else WAITS
         budget.settle(step + 1)
+        if budget.credit < 0 and budget.income <= 0 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"natgrad: solves alone take more than share={budget.share} of the time; next to nothing is renewed",
+                NatgradWarning,
+                stacklevel=6,  # past `_update_inverses`, `_renew`, `step` and its decorator
+            )
 
     # --- Seconds ------------------------------------------------------------------------------------------------
 
