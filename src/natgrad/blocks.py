@@ -17,8 +17,9 @@ from natgrad.curvature import Curvature, Part, Spec
 from natgrad.kept import Kept, along, packed_shape, spec_dtype, unpack
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
-from natgrad.placement import Plan, Seat
+from natgrad.placement import Plan
 from natgrad.precision import Precision, at_least_float32
+from natgrad.roles import Role
 from natgrad.rungs import Rungs
 from natgrad.shards import is_sharded
 
@@ -40,37 +41,6 @@ class Member:
         return slice(self.start, self.stop)
 
 
-@dataclass(frozen=True)
-class Role:
-    """What a rank has to do with some layers, all of which have the same workers.
-
-    Attributes:
-        seat: Their workers, and where their sums go; without owners.
-        server: The worker that gives this rank their preconditioned gradients.
-        works: Whether it is this rank itself.
-        receives: Whether this rank receives their sums, and keeps their running averages.
-        captures: Whether its samples count in them.
-    """
-
-    seat: Seat
-    server: int
-    works: bool
-    receives: bool
-    captures: bool
-
-    @classmethod
-    def of(cls, plan: Plan[str], key: str, rank: int) -> Role:
-        """Read it off a plan."""
-        seat = Seat(plan.seats[key].workers, {}, plan.seats[key].sums)
-        works, receives, captures = (ask(key, rank) for ask in (plan.works, plan.receives, plan.captures))
-        return cls(seat, plan.server(key, rank), works, receives, captures)
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """What is equal for layers whose blocks may be stored together."""
-        return self.seat.workers, self.seat.sums
-
-
 class Stack:
     """All blocks with one curvature, one size and the same workers: N blocks ``[o, i]`` of one or more layers.
 
@@ -81,8 +51,7 @@ class Stack:
         members: The layers.
         averages: Running averages of the statistics ``[N, *shape]``; empty before the first capture.
         weight: The bias correction ``1 - dᵏ`` of each block's running averages ``[N]``.
-        early_weight: That of those of the inputs alone, where these have a clock of their own (`apart`).
-        apart: Whether they do.
+        early_weight: That of those of the inputs alone, where these have a clock of their own: they are `apart`.
         record: What a rule of renewal remembers of the layers; None: there is no rule.
         held: What the last renewal made ``[N, *shape]``; empty before the first.
         memory: What the curvature keeps from step to step ``[N, *shape]``; empty before the first solve.
@@ -192,6 +161,11 @@ class Stack:
             dtype = self._precision.factor_dtype(self._parameter)
             self.averages = Kept(self.statistics, self.size, dtype, self.device, pack=True)
         return self.weight
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """All bias corrections."""
+        return [weight for weight in (self.weight, self.early_weight) if weight is not None]
 
     def weight_of(self, statistic: str) -> Tensor | None:
         """Return the bias correction of a statistic's running averages ``[N]``; None: there are none."""

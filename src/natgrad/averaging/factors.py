@@ -31,32 +31,32 @@ class Factors(Cargo):
         super().__init__("factors", exchange, self._read)
         self._preconditioner = preconditioner
 
-    def _kept(self) -> Iterator[tuple[Stack, Tensor, list[str]]]:
+    def _kept(self) -> Iterator[tuple[Stack, list[Tensor], list[str]]]:
         """Yield the stacks that this rank keeps averages of, their weights, and which averages can be merged."""
         for stack in self._preconditioner._stacks:
             names = [spec.name for spec in stack.statistics if not spec.fresh and spec.name not in stack.restarting]
             if stack.weight is not None and stack.role.receives and names:
-                yield stack, stack.weight, names
+                yield stack, stack.weights, names
 
     def _read(self) -> list[Tensor]:
         tensors = []
-        for stack, weight, names in self._kept():
-            tensors += [weight.clone(), *(stack.averages.read(name, _ALL) for name in names)]
+        for stack, weights, names in self._kept():
+            tensors += [*(weight.clone() for weight in weights), *(stack.averages.read(name, _ALL) for name in names)]
         return tensors
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
         merged = iter(tensors)
-        for stack, weight, names in self._kept():
-            fresh = next(merged)
+        for stack, weights, names in self._kept():
+            fresh, weight = [next(merged) for _ in weights], weights[0]
             for name in names:
                 stack.averages.write(name, _ALL, next(merged))
             # What stays is divided by the same weight later.
-            gain = torch.where(weight > 0, fresh / weight.clamp(min=torch.finfo(weight.dtype).tiny), 1)
+            gain = torch.where(weight > 0, fresh[0] / weight.clamp(min=torch.finfo(weight.dtype).tiny), 1)
             for spec in stack.statistics:
                 if spec.name not in names and not spec.fresh:
                     own = stack.averages.read(spec.name, _ALL)
                     stack.averages.write(spec.name, _ALL, own * along(gain, own.ndim - 1))
-            weight.copy_(fresh)
+            torch._foreach_copy_(weights, fresh)
 
 
 def replicated(preconditioner: Preconditioner, ranks: int) -> bool:

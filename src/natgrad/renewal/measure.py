@@ -30,14 +30,14 @@ def measured(stack: Stack, measure: Measure, damping: float) -> Tensor:
     Args:
         stack: The stack, which has averages; for "basis" also what renewals have made, for "drift" a record.
         measure: What is measured (`natgrad.refresh.rule.Rule`).
-        damping: λ of a trace.
+        damping: γ, of which λ of a trace is made.
     """
     return _MEASURES[measure](stack, damping)
 
 
 def _trace(stack: Stack, damping: float) -> Tensor:
     """``tr(F + λI)`` of all blocks of a layer."""
-    curvature, unit = stack.curvature, damping * stack.outputs * stack.inputs
+    curvature, unit = stack.curvature, damping * stack.factor * stack.outputs * stack.inputs
     names = curvature.traced
     traces = [curvature.trace(stack.corrected(blocks, names), stack.outputs) + unit for blocks in _pieces(stack, names)]
     return _by_layer(stack, torch.cat(traces))

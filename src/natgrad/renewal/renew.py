@@ -113,11 +113,7 @@ class Job:
 def observed(stacks: list[Stack]) -> set[str]:
     """Return the keys of the layers with statistics; this waits for the device."""
     known = [stack for stack in stacks if stack.weight is not None]
-    weights = [
-        stack.weight if stack.early_weight is None else torch.minimum(stack.weight, stack.early_weight)
-        for stack in known
-        if stack.weight is not None
-    ]
+    weights = [torch.stack(stack.weights).amin(0) for stack in known]
     seen = iter(torch.cat([weight.to(weights[0]) for weight in weights]).tolist() if weights else [])
     blocks = [(stack, [next(seen) > 0 for _ in range(stack.size)]) for stack in known]
     return {member.layer.key for stack, own in blocks for member in stack.members if all(own[member.blocks])}
