@@ -51,7 +51,7 @@ class Capture:
     Attributes:
         wanted: Whether the coming step needs sums.
         rows_wanted: Whether it needs rows, where a curvature keeps them.
-        again: Whether its forward passes will be repeated.
+        again: Whether its passes are to be noticed in any case, for the forward ones will be repeated.
         sampling: Whether the backward pass under way differentiates a loss of sampled labels.
         replays: The layers whose curvature needs a replay, of those captured here.
         sums: The raw sums.
@@ -125,7 +125,7 @@ class Capture:
     @property
     def idle(self) -> bool:
         """Whether nothing has made gradients since the last step; where hooks need not look, forward passes tell."""
-        looks = self._counting or any(map(self._wants, self._captured))
+        looks = self._counting or self.again or any(map(self._wants, self._captured))
         return not (self.backwards or (self._forward.began and not looks))
 
     @property
@@ -247,7 +247,7 @@ class Capture:
     def watch(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
         """Keep the inputs of one use of a layer, or of the one tied to it, until the gradient of its output comes."""
         wanted = self._wants(name)
-        if not (wanted or self._counting) or not torch.is_grad_enabled() or not output.requires_grad:
+        if not (wanted or self._counting or self.again) or not torch.is_grad_enabled() or not output.requires_grad:
             return
         primary, curvature = self._layers[name]
         if inputs.is_nested or output.is_nested:
@@ -273,7 +273,7 @@ class Capture:
 
     def receive(self, name: str, index: int, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
         """Note the gradient of one use of a layer in a compiled graph, whose forward `watch` did not see."""
-        if (self._counting or self._wants(name)) and name in self._layers:
+        if (self._counting or self.again or self._wants(name)) and name in self._layers:
             primary, curvature = self._layers[name]
             layer = (primary, *primary.others)[index].current()
             known, outer_task = map(int, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 
@@ -13,9 +13,11 @@ class Adaptive(ABC):
 
     Attributes:
         compares: Whether it compares steps with their quadratic model.
+        sizes: Whether it goes by the sizes of the layers' Fisher.
     """
 
     compares: bool = False
+    sizes: bool = False
 
     @abstractmethod
     def begin(self) -> Adaptation:
@@ -36,8 +38,12 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        """The reduction ratio, 1 where the model was right; not a number where it predicted no decrease."""
-        return self.change / self.predicted if self.predicted < 0 else nan
+        """The reduction ratio ``change / predicted``, 1 where the model was right, less where the loss ended higher.
+
+        Where an increase was predicted, as momentum may bring about, the same in terms of the error:
+        ``1 - (change - predicted) / |predicted|``. Not a number where nothing was to happen.
+        """
+        return 1 - (self.change - self.predicted) / abs(self.predicted) if self.predicted else nan
 
 
 class Adaptation(ABC):
@@ -52,6 +58,15 @@ class Adaptation(ABC):
     def tries(self, step: int) -> bool:
         """Tell whether the step after `step` completed ones is to be compared with its quadratic model."""
         return False
+
+    @property
+    def awaits_sizes(self) -> bool:
+        """Whether the next renewal is to tell it how large the Fisher is."""
+        return False
+
+    def measure(self, sizes: Sequence[float]) -> None:
+        """Take in ``tr F / d`` of each layer with statistics, before a renewal; alike on all ranks."""
+        raise NotImplementedError
 
     @abstractmethod
     def learn(self, outcome: Outcome) -> None:

@@ -23,7 +23,9 @@ class LevenbergMarquardt(Adaptive):
         ρ = (L(θ + δ) - L(θ)) / M(δ),   γ ← γ decayⁱⁿᵗᵉʳᵛᵃˡ where ρ > 3/4,   γ ← γ / decayⁱⁿᵗᵉʳᵛᵃˡ where ρ < 1/4.
 
     F is what the layers' curvatures hold at that step; parameters without curvature count with first order and γ alone.
-    A loss that is no number counts as ρ = -∞. Where M predicts no decrease, as momentum may bring about, γ stays.
+    A loss that is no number counts as ρ = -∞. Where M predicts an increase, as momentum may bring about, ρ is
+    ``1 - (L(θ + δ) - L(θ) - M(δ)) / |M(δ)|``, which elsewhere is the same: γ rises where the loss ended higher than
+    predicted by three quarters of what was to happen, and falls where by less than a quarter.
 
     It takes ``preconditioner.step(closure)``, as `natgrad.KBFGS` does: the closure returns the loss of the same batch,
     without a backward pass, and is called twice in those steps alone, with the random numbers of the first pass.

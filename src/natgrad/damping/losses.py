@@ -70,13 +70,14 @@ class Losses:
             raise self._error
         if failed:
             raise NatgradError("the closure has raised an error on another rank, whose own output tells it")
-        return change if self._summed else change / weight
+        # Without a batch on any rank the change is 0.
+        return change if self._summed or not weight else change / weight
 
 
 @contextmanager
 def _unseen(capture: Capture, repetition: Repetition) -> Iterator[None]:
     """Have the hooks look at nothing but the beginnings of passes, which repeat those that were recorded."""
     forward = capture._forward
-    looking = aside(capture, wanted=False, rows_wanted=False, _counting=False)
+    looking = aside(capture, wanted=False, rows_wanted=False, _counting=False, again=False)
     with looking, aside(forward, began=forward.began, script=repetition):
         yield
