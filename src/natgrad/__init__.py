@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 # Whatever needs torch is imported when it is first asked for (PEP 562), so that `natgrad --help` does without. A new
 # name is a line here, and one below, where type checkers and editors look.
 _HOMES = {
+    "Autopilot": "natgrad.damping",
     "HierarchicalSGD": "natgrad.averaging",
     "PostLocalSGD": "natgrad.averaging",
     "StreamingDiLoCo": "natgrad.averaging",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from natgrad.curvature import HyLo as HyLo
     from natgrad.curvature import RankOne as RankOne
     from natgrad.curvature import UnitWise as UnitWise
+    from natgrad.damping import Autopilot as Autopilot
     from natgrad.damping import TrustRegion as TrustRegion
     from natgrad.errors import AveragingError as AveragingError
     from natgrad.errors import CurvatureError as CurvatureError

@@ -17,6 +17,7 @@ from natgrad.clip import Clip
 from natgrad.damping import Control
 from natgrad.damping.losses import Losses
 from natgrad.damping.quadratic import Model
+from natgrad.damping.sizes import mean_eigenvalues
 from natgrad.errors import NatgradError, describe, require
 from natgrad.exchange import Early, Left, collect, deliver
 from natgrad.given import Given
@@ -239,15 +240,27 @@ class Engine:
         """Return the seconds that preconditioning has taken so far."""
         return sum(self._progress.seconds.values()) + self._capture.seconds
 
-    def _renew(self, count: int | None, damping: float, closure: Closure | None) -> None:
-        """Renew what is due, and have the rest renewed after the optimizer's step."""
+    def _renew(self, count: int | None, damping: float, closure: Closure | None) -> float:
+        """Renew what is due, have the rest renewed after the optimizer's step, and return γ by what was seen."""
         before = self._progress.last_factors
         if self._capture.wanted:
             self._update_factors(count)
         if self._inverses_due:
+            damping = self._sized(damping)
             with self._agenda.timed("renewing", self._spent):
                 self._update_inverses(count, damping)
         self._prepare_second_pass(count, closure, before)
+        return damping
+
+    def _sized(self, damping: float) -> float:
+        """Return γ of this step, where it goes by the size of the Fisher as it is now."""
+        if not self._damping.awaits_sizes or self._progress.last_factors is None:
+            return damping
+        with self._progress.phase("renew", self._runtime):
+            device = next(parameter.device for parameter in self._root.parameters())
+            self._damping.measure(mean_eigenvalues(self._stacks, self._runtime, device))
+        self._progress.damping = self._damping_now()
+        return self._progress.damping
 
     def _gains(self, count: int | None) -> tuple[float, float | Tensor]:
         """Return how many positions of the loss count of those seen, and what captured gradients are to be times."""

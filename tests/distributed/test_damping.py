@@ -132,3 +132,28 @@ def test_a_closure_that_raises_on_one_rank_stops_all(ranks):
     first, second = ranks.run(2, fail_on_one, 1)
     assert "on another rank" in first
     assert second == "KeyError('here')"
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        ("kfac eigen", "comm-opt"),
+        ("kfac inverse", "mem-opt"),
+        ("kfac blocks", "hybrid:0.5"),
+        ("kfac inverse", "reduce-scatter"),
+        ("kfac inverse", "background"),
+        ("ekfac", "pipelined"),
+    ],
+)
+@pytest.mark.parametrize("count", [2, 4])
+def test_autopilot(ranks, name, placement, count):
+    options = {"placement": placement, "damping": natgrad.Autopilot(), "kl_clip": None}
+    _, found, _ = check(ranks, count, name, options)
+    assert len({damping for damping, _ in found}) == 1
+
+
+def test_autopilot_where_each_layer_has_a_batch_of_its_own(ranks):
+    options = {"placement": "dp", "damping": natgrad.Autopilot(), "kl_clip": None}
+    first, second = ranks.run(2, train, "kfac inverse", options, 4)
+    dense.assert_equal(first[0], second[0], 0)
+    assert first[1] == second[1]

@@ -89,7 +89,9 @@ def train(
     share: Annotated[
         float | None, typer.Option(help="Of the time, at most; left out: any.", rich_help_panel=_CURVATURE)
     ] = None,
-    damping: Annotated[float, typer.Option(help="Added to the curvature.", rich_help_panel=_CURVATURE)] = 1e-3,
+    damping: Annotated[
+        str, typer.Option(help="Added to the curvature, a number; auto: by its size.", rich_help_panel=_CURVATURE)
+    ] = "0.001",
     kl_clip: Annotated[float, typer.Option(help="Bound of a step; 0: off.", rich_help_panel=_CURVATURE)] = 1e-3,
     averaging: Annotated[
         str,
@@ -182,7 +184,7 @@ def train(
             "inverses": inverses,
             "refresh": refresh,
             "share": share,
-            "damping": damping,
+            "damping": _number(damping),
             "kl_clip": kl_clip,
             "epochs": epochs,
             "steps": steps,
@@ -270,6 +272,14 @@ def _averaging_options(ctx: typer.Context, others: dict[str, Any]) -> dict[str, 
     for name, value in flags.items():
         require(name not in others, name, value, "given once")
     return others | flags
+
+
+def _number(text: str) -> float | str:
+    """Return a number, or the word as it is."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _ranks(workers: int) -> int:

@@ -1,5 +1,6 @@
 """How γ is chosen: by the step, by the kind of layer, by what the last steps were worth, or by natgrad alone."""
 
+from natgrad.damping.autopilot import Autopilot as Autopilot
 from natgrad.damping.control import Control as Control
 from natgrad.damping.control import Damping as Damping
 from natgrad.damping.kinds import ByKind as ByKind
@@ -11,4 +12,14 @@ from natgrad.damping.schedules import Piecewise as Piecewise
 from natgrad.damping.schedules import WarmUp as WarmUp
 from natgrad.damping.trust_region import TrustRegion as TrustRegion
 
-__all__ = ["ByKind", "Cosine", "Exponential", "LevenbergMarquardt", "Linear", "Piecewise", "TrustRegion", "WarmUp"]
+__all__ = [
+    "Autopilot",
+    "ByKind",
+    "Cosine",
+    "Exponential",
+    "LevenbergMarquardt",
+    "Linear",
+    "Piecewise",
+    "TrustRegion",
+    "WarmUp",
+]

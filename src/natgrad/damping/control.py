@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from natgrad.curvature import Curvature
@@ -38,12 +38,18 @@ class Control:
             self._schedule = rule
 
     def check(self, covered: Iterable[tuple[Layer, Curvature]], optimizer: object) -> None:
-        """Check what a rule asks for that compares steps with their quadratic model.
+        """Check what a rule asks for that goes by the Fisher, or compares steps with their quadratic model.
 
         Raises:
-            ValueError: without an optimizer, under FSDP2, or with curvatures that cannot multiply.
+            ValueError: with curvatures whose statistics do not tell their trace; the latter also without an optimizer,
+                under FSDP2, or with curvatures that cannot multiply.
         """
-        if not isinstance(self._kinds.damping, Adaptive) or not self._kinds.damping.compares:
+        rule, covered = self._kinds.damping, list(covered)
+        if isinstance(rule, Adaptive) and rule.sizes:
+            for _, curvature in covered:
+                allowed = f"one whose statistics tell its trace, as KFAC, with damping={self.name}"
+                require(curvature.traced, "curvature", curvature, allowed)
+        if not isinstance(rule, Adaptive) or not rule.compares:
             return
         require(optimizer is not None, "optimizer", optimizer, f"given: {self.name} looks at what its steps are worth")
         for layer, curvature in covered:
@@ -84,6 +90,16 @@ class Control:
     def tries(self, step: int) -> bool:
         """See `Adaptation.tries`."""
         return self._adaptation is not None and self._adaptation.tries(step)
+
+    @property
+    def awaits_sizes(self) -> bool:
+        """See `Adaptation.awaits_sizes`."""
+        return self._adaptation is not None and self._adaptation.awaits_sizes
+
+    def measure(self, sizes: Sequence[float]) -> None:
+        """See `Adaptation.measure`."""
+        if self._adaptation is not None:
+            self._adaptation.measure(sizes)
 
     def learn(self, outcome: Outcome) -> None:
         """See `Adaptation.learn`."""

@@ -118,7 +118,7 @@ class Study:
             every=self.every or max(1, job.total_steps // _LOOKS),
             batch_sizes=tuple(sorted(sizes)),
             ranks=tuple(sorted({min(each, rows) for each in counts})),
-            kernel_damping=self.kernel_damping or job.damping,
+            kernel_damping=self.kernel_damping or _number(job.damping),
         )
 
     @property
@@ -288,3 +288,8 @@ class Measured(Training):
 
 def _add(total: Tensor, gradient: Tensor) -> None:
     total.add_(gradient.detach())
+
+
+def _number(damping: float | str) -> float:
+    require(not isinstance(damping, str), "kernel_damping", None, "given where the damping of the run is none")
+    return float(damping)

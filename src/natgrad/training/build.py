@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from natgrad import Preconditioner
+from natgrad import Autopilot, Preconditioner
 from natgrad.averaging import Averager
+from natgrad.damping import Damping
 from natgrad.tasks import Task
 
 from . import averagers, clocks, curvatures, optimizers, recipe
@@ -49,7 +50,7 @@ def build_preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Opti
         model,
         curvature,
         optimizer=optimizer,
-        damping=job.damping if job.recipe == "none" else recipe.row(job).damping_schedule(),
+        damping=_damping(job),
         kl_clip=job.kl_clip,
         reduction=task.reduction,
         refresh=clocks.build(job.refresh, factors=job.factors, inverses=job.inverses, share=job.share),
@@ -77,6 +78,12 @@ def build_averager(
         epochs=job.total_steps / steps_per_epoch,
         steps_per_epoch=steps_per_epoch,
     )
+
+
+def _damping(job: Job) -> Damping:
+    if job.recipe != "none":
+        return recipe.row(job).damping_schedule()
+    return Autopilot() if job.damping == "auto" else job.damping
 
 
 def rehearse(job: Job) -> None:

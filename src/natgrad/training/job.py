@@ -43,7 +43,7 @@ class Job:
         inverses: Steps between decompositions.
         refresh: "fixed", or the rule by which each of these is decided, as `clocks.build` takes it.
         share: The share of the time that the curvature may take; None: any.
-        damping: Added to the curvature.
+        damping: Added to the curvature; "auto": `natgrad.Autopilot`.
         kl_clip: Bound of the KL clip; None, as which 0 is taken too: off.
         epochs: Passes over the training set; None, with `steps` None too, takes the task's own.
         steps: Optimizer steps, in place of `epochs`.
@@ -77,7 +77,7 @@ class Job:
     inverses: int = 10
     refresh: str = "fixed"
     share: float | None = None
-    damping: float = 1e-3
+    damping: float | Literal["auto"] = 1e-3
     kl_clip: float | None = 1e-3
     epochs: int | None = None
     steps: int | None = None
@@ -112,7 +112,8 @@ class Job:
         for name in ("warmup", "seed"):
             _check_whole(name, getattr(self, name), least=0)
         _check_positive("learning_rate", self.learning_rate, optional=True)
-        _check_positive("damping", self.damping)
+        if self.damping != "auto":
+            _check_positive("damping", self.damping, word="auto")
         if self.kl_clip == 0 and not isinstance(self.kl_clip, bool):
             object.__setattr__(self, "kl_clip", None)
         _check_positive("kl_clip", self.kl_clip, off=True)
@@ -237,7 +238,7 @@ def _check_whole(name: str, value: object, *, least: int, optional: bool = False
     require(fits or (optional and value is None), name, value, f"a whole number of at least {least}")
 
 
-def _check_positive(name: str, value: object, *, optional: bool = False, off: bool = False) -> None:
+def _check_positive(name: str, value: object, *, optional: bool = False, off: bool = False, word: str = "") -> None:
     fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-    allowed = "a finite number above 0" + (", or 0 for off" if off else "")
+    allowed = "a finite number above 0" + (", or 0 for off" if off else f", or {word!r}" if word else "")
     require(fits or ((optional or off) and value is None), name, value, allowed)
