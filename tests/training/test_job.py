@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from natgrad.training.build import build_optimizer, build_preconditioner
 from natgrad.training.job import Job
 
 
@@ -37,6 +38,7 @@ def test_a_job_survives_json():
         ({"task": "digits", "epochs": 1, "steps": 1}, "steps=1"),
         ({"task": "digits", "workers": True}, "workers=True"),
         ({"task": "digits", "damping": 0}, "damping=0"),
+        ({"task": "digits", "damping": "much"}, "damping='much' .* or 'auto'"),
         ({"task": "digits", "kl_clip": -1.0}, "kl_clip=-1.0 .* or 0 for off"),
         ({"task": "digits", "kl_clip": False}, "kl_clip=False"),
         ({"task": "digits", "learning_rate": float("inf")}, "learning_rate=inf"),
@@ -48,6 +50,14 @@ def test_a_job_survives_json():
 def test_what_is_not_allowed_is_named(values, named):
     with pytest.raises(ValueError, match=named.replace("(", r"\(")):
         Job.from_json(values)
+
+
+def test_a_damping_may_be_left_to_natgrad():
+    job = Job(task="tabular", optimizer="sgd", curvature="kfac", damping="auto", steps=1)
+    assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
+    model = job.build_task().model()
+    preconditioner = build_preconditioner(job, job.build_task(), model, build_optimizer(job, model))
+    assert preconditioner.state_dict()["damping"]["rule"] == "Autopilot"
 
 
 def test_a_kl_clip_of_0_is_none():

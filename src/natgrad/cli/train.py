@@ -261,7 +261,7 @@ def _refuse_idle_options(ctx: typer.Context, options: tuple[str, ...], of: str) 
 
     idle = [name for name in _given(ctx) if name in options and ctx.params[of] == "none"]
     for name in idle:
-        require(False, name, ctx.params[name], f"given with --{of}")
+        require(False, name, _number(ctx.params[name]), f"given with --{of}")
 
 
 def _averaging_options(ctx: typer.Context, others: dict[str, Any]) -> dict[str, Any]:
@@ -274,12 +274,12 @@ def _averaging_options(ctx: typer.Context, others: dict[str, Any]) -> dict[str, 
     return others | flags
 
 
-def _number(text: str) -> float | str:
-    """Return a number, or the word as it is."""
+def _number(given: Any) -> Any:
+    """Return a text that is a number as that, and everything else as it is."""
     try:
-        return float(text)
+        return float(given) if isinstance(given, str) else given
     except ValueError:
-        return text
+        return given
 
 
 def _ranks(workers: int) -> int:
