@@ -59,13 +59,25 @@ def test_between_two_rows_it_is_the_nearer_one_stretched():
 
 def test_a_row_carries_over_to_fewer_samples_and_other_epochs():
     row = recipes.large_batch(1024, samples=16384, epochs=50)  # 16 steps an epoch, nearest to the 20 of 65536
-    stretch = 50 * 16 / (60 * 20)
     assert (row.mixup, row.power, row.samples, row.epochs) == (0.6, 2.9, 16384, 50)
     assert (row.start, row.end) == (pytest.approx(2 * 50 / 60), pytest.approx(64.5 * 50 / 60))
-    assert row.damping_steps == round(40 * stretch)
-    assert row.momentum == pytest.approx(1 - 0.05 / stretch)
+    assert row.damping_steps == round(40 * 16 / 20)
+    assert row.momentum == pytest.approx(1 - 0.05 * 20 / 16)
     assert row.learning_rate / (1 - row.momentum) == pytest.approx(0.8)
     assert row.steps_per_epoch == 16
+
+
+def test_beyond_the_largest_batch_the_last_row_stays_as_it_is():
+    row = recipes.large_batch(8192, samples=16384, epochs=100)  # 2 steps an epoch, where the table ends at 10
+    assert (row.damping_steps, row.momentum) == (30, pytest.approx(0.93))
+    assert row.learning_rate == pytest.approx(0.07)
+
+
+def test_warm_up_and_momentum_fit_into_a_quarter_of_a_short_training():
+    row = recipes.large_batch(8192, samples=16384, epochs=20)  # 40 steps
+    assert row.damping_steps == 10
+    assert row.momentum == pytest.approx(0.9)
+    assert row.learning_rate / (1 - row.momentum) == pytest.approx(1)
 
 
 def test_a_very_short_training_keeps_what_the_formulas_allow():

@@ -21,6 +21,9 @@ from natgrad.recipes.rescaling import WeightRescaling
 from natgrad.recipes.table import FISHER_SCALE, IMAGENET, ROWS, Row
 from natgrad.schedule import check_number
 
+_MOST_OF_A_TRAINING = 0.25
+"""The share of the training that warm-up and the memory of momentum take at most."""
+
 _LEAST_WARM_UP = 2.0
 """Times the fewest steps that eq. 15 allows: then γ comes nearer to its target by one half in each step."""
 
@@ -95,17 +98,16 @@ class LargeBatch(Row):
 def large_batch(batch_size: int, *, samples: int = IMAGENET, epochs: float | None = None) -> LargeBatch:
     """Return the recipe for a batch size: the row of table 3, in natgrad's scale.
 
-    Between the rows, for another number of samples and for another length of training, it is the row whose epochs have
-    the nearest number of steps (by ratio; of two equally near the one of the smaller batch), stretched to the steps of
-    this training by the factor k, as the rows differ among themselves:
+    Elsewhere it is the row whose epochs have the nearest number of steps (by ratio; of two equally near the one of the
+    smaller batch), fitted as the rows differ among themselves:
 
-    * the epochs of the decay, e_start and e_end, stay the same shares of the training;
-    * t_warmup and the steps 1 / (1 - m_0) that momentum remembers are multiplied by k;
-    * η_0 / (1 - m_0), the rate of a steady descent, stays; it is 0.8 to 2.7 in all rows.
+    * t_warmup and the steps 1 / (1 - m_0) that momentum remembers stay as many epochs, which are 0.8 to 3 in all rows;
+      but beyond the largest batch of the table as many steps, and never more than a quarter of the training;
+    * η_0 / (1 - m_0), the rate of a steady descent, stays; it is 0.8 to 2.7 in all rows;
+    * e_start and e_end stay the same shares of the training.
 
     Mixup, damping, ρ and p are the row's. Warm-up damping takes at least twice the fewest steps that eq. 15 allows, and
-    m_0 is at least 0. Nobody but the paper has tried its values, and the paper only those of the rows: farther away
-    they are a start for a search.
+    m_0 is at least 0. The paper has tried the rows alone: farther away they are where a search begins.
 
     Args:
         batch_size: Samples a step over all ranks and backward passes.
@@ -124,16 +126,21 @@ def large_batch(batch_size: int, *, samples: int = IMAGENET, epochs: float | Non
     steps = math.ceil(samples / batch_size)
     row = min(ROWS, key=lambda each: abs(math.log(steps / _steps(each))))
     epochs = row.epochs if epochs is None else epochs
-    stretch = epochs * steps / (row.epochs * _steps(row))
+    stretch = steps / _steps(row)
+    if row is ROWS[-1]:
+        stretch = max(stretch, 1.0)
+    longest = _MOST_OF_A_TRAINING * epochs * steps
+    memory = min(stretch / (1 - row.momentum), longest)
+    momentum = max(0.0, 1 - 1 / memory)
     fewest = _LEAST_WARM_UP * 2 * math.log10(row.initial_damping / row.damping)
-    momentum = max(0.0, 1 - (1 - row.momentum) / stretch)
+    warm_up = max(min(row.damping_steps * stretch, longest), fewest)
     fitted = {
         "batch_size": batch_size,
         "samples": samples,
         "epochs": epochs,
         "start": row.start * epochs / row.epochs,
         "end": row.end * epochs / row.epochs,
-        "damping_steps": max(round(row.damping_steps * stretch), math.ceil(fewest)),
+        "damping_steps": round(warm_up),
         "momentum": momentum,
         "learning_rate": FISHER_SCALE * row.learning_rate * (1 - momentum) / (1 - row.momentum),
         "initial_damping": FISHER_SCALE * row.initial_damping,
