@@ -4,8 +4,9 @@
 
 A small convolutional network learns the digits of the task "glyphs" at 16x16 pixels; the fonts of the test set are
 unseen. At each batch size every method is given the same number of epochs, over which its learning rate rises and falls
-as its own paper has it, and the same search: four learning rates, with one seed. The
-best is run with other seeds. What counts is the first epoch after which the accuracy on the test set is reached.
+as its own paper has it, and the same search: four learning rates, with one seed. The best is run with other seeds. What
+counts is when the accuracy on the test set is first reached, looked at four times an epoch (twice where that has two
+steps).
 
 LARS and LAMB are those of the package pytorch-optimizer (`pip install natgrad[benchmarks]`).
 """
@@ -16,6 +17,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import islice
 from statistics import median
 from time import process_time
 from typing import Annotated, Any
@@ -34,9 +36,10 @@ from natgrad import recipes
 from natgrad.tasks import glyphs
 
 CLASSES, TRAIN, TEST = 10, 16384, 4096
-TARGET = 0.90
-LENGTHS = {128: 6, 1024: 10, 8192: 32}  # epochs that a method has
-FACTORS = (1.0, 0.25, 0.5, 2.0)  # what a search multiplies a method's usual learning rate by
+TARGET = 0.85
+LENGTHS = {128: 5, 1024: 8, 8192: 24}  # epochs that a method has
+LOOKS = 4  # evaluations an epoch
+FACTORS = (1.0, 0.25, 0.0625, 0.5)  # what a search multiplies a method's usual learning rate by
 HOPELESS = 0.25  # accuracy below which a run is given up after a third of its length
 WARM_UP, POWER = 0.1, 2.0  # of first-order methods: share of the length, power of the decay (You et al. 2017)
 SEARCH_SEED = 0
@@ -52,7 +55,7 @@ class Run:
         rate: Learning rate.
         seed: Of weights and order.
         epochs: Until the target; None: not reached.
-        accuracy: After each epoch.
+        accuracy: At each evaluation.
         seconds: Of CPU time.
     """
 
@@ -60,7 +63,7 @@ class Run:
     batch: int
     rate: float
     seed: int
-    epochs: int | None
+    epochs: float | None
     accuracy: list[float]
     seconds: float
 
@@ -168,39 +171,49 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (parts[0] - mean) / deviation, parts[1], (parts[2] - mean) / deviation, parts[3]
 
 
-def train(method: str, batch: int, rate: float, seed: int, most: int) -> Run:
-    """Train to the target, for `most` epochs at most, or until the loss is no number."""
+def train(method: str, batch: int, rate: float, seed: int, most: float) -> Run:
+    """Train to the target, for `most` epochs at most, or until there is no hope."""
     inputs, labels, test, answers = data()
     torch.manual_seed(seed)
     model = network()
     training = build(method, model, batch, rate, seed)
     order = torch.Generator().manual_seed(seed)
-    accuracy: list[float] = []
-    started = process_time()
-    while len(accuracy) < most:
-        model.train()
-        for indices in torch.randperm(TRAIN, generator=order).split(batch):
-            x, y = training.augment(inputs[indices], labels[indices])
-            training.optimizer.zero_grad()
-            loss = functional.cross_entropy(model(x), y)
-            loss.backward()
-            training.step()
-        model.eval()
-        with torch.no_grad():
-            accuracy.append((model(test).argmax(1) == answers).float().mean().item())
-        hopeless = accuracy[-1] < HOPELESS and len(accuracy) >= LENGTHS[batch] / 3
-        if accuracy[-1] >= TARGET or hopeless or not math.isfinite(loss.item()):
+    accuracy, steps, per_epoch = list[float](), 0, math.ceil(TRAIN / batch)
+    reached, started = False, process_time()
+    batches = (
+        indices for _ in range(LENGTHS[batch]) for indices in torch.randperm(TRAIN, generator=order).split(batch)
+    )
+    for indices in islice(batches, round(most * per_epoch)):
+        x, y = training.augment(inputs[indices], labels[indices])
+        training.optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        training.step()
+        steps += 1
+        if steps % max(1, per_epoch // LOOKS):
+            continue
+        accuracy.append(measure(model, test, answers))
+        reached = accuracy[-1] >= TARGET
+        hopeless = accuracy[-1] < HOPELESS and steps >= LENGTHS[batch] * per_epoch / 3
+        if reached or hopeless or not math.isfinite(loss.item()):
             break
-    reached = accuracy[-1] >= TARGET
     return Run(
         method=method,
         batch=batch,
         rate=rate,
         seed=seed,
-        epochs=len(accuracy) if reached else None,
+        epochs=steps / per_epoch if reached else None,
         accuracy=accuracy,
         seconds=process_time() - started,
     )
+
+
+@torch.no_grad()
+def measure(model: nn.Module, test: Tensor, answers: Tensor) -> float:
+    model.eval()
+    accuracy = (model(test).argmax(1) == answers).float().mean().item()
+    model.train()
+    return accuracy
 
 
 def search(method: str, batch: int, tell: Callable[[Run], None]) -> float:
@@ -230,7 +243,7 @@ def main(
 
     def tell(run: Run) -> None:
         runs.append(run)
-        after = f"{run.epochs} epochs" if run.epochs else f"not in {len(run.accuracy)}: {run.accuracy[-1]:.3f}"
+        after = f"{run.epochs:g} epochs" if run.epochs else f"not reached: {run.accuracy[-1]:.3f}"
         console.print(f"{run.method} {run.batch} rate {run.rate:.3g} seed {run.seed}: {after}, {run.seconds:.0f} s")
         save(name, {**conditions("cpu"), "setting": setting(), "runs": [asdict(each) for each in runs]})
 
@@ -244,7 +257,7 @@ def main(
             for run in fresh:
                 tell(run)
             middle = median(run.epochs or math.inf for run in fresh)
-            cells.append(f"{middle:g} ({', '.join(str(run.epochs) for run in fresh)}) at {rate:.3g}")
+            cells.append(f"{middle:g} at {rate:.3g}")
         table.add_row(method, *cells)
     console.print(table)
 
