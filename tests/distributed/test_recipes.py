@@ -9,6 +9,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from natgrad.recipes import CenteredDecay, HeavyBall, PolynomialDecay, RunningMixup, WeightRescaling, ZeroErasing
+from natgrad.training import checkpoint
+from natgrad.training.display import Silent
+from natgrad.training.job import Job
+from natgrad.training.loop import Training
+from natgrad.training.world import World
 from tests.distributed.sharded_jobs import Network, batch
 
 
@@ -32,6 +37,32 @@ def test_each_rank_has_its_own_mixture(ranks):
             assert torch.allclose(mixed, past, atol=1e-6)
     assert all(one[0] != other[0] for one, other in zip(first, second, strict=True))
     assert not all(torch.equal(one[4], other[4]) for one, other in zip(first, second, strict=True))
+
+
+def run_by_recipe(folder, stop):
+    """Train digits on this rank, or go on where another run was saved; return its weights and its mixture."""
+    job = Job(task="digits", recipe="large-batch", batch_size=256, accumulate=2, steps=5, workers=2).resolved()
+    world = World(rank=dist.get_rank(), size=2, device=torch.device("cpu"))
+
+    def save(run):
+        checkpoint.save(folder, run.position.step, run.state_dict())
+
+    run = Training(job, world, watch=Silent(), stop=lambda: stop, save=save)
+    if checkpoint.latest(folder) is not None:
+        run.load_state_dict(checkpoint.load(checkpoint.latest(folder)))
+    status = run.run().status
+    weights = torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
+    return status, weights, run._additions.state_dict()["inputs"]
+
+
+def test_two_ranks_train_by_the_recipe_and_resume_bit_by_bit(ranks, tmp_path):
+    straight = ranks.run(2, run_by_recipe, tmp_path / "straight", False)
+    assert torch.equal(straight[0][1], straight[1][1])
+    assert not torch.equal(straight[0][2], straight[1][2])
+    halves = [ranks.run(2, run_by_recipe, tmp_path / "halves", stop) for stop in (True, False)]
+    assert [each[0][0] for each in halves] == ["stopped", "finished"]
+    assert torch.equal(halves[1][0][1], straight[0][1])
+    assert torch.equal(halves[1][1][2], straight[1][2])
 
 
 def train(mesh_shape):

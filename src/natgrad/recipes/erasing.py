@@ -59,12 +59,12 @@ class ZeroErasing:
         require(inputs.ndim >= 3, "inputs", describe(inputs), "images [B, ..., H, W]")
         generator = Generator().manual_seed(seed_of("erasing", self.seed, self.rank, self.steps))
         height, width = inputs.shape[-2:]
-        boxes = self.boxes(len(inputs), height, width, generator)
+        boxes = self.boxes(len(inputs), height, width, generator).to(inputs.device, non_blocking=True)
         self.steps += 1
         rows, columns = (_between(boxes[:, axis], boxes[:, 2 + axis], inputs.shape[axis - 2]) for axis in (0, 1))
         erased = rows[:, :, None] & columns[:, None]
         shape = [len(inputs), *[1] * (inputs.ndim - 3), height, width]
-        return inputs.masked_fill(erased.to(inputs.device, non_blocking=True).view(shape), 0)
+        return inputs.masked_fill(erased.view(shape), 0)
 
     def boxes(self, count: int, height: int, width: int, generator: Generator) -> Tensor:
         """Return the rectangles of `count` images: top, left, height and width ``[count, 4]``; zeros: none."""
@@ -96,5 +96,5 @@ class ZeroErasing:
 
 def _between(start: Tensor, length: Tensor, size: int) -> Tensor:
     """Tell which of `size` places ``[n, size]`` are among the `length` from `start` on."""
-    places = torch.arange(size)
+    places = torch.arange(size, device=start.device)
     return (places >= start[:, None]) & (places < (start + length)[:, None])
