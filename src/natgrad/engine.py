@@ -32,7 +32,7 @@ from natgrad.reduction import Scaling
 from natgrad.refresh import Clock
 from natgrad.refresh.sides import SIDES
 from natgrad.renewal import Agenda, Background, fold, observed, renew
-from natgrad.rows import Collected, Epochs, Renewal, row_stacks
+from natgrad.rows import Collected, Epochs, Origin, Renewal, row_stacks
 from natgrad.sampling import LabelSampler
 from natgrad.second_pass import Closure, Replay, SecondPass, check_damping
 from natgrad.structure import Structure
@@ -110,7 +110,8 @@ class Engine:
             summed = [stack for stack in self._stacks if not stack.curvature.rows]
             riders = 0 if self._agenda.budget is None else self._agenda.budget.numbers
             sums = make_sums(summed, placement, self._runtime, wire, self._scaling.of_captured, riders)
-            rows = Collected(row_stacks(self._stacks), wire if self._runtime.ranks > 1 else None)
+            origin = Origin(self._runtime.rank, self._runtime.ranks, not self._exchanges)
+            rows = Collected(row_stacks(self._stacks), wire if self._runtime.ranks > 1 else None, origin)
             self._capture.again = self._damping.tries(self._progress.step)
             self._capture.attach(self._stacks, sums, rows)
         self._agenda.look(self._stacks)

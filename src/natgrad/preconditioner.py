@@ -328,9 +328,9 @@ class Preconditioner(Engine):
         A first step from no curvature, with the present damping, is done twice: by all ranks together, and by each rank
         alone on a whole, unwrapped copy of the model with the batches of all ranks. Dropout is off and norms use their
         running statistics meanwhile; sampled labels are the same for both. Under "dp" the plain computation, too, makes
-        each layer's factors of its owner's batch. Collective: every rank calls it, when no step is under way.
-        Parameters, gradients, optimizer, buffers, torch's generators, factors and counters stay as they are. It takes
-        the memory of a second model with its factors on every rank.
+        each layer's factors of its owner's batch; of rows (HyLo) it selects what each rank does, unless rounding tips
+        the choice. Collective: every rank calls it, when no step is under way. All stays as it was: parameters,
+        gradients, optimizer, buffers, generators, factors, counters. It takes a second model's memory on every rank.
 
         Args:
             batch: What this rank gives to `loss_fn`: a tensor, or tensors in tuples, lists and dicts, samples first;

@@ -339,7 +339,7 @@ def test_what_is_not_finite_on_one_rank_is_renewed_on_none(ranks):
     assert int(skipped) >= 1
 
 
-# --- Wrappers, verification -----------------------------------------------------------------------------------------
+# --- Wrappers -------------------------------------------------------------------------------------------------------
 
 
 def take_sharded(curvature):
@@ -372,16 +372,3 @@ def test_sharded_parameters(ranks, curvature):
         rows = dense.capture(network(), total(x, y)).values()
         norm = sum(float(seen.gradient().square().sum()) for seen in rows) ** 0.5
         assert results[0][1] == pytest.approx([norm])
-
-
-def verified(options):
-    rank, count = place()
-    preconditioner = natgrad.Preconditioner(DistributedDataParallel(network()), curvature_of(options), damping=DAMPING)
-    x, y = (tensor.chunk(count)[rank] for tensor in batch())
-    return preconditioner.verify((x, y), lambda model, both: cross_entropy(model(both[0]), both[1])).worst
-
-
-def test_verify_finds_all_rows_right_and_refuses_selected_ones(ranks):
-    assert max(ranks.run(2, verified, {"class": "SNGD"})) < 1e-8
-    with pytest.raises(AssertionError, match=r"curvature=HyLo.*SNGD"):
-        ranks.run(2, verified, {"rank": 0.5})

@@ -89,7 +89,6 @@ class Curvature(ABC):
         likelihood: The distribution that labels are drawn from, or None when the true labels serve (empirical Fisher).
         pools: Whether rows are summed over positions before they are seen (SPEC: *reduce*).
         rows: Whether it keeps rows and no sums over them (`natgrad.curvature.rows`).
-        exact: Whether it depends on the samples of all ranks, and not on which rank has which.
         looks: Which of what the parts write `observe` needs: then only workers can capture.
         live: Which statistics `solve` needs, as they are at that step.
         early: Which statistics are of the inputs alone, without any gradient, and may be summed in the forward pass.
@@ -104,7 +103,6 @@ class Curvature(ABC):
     likelihood: Likelihood | None = None
     pools: bool = False
     rows: bool = False
-    exact: bool = True
     looks: tuple[str, ...] = ()
     live: tuple[str, ...] = ()
     early: tuple[str, ...] = ()

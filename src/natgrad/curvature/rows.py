@@ -187,8 +187,6 @@ class HyLo(RowCurvature):
     gradient once there are more rows than the kernel's rank. *KIS* draws rows by their norms, which is far cheaper.
     """
 
-    exact = False
-
     def __init__(
         self,
         rank: float = 0.1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,24 +13,42 @@ from natgrad.precision import at_least_float32
 from natgrad.sums.messages import Tally
 
 
-class Collected:
-    """The pooled rows of this rank's layers, of all backward passes since the last step.
+@dataclass(frozen=True)
+class Origin:
+    """Whose rows are shown: those of this process's rank or, where it does the step of all alone, of one after another.
 
     Attributes:
+        rank: Whose.
+        ranks: Of how many.
+        together: Whether the rows of all of them stand for the batch; else those of a layer's one worker do.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    together: bool = True
+
+
+class Collected:
+    """The pooled rows of layers, of all backward passes since the last step.
+
+    Attributes:
+        origin: Whose rows the next ones are.
         tallies: How many samples each layer has shown.
     """
 
-    def __init__(self, stacks: Iterable[Stack], wire: torch.dtype | None) -> None:
+    def __init__(self, stacks: Iterable[Stack], wire: torch.dtype | None, origin: Origin | None = None) -> None:
         """Begin without rows.
 
         Args:
             stacks: Those whose curvature keeps rows.
             wire: The dtype in which rows travel; in bfloat16 they are kept so too. (Not in float16, in which the small
                 ones would be lost that a message scales.)
+            origin: Whose rows come; None: those of a process alone.
         """
         self._stacks = {member.layer.name: stack for stack in stacks for member in stack.members}
         self._narrow = wire if wire == torch.bfloat16 else None
-        self._rows: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
+        self.origin = Origin() if origin is None else origin
+        self._rows: dict[str, list[tuple[int, Tensor, Tensor, float]]] = {}
         self.tallies = {name: Tally() for name in self._stacks}
 
     def add(self, layer: str, inputs: Tensor, gradients: Tensor, scale: float) -> None:
@@ -43,11 +62,18 @@ class Collected:
         """
         dtype = self._narrow or self._stacks[layer].dtype
         own = inputs.to(dtype), gradients.to(dtype, copy=True)
-        self._rows.setdefault(layer, []).append((*own, scale))
+        self._rows.setdefault(layer, []).append((self.origin.rank, *own, scale))
+
+    def counts(self, layer: str) -> dict[int, int]:
+        """Return how many rows there are of a layer, by the ranks whose they are, in the order of `take`."""
+        counts: dict[int, int] = {}
+        for rank, inputs, _, _ in self._rows.get(layer, ()):
+            counts[rank] = counts.get(rank, 0) + inputs.shape[1]
+        return counts or {self.origin.rank: 0}
 
     def count(self, layer: str) -> int:
-        """Return how many rows there are of a layer."""
-        return sum(inputs.shape[1] for inputs, _, _ in self._rows.get(layer, ()))
+        """Return the most rows of a layer that a rank has."""
+        return max(self.counts(layer).values())
 
     def take(self, layer: str, gain: float | Tensor) -> tuple[Tensor, Tensor]:
         """Give away the rows of a layer.
@@ -60,8 +86,8 @@ class Collected:
             ``[n, m, i]`` and ``[n, m, o]``, in at least float32.
         """
         dtype, rows = at_least_float32(self._stacks[layer].work_dtype), self._rows.pop(layer)
-        inputs = torch.cat([one.to(dtype) for one, _, _ in rows], 1)
-        return inputs, torch.cat([one.to(dtype) * (scale * gain) for _, one, scale in rows], 1)
+        inputs = torch.cat([one.to(dtype) for _, one, _, _ in rows], 1)
+        return inputs, torch.cat([one.to(dtype) * (scale * gain) for _, _, one, scale in rows], 1)
 
     def reset(self) -> None:
         """Begin the next step."""

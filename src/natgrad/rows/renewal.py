@@ -99,7 +99,7 @@ class Renewal:
         if not seen:
             return False
         self.epochs.used = any(stack.curvature.links(self.epochs) for stack in stacks)
-        for alike in _groups(seen, lambda one: (id(one.stack), one.samples, one.share, rows.count(_name(one)))):
+        for alike in _groups(seen, lambda one: (id(one.stack), one.samples, one.share, repr(rows.counts(_name(one))))):
             self._select(alike, rows, share, gain)
         if self.ranks > 1:
             gather(seen, self.runtime, self.wire)
@@ -122,36 +122,41 @@ class Renewal:
             if samples <= 0 or most == 0:
                 continue
             # A worker that goes by its own rows alone takes as many as if all ranks had so many samples.
-            spread = 1 if self.ranks == self.runtime.ranks else self.runtime.ranks
-            count = stack.curvature.share(samples * spread, most, self.runtime.ranks)
+            origin = rows.origin
+            count = stack.curvature.share(samples * (1 if origin.together else origin.ranks), most, origin.ranks)
             nothing = torch.empty(0, device="cpu")
             empty = kernel.Selection(nothing, nothing, None, nothing)
             seen.append(Seen(stack, member, samples, count, empty, nothing, nothing, []))
         return seen
 
     def _select(self, alike: list[Seen], rows: Collected, share: float, gain: float | Tensor) -> None:
-        """Select rows of this rank, of layers of a stack with equally many."""
-        stack, started = alike[0].stack, perf_counter()
+        """Select rows of this rank, or of each whose step this process does; of layers of a stack with equally many."""
+        stack, started, counts = alike[0].stack, perf_counter(), rows.counts(_name(alike[0]))
         # Drawn labels know nothing of the loss, its scale and its mean.
         factor = 1.0 if stack.curvature.likelihood is not None else gain * share
         taken = [rows.take(_name(one), factor) if rows.count(_name(one)) else _none(one) for one in alike]
         A, G = (torch.cat(each) for each in zip(*taken, strict=True))
         finite = A.flatten(1).sum(1).isfinite() & G.flatten(1).sum(1).isfinite()
-        starts = torch.cat([self._drawn(one) for one in alike]).to(stack.device)
         options = {"samples": alike[0].samples, "damping": self.damping * stack.factor}
-        with full_products(stack.device):
-            chosen = stack.curvature.select(A, G, alike[0].share, self.epochs, **options, starts=starts)
+        found, start = [], 0
+        for rank, count in counts.items():
+            a, g = A[:, start : start + count], G[:, start : start + count]
+            starts = torch.cat([self._drawn(one, rank) for one in alike]).to(stack.device)
+            with full_products(stack.device):
+                found.append(stack.curvature.select(a, g, alike[0].share, self.epochs, **options, starts=starts))
+            start += count
+        chosen = _joined(found)
         start = 0
         for one in alike:
             own = slice(start, start + one.blocks)
-            Y = None if chosen.Y is None else chosen.Y[own][:, None]
+            Y = None if chosen.Y is None else chosen.Y[own]
             one.chosen = kernel.Selection(chosen.A[own], chosen.G[own], Y, chosen.fine[own])
             one.finite, start = finite[own], own.stop
         stack.charge([one.member for one in alike], perf_counter() - started)
 
-    def _drawn(self, one: Seen) -> Tensor:
+    def _drawn(self, one: Seen, rank: int) -> Tensor:
         """Return a random number for each block, a function of seed, rank, step and layer."""
-        name = repr(("rows", self.seed, self.runtime.rank, self.step, one.member.layer.key))
+        name = repr(("rows", self.seed, rank, self.step, one.member.layer.key))
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
         return torch.rand(one.blocks, dtype=torch.float64, device="cpu", generator=generator)
@@ -200,6 +205,14 @@ class Renewal:
         usable = one.finite.tolist()
         made = [fine or not finite for fine, finite in zip(one.fine, usable, strict=True)]
         self.watch.saw_decompositions(one.stack, "M", one.member.start, made)
+
+
+def _joined(found: Sequence[kernel.Selection]) -> kernel.Selection:
+    """Return the selections of some ranks as one, with Y ``[n, ranks, r, r]``."""
+    links = [one.Y for one in found if one.Y is not None]
+    A, G = (torch.cat([getattr(one, side) for one in found], 1) for side in ("A", "G"))
+    Y = torch.stack(links, 1) if links else None
+    return kernel.Selection(A, G, Y, torch.stack([one.fine for one in found]).all(0))
 
 
 def _write(fresh: Kept, name: str, one: Seen, values: Tensor, rows: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from natgrad.placement import Placement, Runtime
 from natgrad.progress import Progress
 from natgrad.refresh import Refresh
 from natgrad.renewal import Agenda, Background
+from natgrad.rows import Epochs
 from natgrad.second_pass import SecondPass
 from natgrad.structure import Structure
 
@@ -45,6 +47,7 @@ def as_new(original: Preconditioner) -> Iterator[None]:
             original,
             _agenda=Agenda(original._refresh),
             _progress=Progress(step=original._progress.step),
+            _epochs=copy.deepcopy(original._epochs),
             _watch=Watch(Guard(limit=None)),
             _background=Background(),
             _inspection=Inspection(silent=True),
@@ -59,8 +62,14 @@ def as_new(original: Preconditioner) -> Iterator[None]:
         yield
 
 
-def twin(original: Preconditioner, model: nn.Module) -> Preconditioner:
-    """Return a new preconditioner with the settings of another, for a plain copy of its model."""
+def twin(original: Preconditioner, model: nn.Module, epochs: Epochs) -> Preconditioner:
+    """Return a new preconditioner with the settings of another, for a plain copy of its model.
+
+    Args:
+        original: The other.
+        model: The copy.
+        epochs: What the other went by when it chose rows.
+    """
     copies = zip(original._root.parameters(), model.parameters(), strict=True)
     clip = original._clip.twin({id(parameter): copy for parameter, copy in copies})
     with warnings.catch_warnings():
@@ -77,6 +86,7 @@ def twin(original: Preconditioner, model: nn.Module) -> Preconditioner:
             guard=Guard(limit=None),
         )
     alone._runtime, alone._inspection, alone._second = Runtime(None), Inspection(silent=True), SecondPass(off=True)
+    alone._seed, alone._epochs, alone._progress = original._seed, epochs, Progress(step=original._progress.step)
     alone._structure = Structure(
         model,
         alone._curvature,
@@ -87,4 +97,5 @@ def twin(original: Preconditioner, model: nn.Module) -> Preconditioner:
         factor=original._damping.factor,
     )
     alone._begin()
+    alone._capture.rows.origin = original._capture.rows.origin
     return alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +30,6 @@ def verify(
     """Do what `natgrad.Preconditioner.verify` describes."""
     require(callable(loss_fn), "loss_fn", loss_fn, "a function of the model and the batch")
     _check_batch(batch)
-    chosen = [stack.curvature for stack in preconditioner._stacks if not stack.curvature.exact]
-    allowed = "SNGD and sums: of the rows that each rank selects for itself one process has others"
-    require(not chosen, "curvature", next(iter(chosen), None), allowed)
     fine = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
     require(fine, "dtype", dtype, "None or a floating dtype")
     pending = preconditioner.saw_backward
@@ -45,10 +43,12 @@ def verify(
         with as_new(preconditioner), _restored(root):
             placed, scores = _step_together(preconditioner, model, batch, loss_fn)
             batches, drawn = _gather(batch, runtime), _gather(scores, runtime)
-            plain = plain_copy(root, dtype)
-        owned, alone = _owned(preconditioner), twin(preconditioner, plain)
-        if owned:
-            expected = _step_by_owners(alone, plain, batches, drawn, loss_fn, dtype, owned, preconditioner._reduces)
+            plain, epochs = plain_copy(root, dtype), preconditioner._epochs
+        owned, alone = _owned(preconditioner), twin(preconditioner, plain, replace(epochs, before=[]))
+        if owned or (preconditioner._reduces and preconditioner._keeps_rows):  # each rank selects of its own rows
+            every = {member.layer.name for stack in preconditioner._stacks for member in stack.members}
+            shown = owned or [every] * runtime.ranks
+            expected = _step_by_owners(alone, plain, batches, drawn, loss_fn, dtype, shown, preconditioner._reduces)
         else:
             if preconditioner._reduces:  # weighted by samples, as one batch is; wrappers average what each rank has
                 batches, drawn = [_join(batches)], [[torch.cat(parts) for parts in zip(*drawn, strict=True)]]
@@ -84,7 +84,8 @@ def _step_alone(
     dtype: torch.dtype | None,
 ) -> Outcome:
     """Accumulate over the batches of all ranks in this process, with what was sampled for each."""
-    for batch, scores in zip(batches, drawn, strict=True):
+    for rank, (batch, scores) in enumerate(zip(batches, drawn, strict=True)):
+        _begin_rank(alone, rank)
         _replay(alone, plain, batch, scores, loss_fn, dtype, 1 / len(batches))
     alone.step()
     return _outcome(alone, plain)
@@ -108,7 +109,7 @@ def _step_by_owners(
     owned: list[set[str]],
     weighted: bool,
 ) -> Outcome:
-    """Accumulate over the batches of all ranks, of which each shows some layers only.
+    """Accumulate over the batches of all ranks, of which each shows some layers only, or all of them one by one.
 
     Where natgrad reduces the gradients they are `weighted` by samples.
     """
@@ -116,7 +117,8 @@ def _step_by_owners(
     totals = {name: torch.zeros_like(p) for name, p in plain.named_parameters() if weighted}
     samples = 0
     with aside(alone._capture, _counting=True):  # the passes of ranks that own nothing are counted too
-        for batch, scores, own in zip(batches, drawn, owned, strict=True):
+        for rank, (batch, scores, own) in enumerate(zip(batches, drawn, owned, strict=True)):
+            _begin_rank(alone, rank)
             with aside(alone._capture, _captured=own):
                 _replay(alone, plain, batch, scores, loss_fn, dtype, 1 / ranks)
             size, samples = alone._capture.samples - samples, alone._capture.samples
@@ -132,6 +134,13 @@ def _step_by_owners(
         if weighted and summed and parameter.grad is not None:
             parameter.grad.mul_(ranks)  # the sum is not divided by the number of passes
     return _outcome(alone, plain)
+
+
+def _begin_rank(alone: Preconditioner, rank: int) -> None:
+    """Take the rows to come for those of a rank."""
+    alone._capture.finish()
+    rows = alone._capture.rows
+    rows.origin = replace(rows.origin, rank=rank)
 
 
 def _replay(
