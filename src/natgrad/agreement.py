@@ -63,10 +63,17 @@ def _settings(stacks: Sequence[Stack], progress: Progress, options: dict[str, ob
 
 
 def _options_of(curvatures: Iterable[Curvature]) -> dict[str, str]:
-    """Return the options of some curvatures: what they hold of plain values, of those of one type together."""
+    """Return the options of some curvatures, and of those that they wrap: of those of one type together."""
     found: dict[str, set[str]] = {}
-    for curvature in curvatures:
+    waiting, known = list(curvatures), set[int]()
+    while waiting:
+        curvature = waiting.pop()
+        if id(curvature) in known:
+            continue
+        known.add(id(curvature))
         for name, value in vars(curvature).items():
-            if value is None or isinstance(value, (bool, int, float, str)) or is_dataclass(value):
+            if isinstance(value, Curvature):
+                waiting.append(value)
+            elif value is None or isinstance(value, (bool, int, float, str)) or is_dataclass(value):
                 found.setdefault(f"{type(curvature).__name__}.{name.lstrip('_')}", set()).add(repr(value))
     return {name: " or ".join(sorted(values)) for name, values in found.items()}

@@ -37,6 +37,17 @@ class Attending(nn.Module):
         return self.attention(x, x, x)[0]
 
 
+class LookingUp(nn.Module):
+    """An embedding of seven entries, the first of which has no gradient when `padded`."""
+
+    def __init__(self, *, padded):
+        super().__init__()
+        self.table = nn.Embedding(7, 4, padding_idx=0 if padded else None)
+
+    def forward(self, x):
+        return self.table((x.view(len(x), 12, 6) > 0).sum(-1))
+
+
 KINDS = {
     "linear": Reshaped(nn.Linear(72, 4), (72,)),
     "linear, positions": Reshaped(nn.Linear(6, 4), (3, 4, 6)),
@@ -52,11 +63,17 @@ KINDS = {
     "transposed groups": Reshaped(nn.ConvTranspose1d(6, 4, 2, groups=2, bias=False), (6, 12)),
     "attention": Attending(batch_first=True),
     "attention, sequences first": Attending(batch_first=False),
+    "embedding": LookingUp(padded=False),
+    "embedding with padding": LookingUp(padded=True),
 }
+SIDES = [{}, {"max_factor_size": 3, "wide": "blocks"}, {"max_factor_size": 2}]
 
 
-@pytest.mark.parametrize("sides", [{}, {"max_factor_size": 3, "wide": "blocks"}, {"max_factor_size": 2}])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [(name, sides) for name in KINDS for sides in SIDES]
+    + [(name, {"sides": "a"}) for name in KINDS if not name.startswith("embedding")],
+)
 def test_inputs_show_the_same_in_the_forward_pass(name, sides, monkeypatch):
     """Of the output nothing is looked at but its shape."""
     monkeypatch.setattr(early, "outline", lambda output: output.new_full((), torch.nan).expand(output.shape))
@@ -73,16 +90,16 @@ def test_inputs_show_the_same_in_the_forward_pass(name, sides, monkeypatch):
         whole = torch.full((member.stop - member.start, *spec.shape), torch.nan, dtype=torch.float64)
         observe({spec.name: whole})
         assert layer not in found
-        found[layer] = pack(whole, spec)
+        found[layer] = spec.name, pack(whole, spec)
 
     monkeypatch.setattr(sums, "foresees", lambda layer: bool(members[layer][0].curvature.early))
     monkeypatch.setattr(sums, "foresee", foresee)
     x = torch.randn(5, 72, dtype=torch.float64)
     model(x).pow(2).sum().backward()
     assert found.keys() == members.keys()
-    for layer, early_sums in found.items():
+    for layer, (statistic, early_sums) in found.items():
         assert torch.isfinite(early_sums).all(), layer
-        torch.testing.assert_close(early_sums, sums.of(layer)["A"], rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(early_sums, sums.of(layer)[statistic], rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize(

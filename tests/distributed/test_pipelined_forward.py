@@ -143,6 +143,7 @@ OPTIONS = {
     "inverse": {"curvature": natgrad.KFAC(form="inverse")},
     "blocks": {"curvature": natgrad.KFAC(max_factor_size=4, wide="blocks")},
     "diagonal": {"curvature": natgrad.KFAC(max_factor_size=5, wide="diagonal")},
+    "inputs alone": {"curvature": natgrad.KFAC(form="inverse", sides="a")},  # of which nothing but counters is left
     "sampled labels": {"curvature": natgrad.KFAC(fisher="sampled", likelihood="categorical")},
     "refreshed seldom": {"refresh": natgrad.Refresh(factors=2, inverses=4), "steps": 9},
 }

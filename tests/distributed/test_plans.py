@@ -85,16 +85,21 @@ OTHERS = {
     "KBFGS.gradient_decay": (natgrad.KBFGS(), natgrad.KBFGS(gradient_decay=0.5)),
     "KBFGS.pair_decay": (natgrad.KBFGS(), natgrad.KBFGS(pair_decay=0.5)),
     "KFAC.warm": (natgrad.KFAC(form="iterative"), natgrad.KFAC(form="iterative", tolerance=0.5)),
+    "KFAC.warm of A alone": tuple(natgrad.KFAC(form="iterative", sides="a", iterations=own) for own in (2, 3)),
+    "KFAC.pi of an embedding": tuple(natgrad.KFAC(form="inverse", wide="blocks", pi=own) for own in (True, False)),
 }
-"""Curvatures of two ranks, by what an error calls the difference."""
+"""Curvatures of two ranks, by what an error calls the difference, of a linear layer or of another kind."""
 
 
 def take_other_curvatures(name):
-    model = nn.Linear(3, 2)
+    name, _, kind = name.partition(" of ")
+    table = kind == "an embedding"
+    model = nn.Embedding(4, 2) if table else nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    curvature = OTHERS[name][place()[0]]
-    preconditioner = natgrad.Preconditioner(model, curvature, optimizer=optimizer, gradients="reduce")
-    x = torch.randn(4, 3)
+    curvature = OTHERS[f"{name} of {kind}" if kind else name][place()[0]]
+    covered = {"*": curvature} if table else curvature
+    preconditioner = natgrad.Preconditioner(model, covered, optimizer=optimizer, gradients="reduce")
+    x = torch.arange(4) if table else torch.randn(4, 3)
     model(x).square().mean().backward()
     with pytest.raises(natgrad.NatgradError, match=f"the ranks differ in {name}"):
         preconditioner.step(lambda: model(x).square().mean())

@@ -21,7 +21,7 @@ class InputKFAC(Curvature):
 
     def __init__(self, factors: KFAC) -> None:
         """Wrap the K-FAC whose form and side A it takes; that has no π."""
-        self._factors, self.pools = factors, factors.pools
+        self._factors, self.pools, self.early = factors, factors.pools, factors.early
         self.multiplies = tuple(name for name in factors.multiplies or () if name == "A")
 
     def __repr__(self) -> str:
@@ -52,7 +52,12 @@ class InputKFAC(Curvature):
         held: Mapping[str, Tensor] | None = None,
     ) -> None:
         """See `Curvature.observe`."""
-        self._factors.A.add_(sums["A"], inputs, scale=1.0, overwrite=first)
+        if "A" in sums:
+            self._factors.A.add_(sums["A"], inputs, scale=1.0, overwrite=first)
+
+    def observe_inputs(self, sums: Mapping[str, Tensor], inputs: Rows) -> None:
+        """See `Curvature.observe_inputs`: A."""
+        self._factors.observe_inputs(sums, inputs)
 
     def renew(
         self,

@@ -51,6 +51,8 @@ class TableKFAC(Curvature):
         """
         self._factors, self._heads = factors, heads
         self.likelihood, self.pools = factors.likelihood, factors.pools
+        # With heads the inputs of some uses show D, and those of others A.
+        self.early = () if heads or factors.pools else ("D",)
         self.multiplies = tuple(spec.name for spec in self.statistics(1, 1)) if factors.multiplies else ()
         self.diagonals = ("D", "E", *(("t",) if self.pools else ()), *(("G", "A", "T") if heads else ()))
 
@@ -112,8 +114,13 @@ class TableKFAC(Curvature):
         if self.pools:
             inputs = _normalised(inputs)
             sums["t"].add_(rows)
-        Diagonal().add_(sums["D"], inputs, scale=1.0, overwrite=False)
+        if "D" in sums:
+            Diagonal().add_(sums["D"], inputs, scale=1.0, overwrite=False)
         features.add_(sums["E"], gradients, scale=scale * scale, overwrite=False)
+
+    def observe_inputs(self, sums: Mapping[str, Tensor], inputs: Rows) -> None:
+        """See `Curvature.observe_inputs`: D."""
+        Diagonal().add_(sums["D"], inputs, scale=1.0, overwrite=True)
 
     def renew(
         self,
