@@ -79,7 +79,7 @@ def measure(setting: Setting) -> list[Row]:
                 averaging="daso",
                 averaging_options=options | {"warmup_epochs": 0, "cooldown_epochs": 0, "patience": 10**9},
             )
-            last = run(job).points[-1]
+            last = run(job)[0].points[-1]
             points.append(last)
             if dist.get_rank() == 0:
                 print(f"B {between}, S {wait}, seed {seed}: {last.loss:.4f}, {last.metric:.4f}", flush=True)

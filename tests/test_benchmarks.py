@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import natgrad
-from benchmarks import curvature, curvature_limit, large_batch
+from benchmarks import curvature, curvature_limit, daso, daso_training, large_batch
 from benchmarks.common import interleave
 from benchmarks.limit import Limit
 from benchmarks.models import Workload
@@ -235,3 +235,47 @@ def test_a_search_takes_the_fastest_rate_and_ends_runs_that_cannot_be_it(monkeyp
 def test_first_order_rates_rise_and_fall():
     rates = [large_batch.rise_and_fall(done) for done in (0.05, 0.1, 0.55, 1.0)]
     assert rates == pytest.approx([0.5, 1.0, 0.25, 0.0])
+
+
+def test_daso_steps_are_compared_with_ddp_round_by_round():
+    seconds = {daso.ALONE: [1.0, 2.0], daso.DDP: [8.0, 6.0], "DASO(4, 1)": [2.0, 3.0]}
+    times = {
+        f"{name}/step/{what}": np.array(own) for name, own in seconds.items() for what in ("seconds", "cpu", "wire")
+    }
+    found = {row.name: row for row in daso.rows(times, timed=True, wanted=True)}
+    own = found["DASO(4, 1)"]
+    assert (own.seconds, own.faster, own.exposed) == (2.5, 3.0, 1.0)
+    assert own.wanted == daso.WANTED["DASO(4, 1)"]
+    assert found[daso.DDP].wanted is None
+    untimed = daso.rows(times, timed=False, wanted=True)
+    assert all(row.seconds is None and row.faster is None and row.wanted is None for row in untimed)
+
+
+def test_daso_laps_are_whole_cycles():
+    assert daso.LAP % 8 == daso.LAP % 4 == 0
+    assert sum(each.numel() for each in daso.perceptron().parameters()) == 5_402_880
+
+
+def test_daso_training_reaches_what_a_mean_of_losses_says():
+    window = daso_training.WINDOW
+    last = daso_training.Point(
+        epoch=1,
+        step=2 * window,
+        seconds=2.0 * window,
+        loss=1.0,
+        metric=0.5,
+        learning_rate=0.1,
+        samples_per_second=1.0,
+        share=0.0,
+        peak_bytes=1,
+    )
+    seconds = [float(step + 1) for step in range(2 * window)]
+    slow = daso_training.Run(last=last, seconds=seconds, losses=[3.0] * window + [1.0] * window)
+    fast = daso_training.Run(last=last, seconds=seconds, losses=[1.0] * window + [0.5] * window)
+    assert slow.smooth[0] == 3.0
+    assert slow.smooth[-1] == 1.0
+    assert slow.reaches(2.0) == window + window // 2 - 1
+    assert slow.reaches(0.9) is None
+    rows = {row.name: row for row in daso_training.rows({daso_training.DDP: [slow], "fast": [fast]})}
+    assert (rows["fast"].steps, rows["fast"].faster, rows["fast"].reached) == (window, 2.0, 1)
+    assert (rows[daso_training.DDP].steps, rows[daso_training.DDP].faster) == (2 * window, 1.0)
