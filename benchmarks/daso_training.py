@@ -4,8 +4,9 @@
 
 The ranks are two nodes of `two_nodes.sh` with one rank each (Linux, root). Every contender has the task's tuned
 settings, of SGD or of natgrad, and the same seeds, batches, length and schedule; averaging changes none of them.
-The autoencoder has batches of 128 in place of 512, and 60 epochs: an epoch of three steps would be shorter than a cycle.
-Its learning rates are the best of three (0.1, 0.3, 1) for either, on another seed, by the final loss.
+The autoencoder has batches of 128 in place of 512, and 60 epochs, for an epoch of three steps is shorter than a cycle;
+SGD's learning rate there is the best of three (0.1, 0.3, 1), natgrad's settings the best of three that begin with the
+tuned ones (learning rate 1 or 0.3, KL clip 3e-4 or 1e-3), on another seed, by the final loss.
 Contenders take turns, seed by seed, in processes that stay. The target of a seed is what plain DDP's SGD ends with: the
 mean training loss of its last 32 steps, which the others reach where the mean of 32 steps is no greater. Evaluations do
 not count in the seconds.

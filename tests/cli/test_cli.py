@@ -71,6 +71,7 @@ def test_a_run_leaves_what_resuming_needs(tmp_path):
         (("train", "tabular", *DASO, "--wire", "float8"), "--wire='float8'"),
         (("train", "tabular", *DASO, "--merge", "delta", "--averaging-option", "merge=delta"), "given once"),
         (("train", "tabular", *DASO, "--averaging-option", "fragments=2"), "--averaging-option='fragments'"),
+        (("train", "tabular", *DASO, "--averaging-option", "average_factors=True"), "average_factors=True"),
         (("train", "tabular", *DASO, "--optimizer", "lbfgs"), "--averaging='daso'"),
         (("train", "--resume", "nowhere"), "--resume='nowhere'"),
         (("train", "--resume", "nowhere", "--lr", "3"), "--lr=3"),

@@ -67,9 +67,14 @@ def test_points_tell_of_dasos_cycle(ranks):
 
 def test_curvature_is_that_of_the_node(ranks):
     job = Job(**{**SGD, **KFAC}, averaging="daso", epochs=2, workers=4)
-    everyone = ranks.run(4, run, job)
-    assert [own for _, _, own in everyone] == [2] * 4
-    assert all(torch.equal(own, everyone[0][0]) for own, _, _ in everyone)
+    averaged = replace(job, averaging_options={"average_factors": True})
+    alone, together = ranks.run(4, run, job), ranks.run(4, run, averaged)
+    for everyone in (alone, together):
+        assert [own for _, _, own in everyone] == [2] * 4
+        assert all(torch.equal(own, everyone[0][0]) for own, _, _ in everyone)
+    assert not torch.equal(alone[0][0], together[0][0])
+    sent = [everyone[0][1][-1].averaging["bytes/between"] for everyone in (alone, together)]
+    assert sent[1] > sent[0]
 
 
 def stopped(job, folder, at):
@@ -95,6 +100,7 @@ def save(folder, own):
     [
         ("daso", {"batches_between": 4, "batches_to_wait": 3, "merge": "delta"}, 4),  # a message is under way
         ("daso", {"batches_between": 4, "batches_to_wait": 3, "duty": "sharded", "warmup_epochs": 0.5}, 4),
+        ("daso", {"batches_between": 4, "batches_to_wait": 3, "average_factors": True}, 4),
         ("streaming-diloco", {"batches_between": 4, "batches_to_wait": 3}, 8),
         ("hierarchical", {"periods": [[2, 2], [3, 4]]}, 4),
     ],

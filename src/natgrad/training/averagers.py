@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from natgrad import Preconditioner
 from natgrad.averaging import DASO, Averager, Classic, DiLoCo, HierarchicalSGD, PostLocalSGD, StreamingDiLoCo
 from natgrad.errors import require
 
@@ -25,6 +26,8 @@ _CLASSES: dict[str, Callable[..., Averager]] = {
 
 # What the run decides.
 _APART = ("model", "optimizer", "mesh", "nodes", "epochs", "steps_per_epoch", "preconditioner", "scaler")
+# Whether the averager is told of the curvature, whose factors nodes then average too.
+_FACTORS = "average_factors"
 _WIRES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -35,7 +38,9 @@ def names() -> list[str]:
 
 def options_of(name: str) -> list[str]:
     """Return the options that one takes."""
-    return [option for option in inspect.signature(_CLASSES[name]).parameters if option not in _APART]
+    parameters = inspect.signature(_CLASSES[name]).parameters
+    own = [_FACTORS] if "preconditioner" in parameters else []
+    return [option for option in parameters if option not in _APART] + own
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
@@ -65,6 +70,7 @@ def build(
     model: nn.Module,
     optimizer: Optimizer,
     mesh: DeviceMesh | None,
+    preconditioner: Preconditioner | None,
     epochs: float,
     steps_per_epoch: int,
 ) -> Averager:
@@ -76,6 +82,7 @@ def build(
         model: As `natgrad.averaging.Averager` takes it.
         optimizer: Of the model's parameters.
         mesh: Of dimensions ("node", "local"); None: this process alone.
+        preconditioner: What is before the optimizer, if anything is.
         epochs: Of the whole run.
         steps_per_epoch: Of the run.
 
@@ -86,6 +93,11 @@ def build(
     given = dict(options)
     if "wire" in given:
         given["wire"] = _WIRES[given["wire"]]
+    averages = given.pop(_FACTORS, False)
+    require(isinstance(averages, bool), _FACTORS, averages, "True or False")
+    if averages:
+        require(preconditioner is not None, _FACTORS, averages, "given with curvature")
+        given["preconditioner"] = preconditioner
     if "steps_per_epoch" in inspect.signature(_CLASSES[name]).parameters:
         given |= {"epochs": epochs, "steps_per_epoch": steps_per_epoch}
     return _CLASSES[name](model, optimizer, mesh=mesh, **given)

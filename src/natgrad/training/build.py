@@ -60,7 +60,12 @@ def build_preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Opti
 
 
 def build_averager(
-    job: Job, model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None, steps_per_epoch: int
+    job: Job,
+    model: nn.Module,
+    optimizer: Optimizer,
+    preconditioner: Preconditioner | None,
+    mesh: DeviceMesh | None,
+    steps_per_epoch: int,
 ) -> Averager | None:
     """Return what the job puts in the place of the optimizer's step, or None for gradients averaged over all ranks.
 
@@ -75,6 +80,7 @@ def build_averager(
         model=model,
         optimizer=optimizer,
         mesh=mesh,
+        preconditioner=preconditioner,
         epochs=job.total_steps / steps_per_epoch,
         steps_per_epoch=steps_per_epoch,
     )
@@ -95,10 +101,10 @@ def rehearse(job: Job) -> None:
     check_devices(job.device, job.workers)
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     optimizer = build_optimizer(job, model)
-    build_preconditioner(job, job.build_task(), model, optimizer)
+    preconditioner = build_preconditioner(job, job.build_task(), model, optimizer)
     # Levels of ranks cannot be checked where there is one.
     options = {name: value for name, value in job.averaging_options.items() if name != "periods"}
-    build_averager(replace(job, averaging_options=options), model, optimizer, None, 1)
+    build_averager(replace(job, averaging_options=options), model, optimizer, preconditioner, None, 1)
 
 
 def seconds_spent(preconditioner: Preconditioner) -> float:

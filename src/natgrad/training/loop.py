@@ -110,7 +110,9 @@ class Training:
         self.scheduler = build_scheduler(job, self.optimizer)
         self.preconditioner = build_preconditioner(job, self.task, self._replica, self.optimizer)
         self._additions = additions(job, self.model, world.rank)
-        self.averager = build_averager(job, self._replica, self.optimizer, mesh, len(self._batches))
+        self.averager = build_averager(
+            job, self._replica, self.optimizer, self.preconditioner, mesh, len(self._batches)
+        )
         # From here on the ranks' noise, such as dropout, differs.
         torch.manual_seed((job.seed << 16) + world.rank)
 
