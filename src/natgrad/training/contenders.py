@@ -26,8 +26,8 @@ class Contender:
     ranges: Mapping[str, tuple[float, float]]
 
 
-def _natural(name: str, curvature: str, **settings: Any) -> Contender:
-    """Return SGD with a curvature before it: a start, and ranges, that are the same for all but what `settings` say."""
+def _natural(name: str, curvature: str, *, damping: tuple[float, float] = (1e-3, 1e-1), **settings: Any) -> Contender:
+    """Return SGD with a curvature before it: a start, and ranges, that are the same for all but what is given."""
     start = {
         "optimizer": "sgd",
         "options": {"momentum": 0.9},
@@ -38,9 +38,7 @@ def _natural(name: str, curvature: str, **settings: Any) -> Contender:
         "kl_clip": 1e-3,
         "learning_rate": 0.3,
     }
-    return Contender(
-        name=name, settings=start | settings, ranges={"learning_rate": (1e-2, 1.0), "damping": (1e-3, 1e-1)}
-    )
+    return Contender(name=name, settings=start | settings, ranges={"learning_rate": (1e-2, 1.0), "damping": damping})
 
 
 # Learning rates are searched over three decades; natgrad's over two, and its damping over two more.
@@ -69,8 +67,9 @@ _KNOWN = {
         _natural("foof", "kfac", form="inverse", fisher="empirical", curvature_options={"sides": "a"}),
         _natural("rank-one", "rank-one", factors=1, inverses=1),
         _natural("kbfgs", "kbfgs", fisher="sampled", factors=1, inverses=1, options={"momentum": 0.0}),
-        _natural("sngd", "sngd", fisher="empirical", inverses=5),
-        _natural("hylo", "hylo", fisher="empirical", inverses=5),
+        # The Fisher of one batch, of low rank: what it does not show is left to the damping alone.
+        _natural("sngd", "sngd", fisher="empirical", inverses=5, kl_clip=1e-2, damping=(1e-2, 1.0)),
+        _natural("hylo", "hylo", fisher="empirical", inverses=5, kl_clip=1e-2, damping=(1e-2, 1.0)),
     )
 }
 
