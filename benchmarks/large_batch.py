@@ -1,6 +1,6 @@
 """Epochs to an accuracy as the batch grows, of SGD, LARS, LAMB and the large-batch recipe.
 
-    python -m benchmarks.large_batch [--seeds 1] [--batches 128,1024,8192] [--methods sgd,lars,lamb,natgrad]
+    python -m benchmarks.large_batch [--seeds 1] [--batches 128,1024,8192] [--methods sgd,lars,lamb,natgrad,natgrad-raw]
 
 A small convolutional network learns the digits of the task "glyphs" at 16x16 pixels; the fonts of the test set are
 unseen. At each batch size every method is given the same number of epochs, over which its learning rate rises and falls
@@ -37,12 +37,13 @@ from natgrad.tasks import glyphs
 
 CLASSES, TRAIN, TEST = 10, 16384, 4096
 TARGET = 0.85
-LENGTHS = {128: 5, 1024: 8, 8192: 24}  # epochs that a method has
+LENGTHS = {64: 5, 128: 5, 256: 6, 512: 7, 1024: 8, 8192: 24}  # epochs that a method has
 LOOKS = 4  # evaluations an epoch
 FACTORS = (1.0, 0.25, 0.0625, 0.5)  # what a search multiplies a method's usual learning rate by
 HOPELESS = 0.25  # accuracy below which a run is given up after a third of its length
 WARM_UP, POWER = 0.1, 2.0  # of first-order methods: share of the length, power of the decay (You et al. 2017)
 SEARCH_SEED = 0
+OWN = ("natgrad", "natgrad-raw")  # the recipe, and the recipe on raw samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +88,11 @@ class Training:
 
 
 class Recipe(Training):
-    """The large-batch recipe, in full."""
+    """The large-batch recipe, in full, or without mixup and erasing, which the other methods do without too."""
 
-    def __init__(self, model: nn.Module, batch: int, rate: float, seed: int) -> None:
+    def __init__(self, model: nn.Module, batch: int, rate: float, seed: int, *, augments: bool) -> None:
         """All parts, at another learning rate."""
-        row = recipe(batch)
+        row, self.augments = recipe(batch), augments
         self.optimizer = row.build_optimizer(model)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -102,6 +103,8 @@ class Recipe(Training):
 
     def augment(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Mix and erase."""
+        if not self.augments:
+            return inputs, labels
         mixed, shares = self.mixup(inputs, labels)
         return self.erasing(mixed), shares
 
@@ -126,17 +129,20 @@ def recipe(batch: int) -> recipes.LargeBatch:
 
 
 def usual_rate(method: str, batch: int) -> float:
-    """Where a search begins: the linear rule for SGD, the square root for LARS and LAMB, the recipe's own."""
+    """Where a search begins: the linear rule for SGD, the square root for LARS and LAMB, the recipe's own.
+
+    Raw samples bear more than the mixed ones that the recipe's own rate is for.
+    """
     times = batch / 128
-    if method == "natgrad":
-        return recipe(batch).learning_rate
+    if method in OWN:
+        return recipe(batch).learning_rate * (4.0 if method == "natgrad-raw" else 1.0)
     return {"sgd": 0.1 * times, "lars": 8.0 * times**0.5, "lamb": 0.01 * times**0.5}[method]
 
 
 def build(method: str, model: nn.Module, batch: int, rate: float, seed: int) -> Training:
     """Return a method that trains `model`."""
-    if method == "natgrad":
-        return Recipe(model, batch, rate, seed)
+    if method in OWN:
+        return Recipe(model, batch, rate, seed, augments=method == "natgrad")
     steps = LENGTHS[batch] * math.ceil(TRAIN / batch)
     if method == "sgd":
         return Training(torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4), steps)
@@ -233,7 +239,7 @@ def search(method: str, batch: int, tell: Callable[[Run], None]) -> float:
 def main(
     seeds: Annotated[int, typer.Option(help="Runs with the best learning rate.")] = 1,
     batches: Annotated[str, typer.Option(help="Batch sizes.")] = "128,1024,8192",
-    methods: Annotated[str, typer.Option(help="Methods.")] = "sgd,lars,lamb,natgrad",
+    methods: Annotated[str, typer.Option(help="Methods.")] = "sgd,lars,lamb,natgrad,natgrad-raw",
     name: Annotated[str, typer.Option(help="Of the result.")] = "large_batch",
 ) -> None:
     """Search, run, and write the result."""
