@@ -57,11 +57,17 @@ _HOMES = {
     "Schedule": "natgrad.schedule",
     "TrustRegion": "natgrad.damping",
     "UnitWise": "natgrad.curvature",
+    "averaging": "natgrad",
     "damping": "natgrad",
+    "recipes": "natgrad",
+    "refresh": "natgrad",
 }
 
 if TYPE_CHECKING:
+    from natgrad import averaging as averaging
     from natgrad import damping as damping
+    from natgrad import recipes as recipes
+    from natgrad import refresh as refresh
     from natgrad.averaging import DASO as DASO
     from natgrad.averaging import DiLoCo as DiLoCo
     from natgrad.averaging import HierarchicalSGD as HierarchicalSGD
