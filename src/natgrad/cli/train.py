@@ -84,10 +84,12 @@ def train(
     inverses: Annotated[int, typer.Option(help="Steps between decompositions.", rich_help_panel=_CURVATURE)] = 10,
     refresh: Annotated[
         str,
-        typer.Option(help="fixed, or what decides layer by layer: trace, drift, basis.", rich_help_panel=_CURVATURE),
+        typer.Option(
+            help="fixed, or a rule, with its bounds: trace, drift or basis, as drift:0.1.", rich_help_panel=_CURVATURE
+        ),
     ] = "fixed",
     share: Annotated[
-        float | None, typer.Option(help="Of the time, at most; left out: any.", rich_help_panel=_CURVATURE)
+        float | None, typer.Option(help="Of the time, at most, as 0.1; left out: any.", rich_help_panel=_CURVATURE)
     ] = None,
     damping: Annotated[
         str, typer.Option(help="Added to the curvature, a number; auto: by its size.", rich_help_panel=_CURVATURE)

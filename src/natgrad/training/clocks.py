@@ -36,8 +36,10 @@ def build(refresh: str, *, factors: int, inverses: int, share: float | None = No
         names = [field.name for field in fields(rule)]
         require(len(bounds) <= len(names), "refresh", refresh, ALLOWED)
         try:
-            options = {bound: float(value) for bound, value in zip(names, bounds, strict=False)}
+            decides = rule(**{bound: float(value) for bound, value in zip(names, bounds, strict=False)})
+        except ArgumentError as error:
+            raise ArgumentError("refresh", refresh, f"{ALLOWED}, where {error.name} is {error.allowed}") from None
         except ValueError:
             raise ArgumentError("refresh", refresh, ALLOWED) from None
-        clock = Adaptive(rule(**options), factors=factors, inverses=inverses)
+        clock = Adaptive(decides, factors=factors, inverses=inverses)
     return clock if share is None else Capped(refresh=clock, share=share)
