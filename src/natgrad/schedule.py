@@ -35,9 +35,9 @@ def check_schedule(name: str, schedule: object, allowed: str, *, minimum: float,
     """Check a schedule as far as one can before a step: a number is checked now, a callable when it is read.
 
     Raises:
-        ValueError: if it is neither callable nor a permitted number.
+        ValueError: if it is neither callable nor a permitted number, or a class in place of what it makes.
     """
-    if not callable(schedule):
+    if not callable(schedule) or isinstance(schedule, type):
         check_number(name, schedule, f"{allowed}, or a callable of the step", minimum=minimum, strict=strict)
 
 
