@@ -42,11 +42,20 @@ def grow(model):
     model[2].in_features *= 2
 
 
+def grow_in_place(model):
+    for layer in (model[0], model[2]):
+        layer.weight.data = torch.cat([layer.weight.data] * 2, 0 if layer is model[0] else 1)
+
+
+def shrink_in_place(model):
+    model[0].weight.data, model[2].weight.data = model[0].weight.data[:3], model[2].weight.data[:, :3]
+
+
 def replace(model):
     model[2].weight = nn.Parameter(model[2].weight.detach().clone())
 
 
-@pytest.mark.parametrize("change", [tie, grow, replace])
+@pytest.mark.parametrize("change", [tie, grow, grow_in_place, shrink_in_place, replace])
 def test_what_is_changed_later_is_as_if_changed_before(change):
     before, after = chain(5, 5, 5), chain(5, 5, 5)
     change(before)
@@ -56,6 +65,28 @@ def test_what_is_changed_later_is_as_if_changed_before(change):
     # The step that follows the change sees statistics of the old layers no more; from the next on all is as before.
     for actual, wanted in zip(natural_gradients(after, preconditioner, 3), expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("change", [grow, grow_in_place, shrink_in_place])
+@pytest.mark.parametrize("curvature", [natgrad.KFAC(), natgrad.KFAC(**SAMPLED), natgrad.EKFAC()])
+def test_weights_of_another_size_in_mid_training(change, curvature):
+    """The hooks take no notice of them until the coming step, which leaves them plain; the next one captures."""
+    model = chain(5, 5, 4)
+    preconditioner = natgrad.Preconditioner(model, curvature, refresh=natgrad.Refresh(inverses=1), damping=0.1)
+
+    def step():
+        model.zero_grad()
+        x = torch.randn(9, 5, generator=torch.Generator().manual_seed(1)).double()
+        outputs = model(x)
+        preconditioner.backward(cross_entropy(outputs, torch.arange(9) % 4), outputs)
+        plain = [parameter.grad.clone() for parameter in model.parameters()]
+        preconditioner.step()
+        return [not torch.equal(p.grad, before) for p, before in zip(model.parameters(), plain, strict=True)]
+
+    assert step() == step() == [True, True]
+    change(model)
+    assert step() == [False, False]
+    assert step() == [True, True]
 
 
 def test_a_weight_that_is_untied_later_is_preconditioned():

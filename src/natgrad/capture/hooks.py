@@ -262,7 +262,7 @@ class Capture:
         use = Use(primary, layer, curvature, saved, shape, batch, forward, outer_task)
         if forward is not None and self._reduction == "tokens":
             forward.note(name, layer.positions(output))
-        if wanted and outer_task == -1:
+        if wanted and outer_task == -1 and not primary.reshaped:
             self.seconds += look_ahead(use, inputs, output, self._terms, self.sums)
         size, output = output.shape, whole(output)
         output.register_hook(lambda gradient: self._gradient(use, gradient.reshape(size)))
@@ -297,7 +297,7 @@ class Capture:
         if use.outer_task != -1 and use.curvature.likelihood is not None:
             raise NatgradError(_REENTRANT)
         started = perf_counter()
-        inputs, first = use.inputs, use.first_task(task)
+        primary, inputs, first = use.primary, use.inputs, use.first_task(task)
         if first not in self._terms and self._thrown_away():
             self.discard()
         if not self.sampling:
@@ -307,13 +307,13 @@ class Capture:
                 # The graph may live on as long as the loss does, and with it this use.
                 use.inputs, use.outline = None, outline(use.outline)
         self._terms.settle(use, first, gradient, drawn=self.sampling)
-        current = self._layers.get(use.primary.name) == (use.primary, use.curvature)  # else the coverage has changed
-        wanted = current and self._wants(use.primary.name) and self.sampling == self._draws(use.primary.name)
+        current = self._layers.get(primary.name) == (primary, use.curvature) and not primary.reshaped  # step() follows
+        wanted = current and self._wants(primary.name) and self.sampling == self._draws(primary.name)
         if wanted and inputs is not None:
             with full_products(gradient.device):
                 self._observe(use, first, inputs.get(), gradient)
         spent = perf_counter() - started
-        self.seconds, use.primary.seconds = self.seconds + spent, use.primary.seconds + spent
+        self.seconds, primary.seconds = self.seconds + spent, primary.seconds + spent
 
     def _thrown_away(self) -> bool:
         """Tell whether the gradients of all passes counted so far were set to None since (``zero_grad``)."""

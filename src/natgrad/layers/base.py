@@ -117,6 +117,12 @@ class Layer(ABC):
         self.seconds = 0.0
         self.weight, self.bias = is_trained(module, "weight"), is_trained(module, "bias")
         self._lay_out()
+        self._shapes = [slot.shape for slot in self.slots]
+
+    @property
+    def reshaped(self) -> bool:
+        """Whether a parameter has another shape than when this was laid out."""
+        return any(slot.shape != shape for slot, shape in zip(self.slots, self._shapes, strict=True))
 
     def _lay_out(self) -> None:
         """Set the sizes and the slots: here those of a weight ``[n o, ...]`` and a bias ``[n o]``."""
