@@ -86,6 +86,12 @@ def test_what_is_stopped_is_not_captured_any_more():
     assert training.preconditioner.metrics()["layers_refreshed"] == 0
 
 
+def test_decisions_without_news_stop_nothing():
+    """More decisions than captures: a trace that nothing was added to has not settled."""
+    _, states = run(natgrad.Adaptive(natgrad.TraceRule(lower=0.009), factors=3, inverses=1), 3)
+    assert [set(verdicts(state).values()) for state in states] == [{RENEWED}, {KEPT}, {KEPT}]
+
+
 def test_drift_is_measured_from_the_last_renewal():
     """And not from the last decision: what moves slowly is renewed in the end."""
     _, states = run(natgrad.Adaptive(natgrad.DriftRule(0.3), **EVERY_OTHER), 24)

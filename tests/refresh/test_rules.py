@@ -31,6 +31,10 @@ def test_thors_bounds_belong_to_keeping():
     assert rule.change(3.0, 4.0) == 0.25
 
 
+def test_a_layer_of_which_nothing_was_captured_is_not_stopped():
+    assert decide(natgrad.TraceRule(), [2.0, 2.0, 2.0, 2.0001]) == (["renew", "keep", "keep", "stop"], 2.0001)
+
+
 @pytest.mark.parametrize("value", [nan, inf])
 def test_what_is_no_number_is_renewed_and_not_remembered(value):
     rule = natgrad.TraceRule()

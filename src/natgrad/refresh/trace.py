@@ -16,8 +16,11 @@ class TraceRule(Rule):
     """``Δ = |tr(F_k + λI) - tr(F_{k-1} + λI)| / tr(F_{k-1} + λI)``, k counting the checks of a layer.
 
     Above `upper` it is renewed, between the two it keeps what it has, and below `lower` it does so for good: it is
-    neither captured, nor sent, nor decomposed any more. For K-FAC ``tr(F + λI) = tr A · tr G + λ d_A d_G``. F is made
-    of the running averages, as what is decomposed is; with ``factor_decay=0`` they are THOR's, of one batch.
+    neither captured, nor sent, nor decomposed any more. Without any change, as where nothing was captured since the
+    last check (a step that a ``GradScaler`` left out, a longer interval of factors), it is kept for now.
+
+    For K-FAC ``tr(F + λI) = tr A · tr G + λ d_A d_G``. F is made of the running averages, as what is decomposed is;
+    with ``factor_decay=0`` they are THOR's, of one batch.
 
     Attributes:
         upper: ω₁.
@@ -45,7 +48,7 @@ class TraceRule(Rule):
 
     def verdict(self, change: float) -> Verdict:
         """See `Rule.verdict`."""
-        if change < self.lower:
+        if 0 < change < self.lower:
             return "stop"
         return "renew" if change > self.upper else "keep"
 
