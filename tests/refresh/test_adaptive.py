@@ -6,7 +6,9 @@ from torch.nn.functional import cross_entropy
 
 import natgrad
 from natgrad.placement import resolve
+from natgrad.progress import Progress
 from natgrad.refresh.budget import Budget
+from natgrad.renewal import Agenda
 from natgrad.renewal.record import KEPT, RENEWED, STOPPED, WAITS
 from natgrad.structure import Structure
 from tests.every import DAMPING, EVERY, Network, Training, batch
@@ -393,6 +395,45 @@ def test_the_account_of_a_capped_training_is_in_its_state():
     other.preconditioner.load_state_dict(states[-1])
     assert other.preconditioner._agenda.budget.state_dict() == states[-1]["refresh"]["budget"]
     assert states[-1]["refresh"]["budget"]["elapsed"] > 0
+
+
+def test_ranks_that_save_in_between_have_the_same_account():
+    """To the last bit, or they would once decide differently."""
+    clock, generator = natgrad.Capped(), torch.Generator().manual_seed(0)
+    saving, other = Agenda(clock), Agenda(clock)
+    for _ in range(7):
+        heard = torch.rand(6, generator=generator)
+        for agenda in (saving, other):
+            agenda.hear_times(heard)
+        saving.state_dict(Progress())
+    assert saving.state_dict(Progress()) == other.state_dict(Progress())
+
+
+def test_a_capped_training_goes_on_from_the_state_of_another_clock():
+    """No renewal was heard of, whose cost could be foretold."""
+    _, states = run(natgrad.Refresh(inverses=2), 4)
+    training = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.5))
+    training.preconditioner.load_state_dict(states[-1])
+    seconds, renewed = Seconds(training.preconditioner), []
+    for step in range(4, 8):
+        seconds.pass_(1.0, 0.01)
+        training.step(batch(step))
+        renewed.append(training.preconditioner.metrics()["layers_refreshed"])
+    assert max(renewed) == 3
+
+
+def test_going_back_to_a_state_costs_nothing():
+    """What this process has spent before is in the account already."""
+    training = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.2))
+    seconds, agenda = Seconds(training.preconditioner), training.preconditioner._agenda
+    for step in range(8):
+        seconds.pass_(1.0, 0.1)
+        training.step(batch(step))
+        if step == 5:
+            training.preconditioner.load_state_dict(training.preconditioner.state_dict())
+    agenda._read_times()
+    # Of the step after the load only its own part is known, and what was not yet told when it was saved is lost.
+    assert agenda.budget.times.spent == pytest.approx(0.1 * agenda.budget.times.steps)
 
 
 def test_verdicts_are_explained():

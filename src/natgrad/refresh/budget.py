@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
-from math import ceil, inf
+from math import ceil
 
 # Nothing waits for longer, even where solves alone take more than the share.
 _LONGEST = 1000
@@ -80,7 +80,8 @@ class Budget:
     def choose(self, changes: Sequence[float], work: Sequence[float], part: float = 1.0) -> list[bool]:
         """Tell which of some layers there is time to renew: those that have changed most, until one is too much.
 
-        What comes behind it waits too, however little it is: else the largest layers would wait for ever.
+        What comes behind it waits too, however little it is: else the largest layers would wait for ever. As long as
+        no renewal was heard of (after the state of another clock) they count as free: the first will tell.
 
         Args:
             changes: By how much each has changed.
@@ -88,7 +89,7 @@ class Budget:
             part: The part of the credit that is theirs.
         """
         times, left, chosen = self.times, self.credit * part, [False] * len(changes)
-        rate = times.renewing / times.work if times.work else inf
+        rate = times.renewing / times.work if times.work else 0.0
         for index in sorted(range(len(changes)), key=lambda index: -changes[index]):
             cost = rate * work[index] if work[index] else 0.0
             if cost > left:

@@ -81,8 +81,9 @@ class Agenda:
         self.without: frozenset[str] = frozenset()
         self.now: Callable[[], float] = perf_counter
         self._own = Times()  # of this rank, since it was told last
-        self._lap: tuple[float, float] | None = None
-        self._pending: Tensor | None = None  # of all ranks, not yet read
+        self._lap: float | None = None  # when the last step ended
+        self._paid = 0.0  # what had been spent by then
+        self._pending: list[Tensor] = []  # of all ranks, not yet read
         self._warned = False
 
     def sides(self, progress: Progress) -> frozenset[Side]:
@@ -221,10 +222,10 @@ class Agenda:
         """
         if self.budget is None:
             return
-        now = self.now()
-        before, paid = (now - spent, 0.0) if self._lap is None else self._lap
-        self._own.add([1.0, now - before, spent - paid, 0.0, 0.0, 0.0])
-        self._lap = now, spent
+        now, more = self.now(), spent - self._paid
+        before = now - more if self._lap is None else self._lap
+        self._own.add([1.0, now - before, more, 0.0, 0.0, 0.0])
+        self._lap, self._paid = now, spent
 
     def tell(self) -> list[float]:
         """Return what the others are to hear of this rank's seconds, once; nothing without a cap."""
@@ -239,13 +240,14 @@ class Agenda:
             if self.budget is not None:
                 self.budget.times.add(times)
         elif times is not None:
-            known = self._pending
-            self._pending = times.clone() if known is None else known.to(times) + times
+            self._pending.append(times.clone())
 
     def _read_times(self) -> None:
-        if self._pending is not None:
-            self.hear_times([float(number) for number in self._pending.tolist()])
-            self._pending = None
+        """Add up what was heard, one by one: the same to the last bit on ranks that read sooner, for a checkpoint."""
+        if self._pending:
+            for heard in torch.stack([own.to(self._pending[-1]) for own in self._pending]).tolist():
+                self.hear_times(heard)
+            self._pending.clear()
 
     # --- What the user may ask ----------------------------------------------------------------------------------
 
@@ -283,7 +285,7 @@ class Agenda:
             progress.renewed = {reads: step for reads, step in zip(READS, own["renewed"], strict=True) if step >= 0}
         if self.budget is not None:
             self.budget = Budget(self.budget.share)
-            self._own, self._lap, self._pending = Times(), None, None
+            self._own, self._lap, self._pending = Times(), None, []
             if "budget" in own:
                 self.budget.load_state_dict(own["budget"])
         self.look(stacks)
