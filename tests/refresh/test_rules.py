@@ -55,6 +55,19 @@ def test_without_a_rule_layers_are_compared_with_their_last_renewal():
     assert rule.verdict(0.0) == "renew"
 
 
+def test_ranks_compare_rules_by_their_options():
+    """Also those of a user's own, which need be no dataclass."""
+
+    class Own(NormRule):
+        def __init__(self, bound):
+            self.bound = bound
+
+    assert natgrad.Adaptive(Own(2.0)).settings(0) == natgrad.Adaptive(Own(2.0)).settings(0)
+    assert natgrad.Adaptive(Own(2.0)).settings(0) != natgrad.Adaptive(Own(3.0)).settings(0)
+    assert repr(NormRule()) == "NormRule()"
+    assert repr(natgrad.DriftRule(0.2)) == "DriftRule(threshold=0.2)"
+
+
 def test_a_clock_of_one_interval_is_that_of_both_sides():
     clock = natgrad.Refresh(factors=3, inverses=7)
     assert not clock.separate

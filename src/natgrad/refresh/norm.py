@@ -18,10 +18,6 @@ class NormRule(Rule):
 
     measure: ClassVar[Measure] = "norm"
 
-    def __repr__(self) -> str:
-        """Show the rule, the same on every rank."""
-        return "NormRule()"
-
     def change(self, value: float, last: float | None) -> float:
         """See `Rule.change`."""
         return relative(value, last)

@@ -23,6 +23,10 @@ class Rule(ABC):
     measure: ClassVar[Measure]
     stops: ClassVar[bool] = False
 
+    def __repr__(self) -> str:
+        """Show the rule and its options, the same on every rank: by this ranks tell that theirs are alike."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
     @abstractmethod
     def change(self, value: float, last: float | None) -> float:
         """Return by how much a layer has changed: where time is short, those that have changed least wait.
