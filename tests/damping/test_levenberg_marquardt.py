@@ -316,6 +316,29 @@ def test_verify_leaves_it_alone():
     assert preconditioner.state_dict()["damping"] == before
 
 
+def test_after_a_verify_the_losses_are_still_of_the_same_dropout():
+    """A look between two steps does not make the next one forget to record its passes."""
+    model, (_, x, y) = Noisy().double(), regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    preconditioner = natgrad.Preconditioner(
+        model, optimizer=optimizer, damping=LevenbergMarquardt(0.2, interval=1), kl_clip=None
+    )
+    losses = []
+
+    def closure():
+        losses.append(half_squares(model, x, y))
+        return losses[-1]
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = half_squares(model, x, y)
+        loss.backward()
+        preconditioner.step(closure)
+        optimizer.step()
+        assert [float(own.detach()) for own in losses[-2:]] == [pytest.approx(float(loss.detach()), rel=1e-12)] * 2
+        preconditioner.verify((x, y), lambda model, batch: half_squares(model, *batch))
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [

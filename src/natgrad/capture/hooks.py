@@ -239,7 +239,7 @@ class Capture:
         before = partial(self.reset, wanted=self.wanted, rows=self.rows_wanted, choice=self.sums.choice)
         self.reset(wanted=True, rows=True)
         try:
-            with aside(self, seconds=0.0):
+            with aside(self, seconds=0.0, again=self.again):
                 yield
         finally:
             before()
