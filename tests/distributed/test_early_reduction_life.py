@@ -56,12 +56,23 @@ def replace_a_parameter(trainer):
     trainer.optimizer.param_groups[0]["params"].append(head.weight)
 
 
+def grow_in_place(trainer):
+    """Of a layer left to the optimizer, and of one that is preconditioned."""
+    left, head = trainer.model.left, trainer.model.head
+    for parameter in (left.weight, left.bias, head.weight):
+        dim = 1 if parameter is head.weight else 0
+        parameter.data = torch.cat([parameter.data, 0.1 * parameter.data.narrow(dim, 0, 1)], dim)
+        trainer.optimizer.state.pop(parameter)
+
+
 def change_nothing(trainer):
     pass
 
 
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("happens", [change_nothing, freeze_what_is_left_out, freeze_a_layer, replace_a_parameter])
+@pytest.mark.parametrize(
+    "happens", [change_nothing, freeze_what_is_left_out, freeze_a_layer, replace_a_parameter, grow_in_place]
+)
 def test_messages_under_way_when_something_happens(ranks, happens, count):
     way = Way(wrapped=False)
     results = ranks.run(count, train_on, way, happens)

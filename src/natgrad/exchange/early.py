@@ -149,7 +149,8 @@ class Early:
     @torch.no_grad()
     def came(self, index: int) -> None:
         """Note that a pass has accumulated into a gradient, and send what is complete."""
-        if not self.listens:
+        # One of another shape than was laid out waits, with all behind it, for the step, which follows.
+        if not self.listens or self._parameters[index].shape != self._trained[index][1]:
             return
         with self._lock:
             self._order.pop(index, None)
