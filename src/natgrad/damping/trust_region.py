@@ -205,7 +205,13 @@ def _spread(stack: Stack, of: Callable[[Slot], float | Tensor]) -> float | Tenso
     if not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1:
         return values[0]
     dtype, device = stack.work_dtype, stack.device
-    numbers = {id(slot): torch.as_tensor(of(slot), dtype=dtype, device=device) for slot in _slots(stack)}
+    # Filled in on the device: to copy numbers there would make the host wait.
+    numbers = {
+        id(slot): value.to(device, dtype)
+        if isinstance(value, Tensor)
+        else torch.full((), value, dtype=dtype, device=device)
+        for slot, value in zip(_slots(stack), values, strict=True)
+    }
     return stacked(stack, lambda slot: numbers[id(slot)].expand(slot.parameter.shape))
 
 
