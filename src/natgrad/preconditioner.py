@@ -368,8 +368,7 @@ class Preconditioner(Engine):
         self._background.fold(self._watch, alone=not gather)
         if gather:
             self._end_renewal()
-        blocks = states.snapshot(states.blocks(self._structure.ahead().stacks))  # of the model as it is now
-        counted = self._watch.state_dict()
+        blocks, counted = states.snapshot(states.blocks(self._structure.ahead().stacks)), self._watch.state_dict()
         if gather and self._exchanges:
             blocks, counted = states.union(blocks, counted, self._runtime)
         return {
@@ -391,6 +390,7 @@ class Preconditioner(Engine):
         """
         self._follow()
         states.check(state, self._stacks, {"updates": self._progress.updates, "watch": self._watch.state_dict()})
+        self._agenda.check_state(state)
         self._epochs, self._damping = Epochs.loaded(state["epochs"]), self._damping.loaded(state["damping"])
         states.restore(state["blocks"], self._stacks)
         self._background.drop(self._progress)

@@ -422,6 +422,19 @@ def test_a_capped_training_goes_on_from_the_state_of_another_clock():
     assert max(renewed) == 3
 
 
+@pytest.mark.parametrize(
+    "wrong", [7, {"captured": [1]}, {"renewed": [1, 2, "3"]}, {"budget": {"steps": 1.0}}, {"budget": [1.0]}]
+)
+def test_an_account_that_does_not_fit_changes_nothing(wrong):
+    training, states = run(natgrad.Adaptive(natgrad.DriftRule(), inverses=2), 3)
+    with pytest.raises(ValueError, match="refresh"):
+        training.preconditioner.load_state_dict({**states[0], "refresh": wrong})
+    after = training.preconditioner.state_dict()
+    assert after["step"] == 3
+    for key, own in states[-1]["blocks"].items():
+        assert all(torch.equal(after["blocks"][key][name].nan_to_num(), own[name].nan_to_num()) for name in own)
+
+
 def test_going_back_to_a_state_costs_nothing():
     """What this process has spent before is in the account already."""
     training = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.2))

@@ -272,14 +272,26 @@ class Agenda:
             state["budget"] = self.budget.state_dict()
         return {"refresh": state} if state else {}
 
-    def load_state_dict(self, state: Mapping[str, Any], progress: Progress, stacks: Sequence[Stack]) -> None:
-        """Restore what `state_dict` returned, once the rest is restored; what another clock has written is not missed.
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Check what `load_state_dict` will read; what another clock has written is not missed.
 
         Raises:
             ValueError: if it is of another kind.
         """
         own = state.get("refresh", {})
         require(isinstance(own, Mapping), "state['refresh']", type(own).__name__, "a dict")
+        for name, keys in (("captured", SIDES), ("renewed", READS)):
+            steps = own.get(name, [-1] * len(keys))
+            fits = isinstance(steps, Sequence) and len(steps) == len(keys) and all(type(step) is int for step in steps)
+            require(fits, f"state['refresh'][{name!r}]", steps, f"a whole number for each of {', '.join(keys)}")
+        budget, wanted = own.get("budget", {}), Budget(0.5).state_dict().keys()
+        fits = isinstance(budget, Mapping) and (not budget or budget.keys() >= wanted)
+        fits = fits and all(isinstance(number, (int, float)) for number in budget.values())
+        require(fits, "state['refresh']['budget']", budget, f"a number for each of {', '.join(wanted)}")
+
+    def load_state_dict(self, state: Mapping[str, Any], progress: Progress, stacks: Sequence[Stack]) -> None:
+        """Restore what `state_dict` returned and `check_state` has passed, once the rest is restored."""
+        own = state.get("refresh", {})
         if self.clock.separate and {"captured", "renewed"} <= own.keys():
             progress.captured = {side: step for side, step in zip(SIDES, own["captured"], strict=True) if step >= 0}
             progress.renewed = {reads: step for reads, step in zip(READS, own["renewed"], strict=True) if step >= 0}
