@@ -89,6 +89,30 @@ def test_weights_of_another_size_in_mid_training(change, curvature):
     assert step() == [True, True]
 
 
+@pytest.mark.parametrize(
+    "refresh",
+    [
+        natgrad.Adaptive(natgrad.BasisRule()),
+        natgrad.Adaptive(natgrad.TraceRule(), inverses=2),
+        natgrad.Refresh(factors=natgrad.Sides(inputs=2, gradients=1), inverses=2),
+    ],
+    ids=["basis", "trace", "sides"],
+)
+def test_layers_that_a_clock_is_for_may_be_frozen_and_thawed(refresh):
+    """Norm layers alone have neither eigenvectors nor statistics of their inputs: the training goes on all the same."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    preconditioner = natgrad.Preconditioner(model, refresh=refresh, damping=0.1)
+    for trained in (True, False, True):
+        for layer in (model[0], model[2]):
+            layer.requires_grad_(trained)
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.randn(9, 5).double()).square().mean().backward()
+            plain = model[1].weight.grad.clone()
+            preconditioner.step()
+        assert not torch.equal(model[1].weight.grad, plain)
+
+
 def test_a_weight_that_is_untied_later_is_preconditioned():
     model = chain(5, 5, 5)
     tie(model)

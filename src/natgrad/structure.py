@@ -20,7 +20,7 @@ from natgrad.placement import Cycle, Link, Placement, Plan, Seat, make_plan
 from natgrad.precision import Precision
 from natgrad.refresh import Clock
 from natgrad.renewal.record import Record
-from natgrad.renewal.routes import check_clock
+from natgrad.renewal.routes import check_clock, check_use
 from natgrad.rows import RowStack
 from natgrad.sharding import reshard
 
@@ -54,6 +54,8 @@ class Structure:
         self._sharded = reshard(root)
         self._seated: dict[str, Seat] = {}
         self._build()
+        if refresh is not None:
+            check_use(refresh, [curvature for _, curvature in self.coverage.layers])
 
     def _build(self) -> None:
         self.coverage = cover(self._root, self._curvature)

@@ -14,8 +14,27 @@ from natgrad.renewal.measure import measurable
 _WHOLE = ("pipelined", "background")
 
 
+def check_use(clock: Clock, curvatures: Collection[Curvature]) -> None:
+    """Check that a clock is of use for some layer; later on, all those that it is of use for may be frozen.
+
+    Args:
+        clock: The clock.
+        curvatures: Those of the layers.
+
+    Raises:
+        ValueError: if not, naming the clock.
+    """
+    if clock.separate:
+        fits = "one for both sides: it has nothing that is of the inputs alone"
+        require(any(own.early for own in curvatures) or not curvatures, "refresh", clock, fits)
+    rule = clock.rule
+    if rule is not None:
+        fits = f"one whose rule can measure some layer: none has a {rule.measure} here"
+        require(not curvatures or any(measurable(own, rule.measure) for own in curvatures), "refresh", clock, fits)
+
+
 def check_clock(clock: Clock, curvatures: Collection[Curvature], placement: Placement, ranks: int) -> None:
-    """Check that what a clock decides by can be had, and what it decides be done.
+    """Check that what a clock decides can be done.
 
     Args:
         clock: The clock.
@@ -29,14 +48,10 @@ def check_clock(clock: Clock, curvatures: Collection[Curvature], placement: Plac
     replaying = next((own for own in curvatures if own.replays), None)
     name, rule = placement.name, clock.rule
     if clock.separate:
-        fits = "one for both sides: it has nothing that is of the inputs alone"
-        require(any(own.early for own in curvatures) or not curvatures, "refresh", clock, fits)
         require(replaying is None, "refresh", clock, f"one for both sides with {replaying!r}, which sees both again")
         _check_placement(name not in _WHOLE, clock, placement, f"another than {' and '.join(map(repr, _WHOLE))}")
     if rule is None:
         return
-    fits = f"one whose rule can measure some layer: none has a {rule.measure} here"
-    require(not curvatures or any(measurable(own, rule.measure) for own in curvatures), "refresh", clock, fits)
     require(replaying is None, "refresh", clock, f"a natgrad.Refresh with {replaying!r}")
     _check_placement(name != "background", clock, placement, "another than 'background'")
     whole = name != "pipelined" or not (rule.stops or clock.share is not None)
