@@ -125,6 +125,7 @@ class Engine:
             self._structure,
             self._progress,
             damping=damping,
+            rule=self._damping.settings,
             kl_clip=self._clip.bound,
             reduction=self._reduction,
             gradients="reduce" if self._reduces else "averaged",

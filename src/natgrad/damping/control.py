@@ -65,6 +65,12 @@ class Control:
         return type(self._kinds.damping).__name__
 
     @property
+    def settings(self) -> str:
+        """What has to be the same on all ranks beside γ, as far as it can be told: the rule with its options."""
+        rule = self._kinds.damping
+        return f"{self.name}({vars(rule)})" if isinstance(rule, Adaptive) else ""
+
+    @property
     def constant(self) -> float | None:
         """γ, where it is known before the first step."""
         return None if self._adaptation is not None or callable(self._schedule) else self._schedule
