@@ -176,6 +176,35 @@ def test_ranks_with_fewer_batches(ranks, repeat):
         assert [bool(g.any()) for g in everyone[0][1]] == [True] * 5
 
 
+def idle_with_scaler(unscaled):
+    """Ranks 1 and 2 never have a batch: rank 1 steps with its node's gradient, rank 2 is a node of its own."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    daso = natgrad.DASO(model, optimizer, nodes=Nodes((2, 1)), scaler=scaler, batches_between=8, steps_per_epoch=3)
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            x, y = batch(step, 0, torch.float32)
+            scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+        if unscaled:
+            daso.unscale_()
+        daso.step()
+        found.append(model.weight.detach().clone())
+    daso.detach()
+    return found
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_scaler_and_ranks_without_batches(ranks, unscaled):
+    first, second, alone = ranks.run(3, idle_with_scaler, unscaled)
+    assert identical(first, second)
+    assert torch.equal(alone[0], alone[1])  # nothing to step with
+    assert not torch.equal(first[0], first[1])
+    assert torch.equal(first[2], alone[2])
+
+
 def one_after_another():
     known = []
     for _ in range(3):

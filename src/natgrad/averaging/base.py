@@ -75,6 +75,8 @@ class Averager(ABC):
         self._parameters, self._buffers = self.exchange("parameters"), self.exchange("buffers")
         self.exchange("start").broadcast_(list(self._root.parameters()))
         self.exchange("start").broadcast_([buffer for buffers in self.buffers() for buffer in buffers])
+        if scaler is not None:  # it makes its scale with the first loss, which a rank without batches has none of
+            scaler.scale(torch.zeros((), device=next(self._root.parameters()).device))
 
     # --- Around a step ------------------------------------------------------------------------------------------
 
@@ -94,7 +96,7 @@ class Averager(ABC):
         self.average_gradients()
         if self._scaler is None:
             self.optimizer.step()
-        else:
+        elif self._has_gradients():
             self._scaler.step(self.optimizer)
             self._scaler.update()
         self._averaged = False
@@ -105,7 +107,7 @@ class Averager(ABC):
         In this order, so that all ranks of the node find the same: what is not finite on one is so on all.
         """
         self.average_gradients()
-        if self._scaler is not None:
+        if self._scaler is not None and self._has_gradients():
             self._scaler.unscale_(self.optimizer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -238,6 +240,10 @@ class Averager(ABC):
             self.drain()
             self._closed = True
             self.grid.close()
+
+    def _has_gradients(self) -> bool:
+        """Tell whether there is anything to step with: a scaler refuses to where there is not."""
+        return any(parameter.grad is not None for parameter in _held(self.optimizer))
 
     def _check_open(self) -> None:
         if self._closed:
