@@ -241,6 +241,34 @@ def test_momenta(ranks, optimizer):
     assert not nothing
 
 
+def first_step_skipped(options):
+    """The first node's scaler skips its first step, so that its optimizer has momenta later than the other's."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    options = {"momentum": "average", "epochs": 2, "steps_per_epoch": 4, "cooldown_epochs": 0, **options}
+    daso = natgrad.DASO(model, optimizer, nodes=Nodes((1, 1)), scaler=scaler, **options)
+    known = []
+    for step in range(8):
+        x, y = batch(step, dist.get_rank(), torch.float32)
+        optimizer.zero_grad()
+        scaler.scale(mse_loss(model(x), y)).backward()
+        if step == dist.get_rank() == 0:
+            model.weight.grad.fill_(math.inf)
+        daso.step()
+        known.append(len(daso.state_dict()["momenta"]))
+    found = [optimizer.state[parameter]["momentum_buffer"].clone() for parameter in model.parameters()]
+    daso.detach()
+    return known, found
+
+
+@pytest.mark.parametrize("options", [{"warmup_epochs": 1}, {"warmup_epochs": 0, "batches_between": 1}])
+def test_momenta_that_only_one_node_has(ranks, options):
+    (known, momenta), (_, others) = ranks.run(2, first_step_skipped, options, limit=30)
+    assert known == [0] + [2] * 7
+    assert identical(momenta, others)
+
+
 # --- Curvature --------------------------------------------------------------------------------------------------
 
 

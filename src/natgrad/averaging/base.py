@@ -190,9 +190,13 @@ class Averager(ABC):
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the trainable parameters, anew each time, for wrappers replace them; frozen ones never travel."""
+        return list(self.named_parameters().values())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the same by their names."""
         if self._sharded:
             reshard(self._root)
-        return [parameter for parameter in self._root.parameters() if parameter.requires_grad]
+        return {name: parameter for name, parameter in self._root.named_parameters() if parameter.requires_grad}
 
     def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the buffers that can be averaged, and those that cannot (of whole numbers)."""

@@ -19,7 +19,7 @@ from natgrad.averaging.factors import Factors, check_owners, replicated
 from natgrad.averaging.finite import Finite, Witnessed
 from natgrad.averaging.losses import MeanLoss
 from natgrad.averaging.merge import Merge
-from natgrad.averaging.momentum import Momentum, momenta, reset
+from natgrad.averaging.momentum import Momenta, Momentum, reset
 from natgrad.averaging.nodes import Nodes
 from natgrad.averaging.options import check_options, chosen_preconditioner, phases_of
 from natgrad.averaging.schedule import Cycle, Phase, Plateau
@@ -127,10 +127,11 @@ class DASO(Averager):
         self._losses, self._finite = MeanLoss(), Finite(self.grid.inside if self._sharded else None)
         self._equal = True
         """Whether all ranks have the same parameters, so that an anchor may be taken."""
+        self._momenta = Momenta(optimizer, self.named_parameters)
         self._witnessed = Witnessed("parameters", self.exchange("parameters"), self.parameters, merge)
         self._cargo: list[Cargo] = [self._witnessed]
         if momentum == "average":
-            self._cargo.append(Cargo("momenta", self.exchange("momenta"), self._momenta))
+            self._cargo.append(Cargo("momenta", self.exchange("momenta"), self._momenta.tensors))
         self._anchored = Anchored(self._parameters, self.exchange("parameters"), self._averaged_tensors, wire)
         self._factors: list[Cargo] = []
         if preconditioner is not None:
@@ -178,7 +179,7 @@ class DASO(Averager):
             return
         cycling = self.phase_at(self._batches - 1) == "cycling"
         self.synchronize()
-        self.agree("progress", (self._epoch, self._batches, len(self._momenta()) if self._averages_momenta else 0))
+        self.agree("progress", (self._epoch, self._batches))
         loss = self._losses.over(self.grid)
         if loss is not None and loss != loss:  # noqa: PLR0124
             raise AveragingError(f"the mean training loss of epoch {self._epoch} is not a number")
@@ -193,6 +194,8 @@ class DASO(Averager):
         What is under way is forgotten, for it is older. Checkpoints that are to be loaded on other nodes come after it.
         """
         super().synchronize()
+        if self._momentum == "average":
+            self._momenta.agree(self.grid)
         for cargo in (*self._cargo[1:], *self._factors):
             cargo.mean_(0)
         if self._momentum == "reset":
@@ -254,6 +257,7 @@ class DASO(Averager):
             "anchored": self._anchored.anchored,
             "cycle": self._cycle.state_dict(),
             "losses": self._losses.state_dict(),
+            "momenta": list(self._momenta.known),
             "flights": {cargo.name: cargo.state_dict() for cargo in (*self._cargo, *self._factors)},
             "place": (self.grid.sizes, self.grid.node, self.grid.local),
         }
@@ -265,8 +269,10 @@ class DASO(Averager):
         Raises:
             ValueError: if it is of another kind, or of another rank while ranks differed.
         """
-        wanted = {"format", "epoch", "batches", "turn", "equal", "anchored", "cycle", "losses", "flights", "place"}
-        fits = isinstance(state, Mapping) and wanted <= state.keys() and state["format"] == FORMAT
+        wanted = ("format", "epoch", "batches", "turn", "merges", "equal", "anchored", "cycle", "losses", "momenta")
+        fits = (
+            isinstance(state, Mapping) and {*wanted, "flights", "place"} <= state.keys() and state["format"] == FORMAT
+        )
         require(
             fits, "state", sorted(state) if isinstance(state, Mapping) else state, "what DASO.state_dict() returned"
         )
@@ -274,6 +280,7 @@ class DASO(Averager):
         own = (tuple(self.grid.sizes), self.grid.node, self.grid.local)
         allowed = f"that of this rank ({own}), or one taken after an epoch's end or synchronize()"
         require(state["equal"] or place == own, "state['place']", place, allowed)
+        self._momenta.known = [(name, key) for name, key in state["momenta"]]
         for cargo in (*self._cargo, *self._factors):
             cargo.load_state_dict(state["flights"].get(cargo.name))
         self._epoch, self._batches, self._turn = state["epoch"], state["batches"], state["turn"]
@@ -291,6 +298,7 @@ class DASO(Averager):
         """Average after a batch of warm-up or cool-down, and wait."""
         self._settle()
         self._cycle.restart()
+        self._look_for_momenta()
         self._anchored.mean_(self._turn)
         if self._factors and self._batches % self._cycle.between == 0:
             self._factors[0].mean_(self._turn)
@@ -308,6 +316,7 @@ class DASO(Averager):
             self._merge(self._cycle.wait)
         if not sends:
             return
+        self._look_for_momenta()
         for cargo in (*self._cargo, *self._factors):
             if self._cycle.wait:
                 cargo.send(self._turn)
@@ -333,15 +342,13 @@ class DASO(Averager):
         for cargo in (*self._cargo, *self._factors):
             cargo.settle(None)
 
-    @property
-    def _averages_momenta(self) -> bool:
-        return self._momentum == "average"
-
-    def _momenta(self) -> list[Tensor]:
-        return momenta(self.optimizer, self.parameters())
+    def _look_for_momenta(self) -> None:
+        """Agree on the momenta as long as there are none: in the first epoch, later at the end of each; it waits."""
+        if self._momentum == "average" and self._epoch == 0 and not self._momenta.known:
+            self._momenta.agree(self.grid)
 
     def _averaged_tensors(self) -> list[Tensor]:
-        return [*self.parameters(), *(self._momenta() if self._averages_momenta else [])]
+        return [*self.parameters(), *self._momenta.tensors()]
 
     def _take(self, preconditioner: Preconditioner) -> Factors:
         check_owners(preconditioner, self.grid)
