@@ -67,6 +67,12 @@ def test_plateau():
     assert (plateau.best, plateau.waited) == (0.5, 0)
 
 
+def test_a_loss_that_overflows_is_no_measure():
+    plateau = Plateau(patience=2)
+    assert [plateau.found(loss) for loss in [float("inf"), 2.0, 1.0, 0.5, 0.5, 0.5]] == [False] * 5 + [True]
+    assert plateau.best == 0.5
+
+
 def test_plateau_of_negative_losses():
     plateau = Plateau(patience=1, threshold=0.1)
     assert [plateau.found(loss) for loss in [-1.0, -1.2, -1.25]] == [False, False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ def phases_of(epochs: Any, steps: Any, warmup: Any, cooldown: Any) -> Phases:
         ("warmup_epochs", warmup, 0),
         ("cooldown_epochs", cooldown, 0),
     ):
-        fits = value is None or (isinstance(value, kinds) and not isinstance(value, bool) and value >= least)
+        fits = isinstance(value, kinds) and not isinstance(value, bool) and least <= value < inf
+        fits = fits or value is None
         require(fits, name, value, f"None, or a number {'above' if least else '>='} 0 (whole without steps_per_epoch)")
     usual = max(1, epochs // 10) if epochs is not None and epochs >= 3 else 0
     warmup = usual if warmup is None else warmup

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal
 
 from natgrad.errors import require
+from natgrad.schedule import check_number, check_whole
 
 Phase = Literal["warm-up", "cycling", "cool-down"]
 
@@ -59,12 +61,16 @@ class Plateau:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        require(self.patience >= 1, "patience", self.patience, "a whole number >= 1")
-        require(0 <= self.threshold < 1, "threshold", self.threshold, "at least 0 and below 1")
+        check_whole("patience", self.patience, 1)
+        check_number("threshold", self.threshold, "at least 0 and below 1", minimum=0)
+        require(self.threshold < 1, "threshold", self.threshold, "at least 0 and below 1")
 
     def found(self, loss: float) -> bool:
-        """Take an epoch's mean loss, and tell whether it makes a plateau; then counting begins anew."""
-        if self.best is None or loss < self.best - self.threshold * abs(self.best):
+        """Take an epoch's mean loss, and tell whether it makes a plateau; then counting begins anew.
+
+        One that is not finite is no progress, and nothing to be measured against.
+        """
+        if isfinite(loss) and (self.best is None or loss < self.best - self.threshold * abs(self.best)):
             self.best, self.waited = loss, 0
             return False
         self.waited += 1
