@@ -203,6 +203,12 @@ def refusals():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="its node alone"):
         Plain(DistributedDataParallel(model), optimizer, mesh=mesh(2, 1))
+    with pytest.raises(ValueError, match="its node alone"):
+        Plain(torch.compile(DistributedDataParallel(model)), optimizer, mesh=mesh(2, 1))
+    gaps = nn.Linear(2, 2)
+    gaps.register_buffer("gaps", torch.zeros(1).expand(3))
+    with pytest.raises(ValueError, match=r"model \(gaps\)"):
+        Plain(gaps, torch.optim.SGD(gaps.parameters()), nodes=Nodes((1, 1)))
     with pytest.raises(ValueError, match="of 2 ranks in all"):
         Plain(model, optimizer, nodes=Nodes((2, 1)))
     backwards = DeviceMesh("cpu", [[1], [0]], mesh_dim_names=("node", "local"))

@@ -291,6 +291,8 @@ def test_of_what_differs_in_a_node_each_sends_its_share(ranks):
 
 def refusals():
     model = network()
+    before = model[0].weight.data.fill_(dist.get_rank()).clone()  # no rank has yet been given another's
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for kind, options, named in (
         ("DiLoCo", {"batches_between": 0}, "batches_between=0"),
@@ -304,9 +306,14 @@ def refusals():
         ("HierarchicalSGD", {"periods": [(2, 1)]}, "periods="),
         ("HierarchicalSGD", {"periods": [(2, 1), (2, 2)]}, "periods="),
         ("HierarchicalSGD", {"periods": []}, "periods="),
+        ("HierarchicalSGD", {"periods": 4}, "periods="),
+        ("HierarchicalSGD", {"periods": [4]}, "periods="),
     ):
         with pytest.raises(ValueError, match=named):
             CLASSES[kind](model, optimizer, nodes=Nodes((1, 1)), **options)
+    with pytest.raises(ValueError, match="plain, without a wrapper"):
+        Classic(torch.compile(DistributedDataParallel(model, process_group=alone)), optimizer, nodes=Nodes((1, 1)))
+    assert torch.equal(model[0].weight, before)
 
 
 def test_wrong_arguments_are_refused(ranks):

@@ -68,7 +68,7 @@ class Averager(ABC):
         except ValueError:
             self.grid.close()
             raise
-        wrapped = self._sharded or isinstance(model, DistributedDataParallel)
+        wrapped = self._sharded or replica(model) is not None
         self._gradients = None if wrapped else NodeGradients(self.grid, message_bytes)
         self._budget, self._closed, self._averaged = message_bytes, False, False
         self.agree("model", self._digest())
@@ -264,8 +264,9 @@ class Averager(ABC):
         inside = self.grid.inside
         own = torch.distributed.get_process_group_ranks(inside.group) if inside.group is not None else [0]
         allowed = f"wrapped over the ranks of its node alone ({own}): between nodes {type(self).__name__} averages"
-        if isinstance(self.model, DistributedDataParallel):
-            found = torch.distributed.get_process_group_ranks(self.model.process_group)
+        replicated = replica(self.model)
+        if replicated is not None:
+            found = torch.distributed.get_process_group_ranks(replicated.process_group)
             require(sorted(found) == sorted(own), "model", f"DistributedDataParallel over ranks {found}", allowed)
         spread = find_mesh(self._root)
         if spread is None:
@@ -277,6 +278,16 @@ class Averager(ABC):
         return True
 
 
+def replica(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the ``DistributedDataParallel`` around the user's own module, also from within ``torch.compile``."""
+    while not isinstance(model, DistributedDataParallel):
+        inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return None
+        model = inner
+    return model
+
+
 def _check(
     model: object, optimizer: object, mesh: object, nodes: object, scaler: object, message_bytes: object
 ) -> None:
@@ -285,11 +296,11 @@ def _check(
     require(not isinstance(model, DataParallel), "model", type(model).__name__, "plain, in DDP or sharded by FSDP2")
     reshard(model)
     check_model(model)
-    for name, parameter in model.named_parameters():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         try:
-            flat(parameter)
+            flat(tensor)
         except ValueError:
-            require(False, f"model ({name})", parameter.stride(), "of parameters without gaps in memory")
+            require(False, f"model ({name})", tensor.stride(), "of tensors without gaps in memory")
     fits = isinstance(optimizer, torch.optim.Optimizer)
     require(fits, "optimizer", type(optimizer).__name__, "a torch.optim.Optimizer")
     own = {id(parameter) for parameter in model.parameters()}

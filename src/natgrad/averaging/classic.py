@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from natgrad.averaging.base import Averager
+from natgrad.arguments import unwrap
+from natgrad.averaging.base import Averager, replica
 from natgrad.averaging.nodes import Nodes
 from natgrad.averaging.ring import Ring
 from natgrad.errors import require
+from natgrad.sharding import find_mesh
 
 
 class Classic(Averager):
@@ -42,8 +44,9 @@ class Classic(Averager):
             ValueError: if an argument is not allowed.
             AveragingError: on all ranks, if their models differ.
         """
+        wrapped = isinstance(model, nn.Module) and (replica(model) is not None or find_mesh(unwrap(model)) is not None)
+        require(not wrapped, "model", type(model).__name__, "plain, without a wrapper")
         super().__init__(model, optimizer, mesh=mesh, nodes=nodes)
-        require(self._gradients is not None, "model", type(model).__name__, "plain, without a wrapper")
         self._ring = Ring(self.grid)
 
     def average_gradients(self) -> None:

@@ -9,16 +9,19 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager, PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.distributed.device_mesh import DeviceMesh
 
+from natgrad.arguments import unwrap
 from natgrad.averaging.base import Averager
 from natgrad.averaging.nodes import Nodes
 from natgrad.averaging.ring import Ring
 from natgrad.errors import require
 from natgrad.schedule import check_whole
+from natgrad.sharding import find_mesh
 
 
 class _LocalSGD(Averager):
@@ -37,8 +40,9 @@ class _LocalSGD(Averager):
         warmup_steps: int,
     ) -> None:
         check_whole("warmup_steps", warmup_steps, 0)
+        sharded = isinstance(model, nn.Module) and find_mesh(unwrap(model)) is not None
+        require(not sharded, "model", "sharded by FSDP2", "plain or in DDP: torch's averagers know no shards")
         super().__init__(model, optimizer, mesh=mesh, nodes=nodes)
-        require(not self._sharded, "model", "sharded by FSDP2", "plain or in DDP: torch's averagers know no shards")
         self.warmup_steps = warmup_steps
         self._step = self._averagings = 0
         self._between, self._whole = self.exchange("gradients"), Ring(self.grid)
@@ -85,8 +89,8 @@ class _LocalSGD(Averager):
         """End, and destroy the process groups that were made here and by torch's averager; collective."""
         if not self._closed:
             made = getattr(self._averager, "period_process_group_dict", {}).values()
-            for group in {id(each): each for each in made if each is not torch.distributed.group.WORLD}.values():
-                torch.distributed.destroy_process_group(group)
+            for group in {id(each): each for each in made if each is not dist.group.WORLD}.values():
+                dist.destroy_process_group(group)
         super().detach()
 
     def _due(self, step: int) -> Ring | None:
@@ -175,9 +179,9 @@ class HierarchicalSGD(_LocalSGD):
             ValueError: if an argument is not allowed.
             AveragingError: on all ranks, if their models differ.
         """
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        levels = _levels([(4, ranks)] if periods is None else periods, ranks)
         super().__init__(model, optimizer, mesh, nodes, warmup_steps)
-        levels: list[Any] = [(4, self.grid.ranks)] if periods is None else [tuple(level) for level in periods]
-        _check_levels(levels, self.grid.ranks)
         self._rings = {period: Ring(self.grid, size) for period, size in levels}
         if self.grid.ranks > 1:
             with warnings.catch_warnings():
@@ -190,16 +194,19 @@ class HierarchicalSGD(_LocalSGD):
         return next((self._rings[period] for period in reversed(self._rings) if step % period == 0), None)
 
 
-def _check_levels(levels: Sequence[Any], ranks: int) -> None:
-    """Check the levels of a hierarchy."""
-    pairs = len(levels) > 0 and all(
+def _levels(periods: Any, ranks: int) -> list[tuple[int, int]]:
+    """Return the levels of a hierarchy, checked."""
+    pairs = isinstance(periods, Sequence) and len(periods) > 0 and all(isinstance(each, Sequence) for each in periods)
+    levels: list[Any] = [tuple(each) for each in periods] if pairs else []
+    pairs = pairs and all(
         len(level) == 2 and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in level)
         for level in levels
     )
-    fits = pairs and levels[-1][1] == ranks
+    fits = bool(pairs) and levels[-1][1] == ranks
     for (often, few), (seldom, many) in pairwise(levels) if pairs else ():
         fits = fits and seldom > often and many > few and many % few == 0
     allowed = (
         f"pairs of an interval and a number of ranks, both growing, each number a divisor of the next, up to {ranks}"
     )
-    require(fits, "periods", list(levels), allowed)
+    require(fits, "periods", periods, allowed)
+    return levels
