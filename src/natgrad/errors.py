@@ -17,6 +17,10 @@ class AveragingError(NatgradError):
     """Averaging over nodes cannot go on: the ranks differ, or what arrived is not finite."""
 
 
+class DivergedError(AveragingError):
+    """What the nodes have averaged is not finite; raised on all ranks in the same step."""
+
+
 class ArgumentError(ValueError):
     """An argument that is not allowed.
 

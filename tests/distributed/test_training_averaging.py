@@ -119,3 +119,19 @@ def test_resuming_on_other_ranks_is_refused(tmp_path):
     with pytest.raises(ValueError, match="workers=4 is not allowed: workers must be 2, as before"):
         train(replace(job, steps=5, workers=4), Output(folder=tmp_path), resume=True)
     assert train(replace(job, steps=5), Output(folder=tmp_path), resume=True).points[-1].step == 5
+
+
+def diverged(job):
+    own = training(job)
+    if dist.get_rank() == 1:
+        next(own.model.parameters()).data.fill_(float("nan"))
+    status = own.run().status
+    own.averager.detach()
+    return status
+
+
+@pytest.mark.parametrize("options", [{"warmup_epochs": 1}, {"batches_between": 1, "warmup_epochs": 0}])
+def test_a_run_that_diverges(ranks, options):
+    """Also where it is the averager that finds out, before the loss of the step is known."""
+    job = Job(**SGD, averaging="daso", averaging_options=options, epochs=2, workers=2)
+    assert ranks.run(2, diverged, job) == ["diverged"] * 2

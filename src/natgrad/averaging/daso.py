@@ -24,7 +24,7 @@ from natgrad.averaging.nodes import Nodes
 from natgrad.averaging.options import check_options, chosen_preconditioner, phases_of
 from natgrad.averaging.schedule import Cycle, Phase, Plateau
 from natgrad.averaging.vector import MESSAGE_BYTES
-from natgrad.errors import AveragingError, require
+from natgrad.errors import DivergedError, require
 from natgrad.preconditioner import Preconditioner
 
 FORMAT = 1
@@ -182,7 +182,7 @@ class DASO(Averager):
         self.agree("progress", (self._epoch, self._batches))
         loss = self._losses.over(self.grid)
         if loss is not None and loss != loss:  # noqa: PLR0124
-            raise AveragingError(f"the mean training loss of epoch {self._epoch} is not a number")
+            raise DivergedError(f"the mean training loss of epoch {self._epoch} is not a number")
         self._cycle.end_epoch(loss if cycling else None)
         self._epoch, self._batches = self._epoch + 1, 0
         self.agree_on_scale()

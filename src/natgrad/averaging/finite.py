@@ -11,7 +11,7 @@ from natgrad.averaging.cargo import Cargo
 from natgrad.averaging.exchange import Exchange
 from natgrad.averaging.merge import Merge
 from natgrad.averaging.vector import local
-from natgrad.errors import AveragingError
+from natgrad.errors import DivergedError
 from natgrad.placement import Runtime
 
 
@@ -80,7 +80,7 @@ class Finite:
         """Look at `tensors`, which are the same on all ranks of all nodes.
 
         Raises:
-            AveragingError: if they hold NaN or infinity, or on a device those of the last look did.
+            DivergedError: if they hold NaN or infinity, or on a device those of the last look did.
         """
         norm = largest(tensors)
         if norm is None:
@@ -104,7 +104,7 @@ class Finite:
             self._event.synchronize()
         flag, self._flag, self._event = self._flag, None, None
         if flag is not None and not flag:
-            raise AveragingError(
+            raise DivergedError(
                 "parameters averaged over the nodes are not finite: on some rank the loss diverged or a batch was bad; "
                 "go back to a checkpoint, and lower the learning rate or clip (daso.clip_grad_norm_)"
             )

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from natgrad.averaging import DASO
+from natgrad.errors import DivergedError
 
 from . import averagers, memory
 from .build import build_averager, build_optimizer, build_preconditioner, build_scheduler, seconds_spent
@@ -188,7 +189,11 @@ class Training:
         self._replica.train()
         status: Status = "finished"
         for indices in islice(self._batches, position.batch, position.batch + self.total_steps - position.step):
-            loss = self._step(*(tensor.to(self.world.device) for tensor in self._train[indices]))
+            try:
+                loss = self._step(*(tensor.to(self.world.device) for tensor in self._train[indices]))
+            except DivergedError:  # before the loss of the step is known
+                status = "diverged"
+                break
             position.step += 1
             position.batch += 1
             status = self._hear(pulse.exchange(loss, len(indices) * self.world.size, self._stop()))
@@ -198,7 +203,10 @@ class Training:
         ended = position.batch == len(self._batches) or position.step == self.total_steps
         if self.averager is not None and ended and status != "diverged":
             # Evaluations see equal ranks, in the middle of a pass too.
-            self.averager.next_epoch() if position.batch == len(self._batches) else self.averager.synchronize()
+            try:
+                self.averager.next_epoch() if position.batch == len(self._batches) else self.averager.synchronize()
+            except DivergedError:
+                status = "diverged"
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
         position.seconds += perf_counter() - started
