@@ -341,6 +341,33 @@ def test_every_curvature(ranks, kind):
     assert largest(everyone[0][-1], everyone[0][0]) < 1  # trained, and to no infinity
 
 
+def curvature_skipped(options):
+    """The first node's scaler skips its first step, and with it the statistics of a preconditioned optimizer."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("node", "local"))
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, mesh=mesh["local"], scaler=scaler)
+    joined = natgrad.PreconditionedOptimizer(optimizer, preconditioner)
+    daso = natgrad.DASO(model, joined, mesh=mesh, scaler=scaler, batches_between=1, **options)
+    for step in range(4):
+        x, y = batch(step, dist.get_rank(), torch.float32)
+        joined.zero_grad()
+        scaler.scale(mse_loss(model(x * (math.inf if step == dist.get_rank() == 0 else 1)), y)).backward()
+        daso.step()
+    daso.next_epoch()
+    daso.detach()
+    blocks = preconditioner.state_dict(gather=True)["blocks"]
+    return [own[name] for own in blocks.values() for name in ("A", "G", "weight")]
+
+
+@pytest.mark.parametrize("options", [{}, {"warmup_epochs": 1}])
+def test_factors_that_only_one_node_has(ranks, options):
+    factors, others = ranks.run(2, curvature_skipped, options, limit=30)
+    assert factors
+    assert identical(factors, others)
+
+
 def one_optimizer(gradients):
     """A preconditioned optimizer, with gradients that natgrad or DASO averages in the node."""
     run = Run(options={"batches_between": 2}, curvature={"refresh": natgrad.Refresh(factors=1, inverses=2)})

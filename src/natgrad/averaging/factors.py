@@ -32,10 +32,14 @@ class Factors(Cargo):
         self._preconditioner = preconditioner
 
     def _kept(self) -> Iterator[tuple[Stack, list[Tensor], list[str]]]:
-        """Yield the stacks that this rank keeps averages of, their weights, and which averages can be merged."""
+        """Yield the stacks that this rank keeps averages of, their weights, and which averages can be merged.
+
+        Of those too that have seen nothing yet, with weight 0: another node may have.
+        """
         for stack in self._preconditioner._stacks:
             names = [spec.name for spec in stack.statistics if not spec.fresh and spec.name not in stack.restarting]
-            if stack.weight is not None and stack.role.receives and names:
+            if stack.role.receives and names:
+                stack.allocate_averages()
                 yield stack, stack.weights, names
 
     def _read(self) -> list[Tensor]:
