@@ -314,6 +314,11 @@ def refusals():
     with pytest.raises(ValueError, match="plain, without a wrapper"):
         Classic(torch.compile(DistributedDataParallel(model, process_group=alone)), optimizer, nodes=Nodes((1, 1)))
     assert torch.equal(model[0].weight, before)
+    for kind in ("DiLoCo", "PostLocalSGD"):
+        averager = CLASSES[kind](model, optimizer, nodes=Nodes((1, 1)))
+        with pytest.raises(ValueError, match=f"what {kind}.state_dict"):
+            averager.load_state_dict({"step": 1})
+        averager.detach()
 
 
 def test_wrong_arguments_are_refused(ranks):

@@ -278,6 +278,17 @@ class Averager(ABC):
         return True
 
 
+def check_parts(state: object, parts: set[str], averager: Averager) -> None:
+    """Check that a state has the parts of what `averager` returns.
+
+    Raises:
+        ValueError: if it has not.
+    """
+    fits = isinstance(state, Mapping) and parts <= state.keys()
+    found = sorted(state) if isinstance(state, Mapping) else state
+    require(fits, "state", found, f"what {type(averager).__name__}.state_dict() returned")
+
+
 def replica(model: nn.Module) -> DistributedDataParallel | None:
     """Return the ``DistributedDataParallel`` around the user's own module, also from within ``torch.compile``."""
     while not isinstance(model, DistributedDataParallel):

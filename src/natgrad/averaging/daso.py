@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from natgrad.averaging.base import Averager
+from natgrad.averaging.base import Averager, check_parts
 from natgrad.averaging.cargo import Anchored, Cargo
 from natgrad.averaging.duty import Duty, check_duty
 from natgrad.averaging.factors import Factors, check_owners, replicated
@@ -270,12 +270,8 @@ class DASO(Averager):
             ValueError: if it is of another kind, or of another rank while ranks differed.
         """
         wanted = ("format", "epoch", "batches", "turn", "merges", "equal", "anchored", "cycle", "losses", "momenta")
-        fits = (
-            isinstance(state, Mapping) and {*wanted, "flights", "place"} <= state.keys() and state["format"] == FORMAT
-        )
-        require(
-            fits, "state", sorted(state) if isinstance(state, Mapping) else state, "what DASO.state_dict() returned"
-        )
+        check_parts(state, {*wanted, "flights", "place"}, self)
+        require(state["format"] == FORMAT, "state['format']", state["format"], str(FORMAT))
         place = (tuple(state["place"][0]), *state["place"][1:])
         own = (tuple(self.grid.sizes), self.grid.node, self.grid.local)
         allowed = f"that of this rank ({own}), or one taken after an epoch's end or synchronize()"

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 from torch.distributed.device_mesh import DeviceMesh
 
 from natgrad.arguments import unwrap
-from natgrad.averaging.base import Averager
+from natgrad.averaging.base import Averager, check_parts
 from natgrad.averaging.nodes import Nodes
 from natgrad.averaging.ring import Ring
 from natgrad.errors import require
@@ -73,11 +73,16 @@ class _LocalSGD(Averager):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps."""
-        return {"step": self._step}
+        return {"step": self._step, "averagings": self._averagings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from that step."""
-        self._step = state["step"]
+        """Go on from that step.
+
+        Raises:
+            ValueError: if it is of another kind.
+        """
+        check_parts(state, {"step", "averagings"}, self)
+        self._step, self._averagings = state["step"], state["averagings"]
         if self._averager is not None:
             self._averager.step = self._step
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from natgrad.averaging.base import Averager
+from natgrad.averaging.base import Averager, check_parts
 from natgrad.averaging.exchange import Exchange, Flight
 from natgrad.averaging.nodes import Nodes
 from natgrad.averaging.outer import Outer
@@ -169,18 +169,21 @@ class StreamingDiLoCo(Averager):
                 fragment.flight.wait()
                 flights[str(number)] = {str(index): each for index, each in enumerate(fragment.flight.summed)}
         sent = [fragment.sent_at for fragment in self._fragments]
-        return {"batches": self._batches, "sent": sent, "flights": flights, "outer": self._outer.state_dict()}
+        counts = {"batches": self._batches, "sends": self._sends, "merges": self._merges}
+        return {**counts, "sent": sent, "flights": flights, "outer": self._outer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, after model and optimizer were loaded.
 
         Raises:
-            ValueError: if it is of another model or number of fragments.
+            ValueError: if it is of another model, number of fragments or kind.
         """
+        parts = {"batches", "sends", "merges", "sent", "flights", "outer"}
+        check_parts(state, parts, self)
         wanted, found = len(self._fragments), state["sent"]
         require(len(found) == wanted, "state['sent']", found, f"of {wanted} fragments")
         self._outer.load_state_dict(state["outer"])
-        self._batches = state["batches"]
+        self._batches, self._sends, self._merges = state["batches"], state["sends"], state["merges"]
         for number, (fragment, sent_at) in enumerate(zip(self._fragments, found, strict=True)):
             fragment.sent_at, fragment.flight = sent_at, None
             saved = state["flights"].get(str(number))
