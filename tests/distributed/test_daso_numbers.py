@@ -468,7 +468,6 @@ def test_phases(ranks, known):
         ({"epochs": 2.5}, "epochs"),
         ({"epochs": math.inf, "steps_per_epoch": 2}, "epochs"),
         ({"steps_per_epoch": 0}, "steps_per_epoch"),
-        ({"cooldown_epochs": 1}, "cooldown_epochs"),
         ({"epochs": 3, "warmup_epochs": 2, "cooldown_epochs": 2}, "at most epochs"),
         ({"epochs": 3, "warmup_epochs": 0.5}, "warmup_epochs"),
         ({"patience": 0}, "patience"),
@@ -515,3 +514,10 @@ def test_a_process_alone():
         assert identical(list(model.parameters()), list(twin.parameters()))
     assert daso.traffic()["between"] == 0
     daso.detach()
+
+
+def test_a_cool_down_needs_to_know_the_end():
+    model = nn.Linear(1, 1)
+    with pytest.warns(natgrad.NatgradWarning, match="cooldown_epochs = 1 is counted from the end"):
+        daso = natgrad.DASO(model, torch.optim.SGD(model.parameters()), warmup_epochs=0, cooldown_epochs=1)
+    assert daso.metrics()["blocking"] == 0

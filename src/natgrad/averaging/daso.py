@@ -86,7 +86,7 @@ class DASO(Averager):
             batches_between: B, at the start; the paper's: 4.
             batches_to_wait: S, at the start, at most B; the paper's: 1. With 0 the average is waited for.
             warmup_epochs: The length of the warm-up; None: a tenth of `epochs`, but one where there are 3 or more.
-            cooldown_epochs: That of the cool-down; likewise.
+            cooldown_epochs: That of the cool-down; likewise. Without `epochs` there is none, and a warning says so.
             merge: "paper": x = (2 S x + Σ x_sent) / (2 S + P); "delta": x += Σ x_sent / P - x_sent.
             wire: What travels in warm-up and cool-down: differences from the last synchronisation in this dtype; None:
                 parameters as they are.

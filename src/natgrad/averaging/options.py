@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from math import inf
 from typing import Any
 
 import torch
 
 from natgrad.averaging.schedule import Phases
-from natgrad.errors import require
+from natgrad.errors import NatgradWarning, require
 from natgrad.optimizer import PreconditionedOptimizer
 from natgrad.preconditioner import Preconditioner
 
@@ -70,8 +71,10 @@ def phases_of(epochs: Any, steps: Any, warmup: Any, cooldown: Any) -> Phases:
     usual = max(1, epochs // 10) if epochs is not None and epochs >= 3 else 0
     warmup = usual if warmup is None else warmup
     cooldown = usual if cooldown is None else cooldown
-    fits = epochs is not None or cooldown == 0
-    require(fits, "cooldown_epochs", cooldown, "0 or left out where epochs is not given: it is counted from the end")
+    if epochs is None and cooldown:
+        told = f"cooldown_epochs = {cooldown} is counted from the end, and epochs is not given: there is no cool-down"
+        warnings.warn(f"natgrad: {told}", NatgradWarning, stacklevel=4)
+        cooldown = 0
     fits = epochs is None or warmup + cooldown <= epochs
     require(fits, "warmup_epochs + cooldown_epochs", warmup + cooldown, f"at most epochs ({epochs})")
     unit = 1 if steps is None else steps
