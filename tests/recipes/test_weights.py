@@ -44,7 +44,7 @@ def test_gradients_are_those_of_the_regularised_loss():
 
 def test_a_resumed_decay_follows_its_schedule():
     net = model()
-    decay = CenteredDecay(net, float)
+    decay = CenteredDecay(net, lambda step: 1.0 * step)
     decay.load_state_dict({"steps": 3})
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
