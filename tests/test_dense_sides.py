@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import natgrad
-from natgrad.curvature.sides import Blocks
+from natgrad.curvature.narrow_sides import Blocks
 from natgrad.layers.convolution import PatchRows
 from natgrad.layers.rows import ChannelRows, DenseRows, MatrixRows, sum_squares
 from tests import dense

@@ -1,6 +1,7 @@
 """What DASO does beside the paper: 16 bits on the wire, loss scaling, clipping, momenta, curvature, phases."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -401,6 +402,32 @@ def one_optimizer(gradients):
 def test_a_preconditioned_optimizer(ranks, gradients):
     for expected, found in ranks.run(4, one_optimizer, gradients):
         assert largest(found, expected) < 1e-12
+
+
+def precondition_apart(averages):
+    """Whether a plain model's ranks are warned that each preconditions a gradient of its own, in one node of two."""
+    model = nn.Linear(4, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer)
+    daso = natgrad.DASO(model, optimizer, nodes=Nodes((2,)), preconditioner=preconditioner)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(2):
+            x, y = batch(step, dist.get_rank(), torch.float64)
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            if averages:
+                daso.average_gradients()
+            preconditioner.step()
+            daso.step()
+    daso.detach()
+    return [str(one.message) for one in told if issubclass(one.category, natgrad.NatgradWarning)]
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_a_forgotten_average_is_told(ranks, averages):
+    for told in ranks.run(2, precondition_apart, averages):
+        assert any("daso.average_gradients()" in one for one in told) is not averages
 
 
 def foreign_preconditioner():

@@ -5,6 +5,7 @@ Coquelin et al. 2021, "Accelerating neural network training with distributed asy
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from natgrad.averaging.nodes import Nodes
 from natgrad.averaging.options import check_options, chosen_preconditioner, phases_of
 from natgrad.averaging.schedule import Cycle, Phase, Plateau
 from natgrad.averaging.vector import MESSAGE_BYTES
-from natgrad.errors import DivergedError, require
+from natgrad.errors import DivergedError, NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
 
 FORMAT = 1
@@ -136,6 +137,8 @@ class DASO(Averager):
         self._factors: list[Cargo] = []
         if preconditioner is not None:
             self._factors.append(self._take(preconditioner))
+        self._preconditioner = preconditioner
+        self._note_order()
 
     # --- The life of a step -------------------------------------------------------------------------------------
 
@@ -154,10 +157,12 @@ class DASO(Averager):
                 the process group.
         """
         self._check_open()
+        self._check_order()
         blocking = self.grid.nodes > 1 and self.phase != "cycling"
         if blocking and self._equal and not self._anchored.anchored:
             self._anchored.anchor()
         self.step_optimizer()
+        self._note_order()
         self._losses.add(loss)
         self._batches += 1
         if self._batches == self._steps_per_epoch:
@@ -286,6 +291,7 @@ class DASO(Averager):
         self._anchored.drop()
         if state["anchored"]:
             self._anchored.anchor()
+        self._note_order()
 
     # --- Its parts ----------------------------------------------------------------------------------------------
 
@@ -345,6 +351,18 @@ class DASO(Averager):
 
     def _averaged_tensors(self) -> list[Tensor]:
         return [*self.parameters(), *self._momenta.tensors()]
+
+    def _check_order(self) -> None:
+        """Warn if each rank has preconditioned a gradient of its own since the last step."""
+        stepped = 0 if self._preconditioner is None else self._preconditioner._progress.step
+        apart = self._gradients is not None and self.grid.inside.ranks > 1 and not self._averaged
+        if apart and stepped > self._preconditioned:
+            told = "preconditioner.step() came before the average over the node: call daso.average_gradients() in front"
+            warnings.warn(f"natgrad: {told} of it", NatgradWarning, stacklevel=3)
+
+    def _note_order(self) -> None:
+        """Note how far the preconditioner has come."""
+        self._preconditioned = 0 if self._preconditioner is None else self._preconditioner._progress.step
 
     def _take(self, preconditioner: Preconditioner) -> Factors:
         check_owners(preconditioner, self.grid)

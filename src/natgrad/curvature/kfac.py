@@ -12,7 +12,8 @@ from torch import Tensor
 from natgrad import linalg
 from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
 from natgrad.curvature.inputs import InputKFAC
-from natgrad.curvature.sides import Blocks, Diagonal, Form, Full, Side
+from natgrad.curvature.narrow_sides import Blocks, Diagonal
+from natgrad.curvature.sides import Form, Full, Side
 from natgrad.curvature.tables import TableKFAC
 from natgrad.errors import require
 from natgrad.iterative import Warm

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from natgrad.curvature.base import Curvature, Part, Spec
-from natgrad.curvature.sides import Diagonal
+from natgrad.curvature.narrow_sides import Diagonal
 from natgrad.layers import Rows
 from natgrad.layers.rows import DenseRows
 

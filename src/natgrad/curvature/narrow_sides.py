@@ -1,0 +1,216 @@
+"""What is kept of a wide factor: its diagonal, or square blocks along it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from natgrad import linalg
+from natgrad.curvature.base import Spec
+from natgrad.curvature.sides import Form, Side
+from natgrad.iterative import Warm
+from natgrad.layers import Rows
+
+
+@dataclass(frozen=True)
+class Diagonal(Side):
+    """Second moments alone ``[d]``: the factor's diagonal, whose eigenvectors are the unit vectors."""
+
+    def __str__(self) -> str:
+        """See `Side`."""
+        return "diagonal"
+
+    @property
+    def matrices(self) -> bool:
+        """See `Side.matrices`."""
+        return False
+
+    def statistic(self, name: str, size: int, *, mean: Literal["samples", "rows"], degree: int) -> Spec:
+        """See `Side.statistic`."""
+        return Spec(name=name, shape=(size,), mean=mean, degree=degree)
+
+    def cost(self, size: int) -> float:
+        """See `Side.cost`."""
+        return float(size)
+
+    def writes(self, form: Form, name: str, size: int) -> tuple[Spec, ...]:
+        """See `Side.writes`."""
+        return (Spec(name=f"v{name}" if form == "eigen" else f"inverse_{name}", shape=(size,)),)
+
+    def add_(self, out: Tensor, rows: Rows, *, scale: float, overwrite: bool) -> None:
+        """See `Side.add_`."""
+        squares = rows.squares().mul_(scale)
+        out.copy_(squares) if overwrite else out.add_(squares)
+
+    def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
+        """See `Side.add_diagonal_`."""
+        factor.add_(diagonal)
+
+    def diagonal(self, factor: Tensor) -> Tensor:
+        """See `Side.diagonal`."""
+        return factor
+
+    def trace(self, factor: Tensor) -> Tensor:
+        """See `Side.trace`."""
+        return factor.sum(-1)
+
+    def decompose(
+        self, factor: Tensor, warm: Warm | None = None, before: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """See `Side.decompose`."""
+        return (factor,), factor.sum(-1).isfinite()
+
+    def invert(
+        self,
+        factor: Tensor,
+        damping: Tensor,
+        columns: slice | None = None,
+        warm: Warm | None = None,
+        before: Tensor | None = None,
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """See `Side.invert`."""
+        inverse = (factor + damping[:, None]).reciprocal_()
+        return (inverse,), inverse.sum(-1).isfinite()
+
+    def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """See `Side.rotate`."""
+        return W
+
+    def rotate_back(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """See `Side.rotate_back`."""
+        return W
+
+    def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """See `Side.multiply`."""
+        return W * held[f"inverse_{name}"][:, None, :]
+
+    def times(self, W: Tensor, factor: Tensor) -> Tensor:
+        """See `Side.times`."""
+        return W * factor[:, None, :]
+
+
+@dataclass(frozen=True)
+class Blocks(Side):
+    """Square blocks along the diagonal ``[k, l, l]``: THOR's split (Chen 2021); the last is padded with zeros.
+
+    Attributes:
+        size: d.
+        count: k.
+    """
+
+    size: int
+    count: int
+
+    @property
+    def length(self) -> int:
+        """The number of columns of a block."""
+        return ceil(self.size / self.count)
+
+    def __str__(self) -> str:
+        """See `Side`."""
+        return f"in {self.count} blocks of {self.length}"
+
+    def statistic(self, name: str, size: int, *, mean: Literal["samples", "rows"], degree: int) -> Spec:
+        """See `Side.statistic`."""
+        return Spec(name=name, shape=(self.count, self.length, self.length), symmetric=True, mean=mean, degree=degree)
+
+    def cost(self, size: int) -> float:
+        """See `Side.cost`."""
+        return self.count * float(self.length) ** 3
+
+    def writes(self, form: Form, name: str, size: int) -> tuple[Spec, ...]:
+        """See `Side.writes`."""
+        shape = (self.count, self.length, self.length)
+        if form == "eigen":
+            return (Spec(name=f"Q{name}", shape=shape), Spec(name=f"v{name}", shape=(self.eigenvalues(size),)))
+        return (Spec(name=f"inverse_{name}", shape=shape, symmetric=True),)
+
+    def eigenvalues(self, size: int) -> int:
+        """See `Side.eigenvalues`: with those of what pads the last block."""
+        return self.count * self.length
+
+    def add_(self, out: Tensor, rows: Rows, *, scale: float, overwrite: bool) -> None:
+        """See `Side.add_`."""
+        for index, start in enumerate(range(0, self.size, self.length)):
+            stop = min(start + self.length, self.size)
+            width = stop - start
+            if overwrite and width < self.length:
+                out[:, index].zero_()
+            rows.narrow(start, stop).add_gram_(out[:, index, :width, :width], scale=scale, overwrite=overwrite)
+        if overwrite:
+            out[:, ceil(self.size / self.length) :].zero_()
+
+    def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
+        """See `Side.add_diagonal_`."""
+        factor.diagonal(dim1=-2, dim2=-1).add_(self._padded(diagonal).unflatten(-1, (self.count, -1)))
+
+    def diagonal(self, factor: Tensor) -> Tensor:
+        """See `Side.diagonal`."""
+        return factor.diagonal(dim1=-2, dim2=-1).flatten(1)[:, : self.size]
+
+    def trace(self, factor: Tensor) -> Tensor:
+        """See `Side.trace`."""
+        return factor.diagonal(dim1=-2, dim2=-1).sum((-2, -1))
+
+    def mean_eigenvalue(self, factor: Tensor) -> Tensor:
+        """See `Side.mean_eigenvalue`: what pads the last block is no part of it."""
+        return self.trace(factor) / self.size
+
+    def decompose(
+        self, factor: Tensor, warm: Warm | None = None, before: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """See `Side.decompose`."""
+        every, start = factor.flatten(0, 1), None if before is None else before.flatten(0, 1)
+        values, vectors, fine = linalg.eigh(every) if warm is None else warm.eigh(every, start)
+        return (vectors.view_as(factor), values.view(len(factor), -1)), fine.view(len(factor), -1).all(-1)
+
+    def misfit(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Side.misfit`: what was left out between the blocks is not part of it."""
+        off, whole = linalg.off_diagonal(factor.flatten(0, 1), vectors.flatten(0, 1))
+        return off.view(len(factor), -1).sum(-1), whole.view(len(factor), -1).sum(-1)
+
+    def invert(
+        self,
+        factor: Tensor,
+        damping: Tensor,
+        columns: slice | None = None,
+        warm: Warm | None = None,
+        before: Tensor | None = None,
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """See `Side.invert`."""
+        every, damping = factor.flatten(0, 1), damping.repeat_interleave(self.count)
+        if warm is None:
+            inverse, fine = linalg.damped_inverse(every, damping)
+        else:
+            inverse, fine = warm.damped_inverse(every, damping, None if before is None else before.flatten(0, 1))
+        return (inverse.view_as(factor),), fine.view(len(factor), -1).all(-1)
+
+    def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """See `Side.rotate`."""
+        return self._times(W, held[f"Q{name}"])
+
+    def rotate_back(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """See `Side.rotate_back`."""
+        return self._times(W, held[f"Q{name}"].mT)[..., : self.size]
+
+    def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+        """See `Side.multiply`."""
+        return self._times(W, held[f"inverse_{name}"])[..., : self.size]
+
+    def times(self, W: Tensor, factor: Tensor) -> Tensor:
+        """See `Side.times`."""
+        return self._times(W, factor)[..., : self.size]
+
+    def _times(self, W: Tensor, blocks: Tensor) -> Tensor:
+        """Return ``W [N, r, d]`` times the block-diagonal matrix of ``blocks [N, k, l, l]``: ``[N, r, k l]``."""
+        split = self._padded(W).unflatten(-1, (self.count, -1)).transpose(1, 2)  # [N, k, r, l]
+        return linalg.product(split, blocks).transpose(1, 2).flatten(2)
+
+    def _padded(self, tensor: Tensor) -> Tensor:
+        missing = self.count * self.length - tensor.shape[-1]
+        return F.pad(tensor, (0, missing)) if missing else tensor
