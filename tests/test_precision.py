@@ -13,7 +13,7 @@ from natgrad.kept import Kept
 from natgrad.linalg import damped_inverse
 from natgrad.narrow import power_of_two, round_stochastically
 from natgrad.placement import Layout
-from natgrad.precision import full_products
+from natgrad.products import full_products
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -227,48 +227,6 @@ def test_what_is_not_finite_arrives_as_such_and_harms_no_neighbour():
 def test_a_power_of_two():
     groups = torch.tensor([[0.0, 0.0], [3.0, -5.0], [2.0**-60, 0.0], [float("nan"), 1.0]])
     assert power_of_two(groups, 0).tolist() == [2.0**-99, 8.0, 2.0**-59, 2.0]
-
-
-def test_products_are_full_inside_and_as_the_user_likes_outside():
-    cpu = torch.device("cpu")
-    before = torch.get_float32_matmul_precision()
-    places = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul, torch.backends.cudnn.conv)
-    try:
-        torch.set_float32_matmul_precision("medium")
-        chosen = [place.fp32_precision for place in places]
-        assert chosen[:2] == ["bf16", "tf32"]
-        for device, inside in ((cpu, ["ieee", "tf32", "tf32"]), (torch.device("cuda"), ["bf16", "ieee", "ieee"])):
-            with full_products(device):
-                assert [place.fp32_precision for place in places] == inside
-            assert [place.fp32_precision for place in places] == chosen
-        with torch.autocast("cpu", BF16):
-            with full_products(cpu):
-                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == FP32
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == BF16
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def test_gram_products_are_full(monkeypatch):
-    seen = set()
-    addmm = torch.Tensor.addmm_
-
-    def watched(self, *args, **kwargs):
-        seen.add(torch.backends.mkldnn.matmul.fp32_precision)
-        return addmm(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.Tensor, "addmm_", watched)
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
-        for sharing in ("expand", "reduce"):
-            model = nn.Linear(4, 3)
-            preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(sharing=sharing))
-            model(torch.randn(5, 4)).square().sum().backward()
-            preconditioner.step()
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert seen == {"ieee"}
 
 
 def test_state_moves_between_precisions():

@@ -19,6 +19,7 @@ from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.placement import Plan
 from natgrad.precision import Precision, at_least_float32
+from natgrad.products import quick_products
 from natgrad.roles import Role
 from natgrad.rungs import Rungs
 from natgrad.shards import is_sharded
@@ -200,13 +201,14 @@ class Stack:
 
     def solve(self, blocks: slice | Tensor, W: Tensor, damping: float) -> Tensor:
         """Return the preconditioned gradients of some blocks; what is remembered of finite ones is renewed by them."""
-        if not self.memories:
-            return self.curvature.solve(self.solvers(blocks), W, damping * self.factor)
-        memory = self.allocate_memory()
-        known = {spec.name: memory.read(spec.name, blocks) for spec in self.memories}
-        fine = W.flatten(1).sum(1).isfinite()
-        self.rewrite(blocks, known, self.curvature.remember(known, W), fine)
-        return self.curvature.solve({**self.solvers(blocks), **known}, W, damping * self.factor)
+        known: dict[str, Tensor] = {}
+        if self.memories:
+            memory = self.allocate_memory()
+            known = {spec.name: memory.read(spec.name, blocks) for spec in self.memories}
+            fine = W.flatten(1).sum(1).isfinite()
+            self.rewrite(blocks, known, self.curvature.remember(known, W), fine)
+        with quick_products(self.device):
+            return self.curvature.solve({**self.solvers(blocks), **known}, W, damping * self.factor)
 
     def multiply(self, D: Tensor) -> Tensor:
         """Return F D ``[N, o, i]``, without damping; zero for layers without usable curvature."""

@@ -1,11 +1,8 @@
-"""Which dtypes curvature is kept, sent and applied in, and products that never fall below their own."""
+"""Which dtypes curvature is kept, sent and applied in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -57,40 +54,3 @@ class Precision:
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """Return `dtype`, or float32 if that is wider."""
     return torch.promote_types(dtype, torch.float32)
-
-
-@contextmanager
-def full_products(device: torch.device) -> Iterator[None]:
-    """Compute float32 products and convolutions as such: no TF32 or bfloat16 inside, and no autocast.
-
-    Eigenvalues far below the largest, on which damping acts, would be lost in TF32's 10 bits. The user's settings are
-    restored.
-    """
-    narrowed = [
-        (place, name, value) for place, name, value in _settings(device) if value not in (False, "none", "ieee")
-    ]
-    for place, name, value in narrowed:
-        setattr(place, name, False if value is True else "ieee")
-    try:
-        if torch.is_autocast_enabled(device.type):
-            with torch.autocast(device.type, enabled=False):
-                yield
-        else:
-            yield
-    finally:
-        for place, name, value in narrowed:
-            setattr(place, name, value)
-
-
-def _settings(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
-    """Yield where torch keeps what it may do to float32 products on `device`, under which name, and its value."""
-    backends: Any = torch.backends
-    if device.type == "cpu":
-        places = [getattr(backends.mkldnn, kind, None) for kind in ("matmul", "conv")]
-    else:
-        places = [backends.cuda.matmul, getattr(backends.cudnn, "conv", backends.cudnn)]
-    for place in places:
-        for name in ("fp32_precision", "allow_tf32"):  # the latter before torch 2.9
-            if hasattr(place, name):
-                yield place, name, getattr(place, name)
-                break

@@ -32,7 +32,7 @@ from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError, NatgradWarning
 from natgrad.layers import Handle, Layer, Rows, Slot, remove_all
 from natgrad.layers.rows import by_sample
-from natgrad.precision import full_products
+from natgrad.products import full_products
 from natgrad.rows import Collected
 from natgrad.sharding import owners
 from natgrad.shards import is_sharded

@@ -237,7 +237,7 @@ def _decompose(
 ) -> _Outcome:
     """Do a part for some blocks, in the thread.
 
-    What torch may do to products (`precision.full_products`) is a setting of the process, which a thread cannot change
+    What torch may do to products (`products.full_products`) is a setting of the process, which a thread cannot change
     for itself; decompositions never follow it.
     """
     started = perf_counter()

@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad import triangle
 from natgrad.blocks import Stack
 from natgrad.curvature import Curvature, Spec
-from natgrad.precision import full_products
+from natgrad.products import full_products
 from natgrad.refresh.rule import Measure
 
 # About so many elements are looked at at once.

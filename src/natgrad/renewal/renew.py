@@ -18,7 +18,7 @@ from natgrad.guard import Watch
 from natgrad.kept import along, pack, packed_shape, unpack
 from natgrad.linalg import equal_shares, tensor_on
 from natgrad.placement import Layout, Plan, Runtime, narrower
-from natgrad.precision import full_products
+from natgrad.products import full_products
 from natgrad.refresh.sides import READS, Reads, side_of
 
 # Decompositions gain nothing from batching matrices beyond this many elements, and would hold them all at once.

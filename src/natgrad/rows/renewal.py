@@ -16,7 +16,7 @@ from natgrad.curvature import kernel
 from natgrad.guard import Watch
 from natgrad.kept import Kept
 from natgrad.placement import Plan, Runtime
-from natgrad.precision import full_products
+from natgrad.products import full_products
 from natgrad.rows.collected import Collected
 from natgrad.rows.epochs import Epochs
 from natgrad.rows.messages import gather, give
