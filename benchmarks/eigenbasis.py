@@ -26,7 +26,7 @@ from torch.nn import functional
 import natgrad
 from benchmarks.common import CLOCKS, conditions, interleave, median, save
 from natgrad import linalg
-from natgrad.iterative import Warm, symmetric
+from natgrad.numerics.iterative import Warm, symmetric
 from natgrad.tasks.glyphs import Glyphs
 
 WIDTHS = (1024, 512, 256, 128, 64, 36)

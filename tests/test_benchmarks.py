@@ -19,7 +19,7 @@ from benchmarks.placement import ALONE, DDP, WANTED_SLOW, Shares, Summary
 from benchmarks.placement_cycle import CYCLE, KINDS, SPANS, STEPS, Intervals, cycle, merge
 from benchmarks.placement_report import wanted
 from benchmarks.step import SETTINGS
-from natgrad.iterative import Warm
+from natgrad.numerics.iterative import Warm
 
 TWO_NODES = Path(__file__).parents[1] / "benchmarks" / "two_nodes.sh"
 

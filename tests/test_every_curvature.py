@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from tests import dense
+from tests.dense import reference as dense
 from tests.every import CHOOSING, EVERY, Training, batch
 
 every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)

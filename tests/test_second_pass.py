@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import natgrad
-from tests import dense
+from tests.dense import reference as dense
 
 EVERY_STEP = natgrad.Refresh(factors=1, inverses=1)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, softplus
 
 import natgrad
-from tests import dense
+from tests.dense import reference as dense
 
 SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
 FISHERS = [{}, {"sharing": "reduce"}, SAMPLED]

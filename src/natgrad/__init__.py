@@ -26,20 +26,20 @@ _HOMES = {
     "EKFAC": "natgrad.curvature",
     "HyLo": "natgrad.curvature",
     "SNGD": "natgrad.curvature",
-    "Bernoulli": "natgrad.likelihood",
-    "Categorical": "natgrad.likelihood",
+    "Bernoulli": "natgrad.sampling.likelihood",
+    "Categorical": "natgrad.sampling.likelihood",
     "Curvature": "natgrad.curvature",
     "CurvatureError": "natgrad.errors",
-    "Gaussian": "natgrad.likelihood",
-    "Guard": "natgrad.guard",
-    "Likelihood": "natgrad.likelihood",
+    "Gaussian": "natgrad.sampling.likelihood",
+    "Guard": "natgrad.trouble.guard",
+    "Likelihood": "natgrad.sampling.likelihood",
     "NatgradError": "natgrad.errors",
     "NatgradWarning": "natgrad.errors",
     "Nodes": "natgrad.averaging",
     "Link": "natgrad.placement",
     "Placement": "natgrad.placement",
     "Plan": "natgrad.placement",
-    "Precision": "natgrad.precision",
+    "Precision": "natgrad.numerics.precision",
     "PreconditionedOptimizer": "natgrad.optimizer",
     "Preconditioner": "natgrad.preconditioner",
     "RankOne": "natgrad.curvature",
@@ -88,16 +88,11 @@ if TYPE_CHECKING:
     from natgrad.errors import CurvatureError as CurvatureError
     from natgrad.errors import NatgradError as NatgradError
     from natgrad.errors import NatgradWarning as NatgradWarning
-    from natgrad.guard import Guard as Guard
-    from natgrad.likelihood import Bernoulli as Bernoulli
-    from natgrad.likelihood import Categorical as Categorical
-    from natgrad.likelihood import Gaussian as Gaussian
-    from natgrad.likelihood import Likelihood as Likelihood
+    from natgrad.numerics.precision import Precision as Precision
     from natgrad.optimizer import PreconditionedOptimizer as PreconditionedOptimizer
     from natgrad.placement import Link as Link
     from natgrad.placement import Placement as Placement
     from natgrad.placement import Plan as Plan
-    from natgrad.precision import Precision as Precision
     from natgrad.preconditioner import Preconditioner as Preconditioner
     from natgrad.refresh import Adaptive as Adaptive
     from natgrad.refresh import BasisRule as BasisRule
@@ -110,7 +105,12 @@ if TYPE_CHECKING:
     from natgrad.refresh import Sides as Sides
     from natgrad.refresh import TraceRule as TraceRule
     from natgrad.refresh import TwoPhaseInterval as TwoPhaseInterval
+    from natgrad.sampling.likelihood import Bernoulli as Bernoulli
+    from natgrad.sampling.likelihood import Categorical as Categorical
+    from natgrad.sampling.likelihood import Gaussian as Gaussian
+    from natgrad.sampling.likelihood import Likelihood as Likelihood
     from natgrad.schedule import Schedule as Schedule
+    from natgrad.trouble.guard import Guard as Guard
 
 __all__ = list(_HOMES)
 

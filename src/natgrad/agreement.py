@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from zlib import crc32
 
-from natgrad.blocks import Stack
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError
 from natgrad.placement import Runtime
 from natgrad.progress import Progress
-from natgrad.structure import Structure
+from natgrad.stacks.blocks import Stack
+from natgrad.stacks.structure import Structure
 
 
 def check_agreement(runtime: Runtime, structure: Structure, progress: Progress, **options: object) -> None:

@@ -14,13 +14,13 @@ from natgrad.curvature import Curvature
 from natgrad.damping import Control
 from natgrad.damping.trust_region import TrustRegion
 from natgrad.errors import NatgradError, require
-from natgrad.guard import Guard
-from natgrad.likelihood import Likelihood
+from natgrad.numerics.precision import Precision
 from natgrad.placement import resolve
-from natgrad.precision import Precision
 from natgrad.refresh import Clock
+from natgrad.sampling.likelihood import Likelihood
 from natgrad.schedule import check_number
-from natgrad.sharding import check_model, find_mesh, mesh_group, reshard
+from natgrad.stacks.sharding import check_model, find_mesh, mesh_group, reshard
+from natgrad.trouble.guard import Guard
 
 
 def check_arguments(

@@ -11,32 +11,32 @@ from torch import Tensor, nn
 from natgrad.agreement import check_agreement
 from natgrad.arguments import check_count, check_joined
 from natgrad.aside import aside
-from natgrad.blocks import Stack
 from natgrad.capture import Capture
-from natgrad.clip import Clip
 from natgrad.damping import Control
 from natgrad.damping.losses import Losses
 from natgrad.damping.quadratic import Model
 from natgrad.damping.sizes import mean_eigenvalues
 from natgrad.errors import NatgradError, describe, require
 from natgrad.exchange import Early, Left, collect, deliver
-from natgrad.given import Given
-from natgrad.gradients import Entry, Gradients
-from natgrad.guard import Watch
-from natgrad.inspection import Inspection
-from natgrad.ladder import Ladder
+from natgrad.gradients.clip import Clip
+from natgrad.gradients.given import Given
+from natgrad.gradients.reduction import Scaling
+from natgrad.gradients.stacked import Entry, Gradients
+from natgrad.numerics.precision import Precision
 from natgrad.placement import Runtime
-from natgrad.precision import Precision
 from natgrad.progress import Progress
-from natgrad.reduction import Scaling
 from natgrad.refresh import Clock
 from natgrad.refresh.sides import SIDES
 from natgrad.renewal import Agenda, Background, fold, observed, renew
 from natgrad.rows import Collected, Epochs, Origin, Renewal, row_stacks
-from natgrad.sampling import LabelSampler
+from natgrad.sampling.labels import LabelSampler
 from natgrad.second_pass import Closure, Replay, SecondPass, check_damping
-from natgrad.structure import Structure
+from natgrad.stacks.blocks import Stack
+from natgrad.stacks.structure import Structure
 from natgrad.sums import Choice, make_sums
+from natgrad.trouble.guard import Watch
+from natgrad.trouble.inspection import Inspection
+from natgrad.trouble.ladder import Ladder
 
 
 class Engine:

@@ -9,10 +9,10 @@ from math import prod
 from rich.markup import escape
 from rich.table import Table
 
-from natgrad.blocks import Stack
-from natgrad.coverage import Coverage
 from natgrad.placement import Plan
 from natgrad.printed import Printed
+from natgrad.stacks.blocks import Stack
+from natgrad.stacks.coverage import Coverage
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,31 +11,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from natgrad import state as states
 from natgrad.arguments import check_arguments, resolve_group, unwrap
 from natgrad.capture import Capture
-from natgrad.clip import USUAL_BOUND, Clip
-from natgrad.coverage import cover, warn_of_idle
 from natgrad.curvature import KFAC, Curvature
 from natgrad.damping import Control, Damping, TrustRegion
 from natgrad.engine import Engine
 from natgrad.errors import NatgradWarning, describe, require
 from natgrad.exchange import Early
 from natgrad.explanation import Explanation, explain
-from natgrad.given import Given, Unseen
-from natgrad.guard import Guard, Watch
-from natgrad.inspection import Inspection
+from natgrad.gradients.clip import USUAL_BOUND, Clip
+from natgrad.gradients.given import Given, Unseen
+from natgrad.gradients.reduction import Scaling, take_over_reduction
+from natgrad.numerics.precision import Precision
 from natgrad.placement import Placement, Plan, Runtime, resolve
-from natgrad.precision import Precision
 from natgrad.progress import Progress
-from natgrad.reduction import Scaling, take_over_reduction
 from natgrad.refresh import Clock, Refresh
 from natgrad.renewal import Agenda, Background
 from natgrad.rows import Epochs, row_stacks
-from natgrad.sampling import LabelSampler
+from natgrad.sampling.labels import LabelSampler
 from natgrad.second_pass import Closure, SecondPass, check_second_pass
-from natgrad.sharding import check_layers
-from natgrad.structure import Structure
+from natgrad.stacks import state as states
+from natgrad.stacks.coverage import cover, warn_of_idle
+from natgrad.stacks.sharding import check_layers
+from natgrad.stacks.structure import Structure
+from natgrad.trouble.guard import Guard, Watch
+from natgrad.trouble.inspection import Inspection
 from natgrad.verification import Verification, verify
 
 

@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.blocks import Stack
 from natgrad.capture import Capture
 from natgrad.capture.again import Chance, Pass, Repetition, as_found
 from natgrad.curvature import Curvature
 from natgrad.damping import Control
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
-from natgrad.gradients import parameters
-from natgrad.guard import Watch
-from natgrad.kept import along
+from natgrad.gradients.reduction import Scaling
+from natgrad.gradients.stacked import parameters
 from natgrad.layers import Layer
 from natgrad.placement import Placement, Runtime
-from natgrad.reduction import Scaling
-from natgrad.shards import is_sharded
+from natgrad.stacks.blocks import Stack
+from natgrad.stacks.kept import along
+from natgrad.stacks.shards import is_sharded
 from natgrad.sums import Sums
+from natgrad.trouble.guard import Watch
 
 Closure = Callable[[], Any]
 

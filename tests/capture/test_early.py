@@ -6,7 +6,7 @@ from torch import nn
 
 import natgrad
 from natgrad.capture import early
-from natgrad.kept import pack
+from natgrad.stacks.kept import pack
 
 
 class Reshaped(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 import natgrad
 from natgrad import Autopilot
 from natgrad.damping import ByKind
-from tests import dense
+from tests.dense import reference as dense
 
 F64 = torch.float64
 REFRESH = natgrad.Refresh(factors=1, inverses=3)

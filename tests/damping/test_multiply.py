@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.gradients import parameters
-from tests import dense
+from natgrad.gradients.stacked import parameters
+from tests.dense import reference as dense
 from tests.every import EVERY
 
 EXACT = {

@@ -8,7 +8,7 @@ from torch import nn
 
 import natgrad
 from natgrad.damping import ByKind, Cosine, Exponential, Linear, Piecewise, WarmUp
-from tests import dense
+from tests.dense import reference as dense
 
 # Table 3 of Osawa 2019: γ0, γ_target, t_warmup of each batch size.
 TABLE = [

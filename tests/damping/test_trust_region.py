@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 import natgrad
 from natgrad import TrustRegion
-from tests import dense
+from tests.dense import reference as dense
 
 F64 = torch.float64
 EVERY_STEP = natgrad.Refresh(factors=1, inverses=1)

@@ -7,7 +7,7 @@ import torch
 
 import natgrad
 from natgrad.damping import ByKind, LevenbergMarquardt
-from tests import dense
+from tests.dense import reference as dense
 from tests.every import EVERY, Training, batch
 
 SAMPLES = {1: [12], 2: [9, 3], 4: [5, 1, 4, 2]}

@@ -14,7 +14,7 @@ import natgrad
 from natgrad.aside import aside
 from natgrad.averaging import Nodes
 from natgrad.placement import lending
-from natgrad.sharding import whole
+from natgrad.stacks.sharding import whole
 from tests.distributed.daso_jobs import Run, Training, batch, identical, largest, train
 
 

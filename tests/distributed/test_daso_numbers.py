@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 import natgrad
 from natgrad.averaging import Nodes
 from natgrad.averaging.vector import local
-from natgrad.sharding import whole
+from natgrad.stacks.sharding import whole
 from tests.distributed.daso_jobs import Run, Training, batch, identical, largest, network, train
 
 # --- 16 bits on the wire ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from natgrad.gradients import Entry
+from natgrad.gradients.stacked import Entry
 from natgrad.placement import Runtime
 from tests.distributed.jobs import place
 from tests.distributed.sharded_jobs import Case, Zoo

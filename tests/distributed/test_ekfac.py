@@ -10,7 +10,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests import dense, dense_ekfac
+from tests.dense import ekfac as dense_ekfac
+from tests.dense import reference as dense
 from tests.distributed import sharded_jobs
 from tests.distributed.jobs import Job, assert_bit_identical, assert_close, batch, network, place, share, train
 from tests.distributed.test_background import CLIP, LR, MOMENTUM, Case, Training, assert_equal, damping

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests import dense
+from tests.dense import reference as dense
 from tests.distributed.jobs import Job, assert_bit_identical, assert_close, batch, network, place, share, train
 
 CURVATURES = [{"form": "eigen"}, {"form": "inverse"}, {"sharing": "reduce"}]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests import dense
+from tests.dense import reference as dense
 from tests.every import EVERY, PLACEMENTS, Training, batch
 
 SAMPLES = {1: [12], 2: [6, 6], 3: [4, 4, 4], 4: [3, 3, 3, 3]}

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from tests import dense
+from tests.dense import reference as dense
 from tests.distributed.jobs import batch, network, share
 
 FAST = natgrad.Link(latency=1e-7)  # so that gradients leave early, in a queue of their own

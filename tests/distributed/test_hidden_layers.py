@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests import dense
+from tests.dense import reference as dense
 from tests.distributed.jobs import share
 
 

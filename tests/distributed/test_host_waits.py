@@ -20,7 +20,7 @@ ON_THE_CPU_ALONE = {
     ("guard.py", "_count"),
     ("guard.py", "check"),
     ("guard.py", "saw_rungs"),
-    ("gradients.py", "clear_"),
+    ("stacked.py", "clear_"),
     ("ladder.py", "descend"),
 }
 ROOM = str(Path(natgrad.__file__).parent)

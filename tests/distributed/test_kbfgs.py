@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests import dense
+from tests.dense import reference as dense
 
 SAMPLES = 12
 RAGGED = {1: [12], 2: [9, 3], 3: [2, 6, 4], 4: [5, 1, 4, 2]}

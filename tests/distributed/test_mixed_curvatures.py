@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from tests import dense
+from tests.dense import reference as dense
 from tests.distributed.jobs import place
 
 SUMMED = {

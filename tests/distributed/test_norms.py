@@ -8,8 +8,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests import dense, dense_norm
-from tests.dense_norm import Norm
+from tests.dense import norm as dense_norm
+from tests.dense import reference as dense
+from tests.dense.norm import Norm
 from tests.distributed.jobs import batch, place, share
 
 STEPS = 6

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import natgrad
-from tests import dense
+from tests.dense import reference as dense
 from tests.distributed import jobs, sharded_jobs, test_hidden_layers, test_placements, test_tied
 from tests.distributed.jobs import Job, assert_bit_identical, assert_close
 

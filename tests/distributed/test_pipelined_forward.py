@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import natgrad
 from natgrad.curvature.sides import Full
 from natgrad.sums.guesses import Guesses
-from tests import dense
+from tests.dense import reference as dense
 from tests.distributed import jobs
 from tests.distributed.jobs import place, share
 from tests.distributed.test_pipelined import SINGLY

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests import dense
+from tests.dense import reference as dense
 from tests.distributed import jobs, test_death, test_equality, test_tied
 from tests.distributed.jobs import Job, assert_bit_identical, assert_close, network, place, share
 from tests.distributed.test_pipelined import SINGLY, STEPS, assert_early, run

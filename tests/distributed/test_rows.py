@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests import dense
+from tests.dense import reference as dense
+from tests.dense.test_rows import DAMPING, pooled, solve
 from tests.distributed.jobs import network, place
-from tests.test_dense_rows import DAMPING, pooled, solve
 
 SPLITS = {
     (1, False): [12], (2, False): [6, 6], (3, False): [4, 4, 4], (4, False): [3, 3, 3, 3],

@@ -9,9 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from natgrad.rows import Renewal
+from tests.dense.test_rows import DAMPING
 from tests.distributed.jobs import network, place
 from tests.distributed.test_rows import EXACT, SPLITS, batch, curvature_of, mixed
-from tests.test_dense_rows import DAMPING
 
 
 def verified(options, how, epochs=0, spoil=False):

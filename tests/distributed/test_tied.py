@@ -7,9 +7,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests import dense
+from tests.dense import reference as dense
+from tests.dense.test_tied import LENGTH, Language, V
 from tests.distributed.jobs import share
-from tests.test_dense_tied import LENGTH, Language, V
 
 SENTENCES = 8
 

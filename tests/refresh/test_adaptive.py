@@ -10,7 +10,7 @@ from natgrad.progress import Progress
 from natgrad.refresh.budget import Budget
 from natgrad.renewal import Agenda
 from natgrad.renewal.record import KEPT, RENEWED, STOPPED, WAITS
-from natgrad.structure import Structure
+from natgrad.stacks.structure import Structure
 from tests.every import DAMPING, EVERY, Network, Training, batch
 
 EVERY_OTHER = {"factors": 1, "inverses": 2}

@@ -20,7 +20,7 @@ from natgrad import Preconditioner
 from natgrad.curvature import Curvature, Part, Spec
 from natgrad.errors import NatgradWarning, require
 from natgrad.layers import Layer, Rows
-from natgrad.likelihood import Likelihood, resolve
+from natgrad.sampling.likelihood import Likelihood, resolve
 
 _WIDEST = 8192  # factors of wider sides would not fit
 

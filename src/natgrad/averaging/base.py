@@ -20,7 +20,7 @@ from natgrad.averaging.gradients import NodeGradients
 from natgrad.averaging.nodes import Grid, Nodes
 from natgrad.averaging.vector import MESSAGE_BYTES, flat
 from natgrad.errors import AveragingError, require
-from natgrad.sharding import check_model, find_mesh, reshard
+from natgrad.stacks.sharding import check_model, find_mesh, reshard
 
 
 class Averager(ABC):

@@ -14,7 +14,7 @@ from natgrad.averaging.base import Averager, replica
 from natgrad.averaging.nodes import Nodes
 from natgrad.averaging.ring import Ring
 from natgrad.errors import require
-from natgrad.sharding import find_mesh
+from natgrad.stacks.sharding import find_mesh
 
 
 class Classic(Averager):

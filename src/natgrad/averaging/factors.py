@@ -15,10 +15,10 @@ from torch import Tensor
 from natgrad.averaging.cargo import Cargo
 from natgrad.averaging.exchange import Exchange
 from natgrad.averaging.nodes import Grid
-from natgrad.blocks import Stack
 from natgrad.errors import require
-from natgrad.kept import along
 from natgrad.preconditioner import Preconditioner
+from natgrad.stacks.blocks import Stack
+from natgrad.stacks.kept import along
 
 _ALL = slice(None)
 

@@ -21,7 +21,7 @@ from natgrad.averaging.nodes import Nodes
 from natgrad.averaging.ring import Ring
 from natgrad.errors import require
 from natgrad.schedule import check_whole
-from natgrad.sharding import find_mesh
+from natgrad.stacks.sharding import find_mesh
 
 
 class _LocalSGD(Averager):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import require
-from natgrad.precision import at_least_float32
+from natgrad.numerics.precision import at_least_float32
 from natgrad.schedule import check_number
 
 

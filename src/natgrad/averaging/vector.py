@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import require
-from natgrad.shards import is_sharded
+from natgrad.stacks.shards import is_sharded
 
 MESSAGE_BYTES = 64 << 20
 """A message's size unless told otherwise: large enough for the link, small enough to pack one while another travels."""

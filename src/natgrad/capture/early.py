@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from natgrad.capture.saved import outline
 from natgrad.capture.uses import Terms, Use
-from natgrad.products import full_products
+from natgrad.numerics.products import full_products
 from natgrad.sums import Sums
 
 

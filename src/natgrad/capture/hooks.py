@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from natgrad.aside import aside
-from natgrad.blocks import Member, Stack
 from natgrad.capture import compiled
 from natgrad.capture.again import Chance, Pass, Recording, Repetition
 from natgrad.capture.early import look_ahead
@@ -32,10 +31,11 @@ from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError, NatgradWarning
 from natgrad.layers import Handle, Layer, Rows, Slot, remove_all
 from natgrad.layers.rows import by_sample
-from natgrad.products import full_products
+from natgrad.numerics.products import full_products
 from natgrad.rows import Collected
-from natgrad.sharding import owners
-from natgrad.shards import is_sharded
+from natgrad.stacks.blocks import Member, Stack
+from natgrad.stacks.sharding import owners
+from natgrad.stacks.shards import is_sharded
 from natgrad.sums import WHOLE, Choice, Sums
 from natgrad.sums.messages import Tally
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from natgrad.errors import require
 from natgrad.layers import Layer, Rows
-from natgrad.likelihood import Likelihood, resolve
+from natgrad.sampling.likelihood import Likelihood, resolve
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from natgrad.curvature.kfac import KFAC
 from natgrad.curvature.moments import add_moments_
 from natgrad.curvature.sides import Side
 from natgrad.layers import Layer, Rows
-from natgrad.likelihood import Likelihood
+from natgrad.sampling.likelihood import Likelihood
 
 if TYPE_CHECKING:
     from typing_extensions import Self

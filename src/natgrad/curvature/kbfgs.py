@@ -16,7 +16,7 @@ from natgrad.curvature.quasi_newton import Compact, append, bfgs, damped, inner,
 from natgrad.curvature.unitwise import UnitWise
 from natgrad.errors import require
 from natgrad.layers import Layer, Rows
-from natgrad.likelihood import Likelihood
+from natgrad.sampling.likelihood import Likelihood
 
 # A mean of gradients that is smaller, as a share of their mean size, is what rounding has left of zero: 1e-8 in
 # float32, up to 2e-4 in bfloat16. Of N gradients with nothing in common it would still be about 1 / √N.

@@ -16,9 +16,9 @@ from natgrad.curvature.narrow_sides import Blocks, Diagonal
 from natgrad.curvature.sides import Form, Full, Side
 from natgrad.curvature.tables import TableKFAC
 from natgrad.errors import require
-from natgrad.iterative import Warm
 from natgrad.layers import Layer, Rows
-from natgrad.likelihood import Likelihood
+from natgrad.numerics.iterative import Warm
+from natgrad.sampling.likelihood import Likelihood
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from natgrad import linalg
 from natgrad.curvature.base import Spec
 from natgrad.curvature.sides import Form, Side
-from natgrad.iterative import Warm
 from natgrad.layers import Rows
+from natgrad.numerics.iterative import Warm
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.curvature import kernel
 from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
 from natgrad.errors import require
-from natgrad.likelihood import Likelihood
+from natgrad.sampling.likelihood import Likelihood
 
 # The number of rows by which layers are compared before any batch has told theirs.
 _NOMINAL = 256

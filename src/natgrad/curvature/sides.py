@@ -16,8 +16,8 @@ from torch import Tensor
 
 from natgrad import linalg
 from natgrad.curvature.base import Spec
-from natgrad.iterative import Warm
 from natgrad.layers import Rows
+from natgrad.numerics.iterative import Warm
 
 # What is made of a factor: its eigenvalue decomposition, or its damped inverse.
 Form = Literal["eigen", "inverse"]

@@ -12,7 +12,7 @@ from natgrad import linalg
 from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
 from natgrad.errors import require
 from natgrad.layers import Layer, Rows
-from natgrad.likelihood import Likelihood
+from natgrad.sampling.likelihood import Likelihood
 
 _CHUNK = 2**16
 """About how many gradients are squared at once: as many as the cache holds."""

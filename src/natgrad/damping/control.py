@@ -11,7 +11,7 @@ from natgrad.damping.kinds import ByKind
 from natgrad.errors import require
 from natgrad.layers import Layer
 from natgrad.schedule import Schedule, check_schedule, value_at
-from natgrad.shards import is_sharded
+from natgrad.stacks.shards import is_sharded
 
 Damping: TypeAlias = Schedule | Adaptive | ByKind
 

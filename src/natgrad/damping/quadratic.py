@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from natgrad.blocks import Stack
 from natgrad.damping.adaptive import Outcome
 from natgrad.damping.losses import Losses
-from natgrad.gradients import parameters, stacked
+from natgrad.gradients.stacked import parameters, stacked
 from natgrad.placement import Runtime
+from natgrad.stacks.blocks import Stack
 
 
 @dataclass

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from natgrad.blocks import Stack
 from natgrad.damping.quadratic import accounted
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime
 from natgrad.renewal.measure import measured
+from natgrad.stacks.blocks import Stack
 
 
 def mean_eigenvalues(stacks: Sequence[Stack], runtime: Runtime, device: torch.device) -> list[float]:

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.blocks import Stack
 from natgrad.curvature import Curvature
 from natgrad.damping.quadratic import accounted
 from natgrad.errors import require
-from natgrad.gradients import Entry, Gradients, parameters, stacked
+from natgrad.gradients.stacked import Entry, Gradients, parameters, stacked
 from natgrad.layers import Layer, Slot
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime
 from natgrad.schedule import check_number
-from natgrad.shards import is_sharded
+from natgrad.stacks.blocks import Stack
+from natgrad.stacks.shards import is_sharded
 
 
 @dataclass(frozen=True)

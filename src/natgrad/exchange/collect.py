@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from natgrad.exchange.vectors import Size, nbytes, swap
-from natgrad.gradients import Gradients
+from natgrad.gradients.stacked import Gradients
 from natgrad.layers import Slot
 from natgrad.placement import Runtime
-from natgrad.shards import Holders, Piece, held_rows, is_sharded
+from natgrad.stacks.shards import Holders, Piece, held_rows, is_sharded
 
 
 def collect(gradients: Gradients, runtime: Runtime) -> dict[int, list[Piece]]:
@@ -25,7 +25,7 @@ def collect(gradients: Gradients, runtime: Runtime) -> dict[int, list[Piece]]:
         runtime: The ranks.
 
     Returns:
-        What `natgrad.gradients.Entry.solve` takes: the rows by the parameter's ``id``.
+        What `natgrad.gradients.stacked.Entry.solve` takes: the rows by the parameter's ``id``.
     """
     holders = Holders(runtime)
     devices: dict[torch.device, list[tuple[Slot, tuple[int, ...]]]] = {}

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.blocks import Member
 from natgrad.exchange.routes import Left
 from natgrad.exchange.vectors import Size, Swap, nbytes
-from natgrad.gradients import Entry, Gradients, Share
-from natgrad.guard import Watch
+from natgrad.gradients.stacked import Entry, Gradients, Share
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
 from natgrad.placement import Plan, Runtime, cut, groups
-from natgrad.shards import Holders, is_sharded, pairs
+from natgrad.stacks.blocks import Member
+from natgrad.stacks.shards import Holders, is_sharded, pairs
+from natgrad.trouble.guard import Watch
 
 
 @dataclass

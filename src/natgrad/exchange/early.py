@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from natgrad.blocks import Stack
 from natgrad.exchange.routes import Kind, Route, routes
 from natgrad.exchange.vectors import Size, Swap, nbytes
 from natgrad.habit import Caution, Expected
 from natgrad.layers import Handle, remove_all
+from natgrad.numerics.precision import at_least_float32
 from natgrad.placement import Link, Runtime, cut, flatten
-from natgrad.precision import at_least_float32
+from natgrad.stacks.blocks import Stack
 
 # What a rank tells of each message: it holds what it should; it does once unscaled; it does not.
 RIGHT, SCALED, WRONG = range(3)

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from natgrad.blocks import Stack
 from natgrad.exchange.early import SCALED, WRONG, Early, Message, rescaled
 from natgrad.exchange.routes import Left, Route, routes
 from natgrad.exchange.vectors import Size, nbytes, swap
 from natgrad.linalg import tensor_on
+from natgrad.numerics.precision import at_least_float32
 from natgrad.placement import Runtime, flatten
-from natgrad.precision import at_least_float32
+from natgrad.stacks.blocks import Stack
 
 # For each route the addends of all ranks.
 _Addends = list[list[Tensor]]

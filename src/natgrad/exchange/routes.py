@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from natgrad.blocks import Stack
 from natgrad.exchange.vectors import Size
 from natgrad.placement import flatten, unflatten
+from natgrad.stacks.blocks import Stack
 
 # Where a tensor is, and in which dtype: what travels together is alike in both.
 Kind = tuple[torch.device, torch.dtype]

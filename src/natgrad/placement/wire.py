@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from natgrad.narrow import power_of_two
+from natgrad.numerics.narrow import power_of_two
 
 _GROUP = 512
 """Elements that share a scale: its four bytes add 0.4 % to theirs."""

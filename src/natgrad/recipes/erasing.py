@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Generator, Tensor
 
 from natgrad.errors import describe, require
-from natgrad.noise import seed_of
+from natgrad.sampling.noise import seed_of
 from natgrad.schedule import check_number
 
 AREA = (0.02, 0.25)

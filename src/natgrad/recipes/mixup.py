@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from natgrad.errors import describe, require
-from natgrad.noise import seed_of
 from natgrad.recipes.labels import soft_labels
+from natgrad.sampling.noise import seed_of
 from natgrad.schedule import check_number
 
 

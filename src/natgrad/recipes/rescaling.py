@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from natgrad.precision import at_least_float32
+from natgrad.numerics.precision import at_least_float32
 from natgrad.recipes.weights import local, output_channels, trained
-from natgrad.shards import Spread, is_sharded
+from natgrad.stacks.shards import Spread, is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,8 +9,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from natgrad.layers.norm import NORMS
-from natgrad.sharding import reshard
-from natgrad.shards import is_sharded
+from natgrad.stacks.sharding import reshard
+from natgrad.stacks.shards import is_sharded
 
 
 def trained(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

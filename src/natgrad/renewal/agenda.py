@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from natgrad.blocks import Member, Stack
 from natgrad.errors import NatgradWarning, require
 from natgrad.placement import Plan
 from natgrad.progress import Progress
@@ -29,6 +28,7 @@ from natgrad.refresh.rule import Rule
 from natgrad.refresh.sides import READS, SIDES, Reads, Side
 from natgrad.renewal.measure import measurable, measured
 from natgrad.renewal.record import KEPT, RENEWED, STOPPED, WAITS, Record
+from natgrad.stacks.blocks import Member, Stack
 
 _VERDICTS = {"renew": RENEWED, "keep": KEPT, "stop": STOPPED}
 _METRICS = {RENEWED: "layers_refreshed", KEPT: "layers_kept", STOPPED: "layers_stopped", WAITS: "layers_waiting"}

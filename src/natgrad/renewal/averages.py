@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from natgrad import triangle
 from natgrad.curvature import Spec
-from natgrad.guard import Watch
+from natgrad.numerics import triangle
 from natgrad.sums import Departed, Sums
+from natgrad.trouble.guard import Watch
 
 
 def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.blocks import Stack, unpacked
 from natgrad.curvature import Curvature, Spec
 from natgrad.errors import CurvatureError
-from natgrad.guard import Watch
-from natgrad.inspection import Inspection
 from natgrad.placement import Plan, Runtime
 from natgrad.progress import Progress
 from natgrad.renewal.averages import fold
 from natgrad.renewal.renew import RAISED, Job, conclude, jobs_of
+from natgrad.stacks.blocks import Stack, unpacked
 from natgrad.sums import Departed, Sums
+from natgrad.trouble.guard import Watch
+from natgrad.trouble.inspection import Inspection
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from natgrad import triangle
-from natgrad.blocks import Stack
 from natgrad.curvature import Curvature, Spec
-from natgrad.products import full_products
+from natgrad.numerics import triangle
+from natgrad.numerics.products import full_products
 from natgrad.refresh.rule import Measure
+from natgrad.stacks.blocks import Stack
 
 # About so many elements are looked at at once.
 _CHUNK = 2**22

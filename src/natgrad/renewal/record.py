@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from natgrad.kept import Kept, packed_shape, spec_dtype
+from natgrad.stacks.kept import Kept, packed_shape, spec_dtype
 
 if TYPE_CHECKING:
-    from natgrad.blocks import Member, Stack
     from natgrad.layers import Layer
+    from natgrad.stacks.blocks import Member, Stack
 
 # What a layer's last verdict was.
 RENEWED, KEPT, STOPPED, WAITS = 1.0, 2.0, 3.0, 4.0

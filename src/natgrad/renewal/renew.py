@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad import triangle
-from natgrad.blocks import Member, Stack
 from natgrad.curvature import Part, Spec
-from natgrad.guard import Watch
-from natgrad.kept import along, pack, packed_shape, unpack
 from natgrad.linalg import equal_shares, tensor_on
+from natgrad.numerics import triangle
+from natgrad.numerics.products import full_products
 from natgrad.placement import Layout, Plan, Runtime, narrower
-from natgrad.products import full_products
 from natgrad.refresh.sides import READS, Reads, side_of
+from natgrad.stacks.blocks import Member, Stack
+from natgrad.stacks.kept import along, pack, packed_shape, unpack
+from natgrad.trouble.guard import Watch
 
 # Decompositions gain nothing from batching matrices beyond this many elements, and would hold them all at once.
 _BATCH = 2**18

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.blocks import Stack
-from natgrad.precision import at_least_float32
+from natgrad.numerics.precision import at_least_float32
+from natgrad.stacks.blocks import Stack
 from natgrad.sums.messages import Tally
 
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from natgrad.blocks import Member
 from natgrad.curvature import kernel
-from natgrad.guard import Watch
-from natgrad.kept import Kept
+from natgrad.numerics.products import full_products
 from natgrad.placement import Plan, Runtime
-from natgrad.products import full_products
 from natgrad.rows.collected import Collected
 from natgrad.rows.epochs import Epochs
 from natgrad.rows.messages import gather, give
 from natgrad.rows.stack import RowStack
+from natgrad.stacks.blocks import Member
+from natgrad.stacks.kept import Kept
+from natgrad.trouble.guard import Watch
 
 
 @dataclass

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from natgrad.aside import aside
-from natgrad.blocks import Stack
 from natgrad.curvature import RowCurvature, Spec
-from natgrad.kept import Kept
+from natgrad.stacks.blocks import Stack
+from natgrad.stacks.kept import Kept
 
 if TYPE_CHECKING:
-    from natgrad.blocks import Member
+    from natgrad.stacks.blocks import Member
 
 
 class RowStack(Stack):

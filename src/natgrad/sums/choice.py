@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from natgrad.blocks import Stack
 from natgrad.refresh.sides import SIDES, Side
+from natgrad.stacks.blocks import Stack
 from natgrad.sums.messages import Portion, portion_of
 
 

@@ -7,8 +7,8 @@ from math import inf
 
 import torch
 
-from natgrad.blocks import Member, Stack
 from natgrad.placement import Placement, arrival, fuse, narrower
+from natgrad.stacks.blocks import Member, Stack
 from natgrad.sums.clock import Item
 from natgrad.sums.messages import Message, neighbours
 

@@ -13,11 +13,11 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from natgrad.blocks import Member, Stack
 from natgrad.curvature import Spec
-from natgrad.kept import packed_shape
 from natgrad.linalg import tensor_on
 from natgrad.placement import Posted
+from natgrad.stacks.blocks import Member, Stack
+from natgrad.stacks.kept import packed_shape
 
 # Of a layer's statistics: all, those that its curvature has from the inputs alone, or those that need a gradient.
 # "inputs" are the early ones too, where no rest follows: the counters of the layer go with them.

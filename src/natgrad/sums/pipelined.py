@@ -32,10 +32,10 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from natgrad.blocks import Stack
 from natgrad.habit import Caution, Expected
-from natgrad.kept import pack
 from natgrad.placement import Placement, Posted, Runtime
+from natgrad.stacks.blocks import Stack
+from natgrad.stacks.kept import pack
 from natgrad.sums.clock import Clock, Item
 from natgrad.sums.forms import form
 from natgrad.sums.guesses import Guesses

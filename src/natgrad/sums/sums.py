@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from natgrad.blocks import Member, Stack
-from natgrad.kept import pack
 from natgrad.placement import Posted, Runtime
+from natgrad.stacks.blocks import Member, Stack
+from natgrad.stacks.kept import pack
 from natgrad.sums.choice import WHOLE, Choice
 from natgrad.sums.messages import Arrived, Departed, Message, Portion, Tally, neighbours, portion_of
 

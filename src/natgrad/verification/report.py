@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 
-from natgrad.blocks import Stack
 from natgrad.printed import Printed
+from natgrad.stacks.blocks import Stack
 
 
 @dataclass(frozen=True, kw_only=True)

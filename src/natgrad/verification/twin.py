@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from natgrad.aside import aside
-from natgrad.clip import Clip
 from natgrad.errors import NatgradWarning
-from natgrad.given import Given, Unseen
-from natgrad.guard import Guard, Watch
-from natgrad.inspection import Inspection
+from natgrad.gradients.clip import Clip
+from natgrad.gradients.given import Given, Unseen
 from natgrad.placement import Placement, Runtime
 from natgrad.progress import Progress
 from natgrad.refresh import Refresh
 from natgrad.renewal import Agenda, Background
 from natgrad.rows import Epochs
 from natgrad.second_pass import SecondPass
-from natgrad.structure import Structure
+from natgrad.stacks.structure import Structure
+from natgrad.trouble.guard import Guard, Watch
+from natgrad.trouble.inspection import Inspection
 
 if TYPE_CHECKING:
     from natgrad.preconditioner import Preconditioner

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from natgrad.aside import aside
 from natgrad.errors import require
 from natgrad.placement import Runtime
-from natgrad.sharding import plain_copy, reshard, whole
+from natgrad.stacks.sharding import plain_copy, reshard, whole
 from natgrad.verification.report import Outcome, Verification, compare
 from natgrad.verification.twin import as_new, twin
 

@@ -1,0 +1,1 @@
+"""Gradients on their way: averaged, stacked, preconditioned, clipped, given back."""

@@ -1,0 +1,67 @@
+"""Gradients that no backward pass has made before the eyes of the hooks: natural ones already, and unseen ones."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from natgrad.errors import NatgradWarning
+from natgrad.layers import Slot
+from natgrad.stacks.blocks import Stack
+
+
+class Given:
+    """The gradients that the last step has written, and whether anybody has touched them since.
+
+    A step without a backward pass before it would precondition them once more.
+    """
+
+    def __init__(self) -> None:
+        """Begin before the first step."""
+        self._versions: list[tuple[Slot, weakref.ref[Tensor], int]] = []
+
+    def note(self, stacks: Iterable[Stack]) -> None:
+        """Note the gradients as they are now; none is kept alive."""
+        self._versions = [
+            (slot, weakref.ref(gradient), gradient._version)
+            for slot in _slots(stacks)
+            if (gradient := slot.parameter.grad) is not None
+        ]
+
+    def remain(self) -> bool:
+        """Tell whether any of them is still in its place, whatever was written into it since."""
+        return any(known() is not None and known() is slot.parameter.grad for slot, known, _ in self._versions)
+
+    def untouched(self) -> bool:
+        """Tell whether there are any, and all of them are still what they were."""
+        return bool(self._versions) and all(
+            (gradient := known()) is not None and gradient is slot.parameter.grad and gradient._version == version
+            for slot, known, version in self._versions
+        )
+
+
+class Unseen:
+    """Gradients that came before the hooks have seen any backward pass."""
+
+    def __init__(self) -> None:
+        """Begin before the first step."""
+        self._steps = 0
+
+    def check(self, stacks: Iterable[Stack]) -> None:
+        """Warn at the second step with such gradients (a checkpoint loader may do one); called by the step itself."""
+        self._steps += any(slot.parameter.grad is not None for slot in _slots(stacks))
+        if self._steps == 2:
+            warnings.warn(
+                "natgrad has seen no backward pass of its layers yet and leaves their gradients as they are: "
+                "differentiate without create_graph=True, and build the Preconditioner before a compiled function "
+                "calls the model",
+                NatgradWarning,
+                stacklevel=4,  # past the decorator of `step`
+            )
+
+
+def _slots(stacks: Iterable[Stack]) -> Iterator[Slot]:
+    return (slot for stack in stacks for member in stack.members for slot in member.layer.slots)

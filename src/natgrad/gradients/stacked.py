@@ -1,0 +1,269 @@
+"""Gradients between the parameters' ``.grad`` and the stacks: gathered, preconditioned, given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from natgrad.layers import Layer, Slot
+from natgrad.linalg import tensor_on
+from natgrad.placement import Runtime
+from natgrad.stacks.blocks import Member, Stack
+from natgrad.stacks.shards import Piece, gather, held_rows, is_sharded, own_rows, pairs
+from natgrad.trouble.ladder import Ladder
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# How many bytes of sharded gradients are gathered at once: enough to hide the latency of a message.
+_BUCKET = 2**26
+
+
+@dataclass
+class Share:
+    """Rows of a preconditioned gradient that this rank holds, of a layer that others work for.
+
+    Attributes:
+        slot: The parameter.
+        rows: Which of its rows.
+        block: The first block of its layer.
+        values: The rows end to end.
+    """
+
+    slot: Slot
+    rows: range
+    block: int
+    values: Tensor
+
+
+@dataclass
+class Entry:
+    """The gradients of some layers of a stack.
+
+    Attributes:
+        stack: The stack.
+        members: The layers.
+        ladder: What serves those whose curvature has failed.
+        ready: Whether they have curvature: all, none, or the rung of each block's layer ``[N]``, above 0 where it has.
+        V: Preconditioned gradients ``[N, o, i]``, once solved; the raw ones W where there is no curvature yet.
+        shares: In place of V, where the parameters are sharded and this rank does not work for the layers: what it
+            holds of V.
+        inner: ⟨V, W⟩ of each block ``[N]``; not finite where the gradient is not.
+    """
+
+    stack: Stack
+    members: list[Member]
+    ladder: Ladder
+    ready: bool | Tensor = False
+    V: Tensor = field(init=False)
+    shares: list[Share] | None = None
+    inner: Tensor = field(init=False)
+
+    def solve(self, damping: float, gathered: Mapping[int, list[Piece]]) -> None:
+        """Collect the raw gradients and precondition them; a missing one of two (weight, bias) counts as zero.
+
+        Args:
+            damping: γ.
+            gathered: The rows of those gradients that are sharded, by the parameter's ``id``.
+        """
+        stack, started = self.stack, perf_counter()
+        W = torch.empty(sum(self.blocks), stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
+        targets, sources = [], []
+        for layer, slot, view in _places(self.members, W):
+            gradient = slot.parameter.grad
+            if gradient is None:
+                view.zero_()
+                continue
+            pieces = gathered.get(id(slot.parameter))
+            for rows, place in _match(layer, slot, gradient, pieces, view):
+                targets.append(place)
+                sources.append(rows)
+        if targets:  # other ranks expect a layer's result even where no rank has used it yet
+            torch._foreach_copy_(targets, sources)
+        stack.saw(W, self.places())
+        V = self._solved(W, damping)
+        outcome = self.ladder.descend(stack, self.members, self.places(), W, V, damping)
+        self.V, self.inner, self.ready = outcome.V, outcome.inner, outcome.rungs
+        stack.charge(self.members, perf_counter() - started)
+
+    def _solved(self, W: Tensor, damping: float) -> Tensor:
+        stack, places = self.stack, self.places()
+        flags = [stack.ready[stack.members.index(member)] for member in self.members]
+        if not any(flags):
+            return W
+        if all(flags):
+            blocks = slice(None) if places is None else tensor_on(stack.device, places)
+            return stack.solve(blocks, W, damping)
+        # Some layers have none yet, or are left plain: their gradients pass through.
+        every = [flag for flag, count in zip(flags, self.blocks, strict=True) for _ in range(count)]
+        own = tensor_on(stack.device, [index for index, flag in enumerate(every) if flag])
+        blocks = own if places is None else tensor_on(stack.device, places)[own]
+        V = W.clone()
+        V[own] = stack.solve(blocks, W[own], damping)
+        return V
+
+    def told(self) -> bool | Tensor:
+        """Return `ready` with a number for each layer in place of its blocks."""
+        if isinstance(self.ready, bool) or len(self.ready) == len(self.members):
+            return self.ready
+        return self.ready[tensor_on(self.ready.device, [0, *accumulate(self.blocks[:-1])])]
+
+    def sharded(self) -> dict[int, tuple[str, DTensor]]:
+        """Return the sharded gradients with their names, by the parameter's ``id``."""
+        slots = [slot for member in self.members for slot in member.layer.slots]
+        return {
+            id(slot.parameter): (slot.name, slot.parameter.grad) for slot in slots if is_sharded(slot.parameter.grad)
+        }
+
+    @property
+    def blocks(self) -> list[int]:
+        """The number of blocks of each layer."""
+        return [member.stop - member.start for member in self.members]
+
+    def places(self) -> list[int] | None:
+        """Return where in the stack these blocks are; None: they are all of it."""
+        if len(self.members) == len(self.stack.members):
+            return None
+        return [block for member in self.members for block in range(member.start, member.stop)]
+
+    def scale_(self, scale: float | Tensor, fine: Tensor) -> None:
+        """Multiply V by `scale`, where there is curvature, and by zero where not `fine` ``[N]``."""
+        if self.shares is not None:
+            for share in self.shares:  # the worker has cleared what is not fine
+                assert isinstance(self.ready, Tensor)  # told by the worker, as the shares are
+                share.values.mul_(torch.where(self.ready[share.block] > 0, scale, 1.0))
+            return
+        self.clear_(fine)
+        if isinstance(self.ready, Tensor):
+            self.V.mul_(torch.where(self.ready > 0, scale, 1.0)[:, None, None])
+        elif self.ready and (isinstance(scale, Tensor) or scale != 1.0):
+            self.V.mul_(scale)
+
+    def clear_(self, fine: Tensor) -> None:
+        """Make V zero where not `fine` ``[N]``."""
+        if fine.device.type != "cpu" or not bool(fine.all()):
+            # A product would keep the NaN.
+            self.V = torch.where(fine[:, None, None], self.V, 0)
+
+
+class Gradients:
+    """The gradients of one step.
+
+    Attributes:
+        entries: One for each stack with something to precondition.
+    """
+
+    def __init__(self, entries: list[Entry]) -> None:
+        """Wrap `entries`."""
+        self.entries = entries
+
+    @classmethod
+    def take(cls, stacks: list[Stack], ladder: Ladder, *, exchanged: bool) -> Gradients:
+        """Find every layer with a ``.grad``; all layers where results are to be exchanged, so that ranks agree."""
+        entries = []
+        for stack in stacks:
+            members = [member for member in stack.members if exchanged or _has_gradient(member)]
+            if members:
+                entries.append(Entry(stack, members, ladder))
+        return cls(entries)
+
+    def solve(self, damping: float, runtime: Runtime) -> None:
+        """Precondition all stacks on every rank; what has no curvature yet stays a plain gradient.
+
+        Sharded gradients are whole for no longer than that takes: they travel some stacks at a time. At the peak this
+        costs the preconditioned gradients of all stacks, which the clip must see together, and beside them the gathered
+        and the raw ones of `_BUCKET` bytes or of the largest stack, whichever is more.
+        """
+        for bucket, sharded in self._buckets():
+            gathered = dict(zip(sharded, gather(list(sharded.values()), runtime), strict=True))
+            for entry in bucket:
+                entry.solve(damping, gathered)
+            del gathered  # before the next are there
+
+    def _buckets(self) -> Iterator[tuple[list[Entry], dict[int, tuple[str, DTensor]]]]:
+        """Yield stacks whose gradients travel together, with what there is to travel."""
+        bucket: list[Entry] = []
+        sharded: dict[int, tuple[str, DTensor]] = {}
+        size = 0
+        for entry in self.entries:
+            own = entry.sharded()
+            more = sum(gradient.numel() * gradient.element_size() for _, gradient in own.values())
+            if size and size + more > _BUCKET:
+                yield bucket, sharded
+                bucket, sharded, size = [], {}, 0
+            bucket.append(entry)
+            sharded.update(own)
+            size += more
+        if bucket:
+            yield bucket, sharded
+
+    def give(self) -> None:
+        """Write the preconditioned gradients into ``.grad``, in place."""
+        targets, sources = [], []
+        for entry in self.entries:
+            for share in entry.shares or ():
+                rows = held_rows(share.slot, share.rows)
+                if rows is not None and len(rows):
+                    targets.append(rows)
+                    sources.append(share.values.view(rows.shape))
+            for layer, slot, view in _places(entry.members, entry.V) if entry.shares is None else ():
+                gradient = slot.parameter.grad
+                if gradient is None:
+                    continue
+                pieces = own_rows(slot.name, gradient) if is_sharded(gradient) else None
+                for rows, place in _match(layer, slot, gradient, pieces, view):
+                    targets.append(rows)
+                    sources.append(place)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+
+def stacked(stack: Stack, of: Callable[[Slot], Tensor | None]) -> Tensor:
+    """Return what there is `of` each parameter of a stack, none of them sharded, as blocks ``[N, o, i]``.
+
+    It is a tensor shaped as the parameter; None counts as zero. The blocks are in the dtype of solves.
+    """
+    B = torch.zeros(stack.size, stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
+    targets, sources = [], []
+    for layer, slot, view in _places(stack.members, B):
+        tensor = of(slot)
+        for values, place in () if tensor is None else _match(layer, slot, tensor.detach(), None, view):
+            targets.append(place)
+            sources.append(values)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    return B
+
+
+def parameters(stack: Stack) -> Tensor:
+    """Return the parameters of a stack, none of them sharded, as blocks ``[N, o, i]``."""
+    return stacked(stack, lambda slot: slot.parameter)
+
+
+def _has_gradient(member: Member) -> bool:
+    return any(slot.parameter.grad is not None for slot in member.layer.slots)
+
+
+def _places(members: list[Member], stacked: Tensor) -> Iterator[tuple[Layer, Slot, Tensor]]:
+    """Yield each parameter with its columns of `stacked`."""
+    start = 0
+    for member in members:
+        stop = start + member.stop - member.start
+        for slot in member.layer.slots:
+            yield member.layer, slot, stacked[start:stop, :, slot.columns]
+        start = stop
+
+
+def _match(
+    layer: Layer, slot: Slot, gradient: Tensor, pieces: list[Piece] | None, blocks: Tensor
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return views of a gradient, or of pieces of a sharded one, and of `blocks`: alike in shape, pair by pair."""
+    if pieces is None:
+        return [layer.align(slot, gradient, blocks)]
+    return pairs(layer, slot, gradient.shape, pieces, blocks)

@@ -1,0 +1,1 @@
+"""The model's own predictive distribution, and labels drawn from it."""

@@ -1,0 +1,377 @@
+"""The tensors of all blocks of equal size, stored as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from natgrad.aside import aside
+from natgrad.curvature import Curvature, Part, Spec
+from natgrad.layers import Layer
+from natgrad.linalg import tensor_on
+from natgrad.numerics.precision import Precision, at_least_float32
+from natgrad.numerics.products import quick_products
+from natgrad.placement import Plan
+from natgrad.stacks.kept import Kept, along, packed_shape, spec_dtype, unpack
+from natgrad.stacks.roles import Role
+from natgrad.stacks.rungs import Rungs
+from natgrad.stacks.shards import is_sharded
+
+if TYPE_CHECKING:
+    from natgrad.renewal.record import Record
+
+
+@dataclass(frozen=True)
+class Member:
+    """A layer's place in its stack: blocks ``start`` to ``stop``."""
+
+    layer: Layer
+    start: int
+    stop: int
+
+    @property
+    def blocks(self) -> slice:
+        """The blocks as a slice."""
+        return slice(self.start, self.stop)
+
+
+class Stack:
+    """All blocks with one curvature, one size and the same workers: N blocks ``[o, i]`` of one or more layers.
+
+    Attributes:
+        curvature: Their curvature.
+        outputs: o.
+        inputs: i.
+        members: The layers.
+        averages: Running averages of the statistics ``[N, *shape]``; empty before the first capture.
+        weight: The bias correction ``1 - dᵏ`` of each block's running averages ``[N]``.
+        early_weight: That of those of the inputs alone, where these have a clock of their own: they are `apart`.
+        record: What a rule of renewal remembers of the layers; None: there is no rule.
+        held: What the last renewal made ``[N, *shape]``; empty before the first.
+        memory: What the curvature keeps from step to step ``[N, *shape]``; empty before the first solve.
+        fresh: Whether the last update of the averages renewed each block ``[N]``; None: before the first.
+        good: For each part and block, whether `held` has a result of it.
+        ready: For each member, whether `held` is complete.
+        rungs: What is remembered of trouble.
+        turns: For each block, how often running averages have begun anew (`Part.restarts`); it never goes back.
+        role: What this rank has to do with its layers.
+        factor: What γ is multiplied by for them.
+    """
+
+    def __init__(
+        self, curvature: Curvature, layers: list[Layer], precision: Precision, role: Role, factor: float = 1.0
+    ) -> None:
+        """Lay out the blocks of `layers`; no tensor is made."""
+        self.role, self.factor = role, factor
+        self.curvature = curvature
+        self.outputs, self.inputs = layers[0].outputs, layers[0].inputs
+        self.statistics = curvature.statistics(self.outputs, self.inputs)
+        self.parts = curvature.parts(self.outputs, self.inputs)
+        self.memories = curvature.memory(self.outputs, self.inputs)
+        self.members: list[Member] = []
+        self.size = 0
+        for layer in layers:
+            self.members.append(Member(layer, self.size, self.size + layer.blocks))
+            self.size += layer.blocks
+        self._precision = precision
+        self._settled: Tensor | None = None
+        self._place: tuple[torch.device, torch.dtype] | None = None
+        self.averages = Kept()
+        self.weight: Tensor | None = None
+        self.early_weight: Tensor | None = None
+        self.apart = False
+        self.record: Record | None = None
+        self.held = Kept()
+        self.memory = Kept()
+        self.fresh: Tensor | None = None
+        self.good = {part.name: [False] * self.size for part in self.parts}
+        self.ready = [False] * len(self.members)
+        self.rungs = Rungs((part.name for part in self.parts), self.size)
+        self.turns = [0] * self.size
+
+    # Read off the model every time, which may be moved after this was built.
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._parameter.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which statistics are summed: that in which they are kept, at least float32."""
+        return at_least_float32(self._precision.factor_dtype(self._parameter))
+
+    @property
+    def work_dtype(self) -> torch.dtype:
+        """The dtype of decompositions, and of gradients as they are preconditioned: at least float32."""
+        return at_least_float32(self._solve_dtype)
+
+    @property
+    def _solve_dtype(self) -> torch.dtype:
+        return self._precision.solve_dtype(self._parameter)
+
+    @property
+    def _parameter(self) -> Tensor:
+        parameter = self.members[0].layer.slots[0].parameter
+        if is_sharded(parameter):
+            # Within a forward or backward pass FSDP2 puts a copy in its place, whose dtype may be another.
+            self._settled = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        return parameter if self._settled is None else self._settled
+
+    def follow(self) -> bool:
+        """Move all tensors to where the parameters are now; tell whether they were elsewhere."""
+        place = self.device, self.dtype
+        before, self._place = self._place, place
+        if before not in (None, place):
+            self.rungs.to(self.work_dtype, self.device)
+        if self.weight is None or (self.weight.device, self.weight.dtype) == place:
+            return before not in (None, place)
+        self.weight = self.weight.to(self.device, self.dtype)
+        self.early_weight = None if self.early_weight is None else self.early_weight.to(self.weight)
+        self.averages = self.averages.to(self._precision.factor_dtype(self._parameter), self.device)
+        self.held, self.memory = (kept.to(self._solve_dtype, self.device) for kept in (self.held, self.memory))
+        if self.record is not None:
+            self.record.to(self.work_dtype, self.device)
+        return True
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Be without curvature meanwhile, and as before afterwards."""
+        good, ready = {part: [False] * self.size for part in self.good}, [False] * len(self.ready)
+        with ExitStack() as stack:
+            for member in self.members:
+                stack.enter_context(aside(member.layer, seconds=0.0))
+            kept = {"averages": Kept(), "weight": None, "held": Kept(), "memory": Kept(), "fresh": None}
+            record = None if self.record is None else self.record.anew()
+            own = {"rungs": self.rungs.anew(), "early_weight": None, "record": record}
+            stack.enter_context(aside(self, good=good, ready=ready, **own, **kept))
+            yield
+
+    def allocate_averages(self) -> Tensor:
+        """Make the running averages unless they exist, and return the weights."""
+        if self.weight is None:
+            self.weight = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+            self.early_weight = self.weight.clone() if self.apart else None
+            dtype = self._precision.factor_dtype(self._parameter)
+            self.averages = Kept(self.statistics, self.size, dtype, self.device, pack=True)
+        return self.weight
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """All bias corrections."""
+        return [weight for weight in (self.weight, self.early_weight) if weight is not None]
+
+    def weight_of(self, statistic: str) -> Tensor | None:
+        """Return the bias correction of a statistic's running averages ``[N]``; None: there are none."""
+        early = self.early_weight is not None and statistic in self.curvature.early
+        return self.early_weight if early else self.weight
+
+    def allocate_held(self) -> Kept:
+        """Make the tensors that renewals write unless they exist, and return them."""
+        if not self.held:
+            self.held = Kept(self._written(), self.size, self._solve_dtype, self.device)
+        return self.held
+
+    def allocate_memory(self) -> Kept:
+        """Make the tensors that outlive steps unless they exist, and return them."""
+        if not self.memory:
+            self.memory = Kept(self.memories, self.size, self._solve_dtype, self.device)
+        return self.memory
+
+    def corrected(self, blocks: slice | Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Return what parts read of some blocks: bias-corrected running averages in their dtype, and memory.
+
+        Of symmetric matrices only the lower triangles are there; what is above is undefined.
+        """
+        averages = unpacked(self.snapshot(blocks, names), self.statistics)
+        own = [spec.name for spec in self.memories if spec.name in names]
+        return {**averages, **{name: self.allocate_memory().read(name, blocks) for name in own}}
+
+    def solvers(self, blocks: slice | Tensor) -> dict[str, Tensor]:
+        """Return what a solve of some blocks reads: what renewals have made, and live statistics."""
+        made = {name: self.held.read(name, blocks) for name in self.held}
+        return {**made, **self.corrected(blocks, self.curvature.live)} if self.curvature.live else made
+
+    def solve(self, blocks: slice | Tensor, W: Tensor, damping: float) -> Tensor:
+        """Return the preconditioned gradients of some blocks; what is remembered of finite ones is renewed by them."""
+        known: dict[str, Tensor] = {}
+        if self.memories:
+            memory = self.allocate_memory()
+            known = {spec.name: memory.read(spec.name, blocks) for spec in self.memories}
+            fine = W.flatten(1).sum(1).isfinite()
+            self.rewrite(blocks, known, self.curvature.remember(known, W), fine)
+        with quick_products(self.device):
+            return self.curvature.solve({**self.solvers(blocks), **known}, W, damping * self.factor)
+
+    def multiply(self, D: Tensor) -> Tensor:
+        """Return F D ``[N, o, i]``, without damping; zero for layers without usable curvature."""
+        names = self.curvature.multiplies
+        if names is None or not any(self.ready):
+            return torch.zeros_like(D)
+        whole = slice(None)
+        packed = self.snapshot(whole, names) if names else {}
+        averages = {spec.name: unpack(packed[spec.name], spec) for spec in self.statistics if spec.name in packed}
+        product = self.curvature.multiply(self.solvers(whole), averages, D)
+        for member, flag in zip(self.members, self.ready, strict=True):
+            if not flag:
+                product[member.blocks] = 0
+        if self.rungs.sunk is not None:
+            product.masked_fill_(self.rungs.sunk[:, None, None], 0)
+        return product
+
+    def diagonal(self, blocks: slice | Tensor, damping: float) -> Tensor | None:
+        """Return the damped diagonal of the Fisher of some blocks ``[n, o, i]``; None: their curvature knows none."""
+        names = self.curvature.diagonals
+        if not names or self.weight is None:
+            return None
+        diagonal = self.curvature.diagonal(self.corrected(blocks, names), self.outputs, self.inputs)
+        # Rounding to a narrow dtype may leave a mean of squares below 0.
+        return diagonal.clamp(min=0) + damping * self.factor
+
+    def rewrite(
+        self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor
+    ) -> None:
+        """Put what is `fresh` into the memory of some blocks, and among what is `known` of it, where `fine` ``[n]``."""
+        for name, values in fresh.items():
+            known[name] = torch.where(along(fine, values.ndim - 1), values, known[name])
+            self.memory.write(name, blocks, known[name])
+
+    def seen_by(self, member: Member) -> dict[str, Tensor] | None:
+        """Return what of `held` a capture of a layer looks at; None where that is not complete."""
+        if not self.ready[self.members.index(member)]:
+            return None
+        return {name: self.held.read(name, member.blocks) for name in self.curvature.looks}
+
+    def before(self, part: Part, blocks: slice) -> dict[str, Tensor] | None:
+        """Return what a warm part has made of some blocks last; None: not of all of them."""
+        if not all(self.good[part.name][blocks]):
+            return None
+        return {spec.name: self.held.read(spec.name, blocks) for spec in part.writes}
+
+    def snapshot(self, blocks: slice | Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Return the same in memory of its own, packed."""
+        result = {}
+        for spec in self.statistics:
+            if spec.name in names:
+                average, weight = self.averages.read(spec.name, blocks), self.weight_of(spec.name)
+                assert weight is not None
+                divisor = torch.ones_like(weight[blocks]) if spec.fresh else weight[blocks]
+                result[spec.name] = torch.div(average, along(divisor, average.ndim - 1)).to(self.work_dtype)
+        return result
+
+    def note(self, blocks: slice, fine: Tensor) -> None:
+        """Note which of some blocks an update of the averages renewed, where a replay asks."""
+        if self.curvature.replays:
+            self.fresh = (
+                torch.zeros(self.size, dtype=torch.bool, device=self.device) if self.fresh is None else self.fresh
+            )
+            self.fresh[blocks] = fine
+
+    def showing(self, names: tuple[str, ...]) -> Stack:
+        """Return a stack of the same layers with some of the statistics only."""
+        other = copy(self)
+        other.statistics = tuple(spec for spec in self.statistics if spec.name in names)
+        return other
+
+    def bytes_per_block(self) -> int:
+        """Return what this rank keeps for one block, factors and what is made of them."""
+        factors, held = (f(self._parameter) for f in (self._precision.factor_dtype, self._precision.solve_dtype))
+        kept = [
+            *((packed_shape(spec), spec_dtype(spec, factors)) for spec in self.statistics if self.role.receives),
+            *((spec.shape, spec_dtype(spec, held)) for spec in (*self._written(), *self.memories) if self.role.works),
+        ]
+        compared = 0 if self.record is None else self.record.bytes_per_block
+        return compared + sum(prod(shape) * dtype.itemsize for shape, dtype in kept)
+
+    def charge(self, members: Sequence[Member], seconds: float) -> None:
+        """Share the host seconds of work on some layers out among them, by their blocks."""
+        blocks = sum(member.stop - member.start for member in members)
+        for member in members:
+            member.layer.seconds += seconds * (member.stop - member.start) / blocks
+
+    def _written(self) -> list[Spec]:
+        return [spec for part in self.parts for spec in part.writes]
+
+    # What rows change, whose number the batch decides (`natgrad.rows`).
+
+    def written_like(self, own: Mapping[str, Tensor]) -> list[Spec]:
+        """Return what renewals write, in such sizes as the state of a layer has."""
+        return self._written()
+
+    def make_room(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take memory for what the states of some layers hold."""
+        self.allocate_held()
+
+    def fitted(self, name: str, values: Tensor) -> Tensor:
+        """Return a tensor of a layer's state ``[n, ...]`` in the size that it is held in."""
+        return values
+
+    def saw(self, W: Tensor, places: list[int] | None) -> None:
+        """Take notice of the gradients ``[n, o, i]`` of a step, of the blocks at `places`; None: of all."""
+
+    def restart(self, part: Part, start: int, success: Sequence[bool]) -> None:
+        """Begin new running averages with what a part has made of the blocks from `start` on, where it succeeded."""
+        if not part.restarts:
+            return
+        blocks = [block for block, fine in enumerate(success, start=start) if fine]
+        for block in blocks:
+            self.turns[block] += 1
+        for name in part.restarts if self.averages else ():
+            self.averages[name][blocks] = 0
+
+    def outlived(self, turns: Sequence[int], blocks: slice) -> Tensor | None:
+        """Tell which of some blocks have begun new running averages since the stack had these `turns`; None: none."""
+        changed = [before != now for before, now in zip(turns[blocks], self.turns[blocks], strict=True)]
+        return tensor_on(self.device, changed) if any(changed) else None
+
+    @property
+    def restarting(self) -> set[str]:
+        """The statistics whose running averages may begin anew."""
+        return {name for part in self.parts for name in part.restarts}
+
+    def renewed(self, part: str, start: int, success: list[bool], *, forget: bool = False) -> None:
+        """Note what `held` of a part is good from block `start` on; a failure leaves the last good one in place."""
+        good = self.good[part]
+        for block, fine in enumerate(success, start=start):
+            good[block] = fine or (good[block] and not forget)
+        if not forget:
+            self.rungs.renewed(part, start, success)
+        self.ready = [all(all(good[member.blocks]) for good in self.good.values()) for member in self.members]
+
+
+def unpacked(averages: Mapping[str, Tensor], statistics: Sequence[Spec]) -> dict[str, Tensor]:
+    """Return what `Stack.snapshot` has packed, with lower triangles alone."""
+    return {spec.name: unpack(averages[spec.name], spec, lower=True) for spec in statistics if spec.name in averages}
+
+
+def stack(
+    layers: list[tuple[Layer, Curvature]],
+    precision: Precision,
+    plan: Plan[str],
+    rank: int,
+    make: Callable[[Curvature], type[Stack]] = lambda _: Stack,
+    factor: Callable[[Layer], float] = lambda _: 1.0,
+) -> list[Stack]:
+    """Put layers with the same curvature, sizes, dtype, device, workers and damping into one stack, in their order.
+
+    Args:
+        layers: The layers.
+        precision: The dtypes.
+        plan: Their workers.
+        rank: This process's rank.
+        make: What the stacks of a curvature are.
+        factor: What γ is multiplied by for a layer.
+    """
+    groups: dict[tuple[object, ...], tuple[Curvature, list[Layer], Role, float]] = {}
+    for layer, curvature in layers:
+        parameter, role, own = layer.slots[0].parameter, Role.of(plan, layer.key, rank), factor(layer)
+        key = (id(curvature), layer.outputs, layer.inputs, parameter.dtype, parameter.device, *role.shape, own)
+        groups.setdefault(key, (curvature, [], role, own))[1].append(layer)
+    return [make(one[0])(one[0], one[1], precision, *one[2:]) for one in groups.values()]

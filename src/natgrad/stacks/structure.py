@@ -1,0 +1,169 @@
+"""The blocks of a model and the owners of their work; built anew when the model has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import replace
+from zlib import crc32
+
+from torch import nn
+
+from natgrad.curvature import Curvature
+from natgrad.errors import NatgradError, require
+from natgrad.layers import Layer
+from natgrad.numerics.precision import Precision
+from natgrad.placement import Cycle, Link, Placement, Plan, Seat, make_plan
+from natgrad.refresh import Clock
+from natgrad.renewal.record import Record
+from natgrad.renewal.routes import check_clock, check_use
+from natgrad.rows import RowStack
+from natgrad.stacks import state as states
+from natgrad.stacks.blocks import Stack, stack
+from natgrad.stacks.coverage import cover
+from natgrad.stacks.demand import work
+from natgrad.stacks.sharding import reshard
+
+
+class Structure:
+    """Which layers a model has, the stacks of their blocks, and who renews which.
+
+    Attributes:
+        coverage: Which parameter has which curvature.
+        stacks: The blocks.
+        plan: Who does what.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        curvature: Curvature | Mapping[str, Curvature | None],
+        precision: Precision,
+        *,
+        placement: Placement,
+        rank: int,
+        ranks: int,
+        refresh: Clock | None = None,
+        reduces: bool = False,
+        factor: Callable[[Layer], float] = lambda _: 1.0,
+    ) -> None:
+        """Cover the layers of `root`, with a `factor` of γ for each; no tensor is made."""
+        self._root, self._curvature, self._precision = root, curvature, precision
+        self._placement, self._rank, self._ranks = placement, rank, ranks
+        self._refresh, self._reduces, self._factor = refresh, reduces, factor
+        self._sharded = reshard(root)
+        self._seated: dict[str, Seat] = {}
+        self._build()
+        if refresh is not None:
+            check_use(refresh, [curvature for _, curvature in self.coverage.layers])
+
+    def _build(self) -> None:
+        self.coverage = cover(self._root, self._curvature)
+        self._signature = self.coverage.signature()
+        self.plan = self._planned()
+        self._check_sight()
+        self._seated.update(self.plan.seats)
+        self.stacks = stack(
+            self.coverage.layers,
+            self._precision,
+            self.plan,
+            self._rank,
+            lambda one: RowStack if one.rows else Stack,
+            self._factor,
+        )
+        if self._refresh is not None:
+            self._keep_time(self._refresh)
+
+    def _keep_time(self, clock: Clock) -> None:
+        """Have the stacks keep what a clock needs."""
+        check_clock(clock, [curvature for _, curvature in self.coverage.layers], self.plan.placement, self._ranks)
+        for one in self.stacks:
+            one.apart = clock.separate and bool(one.curvature.early)
+            if clock.rule is not None and not one.curvature.rows:
+                one.record = Record(one, drifts=clock.rule.measure == "drift")
+
+    def digest(self) -> int:
+        """Return a number that is the same on ranks with the same plan for the same layers."""
+        sizes = [
+            (member.layer.key, one.outputs, one.inputs, one.factor) for one in self.stacks for member in one.members
+        ]
+        return crc32(repr((str(self.plan.placement), self.plan.seats, sizes)).encode())
+
+    def _planned(self) -> Plan[str]:
+        works = {layer.key: work(layer, curvature, self._precision) for layer, curvature in self.coverage.layers}
+        cycle = None
+        if self._placement.name == "auto" and self._ranks > 1 and self._refresh is not None:
+            cycle = Cycle(**self._refresh.intervals(0), reduces=self._reduces)
+        # Layers that stay keep their workers, who alone may have their curvature; and "auto" chooses once. Curvatures
+        # that look need every rank, and so do the seconds of a clock with a cap.
+        placement = self._placement
+        looks = any(curvature.looks or curvature.rows for _, curvature in self.coverage.layers)
+        looks = looks or (self._refresh is not None and self._refresh.share is not None)
+        if placement.name == "auto" and (looks or (placement.link == Link() and self._accelerated)):
+            placement = replace(placement, name="comm-opt")  # the costs known are those of a processor core
+        plan = make_plan(placement, works, self._ranks, self._seated, cycle)
+        self._placement = plan.placement
+        return plan
+
+    def _check_sight(self) -> None:
+        """Check that who captures also works, for curvatures that look at what was made of a layer."""
+        for layer, curvature in self.coverage.layers:
+            fits = not curvature.rows or self._placement.name in ("comm-opt", "dp")
+            allowed = f"'auto', 'comm-opt' or 'dp': {curvature!r} gathers rows, which every worker of a layer must have"
+            require(fits, "placement", str(self._placement), allowed)
+            key, plan = layer.key, self.plan
+            blind = (rank for rank in range(self._ranks) if plan.captures(key, rank) and not plan.works(key, rank))
+            if curvature.looks and next(blind, None) is not None:
+                allowed = "'comm-opt', 'pipelined', 'background', 'hybrid:1' or 'dp'"
+                seen = f"{curvature!r} looks at {', '.join(curvature.looks)}, which every rank that captures must hold"
+                require(False, "placement", str(plan.placement), f"{allowed}: {seen}")
+
+    def follow(self, before: Callable[[], None]) -> bool:
+        """Follow parameters that were moved, frozen, thawed or replaced; blocks of unchanged shape keep their state.
+
+        Args:
+            before: Is called where stacks are about to be replaced.
+
+        Returns:
+            Whether the stacks are new ones.
+
+        Raises:
+            NatgradError: if the model was sharded meanwhile.
+        """
+        if not self._changed():
+            return False
+        before()
+        self._build_anew()
+        return True
+
+    def ahead(self) -> Structure:
+        """Return what `follow` would make of this one, which stays as it is; nothing is sent.
+
+        Raises:
+            NatgradError: as `follow`.
+        """
+        if not self._changed():
+            return self
+        twin = copy(self)
+        twin._seated = dict(self._seated)
+        twin._build_anew()
+        return twin
+
+    def _changed(self) -> bool:
+        if reshard(self._root) and not self._sharded:
+            raise NatgradError("the model was sharded after its Preconditioner was built: call fully_shard before")
+        return self.coverage.signature() != self._signature
+
+    def _build_anew(self) -> None:
+        known = states.blocks(self.stacks)
+        self._build()
+        states.restore(states.fitting(known, self.stacks), self.stacks)
+
+    @property
+    def _accelerated(self) -> bool:
+        return any(slot.parameter.device.type != "cpu" for layer, _ in self.coverage.layers for slot in layer.slots)
+
+    def move(self) -> bool:
+        """Move all tensors to where the parameters are now; tell whether any was elsewhere."""
+        moved = [one.follow() for one in self.stacks]  # all of them, not only up to the first
+        return any(moved)

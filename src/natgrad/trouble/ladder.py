@@ -1,0 +1,173 @@
+"""What becomes of a gradient whose curvature has failed: fresh, last good, diagonal, plain with a grafted norm.
+
+A step takes each block from the highest rung that its renewals allow. Where the preconditioned gradient V is not finite
+though the gradient W is, or ⟨V, W⟩ is not above 0, as positive definite curvature makes it, the block goes down in the
+same step, and stays down until its next good renewal. A W that is not finite itself gives no update.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import tensor_on
+from natgrad.stacks.blocks import Member, Stack
+from natgrad.stacks.rungs import Rung
+from natgrad.trouble.guard import Guard
+
+# The weight of the old in the running average of ‖V‖, which has a sample for each renewal of factors.
+_DECAY = 0.9
+
+# Where looking makes the host wait, it looks once in so many steps.
+_PATIENCE = 32
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step makes of some gradients.
+
+    Attributes:
+        V: Preconditioned ``[N, o, i]``.
+        inner: ⟨V, W⟩ ``[N]``; not finite where W is not.
+        rungs: The `Rung` of each block's layer ``[N]``; True: all `FRESH`, False: all `PLAIN`.
+    """
+
+    V: Tensor
+    inner: Tensor
+    rungs: bool | Tensor
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The ladder in one step.
+
+    Attributes:
+        guard: What the user allows.
+        measures: Whether ‖V‖ is to be remembered: in steps that renew factors, beside which it costs nothing.
+        spoilt: Whether the optimizer leaves this step out, a lazy bool; None: it does not.
+        step: Completed steps.
+    """
+
+    guard: Guard
+    measures: bool = False
+    spoilt: Tensor | None = None
+    step: int = 0
+
+    def descend(
+        self, stack: Stack, members: list[Member], places: list[int] | None, W: Tensor, V: Tensor, damping: float
+    ) -> Outcome:
+        """Replace what is not sound among the preconditioned gradients of some layers.
+
+        Args:
+            stack: Their stack.
+            members: The layers.
+            places: Their blocks in the stack; None: all of it.
+            W: Their gradients ``[N, o, i]``.
+            V: What curvature makes of them; W where there is none.
+            damping: γ.
+        """
+        inner, start = dots(V, W), self._start(stack, members)
+        if start is False or not self.guard.ladder:
+            ready = start if isinstance(start, bool) else tensor_on(W.device, [min(rung, 1) for rung in start], W.dtype)
+            return Outcome(V, inner, ready)
+        definite = stack.curvature.definite
+        blocks = slice(None) if places is None else tensor_on(W.device, places)
+        eager = not _waits(W.device)
+        known = stack.rungs.suspected = self._suspects(stack, eager=eager)
+        if eager and not known and start is True:
+            low, high = map(float, inner.aminmax())
+            if (0 if definite else -math.inf) < low and high < math.inf:
+                self._measure(stack, blocks, V)
+                return Outcome(V, inner, True)
+        sound = (inner > 0) & (inner < math.inf) if definite else inner.isfinite()
+        first = torch.full_like(inner, Rung.FRESH) if start is True else tensor_on(W.device, start, W.dtype)
+        held, below = (first == Rung.FRESH) | (first == Rung.STALE), first == Rung.DIAGONAL
+        square = dots(W, W)
+        finite = square < math.inf
+        if definite:
+            sound |= (inner == 0) & (square < torch.finfo(square.dtype).tiny ** 0.5)  # no gradient, or next to none
+        sunk = stack.rungs.allocate_sunk(W.device)
+        failed = sunk[blocks] | (held & finite & ~sound)
+        sunk[blocks] = failed
+        self._measure(stack, blocks, V, held & finite & ~failed)
+        lost = finite & (below | (held & failed))
+        look = bool(lost.any()) if eager else known or (start is not True and Rung.DIAGONAL in start)
+        if look or not eager:
+            other, own, rungs = self._fallback(stack, blocks, W, square, damping, diagonal=look)
+            V = torch.where(lost[:, None, None], other, V)
+            inner, first = torch.where(lost, own, inner), torch.where(lost, rungs, first)
+        return Outcome(V, inner, _worst(first, members))
+
+    def _start(self, stack: Stack, members: list[Member]) -> bool | list[int]:
+        """Return the rung that each block begins on, as its renewals allow; True: all `FRESH`, False: all `PLAIN`."""
+        behind, patience = stack.rungs.behind, self.guard.patience
+        ready = [stack.ready[stack.members.index(member)] for member in members]
+        if not any(behind) and (all(ready) or not any(ready)):
+            return all(ready)
+        rungs: list[int] = []
+        for member, complete in zip(members, ready, strict=True):
+            own = behind[member.blocks]
+            if not complete:
+                tried = any(own) and self.guard.ladder
+                rungs += [Rung.DIAGONAL if tried else Rung.PLAIN] * len(own)
+                continue
+            allowed = math.inf if patience is None else patience
+            rungs += [Rung.FRESH if not n else Rung.STALE if n <= allowed else Rung.DIAGONAL for n in own]
+        return rungs if any(rungs) else False
+
+    def _suspects(self, stack: Stack, *, eager: bool) -> bool:
+        """Tell whether the host knows of any block that has failed."""
+        sunk = stack.rungs.sunk
+        if sunk is None:
+            return False
+        return bool(sunk.any()) if eager or self.step % _PATIENCE == 0 else stack.rungs.suspected
+
+    def _fallback(
+        self, stack: Stack, blocks: slice | Tensor, W: Tensor, square: Tensor, damping: float, *, diagonal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return V, ⟨V, W⟩ and rungs of the two lowest: the diagonal where it can and `diagonal` asks."""
+        norm = stack.rungs.allocate_norm(W)[blocks]
+        scale = torch.where((norm > 0) & (square > 0), norm / square.sqrt(), 1)
+        V, inner, rungs = W * scale[:, None, None], square * scale, torch.full_like(square, Rung.GRAFTED)
+        D = stack.diagonal(blocks, damping) if diagonal else None
+        if D is None:
+            return V, inner, rungs
+        upper = W / D
+        own = dots(upper, W)
+        fine = (own >= 0) & (own < math.inf)
+        V = torch.where(fine[:, None, None], upper, V)
+        return V, torch.where(fine, own, inner), torch.where(fine, float(Rung.DIAGONAL), rungs)
+
+    def _measure(self, stack: Stack, blocks: slice | Tensor, V: Tensor, natural: Tensor | None = None) -> None:
+        """Remember the norms of preconditioned gradients, of the blocks that are `natural` ``[N]``; None: of all."""
+        if not self.measures:
+            return
+        norms, seen = stack.rungs.allocate_norm(V), dots(V, V).sqrt()
+        before = norms[blocks]
+        after = torch.where(before > 0, torch.lerp(seen, before, _DECAY), seen)
+        counts = (seen > 0) & (seen < math.inf)
+        for condition in (natural, None if self.spoilt is None else ~self.spoilt.to(V.device)):
+            counts = counts if condition is None else counts & condition
+        norms[blocks] = torch.where(counts, after, before)
+
+
+def dots(X: Tensor, Y: Tensor) -> Tensor:
+    """Return the inner product of each block ``[N]`` of two tensors ``[N, o, i]``."""
+    return torch.bmm(X.flatten(1)[:, None, :], Y.flatten(1)[:, :, None])[:, 0, 0]
+
+
+def _waits(device: torch.device) -> bool:
+    """Tell whether the host has to wait for a number to look at it."""
+    return device.type != "cpu"
+
+
+def _worst(rungs: Tensor, members: list[Member]) -> Tensor:
+    """Return for each block ``[N]`` the lowest rung of its layer, which stands for all of the layer."""
+    counts = [member.stop - member.start for member in members]
+    if len(counts) == len(rungs):
+        return rungs
+    worst = torch.stack([own.amax() for own in rungs.split(counts)])
+    return worst.repeat_interleave(tensor_on(rungs.device, counts), output_size=len(rungs))

@@ -1,0 +1,474 @@
+"""`nn.MultiheadAttention` with every option: its four projections, against linear layers that do the same."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import natgrad
+from natgrad.layers import layers_for
+from tests.dense import reference as dense
+from tests.dense.test_layers import DRAWN, total_loss
+
+PARTS = ("query", "key", "value")
+
+
+class Explicit(nn.Module):
+    """The same attention from four linear layers, batch first; its masks are added to the scores."""
+
+    def __init__(self, attn):
+        super().__init__()
+        size, bias = attn.embed_dim, attn.in_proj_bias is not None
+        self.heads, self.zero, self.extra = attn.num_heads, attn.add_zero_attn, (attn.bias_k, attn.bias_v)
+        for index, part in enumerate(PARTS):
+            rows = slice(index * size, (index + 1) * size)
+            packed = attn.in_proj_weight is not None
+            whole = attn.in_proj_weight if packed else getattr(attn, f"{part[0]}_proj_weight")
+            weight = whole[rows] if packed else whole
+            layer = nn.Linear(weight.shape[1], size, bias=bias)
+            layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=whole.requires_grad)
+            if bias:
+                layer.bias = nn.Parameter(
+                    attn.in_proj_bias[rows].detach().clone(), requires_grad=attn.in_proj_bias.requires_grad
+                )
+            setattr(self, part, layer)
+        self.output = nn.Linear(size, size, bias=bias)
+        for name, parameter in attn.out_proj.named_parameters():
+            setattr(self.output, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+
+    def forward(self, query, key, value, mask):
+        q, k, v = self.query(query), self.key(key), self.value(value)
+        for extra in [self.extra] * (self.extra[0] is not None) + [(0, 0)] * self.zero:
+            more = torch.zeros_like(k[:, :1])
+            k, v = (torch.cat([kept, more + new], 1) for kept, new in zip((k, v), extra, strict=True))
+            mask = nn.functional.pad(mask, (0, 1))
+        q, k, v = (rows.unflatten(2, (self.heads, -1)).transpose(1, 2) for rows in (q, k, v))
+        scores = q @ k.mT / math.sqrt(q.shape[-1]) + mask
+        return self.output((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Attending(nn.Module):
+    """An attention layer in a model whose inputs are batch first whatever the layer's are."""
+
+    def __init__(self, attn):
+        super().__init__()
+        self.attn = attn
+
+    def forward(self, query, key, value, options):
+        turn = query.ndim == 3 and not self.attn.batch_first
+        turned = {id(one): one.transpose(0, 1) if turn else one for one in (query, key, value)}
+        output, _ = self.attn(*(turned[id(one)] for one in (query, key, value)), **options)
+        return output.transpose(0, 1) if turn else output
+
+
+def matrices(attn, values):
+    """The trained values of each projection as [1, o, i], from a function of the parameter's name."""
+    size, result = attn.embed_dim, {}
+    for index, part in enumerate((*PARTS, "output")):
+        rows, columns = slice(index * size, (index + 1) * size), []
+        weight = "in_proj_weight" if attn.in_proj_weight is not None else f"{part[0]}_proj_weight"
+        names = ("out_proj.weight", "out_proj.bias") if part == "output" else (weight, "in_proj_bias")
+        for name in names:
+            parameter = dict(attn.named_parameters()).get(name)
+            if parameter is not None and parameter.requires_grad:
+                own = values(parameter)[rows] if name.startswith("in_proj") else values(parameter)
+                columns.append(own.reshape(size, -1))
+        if columns:
+            result[part] = torch.cat(columns, 1)[None].clone()
+    return result
+
+
+@st.composite
+def attentions(draw):
+    kind = draw(st.sampled_from(["self", "self", "memory", "different", "sizes"]))
+    batched, samples = draw(st.booleans()), draw(st.integers(1, 3))
+    length, source, heads = draw(st.integers(1, 4)), draw(st.integers(2, 4)), draw(st.integers(1, 2))
+    source = length if kind == "self" else source
+    attn = nn.MultiheadAttention(
+        4, heads, bias=draw(st.booleans()), add_bias_kv=draw(st.booleans()), add_zero_attn=draw(st.booleans()),
+        kdim=3 if kind == "sizes" else None, vdim=5 if kind == "sizes" else None, batch_first=draw(st.booleans()),
+    ).double()  # fmt: skip
+    trained = [name for name, parameter in attn.named_parameters() if "bias_" not in name]
+    for name in draw(st.sampled_from([[], [], [], *([name] for name in trained)])):
+        attn.get_parameter(name).requires_grad_(False)
+    torch.manual_seed(draw(st.integers(0, 99)))
+    for parameter in attn.parameters():
+        nn.init.normal_(parameter, std=0.7)
+    lead = (samples,) if batched else ()
+    query = torch.randn(*lead, length, 4).double()
+    key, value = query, query
+    if kind != "self":
+        key = torch.randn(*lead, source, attn.kdim).double()
+        value = key if kind == "memory" else torch.randn(*lead, source, attn.vdim).double()
+    options = {"need_weights": draw(st.booleans()), "average_attn_weights": draw(st.booleans())}
+    rows = samples if batched else 1
+    added = torch.zeros(rows, 1, length, source).double()
+    mask = draw(st.sampled_from([None, "bool", "float", "heads", "causal"]))
+    if mask == "bool":
+        options["attn_mask"] = (torch.rand(length, source) < 0.4).index_fill(1, torch.tensor([0]), value=False)
+    elif mask == "float":
+        options["attn_mask"] = torch.randn(length, source).double()
+    elif mask == "heads":
+        options["attn_mask"] = torch.randn(rows * heads, length, source).double()
+    elif mask == "causal":
+        options |= {"attn_mask": torch.ones(length, source).triu(1).bool(), "is_causal": True}
+    if mask is not None:
+        chosen = options["attn_mask"]
+        chosen = (
+            torch.zeros(chosen.shape).double().masked_fill(chosen, -math.inf) if chosen.dtype == torch.bool else chosen
+        )
+        added = added + (chosen.view(rows, heads, length, source) if mask == "heads" else chosen)
+    if draw(st.booleans()):
+        padding = torch.rand(*lead, source) < 0.4
+        padding[..., 0] = False
+        options["key_padding_mask"] = (
+            padding
+            if mask in (None, "bool", "causal")
+            else (torch.zeros(padding.shape).double().masked_fill(padding, -math.inf))
+        )
+        added = added.masked_fill(padding.view(rows, 1, 1, source), -math.inf)
+    return attn, (query, key, value), options, added
+
+
+@DRAWN
+@given(attentions(), st.sampled_from(["expand", "reduce"]))
+def test_attention(drawn, sharing):
+    attn, inputs, options, added = drawn
+    reference, plain, model = Explicit(attn), copy.deepcopy(attn), Attending(attn)
+    samples = len(inputs[0]) if inputs[0].ndim == 3 else 1
+    expected = Attending(plain)(*inputs, options)
+    (total_loss(expected, samples) / samples).backward()
+
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(sharing=sharing), damping=0.3)
+    outputs = model(*inputs, options)
+    assert torch.equal(outputs, expected)
+    (total_loss(outputs, samples) / samples).backward()
+    for left, right in zip(attn.parameters(), plain.parameters(), strict=True):
+        assert left.grad is right.grad or torch.equal(left.grad, right.grad)
+    raw = matrices(attn, lambda parameter: parameter.grad)
+    preconditioner.step()
+
+    batch_first = [x if x.ndim == 3 else x[None] for x in inputs]
+    rows = dense.capture(reference, lambda model: total_loss(model(*batch_first, added), samples))
+    solved = matrices(attn, lambda parameter: parameter.grad)
+    assert solved.keys() == rows.keys()
+    for name, V in dense.KFAC(damping=0.3, sharing=sharing).step(rows, raw).items():
+        torch.testing.assert_close(solved[name], V, rtol=1e-8, atol=1e-11)
+    for name in ("bias_k", "bias_v"):
+        if getattr(attn, name) is not None:
+            assert torch.equal(getattr(attn, name).grad, getattr(plain, name).grad)
+
+
+def packed(**options):
+    torch.manual_seed(0)
+    return nn.MultiheadAttention(4, 2, batch_first=True, **options).double()
+
+
+class SelfAttending(nn.Module):
+    """Self-attention whose output is changed in place."""
+
+    def __init__(self, attn):
+        super().__init__()
+        self.attn = attn
+
+    def forward(self, x):
+        return self.attn(x, x, x, need_weights=False)[0].add_(x).mul_(2)
+
+
+def one_step(model, x, run=None):
+    """The gradients before a step and after it."""
+    preconditioner = natgrad.Preconditioner(model, damping=0.3)
+    run = model if run is None else run
+    (total_loss(run(x), len(x)) / len(x)).backward()
+    raw = [parameter.grad.clone() for parameter in model.parameters()]
+    preconditioner.step()
+    return raw, [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def assert_same_steps(model, other, x, run, tolerance=1e-9):
+    for left, right in zip(one_step(model, x), one_step(other, x, run), strict=True):
+        for one, two in zip(left, right, strict=True):
+            torch.testing.assert_close(two, one, rtol=tolerance, atol=tolerance)
+
+
+def test_under_torch_compile():
+    model = SelfAttending(packed(dropout=0.0))
+    other = copy.deepcopy(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    assert_same_steps(model, other, torch.randn(3, 5, 4).double(), compiled)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_activation_checkpointing(reentrant):
+    model = SelfAttending(packed())
+    other, x = copy.deepcopy(model), torch.randn(3, 5, 4).double().requires_grad_()
+    assert_same_steps(model, other, x, lambda x: checkpoint(other, x, use_reentrant=reentrant))
+
+
+def test_under_autocast():
+    model = SelfAttending(packed().float())
+    other, x = copy.deepcopy(model), torch.randn(16, 5, 4)
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return other(x).float()
+
+    raw, solved = one_step(model, x)
+    raw_other, solved_other = one_step(other, x, run)
+    for left, right in ((raw, raw_other), (solved, solved_other)):
+        for one, two in zip(left, right, strict=True):
+            assert float((two - one).norm()) < 0.05 * float(one.norm())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "tokens"])
+def test_sampled_labels_as_with_linear_layers(reduction):
+    attn, x = packed(), torch.randn(3, 5, 4).double()
+    models, y = {"attention": attn, "linear": Explicit(attn)}, torch.randint(4, (3, 5))
+    for name, model in models.items():
+        curvature = natgrad.KFAC(fisher="sampled", likelihood="categorical")
+        preconditioner = natgrad.Preconditioner(model, curvature, reduction=reduction, damping=0.3)
+        outputs = model(x, x, x)[0] if name == "attention" else model(x, x, x, torch.zeros(5, 5))
+        loss = nn.functional.cross_entropy(outputs.flatten(0, 1), y.flatten(), reduction="sum")
+        preconditioner.backward(loss / (3 if reduction == "mean" else 15), outputs)
+        preconditioner.step()
+    expected = dense.gradients(models["linear"])
+    dense.assert_equal(matrices(attn, lambda parameter: parameter.grad), expected)
+
+
+def test_under_a_default_device():
+    """A torch function mode, under which torch hands the whole function to the mode."""
+    model = SelfAttending(packed())
+    other = copy.deepcopy(model)
+
+    def run(x):
+        with torch.device("cpu"):
+            return other(x)
+
+    assert_same_steps(model, other, torch.randn(3, 5, 4).double(), run, 0)
+
+
+def test_dropout_draws_as_before():
+    model, x = packed(dropout=0.5), torch.randn(3, 5, 4).double()
+    outputs = []
+    for tapped in (False, True):
+        if tapped:
+            natgrad.Preconditioner(model)
+        torch.manual_seed(1)
+        outputs.append(model(x, x, x))
+    assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_have_the_forward_of_their_class(make):
+    model, plain, x = packed(), packed(), torch.randn(3, 5, 4).double()
+    preconditioner = natgrad.Preconditioner(model)
+    other = make(model)
+    other.in_proj_weight.data.mul_(2)
+    plain.in_proj_weight.data.mul_(2)
+    outputs = other(x, x, x)[0]
+    assert torch.equal(outputs, plain(x, x, x)[0])
+    outputs.square().mean().backward()
+    preconditioner.step()
+    assert preconditioner.metrics()["factor_updates"] == 0
+    other.zero_grad()
+    solved = [one_step(SelfAttending(attn), x) for attn in (other, plain)]
+    for one, two in zip(solved[0][1], solved[1][1], strict=True):
+        torch.testing.assert_close(one, two)
+
+
+class Spy:
+    """A tap that counts."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def see(self, inputs, output):
+        self.seen += 1
+
+
+def test_the_forward_is_given_back_with_the_last_handle():
+    attn, x, spies = packed(), torch.randn(3, 5, 4).double(), [Spy(), Spy()]
+    layers = [*layers_for("", attn), *layers_for("out_proj", attn.out_proj, attn)]
+    handles = [[handle for layer in layers for handle in layer.tap(spy)] for spy in spies]
+    attn(x, x, x)
+    for handle in handles[0]:
+        handle.remove()
+    attn(x, x, x)
+    with torch.no_grad():
+        attn(x, x, x)
+    assert [spy.seen for spy in spies] == [4, 8]
+    for handle in handles[1]:
+        handle.remove()
+    assert "forward" not in attn.__dict__
+
+
+def test_evaluation_keeps_the_fast_path(monkeypatch):
+    attn, x, calls = packed(), torch.randn(3, 5, 4).double(), []
+    native = torch._native_multi_head_attention
+    monkeypatch.setattr(torch, "_native_multi_head_attention", lambda *args: calls.append(1) or native(*args))
+    natgrad.Preconditioner(attn)
+    attn.eval()
+    with torch.no_grad():
+        attn(x, x, x)
+    assert calls
+
+
+def test_a_torch_that_projects_otherwise_is_noticed(monkeypatch):
+    monkeypatch.setattr(nn.functional, "multi_head_attention_forward", lambda *args, **kwargs: None)
+    rows = natgrad.Preconditioner(nn.ModuleList([packed(), nn.Linear(2, 2)])).explain().rows
+    assert [row.parameter for row in rows if "version of torch" in row.reason] == [
+        f"0.{name}" for name, _ in packed().named_parameters()
+    ]
+
+
+class OwnForward(nn.MultiheadAttention):
+    """A subclass that does something else."""
+
+    def forward(self, x):
+        return super().forward(x, x, x)[0]
+
+
+def test_other_forwards_are_left_alone():
+    other = packed()
+    other.forward = lambda x: x
+    for attn, reason in ((OwnForward(4, 2), "forward of its own"), (other, "replaced")):
+        rows = natgrad.Preconditioner(nn.ModuleDict({"attn": attn, "linear": nn.Linear(2, 2)})).explain().rows
+        assert all(reason in row.reason for row in rows if row.parameter.startswith("attn"))
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 3, "vdim": 5}, {"add_bias_kv": True}, {"bias": False}])
+def test_explain_has_a_row_for_each_part(options):
+    model = Attending(packed(**options))
+    preconditioner = natgrad.Preconditioner(model, {"attn.out_proj": None, "attn": natgrad.KFAC()})
+    explanation = preconditioner.explain()
+    shapes = {row.parameter: row.shape for row in explanation.rows}
+    for part in PARTS:
+        weight = f"attn.{part[0]}_proj_weight" if "kdim" in options else f"attn.in_proj_weight[{part}]"
+        assert shapes[weight] == (4, {"key": 3, "value": 5}.get(part, 4) if "kdim" in options else 4)
+        assert "bias" in options or shapes[f"attn.in_proj_bias[{part}]"] == (4,)
+    left = {row.parameter: row.reason for row in explanation.rows if row.reason}
+    assert left.keys() == {name for name in dict(model.named_parameters()) if "out_proj" in name or "bias_" in name}
+    assert "attn.bias_k" not in left or "linear map" in left["attn.bias_k"]
+    assert sum(math.prod(shape) for shape in shapes.values()) == sum(p.numel() for p in model.parameters())
+    assert len(preconditioner.state_dict()["blocks"]) == 3
+
+
+def test_a_part_that_is_left_out_is_told_apart():
+    """The keys are too wide; their rows of the bias that all share are left out with their weight."""
+    model = nn.ModuleDict({"attn": packed(kdim=30)})
+    curvature = natgrad.KFAC(max_factor_size=20, wide="optimizer")
+    preconditioner = natgrad.Preconditioner(model, curvature, damping=0.3)
+    rows = preconditioner.explain().rows
+    left = [row for row in rows if row.reason]
+    assert [(row.parameter, row.shape) for row in left] == [
+        ("attn.k_proj_weight", (4, 30)),
+        ("attn.in_proj_bias[key]", (4,)),
+    ]
+    assert all("31 wide" in row.reason for row in left)
+    assert sum(math.prod(row.shape) for row in rows) == sum(parameter.numel() for parameter in model.parameters())
+    x, attn = torch.randn(3, 5, 4).double(), model["attn"]
+    attn(x, torch.randn(3, 5, 30).double(), x)[0].square().mean().backward()
+    raw = attn.in_proj_bias.grad.clone()
+    preconditioner.step()
+    kept = [bool(kept) for kept in (raw == attn.in_proj_bias.grad).view(3, 4).all(1)]
+    assert kept == [False, True, False]
+
+
+def test_two_preconditioners_follow_freezing_and_thawing():
+    """Their second step with the same parameters trained has curvature for all of these."""
+    model, x = SelfAttending(packed()), torch.randn(3, 5, 4).double()
+    often = natgrad.Refresh(factors=1, inverses=1)
+    preconditioners = [natgrad.Preconditioner(model, damping=0.3, refresh=often) for _ in range(2)]
+    for trained, settled in ((True, True), (False, False), (False, True), (True, False), (True, True)):
+        model.attn.in_proj_weight.requires_grad_(trained)
+        model.zero_grad()
+        model(x).square().mean().backward()
+        for preconditioner in preconditioners:
+            raw = [parameter.grad.clone() for parameter in model.parameters() if parameter.requires_grad]
+            preconditioner.step()
+            solved = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+            assert not settled or not any(torch.equal(*pair) for pair in zip(raw, solved, strict=True))
+
+
+def test_state_goes_on_as_if_never_saved():
+    gradients = []
+    for saved in (False, True):
+        model = SelfAttending(packed())
+        preconditioner = natgrad.Preconditioner(model, refresh=natgrad.Refresh(inverses=3))
+        for step in range(3):
+            x = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(step)).double()
+            if saved and step == 2:
+                state = preconditioner.state_dict()
+                preconditioner = natgrad.Preconditioner(model, refresh=natgrad.Refresh(inverses=3))
+                preconditioner.load_state_dict(state)
+            model.zero_grad()
+            model(x).square().mean().backward()
+            preconditioner.step()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+class Standing(Explicit):
+    """In the place of an `nn.MultiheadAttention`."""
+
+    def __init__(self, attn):
+        super().__init__(attn)
+        self.batch_first = attn.batch_first
+
+    def forward(self, *inputs, **options):
+        turned = [x if self.batch_first else x.transpose(0, 1) for x in inputs]
+        outputs = super().forward(*turned, torch.zeros(()))
+        return outputs if self.batch_first else outputs.transpose(0, 1), None
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder layer; inputs are batch first whatever the layers' are."""
+
+    def __init__(self, batch_first, checkpointed):
+        super().__init__()
+        options = {"dim_feedforward": 6, "dropout": 0.0, "batch_first": batch_first}
+        self.encoder, self.decoder = (
+            nn.TransformerEncoderLayer(4, 2, **options),
+            nn.TransformerDecoderLayer(4, 2, **options),
+        )
+        self.batch_first, self.checkpointed = batch_first, checkpointed
+
+    def attentions(self):
+        parents = {"encoder": self.encoder, "decoder": self.decoder}
+        return {(parent, name): module for parent, layer in parents.items() for name, module in layer.named_children()
+                if isinstance(module, nn.MultiheadAttention)}  # fmt: skip
+
+    def forward(self, x):
+        x = x if self.batch_first else x.transpose(0, 1)
+        run = (lambda part, *args: checkpoint(part, *args, use_reentrant=False)) if self.checkpointed else None
+        memory = run(self.encoder, x) if run else self.encoder(x)
+        y = run(self.decoder, x, memory) if run else self.decoder(x, memory)
+        return y if self.batch_first else y.transpose(0, 1)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_transformer_layers_are_wholly_covered(batch_first, checkpointed, sharing):
+    torch.manual_seed(0)
+    model, x = Translator(batch_first, checkpointed).double(), torch.randn(3, 5, 4).double()
+    reference = dense.twin(model)
+    for (parent, name), attn in reference.attentions().items():
+        setattr(getattr(reference, parent), name, Standing(attn))
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(sharing=sharing), damping=0.3)
+    left = [row.parameter for row in preconditioner.explain().rows if row.reason]
+    assert all("norm" in name for name in left)
+    (total_loss(model(x), 3) / 3).backward()
+    preconditioner.step()
+    rows = dense.capture(reference, lambda model: total_loss(model(x), 3))
+    expected = dense.KFAC(damping=0.3, sharing=sharing).step(rows)
+    for (parent, name), attn in model.attentions().items():
+        for part, V in matrices(attn, lambda parameter: parameter.grad).items():
+            torch.testing.assert_close(V, expected[f"{parent}.{name}.{part}"], rtol=1e-8, atol=1e-11)

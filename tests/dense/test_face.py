@@ -1,0 +1,498 @@
+"""Construction: which layers are covered and why not, patterns, and every bad argument by name and value."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import natgrad
+from tests.dense import reference as dense
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(5, 3, generator=generator, dtype=torch.float64), torch.randint(3, (5,), generator=generator)
+
+
+def solved(model, curvature, **options):
+    x, y = data()
+    preconditioner = natgrad.Preconditioner(model, curvature, damping=0.3, **options)
+    cross_entropy(model(x), y).backward()
+    preconditioner.step()
+    return dense.gradients(model)
+
+
+def reference(**curvature):
+    x, y = data()
+    rows = dense.capture(network(), lambda model: cross_entropy(model(x), y, reduction="sum"))
+    raw = {name: seen.gradient() for name, seen in rows.items()}
+    return dense.KFAC(damping=0.3, **curvature).step(rows), raw
+
+
+def test_a_dict_gives_each_layer_its_own_curvature():
+    """fnmatch patterns, the first match wins, None skips, and what no pattern matches is left out."""
+    patterns = {"4": None, "[24]": natgrad.KFAC(form="inverse"), "0*": natgrad.KFAC()}
+    actual = solved(network(), patterns)
+    (eigen, raw), (inverse, _) = reference(), reference(form="inverse")
+    dense.assert_equal(actual, {"0": eigen["0"], "2": inverse["2"], "4": raw["4"]})
+    dense.assert_equal(solved(network(), {"0": natgrad.KFAC()}), {"0": eigen["0"], "2": raw["2"], "4": raw["4"]})
+
+
+@pytest.mark.filterwarnings("ignore::natgrad.NatgradWarning")
+def test_the_order_of_a_dict_matters():
+    eigen, _ = reference()
+    actual = solved(network(), {"*": natgrad.KFAC(), "4": None})
+    dense.assert_equal(actual, eigen)
+
+
+class Zoo(nn.Module):
+    """One of each kind of layer that may or may not be covered."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.norm = nn.LayerNorm(4)
+        self.embedding = nn.EmbeddingBag(5, 4)
+        self.recurrent = nn.LSTM(2, 2)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.skipped = nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, add_bias_kv=True)
+        self.tied, self.tied_too = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.tied_too.weight = self.tied.weight
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def test_explain_accounts_for_every_parameter():
+    model = Zoo()
+    explanation = natgrad.Preconditioner(model, {"skipped": None, "*": natgrad.KFAC()}).explain()
+    text = str(explanation)
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        assert name in text or name == "tied_too.weight", name
+    for words in ("UnitWise", "EmbeddingBag", "LSTMCell", "frozen", "linear map", "skipped", "shared"):
+        assert words in text, words
+    assert len(explanation.rows) >= len(list(model.named_parameters()))
+
+
+def test_explain_says_that_the_clip_is_off_without_an_optimizer():
+    model = network()
+    assert "optimizer" in str(natgrad.Preconditioner(model).explain())
+    assert "clip" in str(natgrad.Preconditioner(model).explain())
+
+
+@pytest.mark.filterwarnings("ignore::natgrad.NatgradWarning")
+@pytest.mark.parametrize("patterns", [{}, {"nothing.*": natgrad.KFAC()}, {"*": None}])
+def test_a_model_with_nothing_to_cover_trains_as_before(patterns):
+    model, plain, (x, y) = network(), network(), data()
+    preconditioner = natgrad.Preconditioner(model, patterns)
+    assert all(row.reason for row in preconditioner.explain().rows)
+    for each in (model, plain):
+        cross_entropy(each(x), y).backward()
+    preconditioner.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+BAD_CONSTRUCTION = [
+    ("damping", -1.0),
+    ("damping", "much"),
+    ("damping", float("nan")),
+    ("damping", None),
+    ("kl_clip", 0.0),
+    ("kl_clip", -1e-3),
+    ("kl_clip", "tight"),
+    ("reduction", "median"),
+    ("refresh", 10),
+    ("refresh", 0),
+    ("placement", "nowhere"),
+    ("precision", torch.float32),
+    ("precision", 0),
+    ("process_group", "world"),
+    ("mesh", "mesh"),
+    ("guard", True),
+    ("guard", False),
+    ("gradients", "summed"),
+    ("accumulation", "average"),
+    ("scaler", "dynamic"),
+    ("seed", "random"),
+    ("seed", 1.5),
+    ("optimizer", "sgd"),
+    ("curvature", "kfac"),
+    ("curvature", natgrad.KFAC),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_CONSTRUCTION)
+def test_bad_arguments_of_the_constructor(name, value):
+    model = network()
+    options = {"optimizer": sgd(model)} | {name: value}
+    shown = type(value).__name__ if name in ("optimizer", "scaler") else value
+    with pytest.raises(ValueError, match=re.escape(f"{name}={shown!r}")):
+        natgrad.Preconditioner(model, **options)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(("patterns", "shown"), [({"*": "kfac"}, "'kfac'"), ({3: natgrad.KFAC()}, "3")])
+def test_bad_patterns(patterns, shown):
+    with pytest.raises(ValueError, match=rf"curvature.*{re.escape(shown)}"):
+        natgrad.Preconditioner(network(), patterns)
+
+
+def test_likelihoods_must_agree():
+    sampled = {
+        "0": natgrad.KFAC(fisher="sampled", likelihood="categorical"),
+        "*": natgrad.KFAC(fisher="sampled", likelihood="gaussian"),
+    }
+    with pytest.raises(ValueError, match="likelihood"):
+        natgrad.Preconditioner(network(), sampled)
+
+
+def test_a_model_must_be_a_module():
+    with pytest.raises(ValueError, match="model="):
+        natgrad.Preconditioner(nn.Tanh)
+
+
+def test_an_explicit_clip_needs_an_optimizer():
+    with pytest.raises(ValueError, match=r"kl_clip=0.001.*optimizer"):
+        natgrad.Preconditioner(network(), kl_clip=1e-3)
+    natgrad.Preconditioner(network(), kl_clip=None)
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "value"),
+    [
+        (natgrad.KFAC, "form", "cholesky"),
+        (natgrad.KFAC, "fisher", "true"),
+        (natgrad.KFAC, "sharing", "both"),
+        (natgrad.KFAC, "factor_decay", 1.0),
+        (natgrad.KFAC, "factor_decay", -0.1),
+        (natgrad.KFAC, "factor_decay", "slow"),
+        (natgrad.KFAC, "pi", 1),
+        (natgrad.KFAC, "likelihood", "categorical"),  # not with the empirical Fisher
+        (lambda likelihood: natgrad.KFAC(fisher="sampled", likelihood=likelihood), "likelihood", "poisson"),
+        (lambda likelihood: natgrad.KFAC(fisher="sampled", likelihood=likelihood), "likelihood", None),
+        (natgrad.Refresh, "factors", 0),
+        (natgrad.Refresh, "inverses", -1),
+        (natgrad.Refresh, "inverses", "often"),
+        (natgrad.Refresh, "factors", float("nan")),
+        (natgrad.Guard, "limit", 0),
+        (natgrad.Guard, "limit", 1.5),
+        (natgrad.Precision, "factors", torch.int32),
+        (natgrad.Precision, "solve", "float32"),
+        (natgrad.Categorical, "dim", 0),
+        (natgrad.Categorical, "dim", "last"),
+        (natgrad.Bernoulli, "coefficient", 0.0),
+        (natgrad.Gaussian, "coefficient", -1.0),
+    ],
+)
+def test_bad_options(build, name, value):
+    with pytest.raises(ValueError, match=rf"{name}={re.escape(repr(value))}"):
+        build(**{name: value})
+
+
+@pytest.mark.parametrize("count", [-3, 2.5, "all"])
+def test_bad_counts_leave_the_gradients(count):
+    model, (x, y) = network(), data()
+    preconditioner = natgrad.Preconditioner(model, reduction="tokens")
+    cross_entropy(model(x), y).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=rf"count={re.escape(repr(count))}"):
+        preconditioner.step(count=count)
+    assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert preconditioner.metrics()["step"] == 0
+
+
+def test_metrics_have_the_documented_keys():
+    x, y = data()
+    model = network()
+    preconditioner = natgrad.Preconditioner(model)
+    cross_entropy(model(x), y).backward()
+    preconditioner.step()
+    updates, plain = ["factor_updates", "inverse_updates"], ["plain_layers"]
+    counters = ["skipped_factors", "skipped_gradients", "failed_decompositions", *updates, *plain]
+    counters += [f"fallbacks/{rung}" for rung in ("stale", "diagonal", "grafted")]
+    seconds = [f"seconds/{phase}" for phase in ("capture", "reduce", "renew", "solve")]
+    metrics = preconditioner.metrics()
+    assert metrics.keys() == {"step", "damping", "kl_scale", *counters, *seconds}
+    assert all(float(metrics[name]) > 0 for name in seconds)
+    assert preconditioner.traffic().items() >= {"factors": 0, "inverses": 0, "gradients": 0}.items()
+
+
+def test_more_tokens_than_there_are_positions():
+    model, (x, y) = network(), data()
+    preconditioner = natgrad.Preconditioner(model, reduction="tokens")
+    cross_entropy(model(x), y).backward()
+    with pytest.raises(ValueError, match="count=6"):
+        preconditioner.step(count=6)
+    preconditioner.step(count=5)
+
+
+def test_bad_backwards_touch_no_gradient():
+    x, y = data()
+
+    def attempt(name, loss=None, outputs=None, **extra):
+        model = network()
+        curvature = natgrad.KFAC(fisher="sampled", likelihood="categorical")
+        preconditioner = natgrad.Preconditioner(model, curvature, reduction="tokens")
+        predicted = model(x)
+        total = cross_entropy(predicted, y)
+        with pytest.raises(ValueError, match=name):
+            preconditioner.backward(
+                loss(predicted) if loss else total, outputs(predicted) if outputs else predicted, **extra
+            )
+        assert all(p.grad is None for p in model.parameters())
+        preconditioner.backward(total, predicted)
+        preconditioner.step()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+
+    attempt("loss", loss=lambda outputs: outputs)  # no scalar
+    attempt("loss", loss=lambda outputs: 3.0)
+    attempt("loss", loss=lambda outputs: outputs.detach().sum())
+    attempt("outputs", outputs=lambda outputs: outputs.detach())
+    attempt("outputs", outputs=lambda outputs: [outputs])
+    attempt("outputs", outputs=lambda outputs: outputs.sum())
+    attempt("mask", mask=torch.ones(4, dtype=torch.bool))
+    attempt("mask", mask="all")
+
+
+def test_a_sampled_fisher_needs_its_own_backward():
+    """loss.backward() alone would leave the factors without labels: said at the step, nothing changed."""
+    model, (x, y) = network(), data()
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(fisher="sampled", likelihood="categorical"))
+    cross_entropy(model(x), y).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises((ValueError, natgrad.NatgradError), match="backward"):
+        preconditioner.step()
+    assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_backward_is_plain_for_the_empirical_fisher():
+    model, plain, (x, y) = network(), network(), data()
+    preconditioner = natgrad.Preconditioner(model)
+    outputs = model(x)
+    preconditioner.backward(cross_entropy(outputs, y), outputs)
+    cross_entropy(plain(x), y).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_a_preconditioned_optimizer_is_both_in_one():
+    x, y = data()
+    parameters = []
+    for joined in (False, True):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, damping=0.1)
+        both = natgrad.PreconditionedOptimizer(optimizer, preconditioner) if joined else None
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(both or optimizer, 0.5)
+        for _ in range(4):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            if both:
+                both.step()
+            else:
+                preconditioner.step()
+                optimizer.step()
+            scheduler.step()
+        parameters.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*parameters, strict=True))
+
+
+def test_a_preconditioned_optimizer_saves_both():
+    x, y = data()
+
+    def build():
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, damping=0.1)
+        return model, natgrad.PreconditionedOptimizer(optimizer, preconditioner)
+
+    def train(model, both, steps):
+        for _ in range(steps):
+            both.zero_grad()
+            cross_entropy(model(x), y).backward()
+            both.step()
+
+    model, both = build()
+    train(model, both, 3)
+    resumed, resumed_both = build()
+    resumed.load_state_dict(model.state_dict())
+    resumed_both.load_state_dict(copy.deepcopy(both.state_dict()))
+    train(model, both, 3)
+    train(resumed, resumed_both, 3)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), resumed.parameters(), strict=True))
+
+
+def joined(model, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return natgrad.PreconditionedOptimizer(optimizer, natgrad.Preconditioner(model, optimizer=optimizer, **options))
+
+
+@pytest.mark.parametrize("damage", [lambda state: None, lambda state: {}, lambda state: {**state, "param_groups": []}])
+def test_a_preconditioned_optimizer_refuses_bad_state_as_a_whole(damage):
+    x, y = data()
+    model = network()
+    both = joined(model)
+    cross_entropy(model(x), y).backward()
+    both.step()
+    state = copy.deepcopy(both.state_dict())
+    state["preconditioner"]["step"] = 7
+    with pytest.raises(ValueError, match="state_dict"):
+        both.load_state_dict(damage(state))
+    assert both.preconditioner.metrics()["step"] == 1
+
+
+def test_a_preconditioned_optimizer_has_the_hooks_of_an_optimizer():
+    both, called = joined(network()), []
+    both.register_step_pre_hook(lambda *_: called.append("before"))
+    both.register_step_post_hook(lambda *_: called.append("after"))
+    both.register_state_dict_post_hook(lambda *_: called.append("saved"))
+    both.register_load_state_dict_pre_hook(lambda *_: called.append("loading"))
+    both.step()
+    both.load_state_dict(both.state_dict())
+    assert called[:3] == ["before", "after", "saved"]
+    assert called[-1] == "loading"
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    model = network()
+    with pytest.raises(ValueError, match=r"optimizer='LBFGS'"):
+        natgrad.PreconditionedOptimizer(torch.optim.LBFGS(model.parameters()), natgrad.Preconditioner(model))
+
+
+@pytest.mark.parametrize("discard", [lambda both: both.zero_grad(), lambda both: both.preconditioner.discard()])
+def test_a_skipped_step_leaves_no_trace(discard):
+    """As a GradScaler skips one after an overflow: the next step is that of its own batch alone."""
+    x, y = data()
+    gradients = []
+    for skipped in (False, True):
+        model = network()
+        both = joined(model, accumulation="sum")
+        if skipped:
+            (cross_entropy(model(x), y) * 1e30).backward()
+            discard(both)
+        model.zero_grad()
+        cross_entropy(model(x), y).backward()
+        both.preconditioner.step()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_preconditioner_is_not_copied():
+    """A copy would sit there without hooks."""
+    both = joined(network())
+    for one in (both, both.preconditioner):
+        with pytest.raises(TypeError, match="load its state"):
+            copy.deepcopy(one)
+
+
+@pytest.mark.filterwarnings("ignore::natgrad.NatgradWarning")
+def test_explain_shows_patterns_as_they_are():
+    """Rich would take brackets for markup."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    assert "'[ab]'" in str(natgrad.Preconditioner(model, {"[ab]": None}).explain())
+
+
+def test_gradients_that_no_hook_saw_are_reported_once():
+    """Gradients with a graph of their own are taken for derivatives inside the model: said, rather than passed over."""
+    model, (x, y) = network(), data()
+    preconditioner = natgrad.Preconditioner(model)
+
+    def step():
+        model.zero_grad()
+        cross_entropy(model(x), y).backward(create_graph=True)
+        preconditioner.step()
+
+    with pytest.warns(UserWarning, match="reference cycle"):
+        step()
+    with pytest.warns(natgrad.NatgradWarning, match="create_graph"):
+        step()
+    step()
+
+
+def test_a_parametrised_layer_is_left_alone():
+    """Spectral norm iterates whenever its weight is read."""
+    model, (x, y) = network(), data()
+    nn.utils.parametrizations.spectral_norm(model[0])
+    preconditioner = natgrad.Preconditioner(model)
+    cross_entropy(model(x), y).backward()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    preconditioner.step()
+    preconditioner.explain()
+    assert before
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+class Bypassed(nn.Module):
+    """One of its layers serves as a pair of parameters only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.called = False
+
+    def forward(self, x):
+        y = self.first(x).tanh()
+        return self.second(y) if self.called else nn.functional.linear(y, self.second.weight, self.second.bias)
+
+
+def test_layers_that_are_never_called_are_told_and_stay_plain_until_they_are():
+    model = Bypassed()
+    refresh = natgrad.Refresh(factors=1, inverses=2)
+    preconditioner = natgrad.Preconditioner(model, refresh=refresh)
+
+    def step():
+        model.zero_grad()
+        model(torch.randn(5, 3)).square().mean().backward()
+        raw = model.second.weight.grad.clone()
+        preconditioner.step()
+        plain = torch.equal(model.second.weight.grad, raw)
+        reasons = {row.parameter for row in preconditioner.explain().rows if "never called" in row.reason}
+        assert reasons == ({"second.weight", "second.bias"} if plain else set())
+        assert preconditioner.metrics()["plain_layers"] == int(plain)
+        return plain
+
+    with pytest.warns(natgrad.NatgradWarning, match=r"second\.weight as they are: their layers were never called"):
+        assert step()
+    covered = preconditioner.explain().covered
+    assert all(step() for _ in range(3))
+    model.called = True
+    assert not step()
+    assert preconditioner.explain().covered > covered
+
+
+def test_layers_that_are_not_used_at_all_are_none_of_these():
+    """Such as experts that no token has chosen, whose gradients are none, or zero."""
+    model, (x, y) = nn.ModuleDict({"used": network(), "idle": nn.Linear(3, 3).double()}), data()
+    preconditioner = natgrad.Preconditioner(model, refresh=natgrad.Refresh(factors=1, inverses=1))
+    for gradient in (None, torch.zeros(3, 3).double()):
+        model.zero_grad()
+        model["idle"].weight.grad = gradient
+        cross_entropy(model["used"](x), y).backward()
+        preconditioner.step()
+    assert preconditioner.metrics()["plain_layers"] == 0
+
+
+@pytest.mark.parametrize("curvature", [{}, {"haed": natgrad.KFAC()}, {"*": natgrad.KFAC(), "0": None}, {"0": None}])
+def test_patterns_without_effect_and_models_without_cover_are_told(curvature):
+    with pytest.warns(natgrad.NatgradWarning, match="natgrad: "):
+        natgrad.Preconditioner(nn.Sequential(nn.Linear(3, 2)), curvature)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    other = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="optimizer='SGD'"):
+        natgrad.Preconditioner(nn.Linear(3, 2), optimizer=other)

@@ -1,0 +1,301 @@
+"""Where K-FAC is exact it equals the exact Fisher; sampled labels converge to the exact factors."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+
+import natgrad
+from tests.dense import reference as dense
+
+DAMPING = 0.02
+
+
+class Mean(nn.Module):
+    """The mean over all positions of [B, C, *positions]."""
+
+    def forward(self, x):
+        return x.flatten(2).mean(2)
+
+
+class ChannelsLast(nn.Module):
+    """[B, C, *positions] to [B, T, C]."""
+
+    def forward(self, x):
+        return x.flatten(2).transpose(1, 2)
+
+
+def image(channels=2, samples=3, size=5):
+    return torch.randn(samples, channels, size, size, dtype=torch.float64)
+
+
+POSITION_WISE = {
+    "linear": lambda: (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2)), torch.randn(5, 3)),
+    "tokens": lambda: (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(3, 4, 3)),
+    "any convolution": lambda: (
+        nn.Sequential(
+            nn.Conv2d(2, 2, (3, 2), stride=2, padding=1, dilation=(1, 2)),
+            nn.Conv2d(2, 3, 1),
+            ChannelsLast(),
+            nn.Linear(3, 2),
+        ),
+        image(),
+    ),
+    "reflecting": lambda: (
+        nn.Sequential(nn.Conv2d(2, 2, 3, padding="same", padding_mode="reflect"), nn.Conv2d(2, 2, 1), ChannelsLast()),
+        image(size=3),
+    ),
+}
+POOLED = {
+    "linear": lambda: (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)),
+    "any convolution": lambda: (
+        nn.Sequential(nn.Conv2d(2, 2, 3, stride=2, padding=1, dilation=2), nn.Conv2d(2, 3, 1), Mean(), nn.Linear(3, 2)),
+        image(),
+    ),
+    "circular behind": lambda: (
+        nn.Sequential(
+            nn.Conv2d(2, 2, 3, padding=1),
+            nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+            Mean(),
+            nn.Linear(3, 2),
+        ),
+        image(),
+    ),
+}
+
+
+def every_direction(outputs):
+    """Derivatives [K, *outputs.shape] of a sample's loss whose second moment is I, as c = 1/2 has it in expectation."""
+    size = outputs[0].numel()
+    directions = size**0.5 * torch.eye(size, dtype=outputs.dtype).reshape(size, 1, *outputs.shape[1:])
+    return directions.expand(size, *outputs.shape)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "case"), [("expand", name) for name in POSITION_WISE] + [("reduce", name) for name in POOLED]
+)
+def test_kfac_is_exact_on_linear_networks(sharing, case):
+    """(F + γI)⁻¹ vec(W) with F by explicit Jacobian; every direction of residual takes the place of drawn labels."""
+    torch.manual_seed(0)
+    model, x = (POSITION_WISE if sharing == "expand" else POOLED)[case]()
+    model, x = model.double(), x.double()
+    reference = dense.twin(model)
+    directions = every_direction(model(x).detach())
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(sharing=sharing), damping=DAMPING)
+    outputs = model(x.repeat(len(directions), *[1] * (x.ndim - 1)))
+    ((outputs * directions.flatten(0, 1)).sum() / len(outputs)).backward()
+    generator = torch.Generator().manual_seed(1)
+    for p in model.parameters():  # any gradient will do, the symmetric one of these directions would not tell much
+        p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    raw = {name: W.clone() for name, W in dense.gradients(model).items()}
+    preconditioner.step()
+    solved = dense.gradients(model)
+    for name, W in raw.items():
+        fisher = dense.exact_fisher(reference, name, lambda model: model(x), "gaussian", 0.5)[0]
+        damped = fisher + DAMPING * torch.eye(len(fisher), dtype=fisher.dtype)
+        expected = torch.linalg.solve(damped, W.flatten()).reshape(W.shape)
+        assert dense.relative_error(solved[name], expected) < 1e-9, name
+
+
+def mlp(outputs=3):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+
+
+def convnet():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 2, 3, stride=2), nn.Tanh(), nn.Flatten(1), nn.Linear(8, 3)).double()
+
+
+def labels(samples, classes=3):
+    return torch.randint(classes, (samples,), generator=torch.Generator().manual_seed(2))
+
+
+def noise(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def images_and_labels():
+    return noise(4, 1, 5, 5), labels(4)
+
+
+LOSSES = {
+    "categorical": (convnet, images_and_labels, cross_entropy, "mean", 1.0),
+    "bernoulli": (
+        mlp,
+        lambda: (noise(4, 3), labels(12, 2).reshape(4, 3).double()),
+        binary_cross_entropy_with_logits,
+        "mean",
+        1 / 3,
+    ),
+    "gaussian": (mlp, lambda: (noise(4, 3), 3 * noise(4, 3)), mse_loss, "mean", 1 / 3),
+    "categorical tokens": (
+        mlp,
+        lambda: (noise(2, 4, 3), labels(8).reshape(2, 4)),
+        lambda outputs, y: cross_entropy(outputs.flatten(0, -2), y.flatten()),
+        "tokens",
+        1.0,
+    ),
+    "gaussian tokens": (mlp, lambda: (noise(2, 4, 3), 3 * noise(2, 4, 3)), mse_loss, "tokens", 1 / 3),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+@pytest.mark.parametrize("form", ["eigen", "inverse"])
+def test_sampled_fisher_converges_to_the_exact_one(case, form):
+    build, data, criterion, reduction, coefficient = LOSSES[case]
+    likelihood, (x, y), repeats = case.split()[0], data(), 5000
+    model = build()
+    captures = dense.exact_rows(dense.twin(model), lambda model: model(x), likelihood, coefficient)
+    if reduction == "tokens":
+        captures = [{name: rows.positions() for name, rows in capture.items()} for capture in captures]
+
+    def solve(fisher, **options):
+        model = build()
+        curvature = natgrad.KFAC(form=form, fisher=fisher, **options)
+        preconditioner = natgrad.Preconditioner(model, curvature, damping=DAMPING, reduction=reduction)
+        outputs = model(x.repeat(repeats, *[1] * (x.ndim - 1)))
+        preconditioner.backward(criterion(outputs, y.repeat(repeats, *[1] * (y.ndim - 1))), outputs)
+        raw = {name: W.clone() for name, W in dense.gradients(model).items()}
+        preconditioner.step()
+        return raw, dense.gradients(model)
+
+    raw, sampled = solve("sampled", likelihood=likelihood)
+    _, empirical = solve("empirical")
+    dense_solve = dense.solve_eigen if form == "eigen" else dense.solve_inverse
+    for name, W in raw.items():
+        expected = dense_solve(W, *dense.exact_factors(captures, name), DAMPING)
+        assert dense.relative_error(sampled[name], expected) < 0.05, name
+        assert dense.relative_error(empirical[name], expected) > 0.1, name
+
+
+def test_the_sampled_error_falls_like_monte_carlo():
+    x, y = images_and_labels()
+    captures = dense.exact_rows(convnet(), lambda model: model(x), "categorical")
+    errors = {}
+    for repeats in (20, 20 * 64):
+        errors[repeats] = 0.0
+        for seed in range(8):
+            model = convnet()
+            curvature = natgrad.KFAC(fisher="sampled", likelihood="categorical")
+            preconditioner = natgrad.Preconditioner(model, curvature, damping=DAMPING, seed=seed)
+            outputs = model(x.repeat(repeats, 1, 1, 1))
+            preconditioner.backward(cross_entropy(outputs, y.repeat(repeats)), outputs)
+            W = dense.gradients(model)["3"].clone()
+            preconditioner.step()
+            expected = dense.solve_eigen(W, *dense.exact_factors(captures, "3"), DAMPING)
+            errors[repeats] += dense.relative_error(dense.gradients(model)["3"], expected) / 8
+    assert 4 < errors[20] / errors[20 * 64] < 16  # √64 = 8
+
+
+def test_classes_in_another_dimension():
+    """torch's [B, C, H, W] logits: a draw a pixel, summed over a sample's pixels."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 3, 1).double()
+    x, y = noise(2, 2, 2, 2), labels(8).reshape(2, 2, 2)
+    captures = dense.exact_rows(dense.twin(model), lambda model: model(x).movedim(1, -1), "categorical")
+    curvature = natgrad.KFAC(fisher="sampled", likelihood=natgrad.Categorical(dim=1))
+    preconditioner = natgrad.Preconditioner(model, curvature, damping=DAMPING)
+    outputs = model(x.repeat(5000, 1, 1, 1))
+    loss = cross_entropy(outputs, y.repeat(5000, 1, 1), reduction="sum") / len(outputs)
+    preconditioner.backward(loss, outputs)
+    W = dense.gradients(model)[""].clone()
+    preconditioner.step()
+    expected = dense.solve_eigen(W, *dense.exact_factors(captures, ""), DAMPING)
+    assert dense.relative_error(dense.gradients(model)[""], expected) < 0.05
+
+
+def test_a_mask_keeps_positions_out_of_the_sampled_fisher():
+    model, x, repeats = mlp(), noise(2, 4, 3), 5000
+    mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0]], dtype=torch.bool)
+    y = labels(8).reshape(2, 4).masked_fill(~mask, -100)
+    captures = dense.exact_rows(dense.twin(model), lambda model: model(x), "categorical")
+    captures = [{name: rows.positions(mask) for name, rows in capture.items()} for capture in captures]
+    curvature = natgrad.KFAC(fisher="sampled", likelihood="categorical")
+    preconditioner = natgrad.Preconditioner(model, curvature, damping=DAMPING, reduction="tokens")
+    outputs = model(x.repeat(repeats, 1, 1))
+    loss = cross_entropy(outputs.flatten(0, 1), y.repeat(repeats, 1).flatten())
+    preconditioner.backward(loss, outputs, mask=mask.repeat(repeats, 1))
+    raw = {name: W.clone() for name, W in dense.gradients(model).items()}
+    preconditioner.step(count=int(mask.sum()) * repeats)
+    for name, W in raw.items():
+        expected = dense.solve_eigen(W, *dense.exact_factors(captures, name), DAMPING)
+        assert dense.relative_error(dense.gradients(model)[name], expected) < 0.05, name
+
+
+def test_a_mask_of_pixels_leaves_the_classes_out():
+    """torch's [B, C, H, W] logits: masked pixels, whatever they are, change nothing."""
+    torch.manual_seed(0)
+    x, mask, factors = noise(2, 2, 3, 3), torch.rand(2, 3, 3) > 0.5, []
+    y = labels(18).reshape(2, 3, 3).masked_fill(~mask, -100)
+    weights = nn.Conv2d(2, 3, 1).double().state_dict()
+    for disturbed in (False, True):
+        model = nn.Conv2d(2, 3, 1).double()
+        model.load_state_dict(weights)
+        curvature = natgrad.KFAC(fisher="sampled", likelihood=natgrad.Categorical(dim=1))
+        preconditioner = natgrad.Preconditioner(model, curvature, reduction="tokens")
+        outputs = model(x.masked_fill(~mask[:, None], 9.0) if disturbed else x)
+        preconditioner.backward(cross_entropy(outputs, y), outputs, mask)
+        preconditioner.step(count=int(mask.sum()))
+        factors.append(preconditioner.state_dict()["blocks"]["weight"]["A"].clone())
+    assert torch.equal(*factors)
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_the_gradient_of_the_sampled_backward_is_the_plain_one(case):
+    build, data, criterion, reduction, _ = LOSSES[case]
+    x, y = data()
+    plain, model = build(), build()
+    criterion(plain(x), y).backward()
+    curvature = natgrad.KFAC(fisher="sampled", likelihood=case.split()[0])
+    preconditioner = natgrad.Preconditioner(model, curvature, reduction=reduction)
+    outputs = model(x)
+    preconditioner.backward(criterion(outputs, y), outputs)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("accumulation", ["mean", "sum"])
+def test_drawn_labels_know_nothing_of_accumulation_and_loss_scale(accumulation):
+    (x, y), repeats, parts = images_and_labels(), 5000, 4
+    model = convnet()
+    captures = dense.exact_rows(dense.twin(model), lambda model: model(x), "categorical")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    preconditioner = natgrad.Preconditioner(
+        model,
+        natgrad.KFAC(fisher="sampled", likelihood="categorical"),
+        damping=DAMPING,
+        accumulation=accumulation,
+        scaler=scaler,
+    )
+    for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
+        outputs = model(xs.repeat(repeats, 1, 1, 1))
+        loss = cross_entropy(outputs, ys.repeat(repeats)) / (parts if accumulation == "mean" else 1)
+        preconditioner.backward(scaler.scale(loss), outputs)
+    scaler.unscale_(optimizer)
+    raw = {name: W.clone() for name, W in dense.gradients(model).items()}
+    preconditioner.step()
+    for name, W in raw.items():
+        expected = dense.solve_eigen(W, *dense.exact_factors(captures, name), DAMPING)
+        assert dense.relative_error(dense.gradients(model)[name], expected) < 0.05, name
+
+
+def test_the_seed_decides_the_labels():
+    x, y = images_and_labels()
+
+    def solved(seed):
+        model = convnet()
+        curvature = natgrad.KFAC(fisher="sampled", likelihood="categorical")
+        preconditioner = natgrad.Preconditioner(model, curvature, seed=seed)
+        outputs = model(x)
+        torch.rand(seed)  # the global generator has no say
+        state = torch.get_rng_state()
+        preconditioner.backward(cross_entropy(outputs, y), outputs)
+        assert torch.equal(torch.get_rng_state(), state)
+        preconditioner.step()
+        return dense.gradients(model)
+
+    dense.assert_equal(solved(3), solved(3), 0)
+    with pytest.raises(AssertionError):
+        dense.assert_equal(solved(4), solved(3), 1e-3)

@@ -1,0 +1,431 @@
+"""Tied weights: one block sums all uses, against the explicit Fisher block of their parameter."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import natgrad
+from natgrad.curvature import Curvature
+from tests.dense import reference as dense
+from tests.dense.test_embedding import Largest, rows_of
+from tests.dense.test_layers import DRAWN, curvatures, total_loss
+from tests.dense.test_sides import kept
+
+V, D, LENGTH = 6, 3, 4
+
+
+class Language(nn.Module):
+    """A little language model: embeddings of two kinds of tokens, something that mixes positions, and a head."""
+
+    def __init__(self, *, bias=False, heads=1, padding=None, size=V):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(size, D, padding_idx=padding)
+        self.second = nn.Embedding(size, D, padding_idx=padding)
+        self.mix = nn.Linear(LENGTH, LENGTH)
+        self.heads = nn.ModuleList(nn.Linear(D, size, bias=bias) for _ in range(heads))
+        for tied in (self.second, *self.heads):
+            tied.weight = self.embedding.weight
+        for head in self.heads[1:]:
+            head.bias = self.heads[0].bias
+
+    def forward(self, ids, more=None):
+        x = self.embedding(ids) if more is None else self.embedding(ids) + self.second(more)
+        x = x + self.mix(x.mT).mT.tanh()
+        return torch.cat([head(x * (n + 1)) for n, head in enumerate(self.heads)], 1)
+
+
+def look(model, loss):
+    """The rows of lookups and of heads, in the order of the model: inputs with output gradients of `loss`, a sum."""
+    seen = {nn.Embedding: [], nn.Linear: []}
+    modules = [model.embedding, model.second, *model.heads]
+    handles = [
+        module.register_forward_hook(lambda module, args, output: seen[type(module)].append((args[0].detach(), output)))
+        for module in modules
+    ]
+    total = loss(model)
+    for handle in handles:
+        handle.remove()
+    outputs = [output for uses in seen.values() for _, output in uses]
+    gradients = iter(torch.autograd.grad(total, outputs, allow_unused=True))
+    found = {kind: [(x, next(gradients)) for x, _ in uses] for kind, uses in seen.items()}
+    return [[(x, g) for x, g in uses if g is not None] for uses in found.values()]
+
+
+def lookups(uses, samples, size, columns, *, padding=None, sharing="expand"):
+    """D [V, V] and E [d, d] of lookups, divided by their rows a sample."""
+    a, g = (torch.cat(parts, 2) for parts in zip(*(rows_of(*use, samples, size) for use in uses), strict=True))
+    real = torch.ones_like(a[..., :1]) if padding is None else 1 - a[..., padding : padding + 1]
+    a, g = a * real, torch.nn.functional.pad(g * real, (0, columns - g.shape[-1]))
+    if sharing == "reduce":
+        mean, total = (a.sum(2) / real.sum(2).clamp(min=1))[0], g.sum(2)[0]
+        return (mean.T @ mean / samples) * torch.eye(size), total.T @ total / samples
+    a, g = a[0].flatten(0, 1), g[0].flatten(0, 1)
+    return a.T @ a / samples, g.T @ g / real.sum().clamp(min=1)
+
+
+def heads(uses, samples, columns, *, sharing="expand"):
+    """G [V, V] and A [i, i] of heads."""
+    inputs = [x.reshape(1, samples, -1, x.shape[-1]) for x, _ in uses]
+    ones = [torch.ones(*x.shape[:-1], columns - x.shape[-1]).to(x) for x in inputs]
+    a = torch.cat([torch.cat(parts, -1) for parts in zip(inputs, ones, strict=True)], 2)
+    g = torch.cat([g.reshape(1, samples, -1, g.shape[-1]) for _, g in uses], 2)
+    A, G = dense.Rows(a, g).factors(sharing)
+    return G[0], A[0]
+
+
+def product_of_partial_traces(F, size):
+    """R and C with the partial traces of F [size i, size i], to a factor that R ⊗ C shares with F."""
+    tensor = F.reshape(size, -1, size, F.shape[0] // size)
+    R, C = tensor.diagonal(dim1=1, dim2=3).sum(-1), tensor.diagonal(dim1=0, dim2=2).sum(-1)
+    return R, C / F.trace()
+
+
+def solve(W, F, size, damping=0.3, form="eigen"):
+    R, C = product_of_partial_traces(F, size)
+    solver = dense.solve_eigen if form == "eigen" else dense.solve_inverse
+    return solver(W[None], C[None], R[None], damping)[0]
+
+
+def block(model, found, samples, *, most=8192, wide="diagonal", padding=None, sharing="expand"):
+    """The block of the tied weight, with the bias as the last column: F = G ⊗ A + D ⊗ E."""
+    size, columns = model.embedding.weight.shape[0], D + int(model.heads[0].bias is not None)
+    F = torch.zeros(size * columns, size * columns).double()
+    if found[0]:
+        first, second = lookups(found[0], samples, size, columns, padding=padding, sharing=sharing)
+        F += torch.kron(first, kept(second, most, wide))
+    if found[1]:
+        first, second = heads(found[1], samples, columns, sharing=sharing)
+        F += torch.kron(kept(first, most, wide), kept(second, most, wide))
+    return F
+
+
+def stacked(model):
+    weight, bias = model.embedding.weight.grad, model.heads[0].bias
+    return weight.clone() if bias is None else torch.cat([weight, bias.grad[:, None]], 1)
+
+
+def assert_tied(model, loss, samples, *, divisor=None, count=None, reduction="mean", padding=None, **options):
+    most, wide = options.get("max_factor_size", 8192), options.get("wide", "diagonal")
+    sharing, form = options.get("sharing", "expand"), options.get("form", "eigen")
+    found = look(model, loss)
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**options), damping=0.3, reduction=reduction)
+    model.zero_grad()
+    (loss(model) / (divisor or samples)).backward()
+    W = stacked(model)
+    preconditioner.step(count=count)
+    F = block(model, found, samples, most=most, wide=wide, padding=padding, sharing=sharing)
+    assert dense.relative_error(stacked(model), solve(W, F, len(W), form=form)) < 1e-9
+    return F
+
+
+@DRAWN
+@given(
+    curvatures.filter(lambda options: "pi" not in options),
+    st.booleans(),
+    st.sampled_from([None, 0]),
+    st.integers(1, 2),
+    st.booleans(),
+    st.integers(2, 7),
+    st.sampled_from(["diagonal", "blocks"]),
+    st.integers(0, 99),
+)
+def test_embeddings_and_heads(options, bias, padding, count, both, most, wide, seed):
+    model = Language(bias=bias, heads=count, padding=padding).double()
+    torch.manual_seed(seed)
+    ids, more = torch.randint(V, (3, LENGTH)), torch.randint(V, (3, LENGTH)) if both else None
+    assert_tied(
+        model,
+        lambda model: total_loss(model(ids, more), 3),
+        3,
+        padding=padding,
+        max_factor_size=most,
+        wide=wide,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("options", [{}, {"form": "inverse"}, {"sharing": "reduce"}])
+def test_one_use_alone_is_exactly_its_own_factors(bias, options):
+    """F is then a Kronecker product already, and the block is that of an untied layer."""
+    sharing = options.get("sharing", "expand")
+    for use in ("embedding", "head"):
+        model = Language(bias=bias).double()
+        ids, x = torch.randint(V, (3, LENGTH)), torch.randn(3, LENGTH, D).double()
+
+        def loss(model, use=use, ids=ids, x=x):
+            return total_loss(model.embedding(ids).tanh() if use == "embedding" else model.heads[0](x), 3)
+
+        found = look(model, loss)
+        preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**options), damping=0.3)
+        (loss(model) / 3).backward()
+        if use == "embedding" and bias:
+            model.heads[0].bias.grad = torch.zeros(V).double()
+        W = stacked(model)
+        preconditioner.step()
+        columns = D + int(bias)
+        if use == "embedding":
+            G, A = lookups(found[0], 3, V, columns, sharing=sharing)
+        else:
+            G, A = heads(found[1], 3, columns, sharing=sharing)
+        solver = dense.solve_inverse if "form" in options else dense.solve_eigen
+        assert dense.relative_error(stacked(model), solver(W[None], A[None], G[None], 0.3)[0]) < 1e-9
+
+
+def test_token_means_with_a_mask():
+    """Every position counts as a sample, those of a mask as none."""
+    model = Language().double()
+    model.mix.requires_grad_(False).weight.zero_()
+    ids = torch.randint(V, (3, LENGTH))
+    keep = torch.rand(3, LENGTH) < 0.6
+
+    def loss(model):
+        return cross_entropy(model(ids)[keep], ids[keep], reduction="sum")
+
+    [(_, g)], [(x, h)] = look(model, loss)
+    count = int(keep.sum())
+    preconditioner = natgrad.Preconditioner(model, damping=0.3, reduction="tokens")
+    (loss(model) / count).backward()
+    W = stacked(model)
+    preconditioner.step(count=count)
+    F = block(model, [[(ids[keep], g[keep])], [(x[keep], h[keep])]], count)
+    assert dense.relative_error(stacked(model), solve(W, F, V)) < 1e-9
+
+
+def test_many_steps():
+    model = Language(bias=True).double()
+    preconditioner = natgrad.Preconditioner(model, damping=0.3, refresh=natgrad.Refresh(inverses=1))
+    averages, weight = [0, 0, 0, 0], 0.0
+    for step in range(4):
+        ids = torch.randint(V, (3, LENGTH), generator=torch.Generator().manual_seed(step))
+
+        def loss(model, ids=ids):
+            return total_loss(model(ids), 3)
+
+        found = look(model, loss)
+        model.zero_grad()
+        (loss(model) / 3).backward()
+        W = stacked(model)
+        preconditioner.step()
+        fresh = [*lookups(found[0], 3, V, D + 1), *heads(found[1], 3, D + 1)]
+        averages = [0.95 * old + 0.05 * new for old, new in zip(averages, fresh, strict=True)]
+        weight = 0.95 * weight + 0.05
+        rows, features, outputs, inputs = (average / weight for average in averages)
+        F = torch.kron(rows, features) + torch.kron(outputs, inputs)
+        assert dense.relative_error(stacked(model), solve(W, F, V)) < 1e-9
+
+
+@DRAWN
+@given(st.integers(1, 5), st.integers(1, 4), st.booleans(), st.floats(0.1, 10), st.integers(0, 99))
+def test_the_merged_product_keeps_both_partial_traces(size, columns, full, scale, seed):
+    """And so the trace; and it does not change when a factor of a use grows and the other shrinks."""
+    torch.manual_seed(seed)
+    layer = nn.Embedding(size, columns), nn.Linear(columns, size, bias=False)
+    layer[1].weight = layer[0].weight
+    curvature = natgrad.KFAC(max_factor_size=8192 if full else columns)
+    preconditioner = natgrad.Preconditioner(nn.Sequential(*layer), curvature)
+    table = preconditioner._stacks[0].curvature
+
+    def moments(width):
+        x = torch.randn(2, 7, width).double()
+        return x.mT @ x
+
+    D, E, G, A = moments(size).diagonal(dim1=1, dim2=2), moments(columns), moments(size), moments(columns)
+    if not full and size > columns:
+        G = G.diagonal(dim1=1, dim2=2)
+    T = torch.rand(2, 1).double() + 1
+
+    def merged(scale):
+        averages = {"D": D, "E": E, "G": G * scale, "A": A / scale, "T": T}
+        factors = table.merged(averages)
+        return factors["G"], factors["A"]
+
+    R, C = merged(1.0)
+    for n in range(2):
+        dense_G = torch.diag(G[n]) if G.ndim == 2 else G[n]
+        F = torch.kron(torch.diag(D[n]) / D[n].sum(), E[n]) + torch.kron(dense_G, A[n]) / T[n]
+        product = torch.kron(torch.diag(R[n]) if R.ndim == 2 else R[n], C[n])
+        for left, right in zip(
+            product_of_partial_traces(F, size), product_of_partial_traces(product, size), strict=True
+        ):
+            torch.testing.assert_close(left, right)
+        torch.testing.assert_close(F.trace(), product.trace())
+        if size == 1 or columns == 1:
+            torch.testing.assert_close(F, product)  # a Kronecker product itself
+    for factor, scaled in zip((R, C), merged(scale), strict=True):
+        torch.testing.assert_close(factor, scaled)
+
+
+class Twice(nn.Module):
+    """Two modules that share all their parameters."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+        second.weight, second.bias = first.weight, first.bias
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh() * 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"form": "inverse"}, {"sharing": "reduce"}])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Linear(4, 4), (3, 4)),
+        (lambda: nn.Linear(4, 4), (3, 5, 4)),
+        (lambda: nn.Conv2d(2, 2, 3, padding=1), (3, 2, 4, 4)),
+    ],
+)
+def test_two_modules_of_one_type(make, shape, options):
+    torch.manual_seed(0)
+    model = Twice(make(), make()).double()
+    once = make().double()
+    once.load_state_dict(model.first.state_dict())
+    x = torch.randn(shape).double()
+
+    def loss(module):
+        return total_loss(module(module(x).tanh() * 2), 3)
+
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**options), damping=0.3)
+    (total_loss(model(x), 3) / 3).backward()
+    preconditioner.step()
+    expected = dense.KFAC(damping=0.3, **options).step(dense.capture(once, loss))
+    actual = dense.to_matrix(model.first, {"weight": model.first.weight.grad, "bias": model.first.bias.grad})
+    dense.assert_equal({"": actual}, expected)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_two_embeddings_without_a_head(sharing):
+    """Each knows its own padding."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Embedding(V, D, padding_idx=0), nn.Embedding(V, D)]).double()
+    model[1].weight = model[0].weight
+    ids, more = torch.randint(V, (3, LENGTH)), torch.randint(V, (3, LENGTH))
+
+    def loss(model):
+        return total_loss(torch.cat([model[0](ids), model[1](more)], 1).tanh(), 3)
+
+    seen = []
+    handles = [one.register_forward_hook(lambda module, args, output: seen.append(output)) for one in model]
+    gradients = torch.autograd.grad(loss(model), seen)
+    for handle in handles:
+        handle.remove()
+    (a, g), (b, h) = (rows_of(x, grad, 3, V) for x, grad in zip((ids, more), gradients, strict=True))
+    real = 1 - a[..., :1]
+    a, g = torch.cat([a * real, b], 2)[0], torch.cat([g * real, h], 2)[0]
+    count = torch.cat([real, torch.ones_like(real)], 2)[0].sum(1)
+    if sharing == "reduce":
+        a, g, count = (a.sum(1) / count)[:, None], g.sum(1)[:, None], torch.ones(3, 1)
+    a, g = a.flatten(0, 1), g.flatten(0, 1)
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(sharing=sharing), damping=0.3)
+    (loss(model) / 3).backward()
+    W = model[0].weight.grad.clone()
+    preconditioner.step()
+    A, G = (a.T @ a / 3 * torch.eye(V))[None], (g.T @ g / count.sum())[None]
+    assert dense.relative_error(model[0].weight.grad.T, dense.solve_eigen(W.T[None], A, G, 0.3)[0]) < 1e-9
+
+
+def test_a_module_under_two_names_is_one():
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.one = model.two = nn.Linear(4, 4).double()
+    x = torch.randn(3, 4).double()
+    preconditioner = natgrad.Preconditioner(model, damping=0.3)
+    reference = dense.twin(model.one)
+    (total_loss(model.two(model.one(x).tanh()), 3) / 3).backward()
+    preconditioner.step()
+    assert [row.parameter for row in preconditioner.explain().rows] == ["one.weight", "one.bias"]
+    rows = dense.capture(reference, lambda module: total_loss(module(module(x).tanh()), 3))
+    dense.assert_equal(dense.gradients(model.one), dense.KFAC(damping=0.3).step(rows))
+
+
+class Other(Curvature):
+    """A curvature that knows nothing of embeddings."""
+
+    factor_decay = 0.9
+
+    def statistics(self, outputs, inputs):
+        return ()
+
+    def parts(self, outputs, inputs):
+        return ()
+
+    def observe(self, sums, inputs, gradients, *, scale, first):
+        raise AssertionError
+
+    def renew(self, part, averages, damping):
+        raise AssertionError
+
+    def solve(self, held, W, damping):
+        raise AssertionError
+
+
+def reasons(model, curvature):
+    return {row.parameter: row.reason for row in natgrad.Preconditioner(model, curvature).explain().rows}
+
+
+def test_explain_shows_a_tied_weight_once_under_its_first_name():
+    model = Language(bias=True)
+    rows = {row.parameter: row for row in natgrad.Preconditioner(model).explain().rows}
+    assert rows.keys() == dict(model.named_parameters()).keys()
+    assert "embedding and head as one" in rows["embedding.weight"].curvature
+    assert rows["heads.0.bias"].curvature == rows["embedding.weight"].curvature
+    assert rows["heads.0.bias"].owners is None
+    rows = natgrad.Preconditioner(model, natgrad.KFAC(max_factor_size=V - 1)).explain().rows
+    assert "G diagonal" in rows[0].curvature
+
+
+def test_why_tied_modules_are_left_out():
+    one, two = natgrad.KFAC(), natgrad.KFAC()
+    patterns = {"embedding": one, "second": one, "*": two}
+    assert "curvatures differ" in reasons(Language(), patterns)["embedding.weight"]
+    left = reasons(Language(), {"heads.*": None, "*": one})
+    assert left["embedding.weight"] == "shared with heads.0, which is left out"
+    assert "tied with a linear layer" in reasons(Language(), {"mix": one, "*": Other()})["embedding.weight"]
+    wide = natgrad.KFAC(max_factor_size=V - 1, wide="optimizer")
+    assert "max_factor_size" in reasons(Language(), wide)["embedding.weight"]
+    model = Language(bias=True, heads=2)
+    model.heads[1].bias = nn.Parameter(torch.zeros(V))
+    left = reasons(model, one)
+    assert all("other parameters" in left[name] for name in ("embedding.weight", "heads.0.bias", "heads.1.bias"))
+    assert not left["mix.weight"]
+
+
+@pytest.mark.parametrize("options", [{}, {"form": "inverse"}, {"wide": "blocks", "max_factor_size": 64}])
+def test_a_large_vocabulary_takes_no_more_than_its_weight(options):
+    size = 50_000
+    model = Language(size=size, bias=True)
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**options), damping=0.3)
+    ids = torch.randint(size, (1, LENGTH))
+    with Largest() as largest:
+        cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        preconditioner.step()
+    width = options.get("max_factor_size", D + 1)
+    assert largest.elements <= size * width * 2
+    assert model.embedding.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"form": "inverse"}, {"sharing": "reduce", "max_factor_size": 4}])
+def test_the_state_resumes(options):
+    def trained(steps, state=None):
+        model = Language(bias=True).double()
+        preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(**options), damping=0.1)
+        if state:
+            preconditioner.load_state_dict(state)
+        for step in steps:
+            ids = torch.randint(V, (3, LENGTH), generator=torch.Generator().manual_seed(step))
+            model.zero_grad()
+            cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+            preconditioner.step()
+        return preconditioner.state_dict(), stacked(model)
+
+    (straight, expected), (resumed, actual) = trained(range(4)), trained(range(2, 4), trained(range(2))[0])
+    assert torch.equal(actual, expected)
+    assert straight["blocks"].keys() == {"embedding.weight", "mix.weight"}
+    for key, own in straight["blocks"].items():
+        assert all(torch.equal(tensor, resumed["blocks"][key][name]) for name, tensor in own.items())
