@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
+from natgrad.numerics.products import quick_products
+
 _CPU_PANEL, _GPU_PANEL = 64, 1024
 """Most columns of a panel of the lower triangle: a GPU wants few large products rather than few operations."""
 
@@ -49,9 +51,11 @@ def add_lower_product_(
     if out.ndim == 3 and len(out) == 1:
         out, left, right = out[0], left[0], right[0]
     product = Tensor.addmm_ if out.ndim == 2 else Tensor.baddbmm_
-    for start, stop in _panels(out.shape[-1], _CPU_PANEL if out.device.type == "cpu" else _GPU_PANEL):
-        panel = out[..., start:stop, :stop]
-        product(panel, left[..., start:stop, :], right[..., :stop], beta=float(not overwrite), alpha=scale)
+    most = _CPU_PANEL if out.device.type == "cpu" else _GPU_PANEL
+    with quick_products(out.device, right.numel() * most):
+        for start, stop in _panels(out.shape[-1], most):
+            panel = out[..., start:stop, :stop]
+            product(panel, left[..., start:stop, :], right[..., :stop], beta=float(not overwrite), alpha=scale)
 
 
 def add_column_grams_(out: Tensor, pieces: Iterable[Tensor], *, scale: float = 1.0, overwrite: bool = False) -> None:

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from math import inf
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-_FULL = (False, "none", "ieee")  # neither TF32 nor bfloat16 inside
-_Setting = tuple[Any, str, Any]  # where torch keeps it, its name, its value
+_FULL = ("none", "ieee")  # neither TF32 nor bfloat16 inside
+_WORTH = 1e6  # multiply-adds of a product from which on oneDNN's calls cost less than they save
+_MATMUL: Any = getattr(torch.backends.mkldnn, "matmul", None)  # from torch 2.9 on
 
 
 @contextmanager
-def quick_products(device: torch.device) -> Iterator[None]:
-    """Compute products by the quickest full routine, unless the user allows less than full ones.
+def quick_products(device: torch.device, multiply_adds: float = inf) -> Iterator[None]:
+    """Compute float32 products by the quickest full routine, unless the user allows less than full ones.
 
-    On CPUs torch takes MKL for float32, which needs twice the time of oneDNN on processors other than Intel's: from 128
-    rows and columns on, 0.45-0.7 of it is enough on an EPYC with AVX-512.
+    On CPUs torch takes MKL for them, which needs twice the time of oneDNN on processors other than Intel's: on an EPYC
+    with AVX-512 oneDNN is done in 0.7 of it at 128 rows and columns, in 0.45 from 256 on.
+
+    Args:
+        device: Where the products are computed.
+        multiply_adds: Of each of them: a call of oneDNN takes 10 µs longer than MKL's.
     """
-    with _set((place, name, _quickest(place)) for place, name, value in _settings(device) if value in _FULL):
+    if torch.compiler.is_compiling() or device.type != "cpu" or multiply_adds < _WORTH or not _onednn_is_full():
         yield
+        return
+    before = _MATMUL.fp32_precision
+    if before in _FULL:
+        _MATMUL.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        _MATMUL.fp32_precision = before
 
 
 @contextmanager
@@ -32,18 +46,21 @@ def full_products(device: torch.device) -> Iterator[None]:
     Eigenvalues far below the largest, on which damping acts, would be lost in TF32's 10 bits. The user's settings are
     restored.
     """
-    with _set(
-        (place, name, False if isinstance(value, bool) else _quickest(place))
-        for place, name, value in _settings(device)
-    ):
+    narrowed = [(place, name, value) for place, name, value in _settings(device) if value not in (*_FULL, False)]
+    for place, name, value in narrowed:
+        setattr(place, name, False if value is True else "ieee")
+    try:
         if torch.is_autocast_enabled(device.type):
             with torch.autocast(device.type, enabled=False):
                 yield
         else:
             yield
+    finally:
+        for place, name, value in narrowed:
+            setattr(place, name, value)
 
 
-def _settings(device: torch.device) -> Iterator[_Setting]:
+def _settings(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
     """Yield where torch keeps what it may do to float32 products on `device`, under which name, and its value."""
     backends: Any = torch.backends
     if device.type == "cpu":
@@ -57,40 +74,17 @@ def _settings(device: torch.device) -> Iterator[_Setting]:
                 break
 
 
-@contextmanager
-def _set(settings: Iterable[_Setting]) -> Iterator[None]:
-    changed = [
-        (place, name, value, before)
-        for place, name, value in settings
-        if (before := getattr(place, name)) != value and not (before in _FULL and value in _FULL)
-    ]
-    for place, name, value, _ in changed:
-        setattr(place, name, value)
-    try:
-        yield
-    finally:
-        for place, name, _, before in changed:
-            setattr(place, name, before)
-
-
-def _quickest(place: Any) -> str:
-    """Return the setting by which full products are quickest."""
-    return "bf16" if place is getattr(torch.backends.mkldnn, "matmul", None) and _onednn_is_full() else "ieee"
-
-
 @cache
 def _onednn_is_full() -> bool:
     """Whether oneDNN, allowed bfloat16 in float32 products, does not use it: it does where a processor has AMX."""
-    matmul: Any = getattr(torch.backends.mkldnn, "matmul", None)
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    if not hasattr(matmul, "fp32_precision") or not torch.backends.mkldnn.is_available() or has_tiles():
+    if not hasattr(_MATMUL, "fp32_precision") or not torch.backends.mkldnn.is_available() or has_tiles():
         return False
     with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         beyond = torch.full((256, 256), 1 + 2.0**-12)  # bfloat16 has 8 bits
-        before = matmul.fp32_precision
-        matmul.fp32_precision = "bf16"
+        before, _MATMUL.fp32_precision = _MATMUL.fp32_precision, "bf16"
         try:
             product = beyond @ beyond
         finally:
-            matmul.fp32_precision = before
+            _MATMUL.fp32_precision = before
     return bool((product / 256 - (1 + 2.0**-11)).abs().max() < 2.0**-20)

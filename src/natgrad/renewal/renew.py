@@ -14,7 +14,7 @@ from torch import Tensor
 from natgrad.curvature import Part, Spec
 from natgrad.linalg import equal_shares, tensor_on
 from natgrad.numerics import triangle
-from natgrad.numerics.products import full_products
+from natgrad.numerics.products import full_products, quick_products
 from natgrad.placement import Layout, Plan, Runtime, narrower
 from natgrad.refresh.sides import READS, Reads, side_of
 from natgrad.stacks.blocks import Member, Stack
@@ -90,7 +90,7 @@ class Job:
         for blocks in self.pieces():
             averages = self.stack.corrected(blocks, self.part.reads)
             warm: dict[str, Any] = {"before": self.stack.before(self.part, blocks)} if self.part.warm else {}
-            with full_products(self.stack.device):
+            with full_products(self.stack.device), quick_products(self.stack.device):
                 written, fine = self.stack.curvature.renew(self.part.name, averages, damping, *shared, **warm)
             success += self.keep(blocks, written, fine)
         self.stack.charge(self.members, perf_counter() - started)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from natgrad.curvature import kernel
-from natgrad.numerics.products import full_products
+from natgrad.numerics.products import full_products, quick_products
 from natgrad.placement import Plan, Runtime
 from natgrad.rows.collected import Collected
 from natgrad.rows.epochs import Epochs
@@ -142,7 +142,7 @@ class Renewal:
         for rank, count in counts.items():
             a, g = A[:, start : start + count], G[:, start : start + count]
             starts = torch.cat([self._drawn(one, rank) for one in alike]).to(stack.device)
-            with full_products(stack.device):
+            with full_products(stack.device), quick_products(stack.device):
                 found.append(stack.curvature.select(a, g, alike[0].share, self.epochs, **options, starts=starts))
             start += count
         chosen = _joined(found)
@@ -191,7 +191,7 @@ class Renewal:
         owner = self.plan.seats[one.member.layer.key].owners["M"]
         if owner in (None, self.runtime.rank):
             A, G = (fresh.read(name, blocks)[:, :own].to(stack.work_dtype) for name in ("A", "G"))
-            with full_products(stack.device):
+            with full_products(stack.device), quick_products(stack.device):
                 one.M, fine = kernel.inverted(A, G, one.chosen.Y, samples=one.samples, damping=damping)
             one.fine = [bool(flag) for flag in (fine & one.chosen.fine & one.finite).tolist()]
         else:

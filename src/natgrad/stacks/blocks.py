@@ -207,7 +207,7 @@ class Stack:
             known = {spec.name: memory.read(spec.name, blocks) for spec in self.memories}
             fine = W.flatten(1).sum(1).isfinite()
             self.rewrite(blocks, known, self.curvature.remember(known, W), fine)
-        with quick_products(self.device):
+        with quick_products(self.device, W.numel() * max(W.shape[-2:])):
             return self.curvature.solve({**self.solvers(blocks), **known}, W, damping * self.factor)
 
     def multiply(self, D: Tensor) -> Tensor:
