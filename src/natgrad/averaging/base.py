@@ -8,11 +8,13 @@ from typing import Any
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.arguments import unwrap
+from natgrad.averaging.agreement import check_alike
 from natgrad.averaging.duty import EXCHANGES, Duty
 from natgrad.averaging.even import even
 from natgrad.averaging.exchange import Exchange
@@ -43,6 +45,7 @@ class Averager(ABC):
         nodes: Nodes | None = None,
         scaler: torch.amp.GradScaler | None = None,
         message_bytes: int = MESSAGE_BYTES,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """Check the arguments, then make groups and give all ranks the parameters and buffers of rank 0; collective.
 
@@ -54,24 +57,25 @@ class Averager(ABC):
             nodes: Or how many ranks each node has, where they are not equal; None, without a mesh: as torchrun tells.
             scaler: The ``GradScaler`` whose scale the loss carries: `step` calls its ``step`` and ``update``.
             message_bytes: How long a message may be.
+            options: Those of the subclass, plain values by name, that have to be the same on all ranks.
 
         Raises:
-            ValueError: if an argument is not allowed.
-            AveragingError: on all ranks, if their models differ.
+            ValueError: if an argument is not allowed; then nothing was changed.
+            AveragingError: on all ranks, if their models or options differ; likewise.
         """
         _check(model, optimizer, mesh, nodes, scaler, message_bytes)
         self.model, self.optimizer, self._scaler = model, optimizer, scaler
-        self._root = unwrap(model)
+        self._root, self._budget = unwrap(model), message_bytes
         self.grid = Grid(mesh if mesh is not None else nodes)
         try:
+            self.agree(**self._common(), **(options or {}))
             self._sharded = self._check_wrapper()
-        except ValueError:
+        except (ValueError, AveragingError):
             self.grid.close()
             raise
         wrapped = self._sharded or replica(model) is not None
         self._gradients = None if wrapped else NodeGradients(self.grid, message_bytes)
-        self._budget, self._closed, self._averaged = message_bytes, False, False
-        self.agree("model", self._digest())
+        self._closed, self._averaged = False, False
         self._parameters, self._buffers = self.exchange("parameters"), self.exchange("buffers")
         self.exchange("start").broadcast_(list(self._root.parameters()))
         self.exchange("start").broadcast_([buffer for buffers in self.buffers() for buffer in buffers])
@@ -220,16 +224,14 @@ class Averager(ABC):
         if self._scaler is not None and self._scaler.is_enabled():
             self._scaler.update(min(self.grid.everywhere(self._scaler.get_scale())))
 
-    def agree(self, what: str, value: Any) -> None:
-        """Check that a plain value is the same on all ranks; collective, and waits.
+    def agree(self, **values: Any) -> None:
+        """Check that plain values are the same on all ranks; collective, and waits.
 
         Raises:
-            AveragingError: on all ranks alike, naming who differs.
+            AveragingError: on all ranks alike, naming what differs and on whom.
         """
-        found = self.grid.everywhere(value)
-        differing = [rank for rank, other in enumerate(found) if other != found[0]]
-        if differing:
-            raise AveragingError(f"the ranks differ in {what}: {found[0]!r} on rank 0, others on ranks {differing}")
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        check_alike(self.grid.everywhere((rank, values)))
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent inside its node and between nodes, in all and by kind of message.
@@ -253,6 +255,18 @@ class Averager(ABC):
         if self._closed:
             raise AveragingError(f"this {type(self).__name__} was detached")
 
+    def _common(self) -> dict[str, Any]:
+        """Return what has to be the same on all ranks of any averager."""
+        wrapper = "FSDP2" if find_mesh(self._root) is not None else "DDP" if replica(self.model) is not None else "none"
+        return {
+            "averager": type(self).__name__,
+            "model": self._digest(),
+            "wrapper": wrapper,
+            "optimizer": type(self.optimizer).__name__,
+            "scaler": _settings(self._scaler),
+            "message_bytes": self._budget,
+        }
+
     def _digest(self) -> int:
         """Return a number that is the same where messages mean the same."""
         tensors = [*self._root.named_parameters(), *self._root.named_buffers()]
@@ -262,11 +276,11 @@ class Averager(ABC):
     def _check_wrapper(self) -> bool:
         """Check that the wrapper reduces over the ranks of the node; tell whether it shards."""
         inside = self.grid.inside
-        own = torch.distributed.get_process_group_ranks(inside.group) if inside.group is not None else [0]
+        own = dist.get_process_group_ranks(inside.group) if inside.group is not None else [0]
         allowed = f"wrapped over the ranks of its node alone ({own}): between nodes {type(self).__name__} averages"
         replicated = replica(self.model)
         if replicated is not None:
-            found = torch.distributed.get_process_group_ranks(replicated.process_group)
+            found = dist.get_process_group_ranks(replicated.process_group)
             require(sorted(found) == sorted(own), "model", f"DistributedDataParallel over ranks {found}", allowed)
         spread = find_mesh(self._root)
         if spread is None:
@@ -297,6 +311,13 @@ def replica(model: nn.Module) -> DistributedDataParallel | None:
             return None
         model = inner
     return model
+
+
+def _settings(scaler: torch.amp.GradScaler | None) -> tuple[float, ...] | None:
+    """Return by what a scaler's scale grows and shrinks, and after how many steps; None: it does neither."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
 
 
 def _check(

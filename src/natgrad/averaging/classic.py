@@ -42,7 +42,7 @@ class Classic(Averager):
 
         Raises:
             ValueError: if an argument is not allowed.
-            AveragingError: on all ranks, if their models differ.
+            AveragingError: on all ranks, if their models differ; then nothing was changed.
         """
         wrapped = isinstance(model, nn.Module) and (replica(model) is not None or find_mesh(unwrap(model)) is not None)
         require(not wrapped, "model", type(model).__name__, "plain, without a wrapper")

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from natgrad.averaging.base import Averager, check_parts
 from natgrad.averaging.cargo import Anchored, Cargo
 from natgrad.averaging.duty import Duty, check_duty
-from natgrad.averaging.factors import Factors, check_owners, replicated
+from natgrad.averaging.factors import Factors, check_owners, described, replicated
 from natgrad.averaging.finite import Finite, Witnessed
 from natgrad.averaging.losses import MeanLoss
 from natgrad.averaging.merge import Merge
@@ -105,8 +105,8 @@ class DASO(Averager):
             message_bytes: How long a message may be; longer parameters are split.
 
         Raises:
-            ValueError: if an argument is not allowed; before anything was touched.
-            AveragingError: on all ranks, if their models or options differ.
+            ValueError: if an argument is not allowed; then nothing was changed.
+            AveragingError: on all ranks, if their models or options differ; likewise.
         """
         check_options(
             batches_between=batches_between,
@@ -119,10 +119,30 @@ class DASO(Averager):
         self._duty = duty
         self._phases = phases_of(epochs, steps_per_epoch, warmup_epochs, cooldown_epochs)
         self._cycle = Cycle(batches_between, batches_to_wait, Plateau(patience, threshold))
-        preconditioner = chosen_preconditioner(optimizer, preconditioner)
-        super().__init__(model, optimizer, mesh=mesh, nodes=nodes, scaler=scaler, message_bytes=message_bytes)
-        given = (self._phases, self._cycle, merge, wire, momentum, duty, steps_per_epoch, preconditioner is not None)
-        self.agree("options", repr(given))
+        self._preconditioner = preconditioner = chosen_preconditioner(optimizer, preconditioner)
+        super().__init__(
+            model,
+            optimizer,
+            mesh=mesh,
+            nodes=nodes,
+            scaler=scaler,
+            message_bytes=message_bytes,
+            options={
+                "epochs": epochs,
+                "steps_per_epoch": steps_per_epoch,
+                "batches_between": batches_between,
+                "batches_to_wait": batches_to_wait,
+                "warmup_epochs": warmup_epochs,
+                "cooldown_epochs": cooldown_epochs,
+                "merge": merge,
+                "wire": wire,
+                "momentum": momentum,
+                "duty": duty,
+                "patience": patience,
+                "threshold": threshold,
+                "preconditioner": described(preconditioner),
+            },
+        )
         self._steps_per_epoch, self._momentum = steps_per_epoch, momentum
         self._epoch = self._batches = self._turn = self._merges = 0
         self._losses, self._finite = MeanLoss(), Finite(self.grid.inside if self._sharded else None)
@@ -137,7 +157,6 @@ class DASO(Averager):
         self._factors: list[Cargo] = []
         if preconditioner is not None:
             self._factors.append(self._take(preconditioner))
-        self._preconditioner = preconditioner
         self._note_order()
 
     # --- The life of a step -------------------------------------------------------------------------------------
@@ -184,7 +203,7 @@ class DASO(Averager):
             return
         cycling = self.phase_at(self._batches - 1) == "cycling"
         self.synchronize()
-        self.agree("progress", (self._epoch, self._batches))
+        self.agree(epoch=self._epoch, batches=self._batches)
         loss = self._losses.over(self.grid)
         if loss is not None and loss != loss:  # noqa: PLR0124
             raise DivergedError(f"the mean training loss of epoch {self._epoch} is not a number")
@@ -364,8 +383,14 @@ class DASO(Averager):
         """Note how far the preconditioner has come."""
         self._preconditioned = 0 if self._preconditioner is None else self._preconditioner._progress.step
 
+    def _check_wrapper(self) -> bool:
+        """Check the preconditioner too."""
+        sharded = super()._check_wrapper()
+        if self._preconditioner is not None:
+            check_owners(self._preconditioner, self.grid)
+        return sharded
+
     def _take(self, preconditioner: Preconditioner) -> Factors:
-        check_owners(preconditioner, self.grid)
         if preconditioner._reduces:
             self._gradients = None
         everyone = not replicated(preconditioner, self.grid.inside.ranks)

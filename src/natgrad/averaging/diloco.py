@@ -47,7 +47,7 @@ class DiLoCo(StreamingDiLoCo):
 
         Raises:
             ValueError: if an argument is not allowed.
-            AveragingError: on all ranks, if their models differ.
+            AveragingError: on all ranks, if their models or options differ; then nothing was changed.
         """
         super().__init__(
             model,

@@ -63,6 +63,14 @@ class Factors(Cargo):
             torch._foreach_copy_(weights, fresh)
 
 
+def described(preconditioner: Preconditioner | None) -> str | None:
+    """Return in words what has to be the same in all nodes for factors to be averaged; None: there are none."""
+    if preconditioner is None:
+        return None
+    kinds = dict.fromkeys(type(stack.curvature).__name__ for stack in preconditioner._stacks)
+    return f"{' and '.join(kinds)} by the plan {preconditioner._structure.digest():08x}"
+
+
 def replicated(preconditioner: Preconditioner, ranks: int) -> bool:
     """Tell whether every rank of a node keeps the running averages of all layers."""
     plan = preconditioner.plan

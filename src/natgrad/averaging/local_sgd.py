@@ -38,11 +38,13 @@ class _LocalSGD(Averager):
         mesh: DeviceMesh | None,
         nodes: Nodes | None,
         warmup_steps: int,
+        **options: Any,
     ) -> None:
         check_whole("warmup_steps", warmup_steps, 0)
         sharded = isinstance(model, nn.Module) and find_mesh(unwrap(model)) is not None
         require(not sharded, "model", "sharded by FSDP2", "plain or in DDP: torch's averagers know no shards")
-        super().__init__(model, optimizer, mesh=mesh, nodes=nodes)
+        options["warmup_steps"] = warmup_steps
+        super().__init__(model, optimizer, mesh=mesh, nodes=nodes, options=options)
         self.warmup_steps = warmup_steps
         self._step = self._averagings = 0
         self._between, self._whole = self.exchange("gradients"), Ring(self.grid)
@@ -138,10 +140,10 @@ class PostLocalSGD(_LocalSGD):
 
         Raises:
             ValueError: if an argument is not allowed.
-            AveragingError: on all ranks, if their models differ.
+            AveragingError: on all ranks, if their models or options differ; then nothing was changed.
         """
         check_whole("batches_between", batches_between, 1)
-        super().__init__(model, optimizer, mesh, nodes, warmup_steps)
+        super().__init__(model, optimizer, mesh, nodes, warmup_steps, batches_between=batches_between)
         self.batches_between = batches_between
         if self.grid.ranks > 1:
             with warnings.catch_warnings():
@@ -182,11 +184,11 @@ class HierarchicalSGD(_LocalSGD):
 
         Raises:
             ValueError: if an argument is not allowed.
-            AveragingError: on all ranks, if their models differ.
+            AveragingError: on all ranks, if their models or options differ; then nothing was changed.
         """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         levels = _levels([(4, ranks)] if periods is None else periods, ranks)
-        super().__init__(model, optimizer, mesh, nodes, warmup_steps)
+        super().__init__(model, optimizer, mesh, nodes, warmup_steps, periods=levels)
         self._rings = {period: Ring(self.grid, size) for period, size in levels}
         if self.grid.ranks > 1:
             with warnings.catch_warnings():

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from natgrad.averaging.agreement import check_alike
 from natgrad.errors import require
 from natgrad.placement import Runtime
 from natgrad.placement.lending import timeout_of
@@ -83,6 +84,23 @@ class Nodes:
         return tuple(tuple(range(start, start + size)) for start, size in zip(starts, self.sizes, strict=True))
 
 
+def _check_same(nodes: Nodes | DeviceMesh | None) -> None:
+    """Check that all ranks were told of the same nodes: groups that differ would wait for each other for ever.
+
+    Raises:
+        AveragingError: on all ranks, if not.
+    """
+    told: Any = "as a launcher tells"
+    if isinstance(nodes, DeviceMesh):
+        if nodes.mesh.numel() != dist.get_world_size():
+            return  # the rest of the world may have other things to do
+        told = nodes.mesh.tolist()
+    elif nodes is not None:
+        told = [list(own) for own in nodes.grid] if isinstance(nodes, Nodes) else nodes
+    world = Runtime(dist.group.WORLD)
+    check_alike(world.everywhere((world.rank, {"nodes": told})))
+
+
 class Grid:
     """This rank's place among the nodes, and the groups that it talks in; made once, by all ranks together.
 
@@ -105,6 +123,7 @@ class Grid:
 
         Raises:
             ValueError: if it does not fit the ranks.
+            AveragingError: on all ranks, if they were told of different nodes.
         """
         self._lender: Runtime | None = None
         self.sizes: tuple[int, ...]
@@ -113,7 +132,10 @@ class Grid:
             require(fits, "nodes", nodes, "left out without a process group")
             self.sizes, self.node, self.local = (1,), 0, 0
             self.inside = self.between = Runtime(None)
-        elif isinstance(nodes, DeviceMesh):
+            self.smallest = 1
+            return
+        _check_same(nodes)
+        if isinstance(nodes, DeviceMesh):
             self._take(nodes)
         else:
             nodes = Nodes.detect() if nodes is None else nodes

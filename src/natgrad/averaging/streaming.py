@@ -111,7 +111,7 @@ class StreamingDiLoCo(Averager):
 
         Raises:
             ValueError: if an argument is not allowed.
-            AveragingError: on all ranks, if their models differ.
+            AveragingError: on all ranks, if their models or options differ; then nothing was changed.
         """
         outer = Outer(outer_learning_rate, outer_momentum)
         check_whole("batches_between", batches_between, 1)
@@ -121,7 +121,22 @@ class StreamingDiLoCo(Averager):
         require(mixing < 1, "mixing", mixing, "a number from 0 to below 1")
         fits = wire is None or wire in (torch.bfloat16, torch.float16)
         require(fits, "wire", wire, "None, torch.bfloat16 or torch.float16")
-        super().__init__(model, optimizer, mesh=mesh, nodes=nodes, message_bytes=message_bytes)
+        super().__init__(
+            model,
+            optimizer,
+            mesh=mesh,
+            nodes=nodes,
+            message_bytes=message_bytes,
+            options={
+                "batches_between": batches_between,
+                "batches_to_wait": batches_to_wait,
+                "fragments": fragments,
+                "mixing": mixing,
+                "outer_learning_rate": outer_learning_rate,
+                "outer_momentum": outer_momentum,
+                "wire": wire,
+            },
+        )
         self.batches_between, self.batches_to_wait = batches_between, batches_to_wait
         self.mixing, self.wire = mixing, wire
         self._batches = self._sends = self._merges = 0
