@@ -5,7 +5,6 @@ Coquelin et al. 2021, "Accelerating neural network training with distributed asy
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,9 +22,10 @@ from natgrad.averaging.merge import Merge
 from natgrad.averaging.momentum import Momenta, Momentum, reset
 from natgrad.averaging.nodes import Nodes
 from natgrad.averaging.options import check_options, chosen_preconditioner, phases_of
-from natgrad.averaging.schedule import Cycle, Phase, Plateau
+from natgrad.averaging.order import Order
+from natgrad.averaging.schedule import Cycle, Epochs, Phase, Plateau
 from natgrad.averaging.vector import MESSAGE_BYTES
-from natgrad.errors import DivergedError, NatgradWarning, require
+from natgrad.errors import DivergedError, require
 from natgrad.preconditioner import Preconditioner
 
 FORMAT = 1
@@ -83,7 +83,8 @@ class DASO(Averager):
                 without a mesh: as torchrun tells (LOCAL_RANK, LOCAL_WORLD_SIZE).
             epochs: How many there will be; None: not known, and no cool-down. With `steps_per_epoch` it may be a
                 fraction, and so may the next two.
-            steps_per_epoch: How many steps an epoch has; None: each ends with `next_epoch`.
+            steps_per_epoch: How many steps an epoch has; None: each ends with `next_epoch`, which tells what becomes of
+                epochs that have more or fewer.
             batches_between: B, at the start; the paper's: 4.
             batches_to_wait: S, at the start, at most B; the paper's: 1. With 0 the average is waited for.
             warmup_epochs: The length of the warm-up; None: a tenth of `epochs`, but one where there are 3 or more.
@@ -117,7 +118,7 @@ class DASO(Averager):
         )
         check_duty(duty)
         self._duty = duty
-        self._phases = phases_of(epochs, steps_per_epoch, warmup_epochs, cooldown_epochs)
+        self._epochs = Epochs(phases_of(epochs, steps_per_epoch, warmup_epochs, cooldown_epochs), steps_per_epoch)
         self._cycle = Cycle(batches_between, batches_to_wait, Plateau(patience, threshold))
         self._preconditioner = preconditioner = chosen_preconditioner(optimizer, preconditioner)
         super().__init__(
@@ -143,8 +144,8 @@ class DASO(Averager):
                 "preconditioner": described(preconditioner),
             },
         )
-        self._steps_per_epoch, self._momentum = steps_per_epoch, momentum
-        self._epoch = self._batches = self._turn = self._merges = 0
+        self._momentum = momentum
+        self._turn = self._merges = 0
         self._losses, self._finite = MeanLoss(), Finite(self.grid.inside if self._sharded else None)
         self._equal = True
         """Whether all ranks have the same parameters, so that an anchor may be taken."""
@@ -157,7 +158,7 @@ class DASO(Averager):
         self._factors: list[Cargo] = []
         if preconditioner is not None:
             self._factors.append(self._take(preconditioner))
-        self._note_order()
+        self._order = Order(preconditioner)
 
     # --- The life of a step -------------------------------------------------------------------------------------
 
@@ -176,16 +177,16 @@ class DASO(Averager):
                 the process group.
         """
         self._check_open()
-        self._check_order()
+        if self._gradients is not None and self.grid.inside.ranks > 1 and not self._averaged:
+            self._order.check()
         blocking = self.grid.nodes > 1 and self.phase != "cycling"
         if blocking and self._equal and not self._anchored.anchored:
             self._anchored.anchor()
         self.step_optimizer()
-        self._note_order()
+        self._order.note()
         self._losses.add(loss)
-        self._batches += 1
-        if self._batches == self._steps_per_epoch:
-            self.next_epoch()
+        if self._epochs.advance():
+            self._end_epoch()
         elif blocking:
             self._block()
         elif self.grid.nodes > 1:
@@ -194,22 +195,17 @@ class DASO(Averager):
     def next_epoch(self) -> None:
         """Tell that an epoch has ended, between two steps: all ranks synchronise, and B and S may change; collective.
 
-        With `steps_per_epoch` `step` does it; to call it once more is harmless.
+        With `steps_per_epoch` `step` does it; to call this too is harmless. An epoch of fewer steps ends with the call.
+        Of one that has more, which `step` has therefore ended already, `steps_per_epoch` wins: the call makes all ranks
+        equal, but ends no epoch, and a warning says so.
 
         Raises:
             AveragingError: if the mean loss or the parameters are not finite, or the ranks have come apart.
         """
-        if not self._batches:
-            return
-        cycling = self.phase_at(self._batches - 1) == "cycling"
-        self.synchronize()
-        self.agree(epoch=self._epoch, batches=self._batches)
-        loss = self._losses.over(self.grid)
-        if loss is not None and loss != loss:  # noqa: PLR0124
-            raise DivergedError(f"the mean training loss of epoch {self._epoch} is not a number")
-        self._cycle.end_epoch(loss if cycling else None)
-        self._epoch, self._batches = self._epoch + 1, 0
-        self.agree_on_scale()
+        if self._epochs.told():
+            self._end_epoch()
+        elif self._epochs.batches:
+            self.synchronize()
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -242,17 +238,12 @@ class DASO(Averager):
     @property
     def phase(self) -> Phase:
         """The phase of the next batch."""
-        return self.phase_at(self._batches)
-
-    def phase_at(self, batch: int) -> Phase:
-        """Return the phase of a batch of this epoch."""
-        steps = self._steps_per_epoch
-        return self._phases.at(self._epoch if steps is None else self._epoch * steps + batch)
+        return self._epochs.phase
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Return plain numbers: "blocking" is 1 in warm-up and cool-down; "synchronizations" count messages sent."""
         return {
-            "epoch": self._epoch,
+            "epoch": self._epochs.epoch,
             "blocking": float(self.phase != "cycling"),
             "batches_between": self._cycle.between,
             "batches_to_wait": self._cycle.wait,
@@ -273,8 +264,7 @@ class DASO(Averager):
         """
         return {
             "format": FORMAT,
-            "epoch": self._epoch,
-            "batches": self._batches,
+            "epochs": self._epochs.state_dict(),
             "turn": self._turn,
             "merges": self._merges,
             "equal": self._equal,
@@ -293,7 +283,7 @@ class DASO(Averager):
         Raises:
             ValueError: if it is of another kind, or of another rank while ranks differed.
         """
-        wanted = ("format", "epoch", "batches", "turn", "merges", "equal", "anchored", "cycle", "losses", "momenta")
+        wanted = ("format", "epochs", "turn", "merges", "equal", "anchored", "cycle", "losses", "momenta")
         check_parts(state, {*wanted, "flights", "place"}, self)
         require(state["format"] == FORMAT, "state['format']", state["format"], str(FORMAT))
         place = (tuple(state["place"][0]), *state["place"][1:])
@@ -303,16 +293,29 @@ class DASO(Averager):
         self._momenta.known = [(name, key) for name, key in state["momenta"]]
         for cargo in (*self._cargo, *self._factors):
             cargo.load_state_dict(state["flights"].get(cargo.name))
-        self._epoch, self._batches, self._turn = state["epoch"], state["batches"], state["turn"]
-        self._merges, self._equal = state["merges"], state["equal"]
+        self._epochs.load_state_dict(state["epochs"])
+        self._turn, self._merges, self._equal = state["turn"], state["merges"], state["equal"]
         self._cycle.load_state_dict(state["cycle"])
         self._losses.load_state_dict(state["losses"])
         self._anchored.drop()
         if state["anchored"]:
             self._anchored.anchor()
-        self._note_order()
+        self._order.note()
 
     # --- Its parts ----------------------------------------------------------------------------------------------
+
+    def _end_epoch(self) -> None:
+        """Make all ranks equal, decide B and S by the epoch's mean loss, and begin the next."""
+        epochs = self._epochs
+        cycling = epochs.phase_at(epochs.batches - 1) == "cycling"
+        self.synchronize()
+        self.agree(epoch=epochs.epoch, batches=epochs.batches)
+        loss = self._losses.over(self.grid)
+        if loss is not None and loss != loss:  # noqa: PLR0124
+            raise DivergedError(f"the mean training loss of epoch {epochs.epoch} is not a number")
+        self._cycle.end_epoch(loss if cycling else None)
+        epochs.next()
+        self.agree_on_scale()
 
     @torch.no_grad()
     def _block(self) -> None:
@@ -321,7 +324,7 @@ class DASO(Averager):
         self._cycle.restart()
         self._look_for_momenta()
         self._anchored.mean_(self._turn)
-        if self._factors and self._batches % self._cycle.between == 0:
+        if self._factors and self._epochs.batches % self._cycle.between == 0:
             self._factors[0].mean_(self._turn)
         self._turn += 1
         self._equal = True
@@ -365,23 +368,11 @@ class DASO(Averager):
 
     def _look_for_momenta(self) -> None:
         """Agree on the momenta as long as there are none: in the first epoch, later at the end of each; it waits."""
-        if self._momentum == "average" and self._epoch == 0 and not self._momenta.known:
+        if self._momentum == "average" and self._epochs.epoch == 0 and not self._momenta.known:
             self._momenta.agree(self.grid)
 
     def _averaged_tensors(self) -> list[Tensor]:
         return [*self.parameters(), *self._momenta.tensors()]
-
-    def _check_order(self) -> None:
-        """Warn if each rank has preconditioned a gradient of its own since the last step."""
-        stepped = 0 if self._preconditioner is None else self._preconditioner._progress.step
-        apart = self._gradients is not None and self.grid.inside.ranks > 1 and not self._averaged
-        if apart and stepped > self._preconditioned:
-            told = "preconditioner.step() came before the average over the node: call daso.average_gradients() in front"
-            warnings.warn(f"natgrad: {told} of it", NatgradWarning, stacklevel=3)
-
-    def _note_order(self) -> None:
-        """Note how far the preconditioner has come."""
-        self._preconditioned = 0 if self._preconditioner is None else self._preconditioner._progress.step
 
     def _check_wrapper(self) -> bool:
         """Check the preconditioner too."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Literal
 
-from natgrad.errors import require
+from natgrad.errors import NatgradWarning, require
 from natgrad.schedule import check_number, check_whole
 
 Phase = Literal["warm-up", "cycling", "cool-down"]
@@ -41,6 +42,69 @@ class Phases:
         if self.total is not None and position >= self.total - self.cooldown:
             return "cool-down"
         return "cycling"
+
+
+@dataclass
+class Epochs:
+    """Which batch of which epoch is next.
+
+    Attributes:
+        phases: Of the training, in steps, or in epochs where their length is not known.
+        steps: That length; None: the user tells where an epoch ends.
+        epoch: How many have ended.
+        batches: Those of this epoch so far.
+        counted: Whether `steps` has ended an epoch and the user not told, right then, that it has ended.
+    """
+
+    phases: Phases
+    steps: int | None
+    epoch: int = 0
+    batches: int = 0
+    counted: bool = False
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next batch."""
+        return self.phase_at(self.batches)
+
+    def phase_at(self, batch: int) -> Phase:
+        """Return the phase of a batch of this epoch."""
+        return self.phases.at(self.epoch if self.steps is None else self.epoch * self.steps + batch)
+
+    def advance(self) -> bool:
+        """Count a batch; tell whether it is its epoch's last."""
+        self.batches += 1
+        last = self.batches == self.steps
+        self.counted = self.counted or last
+        return last
+
+    def told(self) -> bool:
+        """Hear from the user that an epoch has ended; tell whether it is one that has not been counted.
+
+        With a warning where it has more than `steps`, which is then what counts.
+        """
+        if not self.batches:
+            self.counted = False
+        elif self.counted:
+            warnings.warn(
+                f"natgrad: next_epoch() came {self.batches} steps after step() had ended an epoch of steps_per_epoch="
+                f"{self.steps}, and does not end another: tell how many steps the loader has, or leave that out",
+                NatgradWarning,
+                stacklevel=3,
+            )
+        return self.batches > 0 and not self.counted
+
+    def next(self) -> None:
+        """Begin the next epoch."""
+        self.epoch, self.batches = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it stands."""
+        return {"epoch": self.epoch, "batches": self.batches, "counted": self.counted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.epoch, self.batches, self.counted = state["epoch"], state["batches"], state["counted"]
 
 
 @dataclass
