@@ -11,6 +11,7 @@ from natgrad.cli import app
 from natgrad.training.result import read_points
 
 DASO = ("--averaging", "daso", "--nodes", "2", "--workers", "2")
+HIERARCHICAL = ("--averaging", "hierarchical", *DASO[2:], "--averaging-option")
 
 
 def run(*arguments):
@@ -71,7 +72,14 @@ def test_a_run_leaves_what_resuming_needs(tmp_path):
         (("train", "tabular", *DASO, "--wire", "float8"), "--wire='float8'"),
         (("train", "tabular", *DASO, "--merge", "delta", "--averaging-option", "merge=delta"), "given once"),
         (("train", "tabular", *DASO, "--averaging-option", "fragments=2"), "--averaging-option='fragments'"),
-        (("train", "tabular", *DASO, "--averaging-option", "average_factors=True"), "average_factors=True"),
+        (("train", "tabular", *DASO, "--averaging-option", "average_factors=True"), "--averaging-option average_fac"),
+        (("train", "tabular", *DASO, "--averaging-option", "patience=0"), "--averaging-option patience=0"),
+        (("train", "tabular", *DASO, "--averaging-option", "wire=float8"), "--wire='float8'"),
+        (("train", "tabular", *DASO, "--averaging-option", "merge=mean"), "--merge='mean'"),
+        (("train", "tabular", *DASO, "--warmup-epochs", "99"), "--warmup-epochs + --cooldown-epochs="),
+        (("train", "tabular", *HIERARCHICAL, "periods=[(1, 3)]"), "--averaging-option periods=[[1, 3]]"),
+        (("train", "tabular", "--curvature", "hylo", "--curvature-option", "rank=-1"), "--curvature-option rank=-1"),
+        (("train", "tabular", "--curvature", "kfac", "--form", "round"), "--form='round'"),
         (("train", "tabular", *DASO, "--optimizer", "lbfgs"), "--averaging='daso'"),
         (("train", "--resume", "nowhere"), "--resume='nowhere'"),
         (("train", "--resume", "nowhere", "--lr", "3"), "--lr=3"),

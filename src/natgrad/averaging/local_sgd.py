@@ -187,7 +187,7 @@ class HierarchicalSGD(_LocalSGD):
             AveragingError: on all ranks, if their models or options differ; then nothing was changed.
         """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        levels = _levels([(4, ranks)] if periods is None else periods, ranks)
+        levels = levels_of([(4, ranks)] if periods is None else periods, ranks)
         super().__init__(model, optimizer, mesh, nodes, warmup_steps, periods=levels)
         self._rings = {period: Ring(self.grid, size) for period, size in levels}
         if self.grid.ranks > 1:
@@ -201,8 +201,12 @@ class HierarchicalSGD(_LocalSGD):
         return next((self._rings[period] for period in reversed(self._rings) if step % period == 0), None)
 
 
-def _levels(periods: Any, ranks: int) -> list[tuple[int, int]]:
-    """Return the levels of a hierarchy, checked."""
+def levels_of(periods: Any, ranks: int) -> list[tuple[int, int]]:
+    """Return the levels of a hierarchy over so many ranks.
+
+    Raises:
+        ValueError: if `periods` are none.
+    """
     pairs = isinstance(periods, Sequence) and len(periods) > 0 and all(isinstance(each, Sequence) for each in periods)
     levels: list[Any] = [tuple(each) for each in periods] if pairs else []
     pairs = pairs and all(

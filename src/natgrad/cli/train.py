@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .flags import OWN_FLAGS
+
 if TYPE_CHECKING:
     from natgrad.training.job import Job
     from natgrad.training.result import Result
@@ -42,16 +44,7 @@ _RECIPE_DECIDES = (
     "kl_clip",
 )
 
-_AVERAGING_OPTIONS = (
-    "averaging_option",
-    "batches_between",
-    "batches_to_wait",
-    "merge",
-    "warmup_epochs",
-    "cooldown_epochs",
-    "wire",
-    "duty",
-)
+_AVERAGING_OPTIONS = ("averaging_option", *OWN_FLAGS["averaging option"])
 _AVERAGING = "Averaging over nodes"
 _CURVATURE = "Curvature (with --curvature)"
 _RUN = "Run"
@@ -272,7 +265,7 @@ def _averaging_options(ctx: typer.Context, others: dict[str, Any]) -> dict[str, 
 
     flags = {name: ctx.params[name] for name in _given(ctx) if name in _AVERAGING_OPTIONS[1:]}
     for name, value in flags.items():
-        require(name not in others, name, value, "given once")
+        require(name not in others, name, value, "given once, not by --averaging-option too")
     return others | flags
 
 

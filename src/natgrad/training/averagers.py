@@ -15,6 +15,8 @@ from natgrad import Preconditioner
 from natgrad.averaging import DASO, Averager, Classic, DiLoCo, HierarchicalSGD, PostLocalSGD, StreamingDiLoCo
 from natgrad.errors import require
 
+from .naming import options_named
+
 _CLASSES: dict[str, Callable[..., Averager]] = {
     "daso": DASO,
     "post-local": PostLocalSGD,
@@ -55,7 +57,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
         what = f"one of {name}'s: {', '.join(allowed)}" if allowed else f"left out: {name} has none"
         require(option in allowed, "averaging option", option, what)
     wire = options.get("wire", "none")
-    require(wire in _WIRES, "wire", wire, f"one of {', '.join(_WIRES)}")
+    require(wire in _WIRES, "averaging option wire", wire, f"one of {', '.join(_WIRES)}")
 
 
 def wraps(name: str) -> bool:
@@ -94,10 +96,11 @@ def build(
     if "wire" in given:
         given["wire"] = _WIRES[given["wire"]]
     averages = given.pop(_FACTORS, False)
-    require(isinstance(averages, bool), _FACTORS, averages, "True or False")
+    require(isinstance(averages, bool), f"averaging option {_FACTORS}", averages, "True or False")
     if averages:
-        require(preconditioner is not None, _FACTORS, averages, "given with curvature")
+        require(preconditioner is not None, f"averaging option {_FACTORS}", averages, "given with curvature")
         given["preconditioner"] = preconditioner
     if "steps_per_epoch" in inspect.signature(_CLASSES[name]).parameters:
         given |= {"epochs": epochs, "steps_per_epoch": steps_per_epoch}
-    return _CLASSES[name](model, optimizer, mesh=mesh, **given)
+    with options_named("averaging option", options):
+        return _CLASSES[name](model, optimizer, mesh=mesh, **given)

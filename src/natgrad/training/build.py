@@ -11,11 +11,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from natgrad import Autopilot, Preconditioner
 from natgrad.averaging import Averager
+from natgrad.averaging.local_sgd import levels_of
 from natgrad.damping import Damping
 from natgrad.tasks import Task
 
 from . import averagers, clocks, curvatures, optimizers, recipe
 from .job import Job
+from .naming import options_named
 from .world import check_devices
 
 
@@ -102,9 +104,13 @@ def rehearse(job: Job) -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     optimizer = build_optimizer(job, model)
     preconditioner = build_preconditioner(job, job.build_task(), model, optimizer)
-    # Levels of ranks cannot be checked where there is one.
-    options = {name: value for name, value in job.averaging_options.items() if name != "periods"}
-    build_averager(replace(job, averaging_options=options), model, optimizer, preconditioner, None, 1)
+    # Levels of ranks are those of the whole run, where here there is one.
+    options = dict(job.averaging_options)
+    if options.get("periods") is not None:
+        with options_named("averaging option", job.averaging_options):
+            levels_of(options.pop("periods"), job.workers)
+    job = replace(job, averaging_options=options)
+    build_averager(job, model, optimizer, preconditioner, None, job.steps_per_epoch)
 
 
 def seconds_spent(preconditioner: Preconditioner) -> float:

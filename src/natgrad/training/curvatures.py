@@ -10,6 +10,8 @@ from natgrad import EKFAC, KBFGS, KFAC, SNGD, HyLo, RankOne
 from natgrad.curvature import Curvature
 from natgrad.errors import require
 
+from .naming import options_named
+
 _CLASSES: dict[str, Callable[..., Curvature]] = {
     "kfac": KFAC,
     "ekfac": EKFAC,
@@ -61,6 +63,8 @@ def build(name: str, options: Mapping[str, Any], *, fisher: str | None, likeliho
     check(name, options)
     if "fisher" not in inspect.signature(_CLASSES[name]).parameters:
         require(fisher is None, "fisher", fisher, f"left out: {name} has no choice")
-        return _CLASSES[name](**options)
+        with options_named("curvature option", options):
+            return _CLASSES[name](**options)
     fisher = fisher or "sampled"
-    return _CLASSES[name](fisher=fisher, likelihood=likelihood if fisher == "sampled" else None, **options)
+    with options_named("curvature option", options):
+        return _CLASSES[name](fisher=fisher, likelihood=likelihood if fisher == "sampled" else None, **options)

@@ -199,8 +199,12 @@ class Job:
         """Optimizer steps of the whole run; on any number of ranks the last batch of a pass may be smaller."""
         if self.steps:
             return self.steps
-        task = self.build_task()
-        return math.ceil(len(task.datasets()[0]) / self.global_batch) * (self.epochs or task.epochs)
+        return self.steps_per_epoch * (self.epochs or self.build_task().epochs)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a pass over the training set."""
+        return math.ceil(len(self.build_task().datasets()[0]) / self.global_batch)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
