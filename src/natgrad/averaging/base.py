@@ -219,11 +219,6 @@ class Averager(ABC):
         """Have nothing under way before all ranks are made equal."""
         self.drain()
 
-    def agree_on_scale(self) -> None:
-        """Have all nodes go on with the smallest of their loss scales; collective."""
-        if self._scaler is not None and self._scaler.is_enabled():
-            self._scaler.update(min(self.grid.everywhere(self._scaler.get_scale())))
-
     def agree(self, **values: Any) -> None:
         """Check that plain values are the same on all ranks; collective, and waits.
 

@@ -23,6 +23,7 @@ from natgrad.averaging.momentum import Momenta, Momentum, reset
 from natgrad.averaging.nodes import Nodes
 from natgrad.averaging.options import check_options, chosen_preconditioner, phases_of
 from natgrad.averaging.order import Order
+from natgrad.averaging.scale import LossScale
 from natgrad.averaging.schedule import Cycle, Epochs, Phase, Plateau
 from natgrad.averaging.vector import MESSAGE_BYTES
 from natgrad.errors import DivergedError, require
@@ -102,7 +103,8 @@ class DASO(Averager):
             threshold: What counts as progress: a fall of the best loss by this share of itself.
             preconditioner: One over the ranks of the node (``mesh=mesh["local"]``): the running averages of its
                 statistics are averaged over nodes, too. A `natgrad.PreconditionedOptimizer` brings its own.
-            scaler: The ``GradScaler`` whose scale the loss carries: `step` calls its ``step`` and ``update``.
+            scaler: The ``GradScaler`` whose scale the loss carries: `step` calls its ``step`` and ``update``. Each node
+                skips by itself; wherever parameters are averaged all take the least of the scales.
             message_bytes: How long a message may be; longer parameters are split.
 
         Raises:
@@ -152,6 +154,11 @@ class DASO(Averager):
         self._momenta = Momenta(optimizer, self.named_parameters)
         self._witnessed = Witnessed("parameters", self.exchange("parameters"), self.parameters, merge)
         self._cargo: list[Cargo] = [self._witnessed]
+        self._scale: LossScale | None = None
+        if scaler is not None and scaler.is_enabled():
+            device = next(self._root.parameters()).device
+            self._scale = LossScale(self.exchange("scale", everyone=False), scaler, self.grid, device)
+            self._cargo.append(self._scale)
         if momentum == "average":
             self._cargo.append(Cargo("momenta", self.exchange("momenta"), self._momenta.tensors))
         self._anchored = Anchored(self._parameters, self.exchange("parameters"), self._averaged_tensors, wire)
@@ -209,9 +216,9 @@ class DASO(Averager):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Make all ranks equal to the last bit, parameters and buffers, and averaged factors and momenta; collective.
+        """Make all ranks equal to the last bit: parameters and buffers, averaged factors and momenta, the loss scale.
 
-        What is under way is forgotten, for it is older. Checkpoints that are to be loaded on other nodes come after it.
+        Collective. What is under way is forgotten, for it is older. Checkpoints for other nodes come after it.
         """
         super().synchronize()
         if self._momentum == "average":
@@ -228,7 +235,7 @@ class DASO(Averager):
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Wait for what is under way between the nodes and merge it now; collective in each node."""
+        """Wait, between two steps, for what the nodes have under way, and merge it now; collective in each node."""
         if self._cycle.flying is not None:
             self._merge(self._cycle.flying)
             self._cycle.flying = None
@@ -315,7 +322,6 @@ class DASO(Averager):
             raise DivergedError(f"the mean training loss of epoch {epochs.epoch} is not a number")
         self._cycle.end_epoch(loss if cycling else None)
         epochs.next()
-        self.agree_on_scale()
 
     @torch.no_grad()
     def _block(self) -> None:
@@ -323,7 +329,11 @@ class DASO(Averager):
         self._settle()
         self._cycle.restart()
         self._look_for_momenta()
+        if self._scale is not None:
+            self._scale.send(self._turn)
         self._anchored.mean_(self._turn)
+        if self._scale is not None:
+            self._scale.settle(0)
         if self._factors and self._epochs.batches % self._cycle.between == 0:
             self._factors[0].mean_(self._turn)
         self._turn += 1

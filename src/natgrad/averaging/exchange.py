@@ -58,8 +58,7 @@ class Exchange:
         self._packing = Packing([])
         self._sent: list[Tensor] = []
         self._summed: list[Tensor] = []
-        # Nodes count by their ranks, so that each rank's samples weigh the same; equal nodes count once each.
-        self._weight = len(grid.sizes) * grid.sizes[grid.node] / grid.ranks
+        self._weight = grid.weights[grid.node]
 
     def packing(self, tensors: Sequence[Tensor]) -> Packing:
         """Return how some tensors are packed; the same object while they lie as they did."""

@@ -188,6 +188,11 @@ class Grid:
         """How many ranks there are."""
         return sum(self.sizes)
 
+    @property
+    def weights(self) -> list[float]:
+        """By what each node counts: its ranks, so that every rank's samples weigh the same; equal nodes 1 each."""
+        return [self.nodes * size / self.ranks for size in self.sizes]
+
     def duty(self, turn: int) -> int:
         """Return the local index whose ranks talk between nodes in a turn: it goes round."""
         return turn % self.smallest
