@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.common import conditions, save
 from natgrad import recipes
-from natgrad.tasks import glyphs
+from natgrad.tasks import facts, glyphs
 
 CLASSES, TRAIN, TEST = 10, 16384, 4096
 TARGET = 0.85
@@ -169,7 +169,7 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         (glyphs.TRAIN_FONTS, photographs[0], TRAIN, 0),
         (glyphs.TEST_FONTS, photographs[1], TEST, 1),
     ):
-        drawn = math.ceil(1.1 * count * len(glyphs.CHARACTERS) / CLASSES)
+        drawn = math.ceil(1.1 * count * len(facts.CHARACTERS) / CLASSES)
         images, labels = glyphs.render(fonts, photos, drawn, torch.Generator().manual_seed(seed))
         chosen = (labels < CLASSES).nonzero()[:count, 0]
         parts += [functional.avg_pool2d(images[chosen], 2), labels[chosen]]

@@ -22,7 +22,8 @@ raise SystemExit(f"imported {{sorted(heavy)}}" if heavy else 0)
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["train", "--help"], ["compare", "--help"], ["analyze", "--help"]]
+    "arguments",
+    [["--help"], ["--version"], ["tasks"], *([name, "--help"] for name in ("train", "compare", "analyze", "tasks"))],
 )
 def test_what_needs_no_torch_does_without(arguments):
     script = _AFTER.format(arguments=arguments)

@@ -7,7 +7,8 @@ from rich.console import Console
 from natgrad import tasks
 from natgrad.report import page
 from natgrad.report.plots import overview, save, to_svg
-from natgrad.report.sheets import NEVER, comparison_sheets, task_sheet
+from natgrad.report.sheet import task_sheet
+from natgrad.report.sheets import NEVER, comparison_sheets
 from natgrad.report.tables import table, wide_console
 from natgrad.tasks import Metric
 from natgrad.training.compare import Comparison, Outcome

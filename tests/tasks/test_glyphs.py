@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from natgrad import tasks
 from natgrad.errors import NatgradError
-from natgrad.tasks import glyphs
+from natgrad.tasks import facts, glyphs
 
 FONTS = (*glyphs.TRAIN_FONTS, *glyphs.TEST_FONTS)
 
@@ -42,7 +42,7 @@ def test_training_and_testing_share_no_font_and_no_part_of_a_photograph() -> Non
 @pytest.mark.parametrize("font", ["DejaVuSans-Bold", "STIXGeneralBol", "cmr10"])
 def test_stencil_of_each_character_is_the_one_nearest_to_its_outline(font: str) -> None:
     stencils = glyphs.stencils((font,))[0]
-    for index, character in enumerate(glyphs.CHARACTERS):
+    for index, character in enumerate(facts.CHARACTERS):
         drawn = outline(font, character)
         # Hinting moves strokes by up to a pixel.
         nudged = torch.stack([drawn.roll((down, right), (0, 1)) for down in (-1, 0, 1) for right in (-1, 0, 1)])

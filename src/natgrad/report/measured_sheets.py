@@ -17,7 +17,7 @@ from natgrad.analysis.norms import ALL, EpochNorm
 from natgrad.analysis.rank import SHARE, KernelRank, leading
 from natgrad.analysis.spectra import Eigenvalue
 
-from .sheets import Sheet
+from .sheet import Sheet
 
 _LINES = 10  # of a table over time
 _SHOWN_SHARE = 0.1  # of the rows, at which layers are compared: HyLo's default

@@ -16,7 +16,8 @@ from natgrad.training.compare import Outcome
 from natgrad.training.result import replace_text
 
 from .plots import overview, to_svg
-from .sheets import Sheet, comparison_sheets
+from .sheet import Sheet
+from .sheets import comparison_sheets
 
 _ABOUT = {
     "rank": (

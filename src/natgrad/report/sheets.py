@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable
 from math import isinf
 from typing import Any
 
-from natgrad.tasks import Task
 from natgrad.training.compare import Outcome
 from natgrad.training.contenders import REFERENCE
 from natgrad.training.optimizers import split_for_muon
 from natgrad.training.summary import QUANTITIES, Crossing, Quantity, Row, Spread, ratio
 
+from .sheet import Sheet
+
 NEVER = "not reached"
 _MIB = 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sheet:
-    """A table as text.
-
-    Attributes:
-        title: What it shows.
-        headings: Of the columns; the first holds names, the others numbers unless `prose` says otherwise.
-        rows: As wide as the headings.
-        caption: How to read it.
-        prose: Whether the other columns hold words.
-    """
-
-    title: str
-    headings: tuple[str, ...]
-    rows: Sequence[Sequence[str]]
-    caption: str = ""
-    prose: bool = False
-
-
-def task_sheet(tasks: Iterable[Task]) -> Sheet:
-    """Return what each task is, and its options with their defaults."""
-    rows = []
-    for task in tasks:
-        about = [task.summary, f"{task.metric.name}; {task.epochs} epochs, batch {task.batch_size}"]
-        options = ", ".join(f"{field.name}={getattr(task, field.name)}" for field in fields(task))
-        rows.append((task.name, "\n".join([*about, *(["options: " + options] if options else [])])))
-    headings = ("task", "data and model; metric; a run; options (--set NAME=VALUE)")
-    return Sheet(title="Tasks", headings=headings, rows=rows, prose=True)
 
 
 def comparison_sheets(outcome: Outcome) -> list[Sheet]:

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .sheets import Sheet
+from .sheet import Sheet
 
 _WIDTH = 100
 

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from natgrad.tasks.base import Evaluator, Metric, Task
+from natgrad.tasks import facts
+from natgrad.tasks.base import Evaluator, Task
 from natgrad.tasks.digits import scans
 from natgrad.tasks.evaluators import MeanLoss
 
@@ -18,15 +18,8 @@ ENCODER = (64, 256, 128, 64, 32, 16, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Autoencoder(Task):
-    """Handwritten digits through a code of 8 numbers (after Hinton & Salakhutdinov 2006)."""
-
-    name: ClassVar[str] = "autoencoder"
-    summary: ClassVar[str] = "handwritten digits 8x8, twelve-layer autoencoder"
-    likelihood: ClassVar[Literal["bernoulli"]] = "bernoulli"
-    metric: ClassVar[Metric] = Metric(name="reconstruction loss", better="lower")
-    batch_size: ClassVar[int] = 512
-    epochs: ClassVar[int] = 400
+class Autoencoder(facts.Autoencoder, Task):
+    """Its data, model and loss."""
 
     def load(self) -> tuple[TensorDataset, TensorDataset]:
         """Return pixels [64] in [0, 1], each scan being its own target."""

@@ -1,7 +1,6 @@
 """Handwritten digits, classified by a small convolutional network."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from sklearn.datasets import load_digits
@@ -10,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from natgrad.tasks.base import Evaluator, Metric, Task
+from natgrad.tasks import facts
+from natgrad.tasks.base import Evaluator, Task
 from natgrad.tasks.evaluators import accuracy
+from natgrad.tasks.facts import DIGITS
 
-CLASSES = 10
 # 512 * 3 of the 1797 scans: every power of two up to 512 divides an epoch evenly.
 TRAIN_IMAGES = 1536
 
@@ -33,16 +33,8 @@ def scans() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Digits(Task):
-    """1797 scans of 8x8 pixels, ten classes."""
-
-    name: ClassVar[str] = "digits"
-    summary: ClassVar[str] = "handwritten digits 8x8, four-layer convolutional network"
-    likelihood: ClassVar[Literal["categorical"]] = "categorical"
-    metric: ClassVar[Metric] = Metric(name="accuracy", better="higher")
-    image_classes: ClassVar[int | None] = CLASSES
-    batch_size: ClassVar[int] = 128
-    epochs: ClassVar[int] = 20
+class Digits(facts.Digits, Task):
+    """Its data, model and loss."""
 
     def load(self) -> tuple[TensorDataset, TensorDataset]:
         """Return images [1, 8, 8] in [0, 1] with their digit."""
@@ -61,7 +53,7 @@ class Digits(Task):
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(64 * 2 * 2, CLASSES),
+            nn.Linear(64 * 2 * 2, DIGITS),
         )
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -70,4 +62,4 @@ class Digits(Task):
 
     def evaluator(self) -> Evaluator:
         """Accumulate the share of digits recognised."""
-        return accuracy(CLASSES)
+        return accuracy(DIGITS)

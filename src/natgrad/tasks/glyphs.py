@@ -7,8 +7,6 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from string import ascii_uppercase, digits
-from typing import ClassVar, Literal
 
 import matplotlib
 import torch
@@ -18,12 +16,13 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from natgrad.errors import NatgradError, require
-from natgrad.tasks.base import Evaluator, Metric, Task, at_least
+from natgrad.errors import NatgradError
+from natgrad.tasks import facts
+from natgrad.tasks.base import Evaluator, Task
 from natgrad.tasks.evaluators import accuracy
+from natgrad.tasks.facts import CHARACTERS, GLYPHS_TEST_SHARE
 from natgrad.tasks.resnet import ResNet
 
-CHARACTERS = digits + ascii_uppercase
 # One style of each family is held back for testing. Symbol fonts, and cmmi10 with its old-style figures, are left out.
 TRAIN_FONTS = (
     *("DejaVuSans", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique"),
@@ -34,7 +33,6 @@ TRAIN_FONTS = (
 )
 TEST_FONTS = ("DejaVuSans-Bold", "DejaVuSansMono-Oblique", "DejaVuSerif-Bold", "STIXGeneralBolIta", "cmss10")
 TRAIN_COLUMNS = 480  # of the photographs' 640; the others are the test set's backgrounds
-TEST_SHARE = 4  # one test image for so many training images
 
 IMAGE, STENCIL, FONT = 32, 64, 48  # pixels: an image's side, a stencil's side, an em of the letter in the stencil
 SCALE = (0.8, 1.3)  # of a stencil, whose side is an image's at scale 1
@@ -141,32 +139,8 @@ def _ink(backgrounds: Tensor, generator: Generator) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Glyphs(Task):
-    """Digits and capitals in colour, 36 classes; the test fonts are unseen.
-
-    Attributes:
-        images: Training images; a quarter as many for testing.
-        depth: Layers of the residual network, 20 or 32.
-        seed: Of the rendering.
-    """
-
-    name: ClassVar[str] = "glyphs"
-    summary: ClassVar[str] = "characters over photographs 32x32, ResNet-20 or 32"
-    likelihood: ClassVar[Literal["categorical"]] = "categorical"
-    metric: ClassVar[Metric] = Metric(name="accuracy", better="higher")
-    image_classes: ClassVar[int | None] = len(CHARACTERS)
-    batch_size: ClassVar[int] = 128
-    epochs: ClassVar[int] = 5
-
-    images: int = 4096
-    depth: int = 20
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        at_least(TEST_SHARE, images=self.images)
-        require(self.depth in (20, 32), "depth", self.depth, "20 or 32")
-        at_least(0, seed=self.seed)
+class Glyphs(facts.Glyphs, Task):
+    """Its data, model and loss."""
 
     def load(self) -> tuple[TensorDataset, TensorDataset]:
         """Return images [3, 32, 32], standardised by the training images' channels, with their character."""
@@ -174,7 +148,7 @@ class Glyphs(Task):
         # Odd and even: no seed's test set repeats another's draws for training.
         train_generator, test_generator = (Generator().manual_seed(2 * self.seed + part) for part in range(2))
         train, train_labels = render(TRAIN_FONTS, train_photos, self.images, train_generator)
-        test, test_labels = render(TEST_FONTS, test_photos, self.images // TEST_SHARE, test_generator)
+        test, test_labels = render(TEST_FONTS, test_photos, self.images // GLYPHS_TEST_SHARE, test_generator)
         deviation, mean = torch.std_mean(train, dim=(0, 2, 3), keepdim=True)
         return (
             TensorDataset((train - mean) / deviation, train_labels),

@@ -8,14 +8,14 @@ as rows [B, 4, d] of (z, z_x, z_y, Δz). A linear layer acts on all rows alike, 
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from natgrad.tasks.base import Evaluator, Metric, Task, at_least
+from natgrad.tasks import facts
+from natgrad.tasks.base import Evaluator, Task
 from natgrad.tasks.evaluators import RelativeError
 
 # Solution u = cos(πx) cos(2πy), so -Δu = EIGENVALUE u. Both sides are divided by it: f is then as large as u.
@@ -84,34 +84,8 @@ class PhysicsInformedNetwork(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Poisson(Task):
-    """-Δu = f on the unit square with Dirichlet boundary values, made from u = cos(πx) cos(2πy).
-
-    A sample is a point, inside or on the boundary. The test set asks for u on a grid (as on the boundary, where the
-    network returns it), so that the metric is the relative error of the solution itself.
-
-    Attributes:
-        interior: Training points inside the square.
-        boundary: Training points on its edges.
-        width: Hidden units a layer.
-        depth: Hidden layers.
-    """
-
-    name: ClassVar[str] = "poisson"
-    summary: ClassVar[str] = "Poisson's equation on the unit square, physics-informed network"
-    likelihood: ClassVar[Literal["gaussian"]] = "gaussian"
-    metric: ClassVar[Metric] = Metric(name="relative L2 error", better="lower")
-    batch_size: ClassVar[int] = 512
-    epochs: ClassVar[int] = 300
-
-    interior: int = 1536
-    boundary: int = 512
-    width: int = 64
-    depth: int = 4
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        at_least(1, interior=self.interior, boundary=self.boundary, width=self.width, depth=self.depth)
+class Poisson(facts.Poisson, Task):
+    """Its data, model and loss."""
 
     def load(self) -> tuple[TensorDataset, TensorDataset]:
         """Return (x, y, on the boundary) [3] with the right-hand side or the weighted boundary value [1]."""

@@ -1,7 +1,6 @@
 """Breast-cancer cell measurements, classified by a small multilayer perceptron."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from sklearn.datasets import load_breast_cancer
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from natgrad.tasks.base import Evaluator, Metric, Task
+from natgrad.tasks import facts
+from natgrad.tasks.base import Evaluator, Task
 from natgrad.tasks.evaluators import accuracy
 
 FEATURES, CLASSES = 30, 2
@@ -20,15 +20,8 @@ TRAIN_PATIENTS = 448
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tabular(Task):
-    """Thirty measurements of cell nuclei of 569 patients: malignant (0) or benign (1)."""
-
-    name: ClassVar[str] = "tabular"
-    summary: ClassVar[str] = "breast cancer measurements, multilayer perceptron"
-    likelihood: ClassVar[Literal["categorical"]] = "categorical"
-    metric: ClassVar[Metric] = Metric(name="accuracy", better="higher")
-    batch_size: ClassVar[int] = 64
-    epochs: ClassVar[int] = 30
+class Tabular(facts.Tabular, Task):
+    """Its data, model and loss."""
 
     def load(self) -> tuple[TensorDataset, TensorDataset]:
         """Return measurements [30], standardised by the training patients' mean and deviation, with the diagnosis."""

@@ -4,7 +4,6 @@ import math
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +11,12 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from natgrad.errors import NatgradError, require
-from natgrad.tasks.base import Evaluator, Metric, Task, at_least
+from natgrad.tasks import facts
+from natgrad.tasks.base import Evaluator, Task
 from natgrad.tasks.evaluators import MeanLoss
+from natgrad.tasks.facts import TEXT_TEST_EVERY
 
 BYTES = 256
-# Every eighth file is read only for testing.
-TEST_EVERY = 8
 
 
 def sources() -> tuple[list[Path], list[Path]]:
@@ -28,12 +27,12 @@ def sources() -> tuple[list[Path], list[Path]]:
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(library.glob("*.py"))
-    if len(files) < TEST_EVERY:
+    if len(files) < TEXT_TEST_EVERY:
         raise NatgradError(
             f"the text task reads the standard library's sources, and {library} has {len(files)} of them"
         )
-    train = [file for index, file in enumerate(files) if index % TEST_EVERY]
-    return train, files[::TEST_EVERY]
+    train = [file for index, file in enumerate(files) if index % TEXT_TEST_EVERY]
+    return train, files[::TEXT_TEST_EVERY]
 
 
 def windows(files: list[Path], count: int, context: int) -> TensorDataset:
@@ -137,41 +136,14 @@ class Transformer(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text(Task):
-    """The next byte of the standard library's sources, split by file. Other Python versions have other sources.
-
-    Attributes:
-        sequences: Training windows, evenly spaced over the training files; an eighth as many for testing.
-        context: Bytes a window.
-        layers: Transformer blocks.
-        width: Features a position.
-        heads: Attention heads; they divide `width`.
-    """
-
-    name: ClassVar[str] = "text"
-    summary: ClassVar[str] = "Python's standard library byte by byte, causal transformer"
-    likelihood: ClassVar[Literal["categorical"]] = "categorical"
-    reduction: ClassVar[Literal["tokens"]] = "tokens"
-    metric: ClassVar[Metric] = Metric(name="bits per byte", better="lower")
-    batch_size: ClassVar[int] = 32
-    epochs: ClassVar[int] = 3
-
-    sequences: int = 4096
-    context: int = 128
-    layers: int = 2
-    width: int = 128
-    heads: int = 4
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        at_least(TEST_EVERY, sequences=self.sequences)
-        at_least(1, context=self.context, layers=self.layers, width=self.width, heads=self.heads)
-        require(self.width % self.heads == 0, "heads", self.heads, f"a divisor of width={self.width}")
+class Text(facts.Text, Task):
+    """Its data, model and loss."""
 
     def load(self) -> tuple[TensorDataset, TensorDataset]:
         """Return bytes [context] with the bytes that follow them [context]."""
         train, test = sources()
-        return windows(train, self.sequences, self.context), windows(test, self.sequences // TEST_EVERY, self.context)
+        fewer = self.sequences // TEXT_TEST_EVERY
+        return windows(train, self.sequences, self.context), windows(test, fewer, self.context)
 
     def model(self) -> nn.Module:
         """Build a network from [B, T] bytes to logits [B, T, 256]."""

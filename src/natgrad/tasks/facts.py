@@ -1,0 +1,192 @@
+"""What each task says of itself: facts and options. Needs no torch, so that `natgrad tasks` is quick.
+
+Data and model of a task are in the module of its name, a subclass of its facts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from string import ascii_uppercase, digits
+from typing import ClassVar, Literal
+
+from natgrad.errors import require
+
+DIGITS = len(digits)
+CHARACTERS = digits + ascii_uppercase
+GLYPHS_TEST_SHARE = 4  # one test image for so many training images
+TEXT_TEST_EVERY = 8  # every eighth file is read only for testing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """What a table shows of a task's test set."""
+
+    name: str
+    better: Literal["lower", "higher"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A task as it is listed.
+
+    A subclass states its facts as class variables; its dataclass fields are its options, each with a default.
+
+    Attributes:
+        name: How `natgrad.tasks.get` knows the task.
+        summary: Data and model in one line.
+        likelihood: What the outputs parametrise, for the sampled Fisher.
+        reduction: Whether `loss` averages over samples (`"mean"`) or over all their positions (`"tokens"`).
+        metric: What the evaluator computes.
+        batch_size: Global batch size that suits two CPU cores.
+        image_classes: How many classes there are, where inputs are images [C, H, W]; None: they are something else.
+        epochs: Passes over the training set after which a tuned first-order method has nearly settled.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    likelihood: ClassVar[Literal["categorical", "bernoulli", "gaussian"]]
+    reduction: ClassVar[Literal["mean", "tokens"]] = "mean"
+    metric: ClassVar[Metric]
+    image_classes: ClassVar[int | None] = None
+    batch_size: ClassVar[int]
+    epochs: ClassVar[int]
+
+
+def at_least(least: int, **options: object) -> None:
+    """Check that options are whole numbers of at least `least`.
+
+    Raises:
+        ValueError: One of them is not; the message names it.
+    """
+    for name, value in options.items():
+        require(type(value) is int and value >= least, name, value, f"a whole number of at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autoencoder(Facts):
+    """Handwritten digits through a code of 8 numbers (after Hinton & Salakhutdinov 2006)."""
+
+    name: ClassVar[str] = "autoencoder"
+    summary: ClassVar[str] = "handwritten digits 8x8, twelve-layer autoencoder"
+    likelihood: ClassVar[Literal["bernoulli"]] = "bernoulli"
+    metric: ClassVar[Metric] = Metric(name="reconstruction loss", better="lower")
+    batch_size: ClassVar[int] = 512
+    epochs: ClassVar[int] = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digits(Facts):
+    """1797 scans of 8x8 pixels, ten classes."""
+
+    name: ClassVar[str] = "digits"
+    summary: ClassVar[str] = "handwritten digits 8x8, four-layer convolutional network"
+    likelihood: ClassVar[Literal["categorical"]] = "categorical"
+    metric: ClassVar[Metric] = Metric(name="accuracy", better="higher")
+    image_classes: ClassVar[int | None] = DIGITS
+    batch_size: ClassVar[int] = 128
+    epochs: ClassVar[int] = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glyphs(Facts):
+    """Digits and capitals in colour, 36 classes; the test fonts are unseen.
+
+    Attributes:
+        images: Training images; a quarter as many for testing.
+        depth: Layers of the residual network, 20 or 32.
+        seed: Of the rendering.
+    """
+
+    name: ClassVar[str] = "glyphs"
+    summary: ClassVar[str] = "characters over photographs 32x32, ResNet-20 or 32"
+    likelihood: ClassVar[Literal["categorical"]] = "categorical"
+    metric: ClassVar[Metric] = Metric(name="accuracy", better="higher")
+    image_classes: ClassVar[int | None] = len(CHARACTERS)
+    batch_size: ClassVar[int] = 128
+    epochs: ClassVar[int] = 5
+
+    images: int = 4096
+    depth: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        at_least(GLYPHS_TEST_SHARE, images=self.images)
+        require(self.depth in (20, 32), "depth", self.depth, "20 or 32")
+        at_least(0, seed=self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poisson(Facts):
+    """-Δu = f on the unit square with Dirichlet boundary values, made from u = cos(πx) cos(2πy).
+
+    A sample is a point, inside or on the boundary. The test set asks for u on a grid (as on the boundary, where the
+    network returns it), so that the metric is the relative error of the solution itself.
+
+    Attributes:
+        interior: Training points inside the square.
+        boundary: Training points on its edges.
+        width: Hidden units a layer.
+        depth: Hidden layers.
+    """
+
+    name: ClassVar[str] = "poisson"
+    summary: ClassVar[str] = "Poisson's equation on the unit square, physics-informed network"
+    likelihood: ClassVar[Literal["gaussian"]] = "gaussian"
+    metric: ClassVar[Metric] = Metric(name="relative L2 error", better="lower")
+    batch_size: ClassVar[int] = 512
+    epochs: ClassVar[int] = 300
+
+    interior: int = 1536
+    boundary: int = 512
+    width: int = 64
+    depth: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        at_least(1, interior=self.interior, boundary=self.boundary, width=self.width, depth=self.depth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tabular(Facts):
+    """Thirty measurements of cell nuclei of 569 patients: malignant (0) or benign (1)."""
+
+    name: ClassVar[str] = "tabular"
+    summary: ClassVar[str] = "breast cancer measurements, multilayer perceptron"
+    likelihood: ClassVar[Literal["categorical"]] = "categorical"
+    metric: ClassVar[Metric] = Metric(name="accuracy", better="higher")
+    batch_size: ClassVar[int] = 64
+    epochs: ClassVar[int] = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(Facts):
+    """The next byte of the standard library's sources, split by file. Other Python versions have other sources.
+
+    Attributes:
+        sequences: Training windows, evenly spaced over the training files; an eighth as many for testing.
+        context: Bytes a window.
+        layers: Transformer blocks.
+        width: Features a position.
+        heads: Attention heads; they divide `width`.
+    """
+
+    name: ClassVar[str] = "text"
+    summary: ClassVar[str] = "Python's standard library byte by byte, causal transformer"
+    likelihood: ClassVar[Literal["categorical"]] = "categorical"
+    reduction: ClassVar[Literal["tokens"]] = "tokens"
+    metric: ClassVar[Metric] = Metric(name="bits per byte", better="lower")
+    batch_size: ClassVar[int] = 32
+    epochs: ClassVar[int] = 3
+
+    sequences: int = 4096
+    context: int = 128
+    layers: int = 2
+    width: int = 128
+    heads: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        at_least(TEXT_TEST_EVERY, sequences=self.sequences)
+        at_least(1, context=self.context, layers=self.layers, width=self.width, heads=self.heads)
+        require(self.width % self.heads == 0, "heads", self.heads, f"a divisor of width={self.width}")
