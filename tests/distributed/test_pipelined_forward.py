@@ -449,9 +449,9 @@ def keep(placement):
     """Tell how many of the guessed sums live on after each pass, and after each step."""
     alive, original = [], Guesses.make
 
-    def make(self, layer, use, sums):
+    def make(self, layer, use, sums, shown):
         alive.extend(weakref.ref(tensor) for tensor in sums.values())
-        original(self, layer, use, sums)
+        original(self, layer, use, sums, shown)
 
     def count():
         gc.collect()

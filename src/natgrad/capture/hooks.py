@@ -6,7 +6,6 @@ nothing is kept once the gradient has come: activations are never hoarded.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,11 +23,12 @@ from natgrad.capture.again import Chance, Pass, Recording, Repetition
 from natgrad.capture.early import look_ahead
 from natgrad.capture.pooled import Pooled
 from natgrad.capture.saved import Saved, outline, whole
-from natgrad.capture.taps import EndTap, Forward, LayerTap, RootTap, watchers
+from natgrad.capture.sightings import Sightings
+from natgrad.capture.taps import EndTap, Forward, LayerTap, RootTap, warn_of_others
 from natgrad.capture.upstream import destination, go_down, mark, marked, sources
 from natgrad.capture.uses import Terms, Use
 from natgrad.curvature import Curvature
-from natgrad.errors import NatgradError, NatgradWarning
+from natgrad.errors import NatgradError
 from natgrad.layers import Handle, Layer, Rows, Slot, remove_all
 from natgrad.layers.rows import by_sample
 from natgrad.numerics.products import full_products
@@ -80,7 +80,7 @@ class Capture:
         self._drew = False  # whether labels were sampled since the last step
         self.sums = Sums([], fused=False)
         self.rows = Collected([], None)
-        self._terms = Terms(reduction)
+        self._terms, self._sightings = Terms(reduction), Sightings()
         self.seconds = 0.0
         weakref.finalize(self, remove_all, self._handles).atexit = False
 
@@ -161,13 +161,7 @@ class Capture:
 
     def warn_of_others(self) -> None:
         """Warn where another living preconditioner looks on at the same layers; called by the step itself."""
-        if any(len(watchers(layer.module)) > 1 for layer, _ in self._layers.values()):
-            warnings.warn(
-                "natgrad: another Preconditioner of this model is alive, and both precondition its gradients; "
-                "detach() the one that is not wanted",
-                NatgradWarning,
-                stacklevel=4,  # past the decorator of `step`
-            )
+        warn_of_others(layer.module for layer, _ in self._layers.values())
 
     def sampled_pass(self, outputs: Tensor, score: Tensor) -> None:
         """Differentiate the loss of sampled labels down to the layers' outputs; parameters' ``.grad`` stay untouched.
@@ -217,6 +211,7 @@ class Capture:
         self._loss = None
         self._forward.began, self._forward.samples = False, 0
         self._terms.clear()
+        self._sightings.forget()
         self.sums.reset()
         self.rows.reset()
 
@@ -263,7 +258,7 @@ class Capture:
         if forward is not None and self._reduction == "tokens":
             forward.note(name, layer.positions(output))
         if wanted and outer_task == -1 and not primary.reshaped:
-            self.seconds += look_ahead(use, inputs, output, self._terms, self.sums)
+            self.seconds += look_ahead(use, inputs, output, self._terms, self.sums, self._sightings)
         size, output = output.shape, whole(output)
         output.register_hook(lambda gradient: self._gradient(use, gradient.reshape(size)))
         if curvature.pools:
@@ -334,10 +329,12 @@ class Capture:
         if samples == 0 or gradient.numel() == 0:
             return
         rows, gradients = layer.rows(inputs, gradient, samples)
+        # A compiled graph may have put another tensor in the place of one that it has done with.
+        sight = None if use.traced else self._sightings.number(inputs, layer, samples, task)
         if self._reduction == "tokens":
             counted = gradients.nonzero()
             if counted.device.type != "cpu" or not bool(counted.all()):
-                rows = rows.masked(counted)
+                rows, sight = rows.masked(counted), None
         rows, gradients = (by_sample(each, samples) for each in (rows, gradients))
         scale = 1.0 if self.sampling or self._reduction == "sum" else float(self.backwards[task])
         if curvature.pools:
@@ -346,7 +343,7 @@ class Capture:
                 self._flush(name)
             return
         seen = {"inputs": rows, "gradients": gradients, "scale": scale, **self._looked_at(name)}
-        self.sums.add(name, task, partial(curvature.observe, **seen), use)
+        self.sums.add(name, task, partial(curvature.observe, **seen), use, sight)
         self._count(name, task, rows, samples, layer.positions(gradient))
 
     def _looked_at(self, name: str) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from natgrad.capture import compiled
+from natgrad.errors import NatgradWarning
 
 # The batch size where there is none.
 NO_BATCH = torch.tensor(-1, device="cpu")
@@ -183,6 +185,17 @@ def watchers(module: nn.Module) -> list[Watcher]:
     """Return who is told of the uses of `module`, once each."""
     told = [hook.watcher for hook in module._forward_hooks.values() if isinstance(hook, LayerTap)]
     return [watcher for index, watcher in enumerate(told) if watcher is not None and watcher not in told[:index]]
+
+
+def warn_of_others(modules: Iterable[nn.Module]) -> None:
+    """Warn where several look on at any of these; called by what the step itself calls."""
+    if any(len(watchers(module)) > 1 for module in modules):
+        warnings.warn(
+            "natgrad: another Preconditioner of this model is alive, and both precondition its gradients; "
+            "detach() the one that is not wanted",
+            NatgradWarning,
+            stacklevel=5,  # past the decorator of `step`
+        )
 
 
 def _nobody() -> None:

@@ -23,7 +23,7 @@ without one, no rank sends anything in the forward pass for a while, and sums le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import and_
@@ -161,8 +161,23 @@ class PipelinedSums(Sums):
         first = self._index[layer][0]
         return first >= len(self._travels) if self._messages[first].early else self._measured < _MEASURED
 
-    def foresee(self, layer: str, use: object, observe: ObserveInputs, passes: int) -> None:
+    def foresee(self, layer: str, use: object, observe: ObserveInputs, passes: int, sight: Hashable = None) -> None:
         """Send what has become complete by this use; see `Sums.foresee`."""
+        shown = None if sight is None else (self._kinds[layer], sight)
+        with self._lock:
+            sums = self._guesses.like(shown)
+        sums = sums or self._summed(layer, observe)
+        with self._lock:
+            self._guesses.make(layer, use, sums, shown)
+            if self._measured < _MEASURED:
+                self._clock.stamp((layer, "early"), self._members[layer][0].device)
+            first = self._index[layer][0]
+            if self._messages[first].early and first >= len(self._travels):
+                self._missing[first].discard(layer)
+                self._send_complete(passes)
+
+    def _summed(self, layer: str, observe: ObserveInputs) -> Mapping[str, Tensor]:
+        """Return the early sums of one use, packed."""
         stack, member = self._members[layer]
         whole = {
             spec.name: torch.empty(member.stop - member.start, *spec.shape, dtype=stack.dtype, device=stack.device)
@@ -170,15 +185,7 @@ class PipelinedSums(Sums):
             if spec.name in stack.curvature.early
         }
         observe(whole)
-        sums = {spec.name: pack(whole.pop(spec.name), spec) for spec in stack.statistics if spec.name in whole}
-        with self._lock:
-            self._guesses.make(layer, use, sums)
-            if self._measured < _MEASURED:
-                self._clock.stamp((layer, "early"), stack.device)
-            first = self._index[layer][0]
-            if self._messages[first].early and first >= len(self._travels):
-                self._missing[first].discard(layer)
-                self._send_complete(passes)
+        return {spec.name: pack(whole.pop(spec.name), spec) for spec in stack.statistics if spec.name in whole}
 
     def _foreseen(self, layer: str, use: object) -> Mapping[str, Tensor]:
         return self._guesses.prove(layer, use)

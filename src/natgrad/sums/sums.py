@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from natgrad.placement import Posted, Runtime
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import pack
 from natgrad.sums.choice import WHOLE, Choice
+from natgrad.sums.histories import Histories
 from natgrad.sums.messages import Arrived, Departed, Message, Portion, Tally, neighbours, portion_of
 
 
@@ -58,6 +59,8 @@ class Sums:
         self._members = {member.layer.name: (stack, member) for stack in stacks for member in stack.members}
         self.tallies = {name: Tally() for name in self._members}
         self._open: dict[str, dict[str, Tensor]] = {}
+        self._kinds = {name: _kind(stack) for name, (stack, _) in self._members.items() if stack.curvature.early}
+        self._histories = Histories(self._kinds)
         self.spoilt: Tensor | None = None
         self._stacks = stacks
         self.note_turns()
@@ -125,7 +128,7 @@ class Sums:
         """Tell whether `foresee` is to be given the next use of a layer."""
         return False
 
-    def foresee(self, layer: str, use: object, observe: ObserveInputs, passes: int) -> None:
+    def foresee(self, layer: str, use: object, observe: ObserveInputs, passes: int, sight: Hashable = None) -> None:
         """Take what one use of a layer shows in the forward pass, of which nothing is known but that it may count.
 
         Args:
@@ -133,9 +136,10 @@ class Sums:
             use: The use, until whose gradient comes this is a guess.
             observe: Writes whole sums of the early statistics, as `Curvature.observe_inputs` does.
             passes: The backward passes of the loss since the last step.
+            sight: That of `add`.
         """
 
-    def add(self, layer: str, task: int, observe: Observe, use: object = None) -> None:
+    def add(self, layer: str, task: int, observe: Observe, use: object = None, sight: Hashable = None) -> None:
         """Add what one use of a layer shows; its tally is counted afterwards.
 
         The first use in a backward pass is packed at once, so that no whole matrix outlives the hook. Those that follow
@@ -146,19 +150,23 @@ class Sums:
             task: The backward pass.
             observe: Adds to whole sums, as `Curvature.observe` does.
             use: The use. What it was foreseen to show is taken as it is.
+            sight: What is equal for uses in this pass whose inputs show the same, which is summed up once; None: none.
         """
-        tally = self.tallies[layer]
+        tally, event = self.tallies[layer], None if sight is None else (task, sight)
         if tally.task == task and tally.rows:
-            begun = layer in self._open
-            if not begun:
-                self._open[layer] = self._whole(layer)
-            observe(self._open[layer], first=not begun)
-            return
-        self._pack(layer)
-        foreseen = self._foreseen(layer, use)
-        whole = self._whole(layer, foreseen)
-        observe(whole, first=True)
-        self._merge(layer, whole, foreseen, overwrite=not tally.rows)
+            self._add_whole(layer, observe, self._histories.twin(layer, event))
+        else:
+            self._pack(layer)
+            foreseen = self._foreseen(layer, use)
+            event = None if foreseen else event
+            twin = self._histories.twin(layer, event)
+            equal = {} if twin is None else self._of_inputs(layer, self.of(twin))
+            whole = self._whole(layer, {*foreseen, *equal})
+            observe(whole, first=True)
+            self._merge(layer, whole, foreseen, overwrite=not tally.rows)
+            for name, sums in equal.items():
+                self.of(layer)[name].copy_(sums)
+        self._histories.go_on(layer, event)
 
     def counted(self, layer: str, passes: int) -> None:
         """Take that a use of a layer was added and counted.
@@ -175,6 +183,21 @@ class Sums:
         """Return the packed sums that `foresee` has made of a use, which is no guess any more."""
         return {}
 
+    def _add_whole(self, layer: str, observe: Observe, twin: str | None) -> None:
+        """Add what a further use in the same pass shows, or take of it what a `twin` has whole."""
+        begun = layer in self._open
+        own = self._open[layer] if begun else self._open.setdefault(layer, self._whole(layer))
+        equal = {} if twin is None else self._of_inputs(layer, self._open.get(twin, {}))
+        observe({name: sums for name, sums in own.items() if name not in equal}, first=not begun)
+        for name, sums in equal.items():
+            own[name].copy_(sums)
+
+    def _of_inputs(self, layer: str, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what there is among `sums` that the inputs alone show, as far as it is collected of a layer."""
+        stack, _ = self._members[layer]
+        wanted = {spec.name for spec in portion_of(stack, self._portions[layer])}
+        return {name: sums[name] for name in stack.curvature.early if name in wanted and name in sums}
+
     def _whole(self, layer: str, known: Container[str] = ()) -> dict[str, Tensor]:
         stack, member = self._members[layer]
         blocks, like = member.stop - member.start, next(iter(self.of(layer).values()))
@@ -185,6 +208,7 @@ class Sums:
         """Add the whole sums of a layer, if there are any, to those that travel."""
         if layer in self._open:
             self._merge(layer, self._open.pop(layer), {}, overwrite=False)
+            self._histories.go_on(layer, "packed")
 
     def _merge(self, layer: str, whole: dict[str, Tensor], packed: Mapping[str, Tensor], *, overwrite: bool) -> None:
         views = self.of(layer)
@@ -192,9 +216,9 @@ class Sums:
             name, target = spec.name, views[spec.name]
             if overwrite and name in packed:
                 target.copy_(packed[name])
-            elif overwrite:
+            elif overwrite and name in whole:
                 pack(whole.pop(name), spec, target)
-            else:
+            elif name in packed or name in whole:
                 target.add_(packed[name] if name in packed else pack(whole.pop(name), spec))
 
     def travel(self, runtime: Runtime, wire: torch.dtype | None) -> None:
@@ -265,9 +289,16 @@ class Sums:
             tally.samples = tally.rows = tally.beyond = tally.task_samples = 0
             tally.task = None
         self._open.clear()
+        self._histories.forget()
         self.spoilt = None
         for message in self._messages:
             message.release()
+
+
+def _kind(stack: Stack) -> Hashable:
+    """Return what is equal for stacks of which the same inputs show the same."""
+    early = tuple(spec for spec in stack.statistics if spec.name in stack.curvature.early)
+    return id(stack.curvature), stack.dtype, stack.device, early
 
 
 def _destination(stack: Stack) -> tuple[object, ...]:
