@@ -107,7 +107,7 @@ def test_trust_region(ranks, name, placement, count):
         assert traffic["counters"] - wide["counters"] == 5 * 8 * 2 * (count - 1) // count
 
 
-def fail_on_one(failing):
+def fail_on_one(failing, early):
     rank, _ = place()
     training = Training(EVERY["kfac eigen"], damping=RULE)
     x, y = (own.split(EQUAL[2])[rank] for own in batch(0))
@@ -115,7 +115,7 @@ def fail_on_one(failing):
     torch.nn.functional.cross_entropy(training.replica(x), y).backward()
 
     def closure():
-        loss = torch.nn.functional.cross_entropy(training.replica(x), y)
+        loss = 0.0 if early and rank == failing else torch.nn.functional.cross_entropy(training.replica(x), y)
         if rank == failing:
             raise KeyError("here")
         return loss
@@ -128,8 +128,10 @@ def fail_on_one(failing):
     return ""
 
 
-def test_a_closure_that_raises_on_one_rank_stops_all(ranks):
-    first, second = ranks.run(2, fail_on_one, 1)
+@pytest.mark.parametrize("early", [False, True])
+def test_a_closure_that_raises_on_one_rank_stops_all(ranks, early):
+    """After its forward pass, and in front of it, where DistributedDataParallel talks by itself in the first step."""
+    first, second = ranks.run(2, fail_on_one, 1, early, limit=30)
     assert "on another rank" in first
     assert second == "KeyError('here')"
 

@@ -223,11 +223,15 @@ def test_all_ranks_raise_together_for_second_passes_that_are_not_finite(ranks):
     assert len(set(ranks.run(2, look_again_at_what_is_not_finite, limit=30))) == 1
 
 
-def fail_alone(kind):
-    """One rank's closure fails; both tell what they were told, and can still talk to each other."""
-    model = Network(norm=False).double()  # DistributedDataParallel sends in some forward passes of its own
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"optimizer": optimizer, "damping": 0.05, "gradients": "reduce"}
+def fail_alone(kind, wrapped):
+    """One rank's closure fails, in the first step; both tell what they were told, and can still talk to each other.
+
+    In its second forward pass DistributedDataParallel agrees on its buckets, and in each sends the norm's buffers.
+    """
+    plain = Network(norm=wrapped).double()
+    model = DistributedDataParallel(plain) if wrapped else plain
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    options = {"optimizer": optimizer, "damping": 0.05, "gradients": "averaged" if wrapped else "reduce"}
     preconditioner = natgrad.Preconditioner(model, natgrad.KBFGS(), **options)
     x, y = (tensor.split(6)[dist.get_rank()] for tensor in batch(0))
 
@@ -247,9 +251,10 @@ def fail_alone(kind):
     return type(error.value).__name__, str(error.value), float(heard)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize(("kind", "own"), [("raises", "KeyError"), ("returns nothing", "ArgumentError")])
-def test_a_closure_that_fails_on_one_rank_alone_raises_on_all(ranks, kind, own):
-    first, second = ranks.run(2, fail_alone, kind)
+def test_a_closure_that_fails_on_one_rank_alone_raises_on_all(ranks, kind, own, wrapped):
+    first, second = ranks.run(2, fail_alone, kind, wrapped, limit=30)
     assert first[0] == "NatgradError"
     assert "another rank" in first[1]
     assert second[0] == own

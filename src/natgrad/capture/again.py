@@ -94,6 +94,7 @@ def as_found(model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
             for module in model.modules():
                 if isinstance(module, DistributedDataParallel):
+                    _settle_buckets(module)
                     quiet = aside(module, require_backward_grad_sync=False, require_forward_param_sync=False)
                     stack.enter_context(quiet)
             yield
@@ -108,6 +109,16 @@ def as_found(model: nn.Module) -> Iterator[None]:
             for own, before in values:
                 own.copy_(before)
         chance.restore()
+
+
+def _settle_buckets(wrapper: DistributedDataParallel) -> None:
+    """Have DistributedDataParallel agree on its buckets now, in place of in its next forward pass; collective.
+
+    It does so once, after the first backward pass. A closure that raises in front of its forward pass on one rank would
+    leave the others waiting in there.
+    """
+    if wrapper.reducer._rebuild_buckets():
+        wrapper._has_rebuilt_buckets = True
 
 
 def accelerators(model: nn.Module) -> list[torch.device]:
