@@ -47,7 +47,7 @@ def refused(kind, common, apart):
     ],
 )
 def test_options_that_differ(ranks, kind, common, apart, named):
-    for told in ranks.run(2, refused, kind, common, apart, limit=30):
+    for told in ranks.run(2, refused, kind, common, apart):
         assert told.startswith("the ranks differ in ")
         assert named in told
 
@@ -73,4 +73,4 @@ def other_kinds():
 
 
 def test_other_kinds_on_some_ranks(ranks):
-    ranks.run(2, other_kinds, limit=30)
+    ranks.run(2, other_kinds)

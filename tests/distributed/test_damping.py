@@ -131,7 +131,7 @@ def fail_on_one(failing, early):
 @pytest.mark.parametrize("early", [False, True])
 def test_a_closure_that_raises_on_one_rank_stops_all(ranks, early):
     """After its forward pass, and in front of it, where DistributedDataParallel talks by itself in the first step."""
-    first, second = ranks.run(2, fail_on_one, 1, early, limit=30)
+    first, second = ranks.run(2, fail_on_one, 1, early)
     assert "on another rank" in first
     assert second == "KeyError('here')"
 

@@ -254,7 +254,7 @@ def fail_alone(kind, wrapped):
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize(("kind", "own"), [("raises", "KeyError"), ("returns nothing", "ArgumentError")])
 def test_a_closure_that_fails_on_one_rank_alone_raises_on_all(ranks, kind, own, wrapped):
-    first, second = ranks.run(2, fail_alone, kind, wrapped, limit=30)
+    first, second = ranks.run(2, fail_alone, kind, wrapped)
     assert first[0] == "NatgradError"
     assert "another rank" in first[1]
     assert second[0] == own
