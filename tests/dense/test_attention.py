@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import natgrad
 from natgrad.layers import layers_for
 from tests.dense import reference as dense
-from tests.dense.test_layers import DRAWN, total_loss
+from tests.dense.drawn import DRAWN, total_loss
 
 PARTS = ("query", "key", "value")
 

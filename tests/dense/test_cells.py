@@ -11,7 +11,7 @@ from torch import nn
 
 import natgrad
 from tests.dense import reference as dense
-from tests.dense.test_layers import DRAWN, total_loss
+from tests.dense.drawn import DRAWN, total_loss
 
 CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "tanh": nn.RNNCell, "relu": nn.RNNCell}
 

@@ -11,8 +11,8 @@ from torch import nn
 import natgrad
 from tests.dense import ekfac as dense_ekfac
 from tests.dense import reference as dense
+from tests.dense.drawn import DRAWN, convolutions, linears, total_loss
 from tests.dense.reference import Rows
-from tests.dense.test_layers import DRAWN, convolutions, linears, total_loss
 from tests.dense.test_transposed import transposed
 
 ONCE = natgrad.Refresh(factors=1, inverses=1000)

@@ -13,13 +13,13 @@ from natgrad.capture import Capture
 from natgrad.layers.rows import ChannelRows, DenseRows, MatrixRows, by_sample
 from tests.dense import ekfac as dense_ekfac
 from tests.dense import reference as dense
+from tests.dense.drawn import DRAWN, convolutions, total_loss
 from tests.dense.reference import Rows
 from tests.dense.test_attention import PARTS, Attending, matrices
 from tests.dense.test_attention import Explicit as ExplicitAttention
 from tests.dense.test_cells import Explicit, Unrolled, make_cell
 from tests.dense.test_cells import matrices as cell_matrices
 from tests.dense.test_embedding import Largest
-from tests.dense.test_layers import DRAWN, convolutions, total_loss
 from tests.dense.test_transposed import transposed
 
 ONCE = natgrad.Refresh(factors=1, inverses=1000)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import natgrad
 from natgrad.layers.embedding import OneHotRows
 from tests.dense import reference as dense
-from tests.dense.test_layers import DRAWN, curvatures, total_loss
+from tests.dense.drawn import DRAWN, curvatures, total_loss
 
 V, D = 7, 3
 

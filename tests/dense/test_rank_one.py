@@ -8,7 +8,7 @@ from torch import nn
 
 import natgrad
 from tests.dense import reference as dense
-from tests.dense.test_layers import DRAWN, convolutions, linears, total_loss
+from tests.dense.drawn import DRAWN, convolutions, linears, total_loss
 
 DAMPING = 0.3
 

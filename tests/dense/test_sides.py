@@ -13,7 +13,7 @@ from natgrad.curvature.narrow_sides import Blocks
 from natgrad.layers.convolution import PatchRows
 from natgrad.layers.rows import ChannelRows, DenseRows, MatrixRows, sum_squares
 from tests.dense import reference as dense
-from tests.dense.test_layers import DRAWN, convolutions, curvatures, linears, total_loss
+from tests.dense.drawn import DRAWN, convolutions, curvatures, linears, total_loss
 
 wides = st.sampled_from(["diagonal", "blocks"])
 

@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 import natgrad
 from natgrad.curvature import Curvature
 from tests.dense import reference as dense
+from tests.dense.drawn import DRAWN, curvatures, total_loss
 from tests.dense.test_embedding import Largest, rows_of
-from tests.dense.test_layers import DRAWN, curvatures, total_loss
 from tests.dense.test_sides import kept
 
 V, D, LENGTH = 6, 3, 4

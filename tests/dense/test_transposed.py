@@ -13,7 +13,7 @@ from torch import nn
 import natgrad
 from natgrad.layers import layers_for
 from tests.dense import reference as dense
-from tests.dense.test_layers import DAMPING, DRAWN, TOLERANCE, assert_preconditioned, curvatures, dtypes, frozen
+from tests.dense.drawn import DAMPING, DRAWN, TOLERANCE, assert_preconditioned, curvatures, dtypes, frozen
 
 KINDS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

@@ -10,7 +10,7 @@ import natgrad
 from natgrad import linalg
 from natgrad.numerics import iterative
 from tests.dense import reference as dense
-from tests.dense.test_layers import DRAWN, convolutions, total_loss
+from tests.dense.drawn import DRAWN, convolutions, total_loss
 from tests.dense.test_sides import kept
 from tests.numerics.test_iterative import Counted
 

@@ -1,0 +1,202 @@
+"""Passes that count and passes that do not: evaluations, inner gradients, checkpointing, hooks and models that move."""
+
+import pytest
+import torch
+from torch import nn
+
+import natgrad
+from tests.dense import reference as dense
+from tests.dense.drawn import assert_preconditioned, total_loss
+
+
+@pytest.mark.parametrize("moved", [0, 2])
+def test_a_model_may_be_moved_after_the_preconditioner_was_built(moved):
+    """As trainers do with the device; here with the dtype."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    preconditioner = natgrad.Preconditioner(model, damping=0.3, refresh=natgrad.Refresh(inverses=5))
+    reference, expected = dense.twin(model), dense.KFAC(damping=0.3)
+    for step in range(4):
+        x = torch.randn(5, 3).double()
+        if step == moved:
+            model.double()
+        model.zero_grad()
+        (total_loss(model(x.to(model[0].weight)), 5) / 5).backward()
+        raw = {name: W.clone() for name, W in dense.gradients(model).items()}
+        preconditioner.step()
+        if step == 0:
+            rows = dense.capture(reference, lambda model, x=x: total_loss(model(x), 5))
+            first = expected.step(rows, {name: W.double() for name, W in raw.items()})
+            dense.assert_equal({name: V.double() for name, V in dense.gradients(model).items()}, first, 1e-4)
+    state = preconditioner.state_dict()["blocks"]["0.weight"]
+    assert all(state[name].dtype == torch.float64 for name in ("A", "QA", "weight"))
+
+
+def evaluate(model, x):
+    model.eval()
+    model(x * 100)
+    model.train()
+
+
+def look(model, x):
+    with torch.no_grad():
+        model(x * 100)
+
+
+def infer(model, x):
+    with torch.inference_mode():
+        model(x * 100)
+
+
+@pytest.mark.parametrize("disturb", [evaluate, look, infer])
+def test_forwards_without_a_backward_do_not_disturb(disturb):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+    def forward(model, x):
+        disturb(model, x)
+        outputs = model(x)
+        disturb(model, x)
+        return outputs
+
+    assert_preconditioned(model, torch.randn(5, 3).double(), {}, forward=forward)
+
+
+def test_gradients_by_the_inputs_alone_do_not_commit():
+    """An adversarial example is made between two steps: the pass that finds it is none of the loss."""
+    torch.manual_seed(0)
+
+    def forward(model, x):
+        attacked = x.clone().requires_grad_(True)
+        (direction,) = torch.autograd.grad(model(attacked).square().sum(), attacked)
+        return model(x + 0.1 * direction.sign())
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    assert_preconditioned(model, torch.randn(5, 3).double(), {}, forward=forward)
+
+
+def test_gradients_of_the_parameters_by_name_commit():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    preconditioner = natgrad.Preconditioner(model)
+    torch.autograd.grad(model(torch.randn(5, 3).double()).square().mean(), list(model.parameters()))
+    preconditioner.step()
+    assert preconditioner.metrics()["factor_updates"] == 1
+
+
+def test_inner_gradients_of_a_physics_informed_loss_do_not_commit():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    reference, x = dense.twin(model), torch.randn(6, 2).double()
+
+    def residuals(model):
+        points = x.clone().requires_grad_()
+        outputs = model(points)
+        (slope,) = torch.autograd.grad(outputs.sum(), points, create_graph=True)
+        return ((slope.square().sum(1) - outputs[:, 0]) ** 2).sum()
+
+    preconditioner = natgrad.Preconditioner(model, damping=0.3)
+    (residuals(model) / 6).backward()
+    raw = {name: W.clone() for name, W in dense.gradients(model).items()}
+    preconditioner.step()
+    rows = dense.capture(reference, residuals)
+    dense.assert_equal(dense.gradients(model), dense.KFAC(damping=0.3).step(rows, raw))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_reentrant_checkpointing_is_refused_by_the_sampled_fisher(whole):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(5, 3).double().requires_grad_(), torch.zeros(5, dtype=torch.int64)
+    preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(fisher="sampled", likelihood="categorical"))
+    part, rest = (model, nn.Identity()) if whole else (model[:2], model[2])
+    outputs = rest(torch.utils.checkpoint.checkpoint(part, x, use_reentrant=True))
+    with pytest.raises(natgrad.NatgradError, match="use_reentrant"):
+        preconditioner.backward(nn.functional.cross_entropy(outputs, y), outputs)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_counts_a_use_once(reentrant):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    reference, x = dense.twin(model), torch.randn(5, 3).double().requires_grad_()
+    preconditioner = natgrad.Preconditioner(model, damping=0.3)
+    outputs = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+    (total_loss(outputs, 5) / 5).backward()
+    preconditioner.step()
+    rows = dense.capture(reference, lambda model: total_loss(model(x), 5))
+    dense.assert_equal(dense.gradients(model), dense.KFAC(damping=0.3).step(rows))
+
+
+class Flagged(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), True
+
+
+class Padded(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(nn.functional.pad(x, (0, 1, 0, 1)))
+
+
+class Standardised(nn.Conv1d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight - weight.mean((1, 2), keepdim=True), bias)
+
+
+class Cropped(nn.ConvTranspose1d):
+    def forward(self, x):
+        return super().forward(x)[..., :-1]
+
+
+class Permuted(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.mT).mT
+
+
+class Renamed(nn.Linear):
+    """A subclass that computes the same."""
+
+
+@pytest.mark.parametrize(
+    ("module", "size"),
+    [
+        (Flagged(3, 2), (3,)),
+        (Padded(1, 2, 2), (1, 4, 4)),
+        (Standardised(2, 2, 3), (2, 5)),
+        (Cropped(2, 2, 3), (2, 5)),
+        (Permuted(4), (4, 3)),
+    ],
+)
+def test_a_subclass_with_a_forward_of_its_own_is_left_alone(module, size):
+    """What its weight meets, or what becomes of the output, only that forward knows."""
+    model = nn.ModuleDict({"own": module, "other": Renamed(3, 2)})
+    preconditioner = natgrad.Preconditioner(model, damping=0.3)
+    outputs = module(torch.randn(4, *size))
+    outputs = outputs[0] if isinstance(outputs, tuple) else outputs
+    (outputs.square().mean() + model["other"](torch.randn(4, 3)).square().mean()).backward()
+    raw = {name: p.grad.clone() for name, p in model.named_parameters()}
+    preconditioner.step()
+    reasons = {row.parameter: row.reason for row in preconditioner.explain().rows}
+    for name, p in model.named_parameters():
+        assert ("its forward is not that of" in reasons[name]) == torch.equal(p.grad, raw[name]) == ("own" in name)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_hooks_of_the_user_make_of_an_output_is_not_the_layers(first):
+    """Whether they were there before the preconditioner or came later."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    reference, x = dense.twin(model), torch.randn(5, 3).double()
+
+    def triple():
+        model[0].register_forward_hook(lambda module, inputs, output: 3 * output)
+
+    if first:
+        triple()
+    preconditioner = natgrad.Preconditioner(model, damping=0.3)
+    if not first:
+        triple()
+    (total_loss(model(x), 5) / 5).backward()
+    preconditioner.step()
+    rows = dense.capture(reference, lambda model: total_loss(model[1](3 * model[0](x)), 5))
+    dense.assert_equal(dense.gradients(model), dense.KFAC(damping=0.3).step(rows))

@@ -1,0 +1,173 @@
+"""What people really call around a step: zeroing, closures, second steps, accumulation, gradients set by hand."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import natgrad
+from tests.classifier import FISHERS, assert_same, batch, blocks, differentiate, gradients, network, precondition, train
+from tests.dense import reference as dense
+
+
+def test_gradients_may_be_zeroed_in_place():
+    results = []
+    for to_none in (True, False):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        preconditioner = precondition(model, optimizer=optimizer)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=to_none)
+            differentiate(preconditioner, model, step)
+            preconditioner.step()
+            optimizer.step()
+        results.append(model.state_dict())
+    assert_same(*results)
+
+
+def test_a_closure():
+    expected, model = network(), network()
+    train(expected, range(4))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    preconditioner = precondition(model, optimizer=inner)
+    optimizer = natgrad.PreconditionedOptimizer(inner, preconditioner)
+    for step in range(4):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            return differentiate(preconditioner, model, step)
+
+        assert optimizer.step(closure).requires_grad
+    assert_same(model.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_second_step_leaves_natural_gradients(interval):
+    model = network()
+    preconditioner = precondition(model, factors=interval, inverses=interval)
+    for step in range(3):
+        model.zero_grad()
+        differentiate(preconditioner, model, step)
+        preconditioner.step()
+        natural, state = gradients(model), blocks(preconditioner)
+        with pytest.warns(natgrad.NatgradWarning, match="without a backward pass"):
+            preconditioner.step()
+        assert_same(gradients(model), natural, 0)
+        assert_same(blocks(preconditioner), state, 0)
+        assert preconditioner.metrics()["step"] == step + 1
+
+
+@pytest.mark.parametrize("assign", ["new", "copied"])
+def test_gradients_set_by_hand_are_preconditioned(assign):
+    model = network()
+    preconditioner = precondition(model, factors=10, inverses=10, kl_clip=None)
+    differentiate(preconditioner, model, 0)
+    plain = gradients(model)
+    preconditioner.step()
+    natural = gradients(model)
+    for name, parameter in model.named_parameters():
+        if assign == "new":
+            parameter.grad = plain[name].clone()
+        else:
+            parameter.grad.copy_(plain[name])
+    preconditioner.step()
+    assert_same(gradients(model), natural)
+
+
+@pytest.mark.parametrize("accumulation", ["mean", "sum"])
+def test_losses_of_one_forward_pass_make_one_sum(accumulation):
+    """Of the Fisher too, as that of independent labels: F = F₁ + F₂."""
+    model = network()
+    reference = dense.twin(model)
+    preconditioner = precondition(model, accumulation=accumulation, kl_clip=None)
+    x, y = batch(0)
+    losses = [
+        lambda outputs: cross_entropy(outputs, y, reduction="sum"),
+        lambda outputs: outputs.square().sum() + outputs.exp().sum(),
+    ]
+    outputs = model(x)
+    for loss in losses:
+        (loss(outputs) / len(x)).backward(retain_graph=True)
+    preconditioner.step()
+    rows = [dense.capture(reference, lambda model, loss=loss: loss(model(x))) for loss in losses]
+    expected = {}
+    for name, first in rows[0].items():
+        second = rows[1][name]
+        A, G = first.factors()[0], first.factors()[1] + second.factors()[1]
+        expected[name] = dense.solve_eigen(first.gradient() + second.gradient(), A, G, 0.1)
+    dense.assert_equal(dense.gradients(model), expected)
+
+
+def test_two_heads_whose_losses_are_differentiated_one_by_one():
+    """The second pass reaches a layer that the first has not: still one forward pass, not two accumulations."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.left, self.right = nn.Linear(10, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x):
+            hidden = self.trunk(x.flatten(1)).tanh()
+            return self.left(hidden), self.right(hidden)
+
+    found = []
+    for together in (True, False):
+        torch.manual_seed(0)
+        model = Heads().double()
+        preconditioner = precondition(model, kl_clip=None)
+        x, y = batch(0)
+        losses = [cross_entropy(outputs, y) for outputs in model(x)]
+        if together:
+            sum(losses).backward()
+        else:
+            losses[0].backward(retain_graph=True)
+            losses[1].backward()
+        preconditioner.step()
+        found.append(gradients(model))
+    for name in ("left.weight", "left.bias", "right.weight", "right.bias"):
+        torch.testing.assert_close(found[1][name], found[0][name])
+
+
+@pytest.mark.parametrize("interval", [1, 5])
+def test_gradients_written_through_data_are_preconditioned(interval):
+    """Their version counters tell nothing."""
+    model = network()
+    preconditioner = precondition(model, factors=interval, inverses=interval, kl_clip=None)
+    differentiate(preconditioner, model, 0)
+    preconditioner.step()
+    for step in range(1, 7):
+        x, y = batch(step)
+        raw = torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), raw, strict=True):
+            parameter.grad.data.copy_(gradient)
+        preconditioner.step()
+        assert not any(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), raw, strict=True))
+        assert preconditioner.metrics()["step"] == step + 1
+    assert preconditioner.metrics()["factor_updates"] == (7 if interval == 1 else 2)
+
+
+@pytest.mark.parametrize("curvature", FISHERS)
+def test_activations_in_place(curvature):
+    """After a linear layer with positions too, whose output is a view: an operation in place drops the hooks of it."""
+    results = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace=inplace), nn.Flatten(), nn.Linear(8, 3)).double()
+        preconditioner = precondition(model, curvature, kl_clip=None)
+        differentiate(preconditioner, model, 0)
+        preconditioner.step()
+        results.append({"gradients": gradients(model), "blocks": blocks(preconditioner)})
+    assert float(results[0]["blocks"]["0.weight"]["weight"]) > 0
+    assert_same(*results)
+
+
+def test_one_optimizer_of_two_must_be_of_one_model():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer)
+    with pytest.raises(ValueError, match="the one that the preconditioner was given"):
+        natgrad.PreconditionedOptimizer(torch.optim.Adam(model.parameters()), preconditioner)
+    preconditioner.detach()
+    unknown = natgrad.Preconditioner(model)
+    with pytest.raises(ValueError, match="one of the preconditioner's model"):
+        natgrad.PreconditionedOptimizer(torch.optim.Adam(nn.Linear(2, 2).parameters()), unknown)
