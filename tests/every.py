@@ -38,7 +38,7 @@ EVERY: dict[str, Callable[..., Curvature]] = {
 CHOOSING = ("hylo kid", "hylo kis", "hylo switch")
 
 _ALL = ("comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter", "pipelined")
-_FEW = {"ekfac": ("comm-opt", "pipelined"), "sngd": ("comm-opt",), "hylo whole": ("comm-opt",)}
+_FEW = {"ekfac": ("comm-opt", "pipelined")}
 PLACEMENTS = {name: _FEW.get(name, _ALL) for name in EVERY if name not in CHOOSING}
 """The placements under which ranks together do what one process does."""
 

@@ -43,7 +43,17 @@ def total(x, y):
     return lambda model: cross_entropy(model(x), y, reduction="sum")
 
 
-def take(curvature, ragged=False, micro_batches=1, reduction="mean", steps=1, inverses=1, options=None, state=None):
+def take(
+    curvature,
+    ragged=False,
+    micro_batches=1,
+    reduction="mean",
+    steps=1,
+    inverses=1,
+    options=None,
+    state=None,
+    gather=False,
+):
     """Train; return the gradients of the last step, the traffic, the metrics and the state."""
     rank, count = place()
     options = dict(options or {})
@@ -82,7 +92,7 @@ def take(curvature, ragged=False, micro_batches=1, reduction="mean", steps=1, in
         found,
         preconditioner.traffic(),
         {name: float(value) for name, value in preconditioner.metrics().items()},
-        copy.deepcopy({"model": model.state_dict(), "preconditioner": preconditioner.state_dict()}),
+        copy.deepcopy({"model": model.state_dict(), "preconditioner": preconditioner.state_dict(gather=gather)}),
     )
 
 
@@ -222,8 +232,9 @@ def foretell(curvature, ragged, placement):
         cross_entropy(wrapped(x), y).backward()
         preconditioner.step()
     plan, foretold = preconditioner.plan, {}
-    # Once in a training, of factors and of inverses: whether there are any.
-    foretold["counters"] = 2 * (count - 1) * (4 + 4) if plan.columns > 1 else 0
+    # Once in a training, of factors and, where there are none, of inverses: whether there are any.
+    asked = 4 if curvature is None else 4 + 4
+    foretold["counters"] = 2 * (count - 1) * asked if plan.columns > 1 else 0
     for moment, kinds in plan.traffic(SPLITS[count, True] if ragged else 12).items():
         for kind, elements in kinds.items():
             times = {"factors": 3, "inverses": 2, "step": 3}[moment]
@@ -233,15 +244,20 @@ def foretell(curvature, ragged, placement):
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize(
-    "curvature", ["sngd", "kid", "kis", "switch", "mixed", "sngd ragged", "mixed ragged", "kid dp"]
+    "curvature",
+    [
+        *("sngd", "kid", "kis", "switch", "mixed", "sngd ragged", "mixed ragged", "kid dp", "kid mem-opt"),
+        *("sngd hybrid:0.5", "kid hybrid:0.5", "mixed mem-opt", "mixed hybrid:0.5", "mixed reduce-scatter"),
+    ],
 )
 def test_the_plan_foretells_what_is_sent(ranks, curvature, count):
     name, _, how = curvature.partition(" ")
     options = {"sngd": EXACT["sngd"], "switch": {"rank": 0.25}, "mixed": None}
     options = options.get(name, {"rank": 0.5, "method": name})
-    results = ranks.run(count, foretell, options, how == "ragged", "dp" if how == "dp" else "comm-opt")
+    ragged = how == "ragged"
+    results = ranks.run(count, foretell, options, ragged, "comm-opt" if ragged or not how else how)
     sent = {kind: sum(traffic.get(kind, 0) for traffic, _ in results) for _, told in results for kind in told}
-    reduced = ("gradients", "counters") if how == "ragged" else ()  # the gradients' own, which natgrad reduces
+    reduced = ("gradients", "counters") if ragged else ()  # the gradients' own, which natgrad reduces
     for _, foretold in results:
         assert {kind: sent[kind] for kind in sent if kind not in reduced} == {
             kind: elements for kind, elements in foretold.items() if kind not in reduced
@@ -303,9 +319,11 @@ def take_epochs(placement, norms):
     return used, seen
 
 
-@pytest.mark.parametrize("placement", ["comm-opt", "dp"])
-def test_all_ranks_switch_alike(ranks, placement):
-    for used, seen in ranks.run(2, take_epochs, placement, [8, 10, 10, 4, 4.4, 9]):
+@pytest.mark.parametrize(
+    ("placement", "count"), [("comm-opt", 2), ("dp", 2), ("mem-opt", 2), ("mem-opt", 3), ("hybrid:0.5", 4)]
+)
+def test_all_ranks_switch_alike(ranks, placement, count):
+    for used, seen in ranks.run(count, take_epochs, placement, [8, 10, 10, 4, 4.4, 9]):
         assert used == [True, True, False, False, True, False]
         assert seen == pytest.approx([1.0] * 6)
 
@@ -342,14 +360,18 @@ def test_what_is_not_finite_on_one_rank_is_renewed_on_none(ranks):
 # --- Wrappers -------------------------------------------------------------------------------------------------------
 
 
-def take_sharded(curvature):
+def take_sharded(curvature, placement):
     rank, count = place()
     model = network()
     for module in (model[0], model[3]):
         fully_shard(module)
     fully_shard(model)
     preconditioner = natgrad.Preconditioner(
-        model, curvature_of(curvature), damping=DAMPING, refresh=natgrad.Refresh(inverses=1)
+        model,
+        curvature_of(curvature),
+        damping=DAMPING,
+        refresh=natgrad.Refresh(inverses=1),
+        placement=placement,
     )
     x, y = (tensor.chunk(count)[rank] for tensor in batch())
     cross_entropy(model(x), y).backward()
@@ -362,8 +384,12 @@ def take_sharded(curvature):
 
 
 @pytest.mark.parametrize("curvature", [EXACT["sngd"], EXACT["most-kid"], {"rank": 12}], ids=["sngd", "kid", "switch"])
-def test_sharded_parameters(ranks, curvature):
-    results = ranks.run(2, take_sharded, curvature)
+@pytest.mark.parametrize(
+    ("placement", "count"),
+    [("comm-opt", 2), ("mem-opt", 2), ("mem-opt", 3), ("mem-opt", 4), ("hybrid:0.5", 4), ("reduce-scatter", 4)],
+)
+def test_sharded_parameters(ranks, curvature, placement, count):
+    results = ranks.run(count, take_sharded, curvature, placement)
     for found, norms in results:
         dense.assert_equal(found, wanted(), 1e-8)
         assert norms == results[0][1]

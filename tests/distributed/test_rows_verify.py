@@ -25,7 +25,7 @@ def verified(options, how, epochs=0, spoil=False):
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         damping=DAMPING,
         gradients="reduce" if ragged else "averaged",
-        placement="dp" if how == "dp" else "comm-opt",
+        placement="comm-opt" if how in ("even", "ragged") else how,
         refresh=natgrad.Refresh(inverses=1),
         seed=3,
     )
@@ -58,7 +58,7 @@ SELECTING = {
 }
 
 
-@pytest.mark.parametrize("how", ["even", "ragged", "dp"])
+@pytest.mark.parametrize("how", ["even", "ragged", "dp", "mem-opt"])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("curvature", SELECTING)
 def test_verify_selects_the_rows_that_the_ranks_select(ranks, curvature, count, how):

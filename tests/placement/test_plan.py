@@ -298,6 +298,19 @@ def test_rows_are_those_of_the_batch():
     assert "rows" not in str(without)
 
 
+@pytest.mark.parametrize(("placement", "n"), [("hybrid:0.5", 2), ("mem-opt", 1), ("reduce-scatter", 1), ("dp", 0)])
+def test_rows_go_to_the_workers(placement, n):
+    """Each of n workers gets the shares of the 3 others, with their links, and n - 1 of them the kernel's inverse."""
+    selected = Rows(width=30, share=lambda samples, most, ranks: 4, linked=True)
+    plan = make_plan(resolve(placement), {"rows": Work(parts={"M": 1.0}, rows=selected, blocks=2)}, 4)
+    told = plan.traffic(samples=32)["inverses"]
+    assert told.get("rows", 0) == n * 3 * (4 * 30 + 2 * 4 * 4)
+    assert told["inverses"] == max(0, n - 1) * 2 * 16 * 16
+    counted = 4 * 3 * 2 + n * 3 * 2 + (n - 1) * 2  # rows and samples; whether rows are fine; whether the inverse is
+    assert told["counters"] == (counted if n else 0)
+    assert ("and rows:" in str(plan)) == (placement != "dp")
+
+
 @pytest.mark.parametrize("samples", [0, -1, 2.0, True, "2", [1, 2, 3], [1, -1], [0, 0]])
 def test_samples_that_are_none(samples):
     with pytest.raises(ValueError, match=r"samples=.* is not allowed: samples must be None, a whole number"):

@@ -48,7 +48,7 @@ def weigh(placement: Placement, works: Mapping[Key, Work]) -> dict[Key, float]:
 def _sums(placement: Placement, work: Work) -> Literal["all", "worker", "alone"]:
     if placement.name == "dp":
         return "alone" if work.alone else "worker"
-    return "worker" if placement.name == "reduce-scatter" else "all"
+    return "worker" if placement.name == "reduce-scatter" or work.rows is not None else "all"
 
 
 def _columns(
@@ -127,6 +127,8 @@ def _is_divisible(plan: Plan[Key], key: Key, part: str) -> bool:
 
 def _is_cheaper_everywhere(placement: Placement, work: Work, part: str) -> bool:
     """Tell whether every rank decomposes a part sooner than it would receive the result (SPD-KFAC, section IV-B)."""
+    if work.rows is not None:
+        return False  # whose number, and with it the size, nobody knows before the batch
     size = work.results.get(part, 0) * work.travels
     return placement.link.work(work.parts[part]) < placement.link.message(size)
 

@@ -99,7 +99,8 @@ class Seat:
     Attributes:
         workers: Those that hold what its renewals make, in rising order.
         owners: For each part the worker that does it, or those that share it; None: every worker does it for itself.
-        sums: Who receives the sums: "all" ranks, or the only "worker"; or it sums "alone", of its own samples.
+        sums: Who receives the sums: "all" ranks, or the only "worker"; or it sums "alone", of its own samples. Rows of
+            samples go to each "worker", or nowhere.
     """
 
     workers: tuple[int, ...]
@@ -195,7 +196,7 @@ class Plan(Printed, Generic[Key]):
         step = {"gradients": 0, "counters": 0}
         for key, seat in self.seats.items():
             layer, sent = self.layers[key], copies[seat.sums]
-            if layer.rows is not None:
+            if layer.rows is not None and seat.sums != "alone":
                 for kind, elements in self._rows_sent(layer, layer.rows, local).items():
                     inverses[kind] = inverses.get(kind, 0) + elements
                 sent = 0
@@ -227,13 +228,14 @@ class Plan(Printed, Generic[Key]):
         return own  # type: ignore[return-value]
 
     def _rows_sent(self, layer: Work, rows: Rows, local: Sequence[int]) -> dict[str, int]:
-        """Return what a renewal of rows sends: nothing where a layer's one worker goes by its own (SPEC 4)."""
-        P, copies = self.ranks, self.ranks - 1 if self.columns == 1 else 0
-        counters = copies * P * (2 + layer.blocks)  # of each rank its rows and samples, and whether blocks are finite
+        """Return what a renewal of rows sends where a layer's workers gather those of all ranks (SPEC 4)."""
+        P, n = self.ranks, self.ranks // self.columns
+        # To all ranks how many rows and samples each has; to the workers whether blocks are finite.
+        counters = P * (P - 1) * 2 + n * (P - 1) * layer.blocks
         share = rows.share(float(sum(local)), max(local, default=0), P)
         links = layer.blocks * share * share if rows.linked else 0
-        sent = {"rows": copies * P * (share * rows.width + links)} if local else {}
-        return {**sent, "inverses": copies * layer.blocks * (P * share) ** 2, "counters": counters}
+        sent = {"rows": n * (P - 1) * (share * rows.width + links)} if local else {}
+        return {**sent, "inverses": (n - 1) * layer.blocks * (P * share) ** 2, "counters": counters}
 
     def _shards_sent(self, key: Key) -> int:
         """Return the elements that a step sends of a layer whose parameters are sharded, to its workers and back."""

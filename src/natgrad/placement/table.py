@@ -82,7 +82,7 @@ def _messages(plan: Plan[Any]) -> Table:
         sent = [own.get(kind, 0) for own in traffic.values()]
         if kind not in ("replay", "padding") or any(sent):
             table.add_row(kind, *(f"{elements:,}" if elements else "" for elements in sent))
-    if plan.columns == 1 and any(layer.rows for layer in plan.layers.values()):
+    if any(layer.rows and plan.seats[key].sums != "alone" for key, layer in plan.layers.items()):
         table.caption = "and rows: plan.traffic(samples=...)"
     return table
 

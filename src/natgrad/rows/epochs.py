@@ -61,15 +61,15 @@ class Epochs:
         squares = [square for stack in stacks if (square := stack.end_epoch()) is not None]
         if any(stack.switches for stack in stacks):
             own = float(torch.stack([square.cpu() for square in squares]).sum()) if squares else 0.0
-            # Where every rank has all layers, each adds its share: all go by the very same number.
-            everywhere = all(len(stack.role.seat.workers) == runtime.ranks for stack in stacks)
-            total = runtime.totals([own / (runtime.ranks if everywhere else 1)], "counters")[0]
+            # Each of a layer's workers adds its share: all ranks go by the very same number.
+            workers = len(stacks[0].role.seat.workers)
+            total = runtime.totals([own / workers], "counters")[0]
             self.norms = [*self.norms, total**0.5][-2:]
         self.epoch += 1
         self.before, self.rates, self.decayed = self.rates or self.before, [], False
 
     def metrics(self, stacks: Sequence[RowStack]) -> dict[str, float | Tensor]:
-        """Return the epoch, how many rows stand for the batch, and whether KID chose them; nothing without rows."""
+        """Return the epoch, the rows that stand for the batch where this rank works, and whether KID chose them."""
         if not stacks:
             return {}
         return {"epoch": self.epoch, "rows": max(stack.rows for stack in stacks), "kid": float(bool(self.used))}

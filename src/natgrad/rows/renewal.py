@@ -1,4 +1,4 @@
-"""Rows become what a solve needs: each rank selects some, all gather them, and the owner of a layer makes their M."""
+"""Rows become what a solve needs: each rank selects some, a layer's workers gather them, its owner makes their M."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Seen:
         member: Its place there.
         samples: S of all ranks.
         share: How many rows each rank selects.
-        chosen: Those of this rank, then of all of them, with Y ``[n, P, share, share]`` if there is one.
-        finite: Whether the rows of each block are, on all ranks, ``[n]`` (bool).
+        chosen: Those of this rank; on a worker then of all of them, with Y ``[n, P, share, share]`` if there is one.
+        finite: Whether the rows of each block are ``[n]`` (bool): of this rank, then of all.
         M: What a solve needs ``[n, r, r]``, made by the owner.
         fine: Whether each block succeeded.
     """
@@ -77,11 +77,6 @@ class Renewal:
     step: int
     wire: torch.dtype | None
 
-    @property
-    def ranks(self) -> int:
-        """How many ranks gather their rows: all; where each layer has one worker, that one has its own alone."""
-        return self.runtime.ranks if self.plan.columns == 1 else 1
-
     def run(self, stacks: Iterable[RowStack], rows: Collected, share: float, gain: float | Tensor) -> bool:
         """Renew what is made of rows; layers that nobody saw, and blocks that fail, keep what they had.
 
@@ -92,27 +87,28 @@ class Renewal:
             gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
 
         Returns:
-            Whether any block was renewed; the same on all ranks that gather.
+            Whether any block of the layers that this rank works for was renewed.
         """
-        stacks = [stack for stack in stacks if stack.role.works]
-        seen = self._counted(stacks, rows, share)
+        gathers = rows.origin.together and self.runtime.ranks > 1
+        seen = self._counted([stack for stack in stacks if stack.role.captures], rows, share, gathers=gathers)
         if not seen:
             return False
-        self.epochs.used = any(stack.curvature.links(self.epochs) for stack in stacks)
+        self.epochs.used = any(one.stack.curvature.links(self.epochs) for one in seen)
         for alike in _groups(seen, lambda one: (id(one.stack), one.samples, one.share, repr(rows.counts(_name(one))))):
             self._select(alike, rows, share, gain)
-        if self.ranks > 1:
-            gather(seen, self.runtime, self.wire)
-        self._finish(seen)
+        if gathers:
+            gather(seen, self.plan, self.runtime, self.wire)
+        seen = [one for one in seen if one.stack.role.works]
+        self._finish(seen, gathers=gathers)
         return any(flag for one in seen for flag in one.fine)
 
-    def _counted(self, stacks: Sequence[RowStack], rows: Collected, share: float) -> list[Seen]:
-        """Return the layers that any rank has seen; all ranks learn the rows and samples of each."""
+    def _counted(self, stacks: Sequence[RowStack], rows: Collected, share: float, *, gathers: bool) -> list[Seen]:
+        """Return the layers that any rank has seen; all ranks learn the rows and samples of each, if any `gathers`."""
         places = [(stack, member) for stack in stacks for member in stack.members]
         names = [member.layer.name for _, member in places]
         own = [float(rows.count(name)) for name in names] + [rows.tallies[name].samples * share for name in names]
         found = [own]
-        if self.ranks > 1 and own:
+        if gathers and own:
             message = torch.tensor(own, dtype=torch.float64, device="cpu").to(stacks[0].device)
             found = self.runtime.gather(message, {"counters": len(own)}, self.runtime.group).tolist()
         seen = []
@@ -161,15 +157,15 @@ class Renewal:
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
         return torch.rand(one.blocks, dtype=torch.float64, device="cpu", generator=generator)
 
-    def _finish(self, seen: list[Seen]) -> None:
-        """Make M of the selected rows of all ranks, each on the layer's owner, and hold all of it."""
+    def _finish(self, seen: list[Seen], *, gathers: bool) -> None:
+        """Make M of the selected rows of all ranks, each on the layer's owner, and hold all of it on its workers."""
         drafts = {}
         for own in _groups(seen, lambda one: (id(one.stack),)):
             rows = max(one.chosen.A.shape[1] for one in own)
             drafts[id(own[0].stack)] = (own[0].stack.draft(rows), rows)
         for one in seen:
             self._invert(one, drafts[id(one.stack)][0])
-        if self.ranks > 1:
+        if gathers:
             give(seen, self.plan, self.runtime)
         for own in _groups(seen, lambda one: (id(one.stack),)):
             stack, (fresh, rows) = own[0].stack, drafts[id(own[0].stack)]

@@ -108,8 +108,8 @@ class Structure:
     def _check_sight(self) -> None:
         """Check that who captures also works, for curvatures that look at what was made of a layer."""
         for layer, curvature in self.coverage.layers:
-            fits = not curvature.rows or self._placement.name in ("comm-opt", "dp")
-            allowed = f"'auto', 'comm-opt' or 'dp': {curvature!r} gathers rows, which every worker of a layer must have"
+            fits = not curvature.rows or self._placement.name != "background"
+            allowed = f"another than 'background': {curvature!r} renews by the rows of the very step"
             require(fits, "placement", str(self._placement), allowed)
             key, plan = layer.key, self.plan
             blind = (rank for rank in range(self._ranks) if plan.captures(key, rank) and not plan.works(key, rank))

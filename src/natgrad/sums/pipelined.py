@@ -154,6 +154,8 @@ class PipelinedSums(Sums):
 
     def foresees(self, layer: str) -> bool:
         """See `Sums.foresees`: that whose gradient is expected to be the layer's last one of the step."""
+        if layer not in self._members:  # it keeps rows
+            return False
         stack, _ = self._members[layer]
         waits = self._arrives or self._caution.waits or self._foresight.waits
         if waits or not stack.curvature.early or not self._expected.last(layer) or self._guesses.pending(layer):
