@@ -363,12 +363,12 @@ class Preconditioner(Engine):
             gather: Collect the blocks of all ranks (collective). Under "comm-opt" every rank holds all of them.
 
         Returns:
-            Nested dicts of tensors and plain numbers, as ``torch.save`` and ``torch.distributed.checkpoint`` take them.
+            Nested dicts of plain numbers, tensors and, where a batch decides their size (rows), tensors in tuples.
         """
         self._background.fold(self._watch, alone=not gather)
         if gather:
             self._end_renewal()
-        blocks, counted = states.snapshot(states.blocks(self._structure.ahead().stacks)), self._watch.state_dict()
+        blocks, counted = states.snapshot(self._structure.ahead().stacks), self._watch.state_dict()
         if gather and self._exchanges:
             blocks, counted = states.union(blocks, counted, self._runtime)
         return {
@@ -389,7 +389,9 @@ class Preconditioner(Engine):
             ValueError: if blocks are missing, unknown or of another shape; then nothing was changed.
         """
         self._follow()
-        states.check(state, self._stacks, {"updates": self._progress.updates, "watch": self._watch.state_dict()})
+        state = states.checked(
+            state, self._stacks, {"updates": self._progress.updates, "watch": self._watch.state_dict()}
+        )
         self._agenda.check_state(state)
         self._epochs, self._damping = Epochs.loaded(state["epochs"]), self._damping.loaded(state["damping"])
         states.restore(state["blocks"], self._stacks)

@@ -49,6 +49,8 @@ class Joined(Training):
 def same(left, right):
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, tuple):
+        return len(left) == len(right) and all(map(same, left, right))
     return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
 
 

@@ -8,8 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 import natgrad
 from tests.dense import reference as dense
 from tests.dense.test_rows import DAMPING
-from tests.distributed.jobs import network, place
+from tests.distributed.jobs import Job, assert_bit_identical, assert_close, network, place, train
 from tests.distributed.test_rows import EXACT, SPLITS, batch, mixed, take, wanted
+from tests.distributed.test_state import load_and_train, train_and_save
 
 PLACEMENTS = ["mem-opt", "hybrid:0.5", "reduce-scatter", "pipelined"]
 FEW = {"kid": {"rank": 0.5, "method": "kid"}, "kis": {"rank": 0.5, "method": "kis"}, "switch": {"rank": 0.25}}
@@ -84,9 +85,9 @@ def test_rows_travel_to_the_workers_alone(ranks, placement, workers):
         held = [blocks[key] for blocks in kept if key in blocks]
         assert len(held) == workers
         for own in held:
-            assert own["A"].shape == (n, r, i)
-            assert own["G"].shape == (n, r, o)
-            assert own["M"].shape == (n, r * r)
+            assert own["A"][0].shape == (n, r, i)
+            assert own["G"][0].shape == (n, r, o)
+            assert own["M"][0].shape == (n, r * r)
 
 
 # --- State ----------------------------------------------------------------------------------------------------------
@@ -118,6 +119,19 @@ def test_resumes_under_another_placement(ranks, before, first, after, second):
     resumed = ranks.run(second, resume, EXACT["sngd"], 5, {"placement": after}, [saved[-1][3]])
     assert_alike(resumed)
     dense.assert_equal(resumed[0][0], take(EXACT["sngd"], True, 1, "mean", 5, 3)[0], 1e-10)
+
+
+@pytest.mark.parametrize(("before", "first", "after", "second"), PAIRS)
+def test_torchs_distributed_checkpoints(ranks, tmp_path, before, first, after, second):
+    """A new preconditioner, which knows no batch, takes as many rows as were saved."""
+    ranks.run(first, train_and_save, job_of(before), range(4), str(tmp_path))
+    resumed = ranks.run(second, load_and_train, job_of(after), range(4, 8), str(tmp_path))
+    assert_bit_identical(resumed)
+    assert_close(resumed[0], train(job_of("comm-opt"), range(8)))
+
+
+def job_of(placement):
+    return Job(kind="SNGD", momentum=0.0, options={"placement": placement}, refresh={"factors": 1, "inverses": 3})
 
 
 # --- Trouble --------------------------------------------------------------------------------------------------------
@@ -153,7 +167,7 @@ def take_spoilt(placement):
             told = str(error)
         blocks = preconditioner.state_dict()["blocks"]
         if "3.weight" in blocks:
-            kept = {name: blocks["3.weight"][name].clone() for name in ("A", "G", "M")}
+            kept = {name: blocks["3.weight"][name][0] for name in ("A", "G", "M")}
             before = before or kept
             assert all(torch.equal(before[name], kept[name]) for name in kept)
     return preconditioner.metrics()["step"], told

@@ -30,6 +30,7 @@ class RowStack(Stack):
 
     curvature: RowCurvature
     rows: int = 0
+    unsized = ("A", "G", "M")
 
     @property
     def switches(self) -> bool:
@@ -63,7 +64,7 @@ class RowStack(Stack):
     def _resize(self, rows: int) -> None:
         if rows == self.rows:
             return
-        before, kept = self.held, min(rows, self.rows)
+        before, wide, kept = self.held, self.rows, min(rows, self.rows)
         self.rows, self.held = rows, Kept()
         if not before:
             return
@@ -73,7 +74,7 @@ class RowStack(Stack):
             if name in ("A", "G"):
                 values = values[:, :kept]
             elif name == "M":
-                values = values.unflatten(1, (-1, round(values.shape[1] ** 0.5)))[:, :kept, :kept].flatten(1)
+                values = values.unflatten(1, (wide, wide))[:, :kept, :kept].flatten(1)
             fresh.write(name, whole, self.fitted(name, values))
 
     @contextmanager

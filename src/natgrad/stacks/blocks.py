@@ -301,6 +301,9 @@ class Stack:
 
     # What rows change, whose number the batch decides (`natgrad.rows`).
 
+    unsized: tuple[str, ...] = ()
+    """What of `held` has sizes that nobody knows before a batch."""
+
     def written_like(self, own: Mapping[str, Tensor]) -> list[Spec]:
         """Return what renewals write, in such sizes as the state of a layer has."""
         return self._written()

@@ -45,9 +45,18 @@ def blocks(stacks: list[Stack]) -> Blocks:
     return result
 
 
-def snapshot(given: Blocks) -> Blocks:
-    """Copy blocks to the host, where neither training nor a load that breaks off can reach them."""
-    return {key: {name: tensor.cpu().clone() for name, tensor in own.items()} for key, own in given.items()}
+def snapshot(stacks: list[Stack]) -> dict[str, dict[str, Any]]:
+    """Copy blocks to the host, where neither training nor a load that breaks off can reach them.
+
+    What has no size before a batch is put into a tuple: ``torch.distributed.checkpoint`` loads tensors into those of a
+    new model's state, which have to be of the right size; what is in a tuple comes as it was saved.
+    """
+    unsized = {member.layer.key: stack.unsized for stack in stacks for member in stack.members}
+    copies: dict[str, dict[str, Any]] = {}
+    for key, own in blocks(stacks).items():
+        whole = {name: tensor.cpu().clone() for name, tensor in own.items()}
+        copies[key] = {name: (tensor,) if name in unsized[key] else tensor for name, tensor in whole.items()}
+    return copies
 
 
 def union(given: Blocks, counted: dict[str, int], runtime: Runtime) -> tuple[Blocks, dict[str, int]]:
@@ -61,8 +70,10 @@ def union(given: Blocks, counted: dict[str, int], runtime: Runtime) -> tuple[Blo
     return whole, {name: max(own[name] for _, own in found) for name in counted}
 
 
-def check(state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, Mapping[str, int]]) -> None:
-    """Check that `state` is complete and fits the model.
+def checked(
+    state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, Mapping[str, int]]
+) -> Mapping[str, Any]:
+    """Return `state` without the tuples of `snapshot`, having checked that it is complete and fits the model.
 
     Args:
         state: What is to be loaded.
@@ -72,6 +83,7 @@ def check(state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, 
     Raises:
         ValueError: naming what is missing, unknown or of another shape.
     """
+    state = _unpacked(state)
     require(isinstance(state, Mapping), "state", type(state).__name__, "what Preconditioner.state_dict() returned")
     missing = [name for name in _FIELDS if name not in state]
     require(not missing, "state", sorted(state), f"complete: {', '.join(missing)} missing")
@@ -99,6 +111,7 @@ def check(state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, 
             tensor = given[key].get(name)
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
             require(found == shape, f"state['blocks'][{key!r}][{name!r}]", found, f"a tensor of shape {shape}")
+    return state
 
 
 def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> None:
@@ -139,6 +152,18 @@ def fitting(given: Blocks, stacks: list[Stack]) -> Blocks:
         for key, own in given.items()
         if key in wanted and {name: tuple(own[name].shape) for name in wanted[key] if name in own} == wanted[key]
     }
+
+
+def _unpacked(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what is within the tuples of `snapshot`; what is no state stays as it is."""
+    if not (isinstance(state, Mapping) and isinstance(state.get("blocks"), Mapping)):
+        return state
+    found = {
+        key: {name: value[0] if isinstance(value, tuple) and len(value) == 1 else value for name, value in own.items()}
+        for key, own in state["blocks"].items()
+        if isinstance(own, Mapping)
+    }
+    return {**state, "blocks": {**state["blocks"], **found}}
 
 
 def _is_whole(value: object) -> bool:
