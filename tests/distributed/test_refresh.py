@@ -14,6 +14,7 @@ RULES = {
     "trace": natgrad.Adaptive(natgrad.TraceRule(upper=0.05, lower=0.02), factors=1, inverses=2),
     "drift": natgrad.Adaptive(natgrad.DriftRule(0.3), factors=1, inverses=2),
     "basis": natgrad.Adaptive(natgrad.BasisRule(0.1), factors=2, inverses=2),
+    "trace, no stop": natgrad.Adaptive(natgrad.TraceRule(upper=0.05, lower=0), factors=1, inverses=2),
 }
 STEPS = 13
 
@@ -70,7 +71,7 @@ def test_ranks_decide_as_one_process(ranks, alone, count, placement):
         assert_close(answers[0][clock][1], result, 1e-8)
 
 
-@pytest.mark.parametrize("clock", ["drift", "basis"])
+@pytest.mark.parametrize("clock", ["drift", "basis", "trace, no stop"])
 def test_rules_that_stop_nothing_go_with_sums_that_leave_early(ranks, alone, clock):
     answers = ranks.run(2, follow, job(clock, "pipelined"), range(STEPS))
     assert_bit_identical([result for _, result in answers])

@@ -88,6 +88,31 @@ def test_what_is_stopped_is_not_captured_any_more():
     assert training.preconditioner.metrics()["layers_refreshed"] == 0
 
 
+@pytest.mark.parametrize("settled", [0.99, 0.99999])
+def test_what_scheduled_damping_does_to_a_trace_stops_no_layer(settled):
+    """Of which nothing was captured: Δ is then that of λ alone, and may be as small as one likes."""
+    clock = natgrad.Adaptive(natgrad.TraceRule(upper=0.5, lower=0.1), factors=4, inverses=1)
+    _, states = run(clock, 4, damping=lambda step: DAMPING * settled**step)
+    for state in states[1:]:
+        assert set(verdicts(state).values()) == {KEPT}
+    _, states = run(clock, 5, damping=lambda step: DAMPING * settled**step)
+    assert STOPPED in verdicts(states[-1]).values()  # what was captured and is settled
+
+
+def test_a_layer_that_a_step_does_not_use_is_not_stopped():
+    """While the others, which were captured, are."""
+    clock = natgrad.Adaptive(natgrad.TraceRule(upper=0.9, lower=0.8), inverses=1)
+    training = Training(natgrad.KFAC, refresh=clock, damping=lambda step: DAMPING * 0.999**step)
+    training.step(batch(0))
+    model, (x, y) = training.model, batch(1)
+    training.optimizer.zero_grad()
+    cross_entropy(model.head(model.positions(x.mean(2).repeat(1, 2)[:, :6])) * model.scale, y).backward()
+    training.preconditioner.step()
+    assert verdicts(training.preconditioner.state_dict()) == {
+        "convolution.weight": KEPT, "positions.weight": STOPPED, "head.weight": STOPPED
+    }  # fmt: skip
+
+
 def test_decisions_without_news_stop_nothing():
     """More decisions than captures: a trace that nothing was added to has not settled."""
     _, states = run(natgrad.Adaptive(natgrad.TraceRule(lower=0.009), factors=3, inverses=1), 3)
@@ -286,7 +311,7 @@ def test_what_is_found_unusable_is_renewed_whatever_was_said():
         (natgrad.SNGD(), natgrad.Adaptive(natgrad.TraceRule()), "comm-opt"),
         (natgrad.KBFGS(), natgrad.Adaptive(natgrad.DriftRule()), "comm-opt"),
         (natgrad.KBFGS(), natgrad.Capped(), "comm-opt"),
-        (natgrad.KFAC(), natgrad.Adaptive(natgrad.TraceRule()), "pipelined"),
+        (natgrad.KFAC(), natgrad.Adaptive(natgrad.TraceRule(lower=1e-9)), "pipelined"),
         (natgrad.KFAC(), natgrad.Capped(), "pipelined"),
         (natgrad.KFAC(), natgrad.Adaptive(natgrad.DriftRule()), "background"),
     ],
@@ -313,6 +338,10 @@ def test_seconds_that_cannot_be_told_are_refused(placement):
 
 def test_auto_takes_a_placement_in_which_seconds_are_told():
     assert structure(natgrad.Capped(), "auto").plan.placement.name == "comm-opt"
+
+
+def test_a_rule_that_stops_nothing_goes_with_sums_that_leave_early():
+    assert structure(natgrad.Adaptive(natgrad.TraceRule(lower=0)), "pipelined").plan.placement.name == "pipelined"
 
 
 class Seconds:
@@ -353,6 +382,19 @@ def test_a_capped_training_keeps_its_share(monkeypatch, refresh):
     assert seconds.spent >= 0.15 * seconds.now
     assert max(waiting) > 0
     assert preconditioner.metrics()["preconditioning_share"] == pytest.approx(seconds.spent / seconds.now, abs=0.05)
+
+
+def test_a_pause_between_steps_is_no_time_of_training():
+    """Of an evaluation of ten minutes preconditioning would else have one for itself."""
+    training = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.1))
+    seconds, agenda = Seconds(training.preconditioner), training.preconditioner._agenda
+    for step in range(12):
+        seconds.pass_(600.0 if step in (5, 6, 9) else 1.0, 0.01)
+        training.step(batch(step))
+    # Eleven steps were told by then; of the first the rest is not known, and three of the others had a pause.
+    agenda._read_times()
+    assert agenda.budget.times.steps == 11
+    assert agenda.budget.times.elapsed == pytest.approx(11 * 0.01 + 7 * 1.0 + 3 * 5.0)
 
 
 @pytest.mark.filterwarnings("ignore:natgrad. solves alone")  # in real seconds, of so small a model

@@ -35,6 +35,12 @@ def test_a_layer_of_which_nothing_was_captured_is_not_stopped():
     assert decide(natgrad.TraceRule(), [2.0, 2.0, 2.0, 2.0001]) == (["renew", "keep", "keep", "stop"], 2.0001)
 
 
+def test_thors_rule_without_a_lower_bound_stops_nothing():
+    assert natgrad.TraceRule().stops
+    assert not natgrad.TraceRule(lower=0).stops
+    assert not natgrad.DriftRule().stops
+
+
 @pytest.mark.parametrize("value", [nan, inf])
 def test_what_is_no_number_is_renewed_and_not_remembered(value):
     rule = natgrad.TraceRule()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from math import ceil
+from statistics import median_low
 
 # Nothing waits for longer, even where solves alone take more than the share.
 _LONGEST = 1000
+# A step counts for no more than so many times the median of so many before it.
+_MOST, _WINDOW = 5, 31
 
 
 @dataclass
@@ -16,7 +20,7 @@ class Times:
 
     Attributes:
         steps: How many, times the ranks.
-        elapsed: From the end of one step to that of the next.
+        elapsed: From the end of one step to that of the next, without pauses (`Pace`).
         spent: On preconditioning.
         fixed: What of it every step takes, renewals or not: solves and their messages.
         renewing: What of it decompositions took, with the exchange of their results.
@@ -38,6 +42,30 @@ class Times:
     def numbers(self) -> list[float]:
         """Return all in the order of the fields."""
         return list(astuple(self))
+
+
+class Pace:
+    """How long the steps of one rank take without preconditioning, pauses between them left out.
+
+    An evaluation, a checkpoint or a debugger that holds the process is no time of training, of which preconditioning
+    may take a share. It shows in the time from one step to the next alone, so a step that takes more than five times
+    the median of the last ones counts as five times that. Where steps become longer for good, the median follows once
+    half of its window has seen it.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no step seen."""
+        self._seen: deque[float] = deque(maxlen=_WINDOW)
+
+    def count(self, seconds: float) -> float:
+        """Return what of the `seconds` of a step counts.
+
+        The first counts whole; where the second shows that there was a pause in it, that is taken back.
+        """
+        self._seen.append(seconds)
+        most = _MOST * median_low(self._seen)
+        back = max(0.0, self._seen[0] - most) if len(self._seen) == 2 else 0.0
+        return min(seconds, most) - back
 
 
 class Budget:

@@ -17,11 +17,11 @@ class Rule(ABC):
             damped Fisher block. "norm": the product of the Frobenius norms of its statistics. "drift": how far these
             are from what they were when it was renewed last, relative to that. "basis": what its eigenvectors leave off
             the diagonal, relative to all.
-        stops: Whether it ever says "stop".
+        stops: Whether it ever says "stop". A layer whose statistics have not changed at all is kept where it does.
     """
 
     measure: ClassVar[Measure]
-    stops: ClassVar[bool] = False
+    stops: bool = False
 
     def __repr__(self) -> str:
         """Show the rule and its options, the same on every rank: by this ranks tell that theirs are alike."""

@@ -16,8 +16,9 @@ class TraceRule(Rule):
     """``Δ = |tr(F_k + λI) - tr(F_{k-1} + λI)| / tr(F_{k-1} + λI)``, k counting the checks of a layer.
 
     Above `upper` it is renewed, between the two it keeps what it has, and below `lower` it does so for good: it is
-    neither captured, nor sent, nor decomposed any more. Without any change, as where nothing was captured since the
-    last check (a step that a ``GradScaler`` left out, a longer interval of factors), it is kept for now.
+    neither captured, nor sent, nor decomposed any more. Where tr F has not changed at all, as where nothing was
+    captured since the last check (a step that a ``GradScaler`` left out, a longer interval of factors, a layer that was
+    not used), it is kept for now, whatever a scheduled λ has done to Δ.
 
     For K-FAC ``tr(F + λI) = tr A · tr G + λ d_A d_G``. F is made of the running averages, as what is decomposed is;
     with ``factor_decay=0`` they are THOR's, of one batch.
@@ -34,13 +35,17 @@ class TraceRule(Rule):
     lower: float = 0.001
 
     measure: ClassVar[Measure] = "trace"
-    stops: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the bounds."""
         check_number("upper", self.upper, "a number > 0", minimum=0, strict=True)
         check_number("lower", self.lower, "a number >= 0", minimum=0)
         require(self.lower <= self.upper, "lower", self.lower, f"at most upper={self.upper}")
+
+    @property
+    def stops(self) -> bool:  # type: ignore[override]
+        """See `Rule.stops`: with `lower` above 0."""
+        return self.lower > 0
 
     def change(self, value: float, last: float | None) -> float:
         """See `Rule.change`: Δ."""

@@ -23,7 +23,7 @@ from natgrad.errors import NatgradWarning, require
 from natgrad.placement import Plan
 from natgrad.progress import Progress
 from natgrad.refresh import Clock
-from natgrad.refresh.budget import Budget, Times
+from natgrad.refresh.budget import Budget, Pace, Times
 from natgrad.refresh.rule import Rule
 from natgrad.refresh.sides import READS, SIDES, Reads, Side
 from natgrad.renewal.measure import measurable, measured
@@ -44,6 +44,7 @@ class _Layer:
         index: Its number there.
         record: What is remembered of it.
         value: What was measured.
+        seen: What of it is of the statistics alone, without damping.
     """
 
     stack: Stack
@@ -51,6 +52,7 @@ class _Layer:
     index: int
     record: Record
     value: float = nan
+    seen: float = nan
 
     @property
     def key(self) -> str:
@@ -62,6 +64,13 @@ class _Layer:
         rungs = self.stack.rungs
         sunk = rungs.suspected and rungs.sunk is not None and bool(rungs.sunk[self.member.blocks].any())
         return not self.stack.ready[self.index] or sunk
+
+    def judge(self, rule: Rule, change: float) -> float:
+        """Return the verdict on it; where nothing was captured since the last one, nobody knows what has settled."""
+        if self.begins:
+            return RENEWED
+        verdict = _VERDICTS[rule.verdict(change)]
+        return KEPT if verdict == STOPPED and self.seen == self.record.seen(self.index) else verdict
 
 
 class Agenda:
@@ -80,6 +89,7 @@ class Agenda:
         self.budget = None if clock.share is None else Budget(clock.share)
         self.without: frozenset[str] = frozenset()
         self.now: Callable[[], float] = perf_counter
+        self._pace = Pace()
         self._own = Times()  # of this rank, since it was told last
         self._lap: float | None = None  # when the last step ended
         self._paid = 0.0  # what had been spent by then
@@ -124,16 +134,13 @@ class Agenda:
         _measure(layers, rule, damping)
         lasts = [one.record.last(one.index) for one in layers]
         changes = [rule.change(one.value, last) for one, last in zip(layers, lasts, strict=True)]
-        verdicts = [
-            RENEWED if one.begins else _VERDICTS[rule.verdict(change)]
-            for one, change in zip(layers, changes, strict=True)
-        ]
+        verdicts = [one.judge(rule, change) for one, change in zip(layers, changes, strict=True)]
         if self.budget is not None:
             self._spare(self.budget, layers, changes, verdicts, plan, progress.step)
         for one, last, verdict in zip(layers, lasts, verdicts, strict=True):
             # Who waits is compared with the same at the next decision: its change is still to be made good.
             own = last if verdict == WAITS else rule.remember(one.value, last, renewed=verdict == RENEWED)
-            one.record.note(one.index, own, verdict)
+            one.record.note(one.index, own, verdict, one.seen)
         for stack in stacks:
             if stack.record is not None:
                 stack.record.told = True
@@ -223,8 +230,8 @@ class Agenda:
         if self.budget is None:
             return
         now, more = self.now(), spent - self._paid
-        before = now - more if self._lap is None else self._lap
-        self._own.add([1.0, now - before, more, 0.0, 0.0, 0.0])
+        rest = 0.0 if self._lap is None else self._pace.count(now - self._lap - more)
+        self._own.add([1.0, more + rest, more, 0.0, 0.0, 0.0])
         self._lap, self._paid = now, spent
 
     def tell(self) -> list[float]:
@@ -319,10 +326,12 @@ def _measure(layers: Sequence[_Layer], rule: Rule, damping: float) -> None:
     found: dict[torch.device, list[tuple[Stack, Tensor]]] = {}
     for stack in stacks.values():
         if stack.weight is not None and (stack.held or rule.measure != "basis"):
-            found.setdefault(stack.device, []).append((stack, measured(stack, rule.measure, damping)))
+            found.setdefault(stack.device, []).append((stack, measured(stack, rule.measure)))
     values: dict[tuple[int, int], float] = {}
     for pairs in found.values():
         numbers = iter(torch.cat([own.double() for _, own in pairs]).tolist())
         values |= {(id(stack), index): next(numbers) for stack, _ in pairs for index in range(len(stack.members))}
     for one in layers:
-        one.value = values.get((id(one.stack), one.index), nan)
+        one.seen = values.get((id(one.stack), one.index), nan)
+        damped = rule.measure == "trace"
+        one.value = one.seen + damped * damping * one.stack.factor * one.stack.parameters(one.member)

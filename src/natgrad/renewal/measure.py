@@ -24,32 +24,30 @@ def measurable(curvature: Curvature, measure: Measure) -> bool:
     return not curvature.rows and bool(needed.get(measure, True))
 
 
-def measured(stack: Stack, measure: Measure, damping: float) -> Tensor:
+def measured(stack: Stack, measure: Measure) -> Tensor:
     """Return one number for each layer of a stack ``[M]``, made of its running averages as they are now.
 
     Args:
         stack: The stack, which has averages; for "basis" also what renewals have made, for "drift" a record.
-        measure: What is measured (`natgrad.refresh.rule.Rule`).
-        damping: γ, of which λ of a trace is made.
+        measure: What is measured (`natgrad.refresh.rule.Rule`); a trace is that without damping.
     """
-    return _MEASURES[measure](stack, damping)
+    return _MEASURES[measure](stack)
 
 
-def _trace(stack: Stack, damping: float) -> Tensor:
-    """``tr(F + λI)`` of all blocks of a layer."""
-    curvature, unit = stack.curvature, damping * stack.factor * stack.outputs * stack.inputs
-    names = curvature.traced
-    traces = [curvature.trace(stack.corrected(blocks, names), stack.outputs) + unit for blocks in _pieces(stack, names)]
+def _trace(stack: Stack) -> Tensor:
+    """``tr F`` of all blocks of a layer."""
+    curvature, names = stack.curvature, stack.curvature.traced
+    traces = [curvature.trace(stack.corrected(blocks, names), stack.outputs) for blocks in _pieces(stack, names)]
     return _by_layer(stack, torch.cat(traces))
 
 
-def _norm(stack: Stack, damping: float) -> Tensor:
+def _norm(stack: Stack) -> Tensor:
     """``Π ‖X‖`` over the statistics X that renewals read."""
     squares = _squares_of(stack, stack.snapshot)
     return torch.stack([own.sqrt() for own in squares.values()]).prod(0)
 
 
-def _drift(stack: Stack, damping: float) -> Tensor:
+def _drift(stack: Stack) -> Tensor:
     """The largest ``‖X - X_last‖ / ‖X_last‖`` of the statistics X that renewals read."""
     record = stack.record
     assert record is not None
@@ -67,7 +65,7 @@ def _drift(stack: Stack, damping: float) -> Tensor:
     return torch.stack([(differences[name] / lasts[name]).sqrt() for name in lasts]).amax(0)
 
 
-def _basis(stack: Stack, damping: float) -> Tensor:
+def _basis(stack: Stack) -> Tensor:
     """The largest ``‖offdiag(Qᵀ X Q)‖ / ‖X‖`` of the factors X with eigenvectors Q."""
     curvature, found = stack.curvature, []
     with full_products(stack.device):
@@ -80,7 +78,7 @@ def _basis(stack: Stack, damping: float) -> Tensor:
     return torch.stack(shares).amax(0).sqrt()
 
 
-_MEASURES: Mapping[Measure, Callable[[Stack, float], Tensor]] = {
+_MEASURES: Mapping[Measure, Callable[[Stack], Tensor]] = {
     "trace": _trace,
     "norm": _norm,
     "drift": _drift,

@@ -27,7 +27,7 @@ class Record:
 
     Attributes:
         told: Whether workers tell the others what they have decided, in this step.
-        heard: What they have told ``[2 M]``, on the device; None: nothing.
+        heard: What they have told ``[3 M]``, on the device; None: nothing.
         averages: The statistics that the last renewal was made of, packed; empty where the rule compares none.
     """
 
@@ -39,7 +39,7 @@ class Record:
             drifts: Whether statistics are to be compared with those of the last renewal.
         """
         self._stack, self._drifts = stack, drifts
-        self._numbers = torch.full((len(stack.members), 2), nan, dtype=torch.float64, device="cpu")
+        self._numbers = torch.full((len(stack.members), 3), nan, dtype=torch.float64, device="cpu")
         self._numbers[:, 1] = 0
         self.told = False
         self.heard: Tensor | None = None
@@ -60,6 +60,10 @@ class Record:
         value = float(self._numbers[index, 0])
         return None if isnan(value) else value
 
+    def seen(self, index: int) -> float:
+        """Return what was measured of the statistics alone at the last decision on a layer; no number: nothing."""
+        return float(self._numbers[index, 2])
+
     def verdict(self, index: int) -> float:
         """Return the last verdict on a layer; 0: there was none."""
         return float(self._numbers[index, 1])
@@ -79,12 +83,13 @@ class Record:
         dtype = self._stack.work_dtype
         return sum(prod(packed_shape(spec)) * spec_dtype(spec, dtype).itemsize for spec in specs)
 
-    def note(self, index: int, last: float | None, verdict: float) -> None:
-        """Note both."""
-        self._numbers[index] = torch.tensor([nan if last is None else last, verdict], dtype=torch.float64, device="cpu")
+    def note(self, index: int, last: float | None, verdict: float, seen: float = nan) -> None:
+        """Note all three."""
+        own = [nan if last is None else last, verdict, seen]
+        self._numbers[index] = torch.tensor(own, dtype=torch.float64, device="cpu")
 
     def message(self, like: Tensor) -> Tensor:
-        """Return what a worker tells the others: ``[2 M]``."""
+        """Return what a worker tells the others: ``[3 M]``."""
         return self._numbers.flatten().to(like)
 
     @property
@@ -94,7 +99,7 @@ class Record:
 
     def hear(self, numbers: list[float]) -> None:
         """Note what a worker has told."""
-        self._numbers.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu").view(-1, 2))
+        self._numbers.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu").view(-1, 3))
 
     def compare_with(self, blocks: slice) -> None:
         """Keep the statistics of some blocks, which were renewed, as they are now."""
@@ -126,7 +131,7 @@ class Record:
     def shapes(self, member: Member) -> dict[str, tuple[int, ...]]:
         """Return the shapes of that."""
         n = member.stop - member.start
-        shapes: dict[str, tuple[int, ...]] = {_NUMBERS: (n, 2)}
+        shapes: dict[str, tuple[int, ...]] = {_NUMBERS: (n, 3)}
         if self._drifts and self._stack.role.works:
             specs = (replace(spec, name=f"{_PREFIX}{spec.name}") for spec in self._stack.statistics)
             own = {f"{_PREFIX}{name}" for name in self.names}

@@ -290,6 +290,10 @@ class Stack:
         compared = 0 if self.record is None else self.record.bytes_per_block
         return compared + sum(prod(shape) * dtype.itemsize for shape, dtype in kept)
 
+    def parameters(self, member: Member) -> int:
+        """Return the number of entries of a layer's blocks."""
+        return (member.stop - member.start) * self.outputs * self.inputs
+
     def charge(self, members: Sequence[Member], seconds: float) -> None:
         """Share the host seconds of work on some layers out among them, by their blocks."""
         blocks = sum(member.stop - member.start for member in members)
