@@ -91,8 +91,12 @@ class Engine:
 
     def _collect(self, *, early: bool) -> None:
         with self._progress.phase("renew", self._runtime):
-            plan, wire = self._structure.plan, self._precision.wire
-            self._background.collect(plan, self._runtime, self._watch, self._progress, wire, early=early)
+            plan, wire, keys = self._structure.plan, self._precision.wire, self._background.keys
+            try:
+                self._background.collect(plan, self._runtime, self._watch, self._progress, wire, early=early)
+            finally:
+                if not self._background.keys:
+                    self._agenda.renewed(self._stacks, plan, keys)
 
     def _end_renewal(self) -> None:
         """End a renewal under way between two steps; the passes to come see what it has made."""
@@ -329,14 +333,17 @@ class Engine:
             captured = captured and len(self._capture.sums.choice.sides) == len(SIDES)
             seen = observed(self._stacks)
             usable = self._inspection.usable(self._stacks, seen, captured=captured)
-            if self._behind:
-                self._background.begin(self._stacks, plan, usable, damping, self._runtime.rank, self._progress)
-                return
             agenda, reads = self._agenda, self._agenda.reads(self._progress)
             keys = agenda.choose(self._stacks, plan, usable, damping, self._progress)
+            decided = agenda.clock.rule is not None and bool(usable)
+            if self._behind:
+                begun = self._background.begin(self._stacks, plan, keys, damping, self._runtime.rank, self._progress)
+                if decided and not begun:
+                    self._progress.renewed_inverses(reads)
+                return
             renewed = renew(self._stacks, plan, self._runtime, keys, damping, self._watch, wire, reads=reads)
             agenda.renewed(self._stacks, plan, keys)
-            decided = renewed or refreshed or (agenda.clock.rule is not None and bool(usable))
+            decided = decided or renewed or refreshed
             if self._agreed(decided) if begins else decided or self._exchanges:
                 self._progress.renewed_inverses(reads)
 

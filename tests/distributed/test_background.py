@@ -42,6 +42,12 @@ class Case:
     micro_batches: int = 1
     wrapped: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    rule: Any = None
+
+    @property
+    def refresh(self):
+        intervals = {"factors": self.factors, "inverses": self.inverses}
+        return natgrad.Refresh(**intervals) if self.rule is None else natgrad.Adaptive(self.rule, **intervals)
 
 
 def damping(step):
@@ -61,7 +67,7 @@ class Training:
             optimizer=self.optimizer,
             damping=damping,
             kl_clip=CLIP,
-            refresh=natgrad.Refresh(factors=case.factors, inverses=case.inverses),
+            refresh=case.refresh,
             placement=natgrad.Placement(name=case.name, staleness=case.staleness),
             **case.options,
         )
@@ -135,18 +141,22 @@ class Reference(dense.KFAC):
             made = {}
             for name, sums in self.sums.items():
                 correction = 1 - self.factor_decay ** self.updates[name]
-                made[name] = (sums[0] / correction, sums[1] / correction, damping(t))
+                made[name] = self._decide(name, (sums[0] / correction, sums[1] / correction, damping(t)))
             self.begun, self.before = t, before
             self.held, self.made = (made, None) if first else (self.held, made)
         self.completed += 1
         return {name: self._solve(name, seen.gradient(), damping(t)) for name, seen in rows.items()}
 
+    def _decide(self, name, fresh):
+        """Return what of a layer is made, of what there is: without a rule all of it."""
+        return fresh
 
-def defined(case, steps=STEPS, resume=None):
+
+def defined(case, steps=STEPS, resume=None, make=Reference):
     """The parameters that training by the definition ends with."""
     model = network()
     layers = dense.trained_layers(model)
-    reference = Reference(case, resume)
+    reference = make(case, resume)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     for step in steps:
         x, y = batch(step)

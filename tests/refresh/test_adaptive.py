@@ -236,7 +236,7 @@ def test_a_decomposition_that_fails_is_tried_again(monkeypatch):
         training.step(batch(step))
     for stack in training.preconditioner._stacks:
         for index in range(len(stack.members)):
-            stack.record.note(index, None, RENEWED)  # so that all are renewed at step 2
+            stack.record.end(index, failed=True)  # so that all are renewed at step 2
     fails.append(True)
     training.step(batch(2))
     failed = training.preconditioner.state_dict()
@@ -313,7 +313,7 @@ def test_what_is_found_unusable_is_renewed_whatever_was_said():
         (natgrad.KBFGS(), natgrad.Capped(), "comm-opt"),
         (natgrad.KFAC(), natgrad.Adaptive(natgrad.TraceRule(lower=1e-9)), "pipelined"),
         (natgrad.KFAC(), natgrad.Capped(), "pipelined"),
-        (natgrad.KFAC(), natgrad.Adaptive(natgrad.DriftRule()), "background"),
+        (natgrad.KFAC(), natgrad.Refresh(factors=natgrad.Sides(inputs=2, gradients=1)), "background"),
     ],
 )
 def test_what_cannot_be_routed_is_refused(curvature, clock, placement):

@@ -141,22 +141,18 @@ class Agenda:
             # Who waits is compared with the same at the next decision: its change is still to be made good.
             own = last if verdict == WAITS else rule.remember(one.value, last, renewed=verdict == RENEWED)
             one.record.note(one.index, own, verdict, one.seen)
+            if verdict == RENEWED:
+                one.record.begin(one.index)
         for stack in stacks:
             if stack.record is not None:
                 stack.record.told = True
         return {one.key for one, verdict in zip(layers, verdicts, strict=True) if verdict == RENEWED}
 
     def renewed(self, stacks: Sequence[Stack], plan: Plan[str], keys: Collection[str]) -> None:
-        """Note that the layers of some `keys` were renewed; those of which a part has failed are due again."""
-        rule = self.clock.rule
-        if rule is None:
-            return
+        """Note that renewing the layers of some `keys`, which `choose` has chosen, has ended, be it in failure."""
         for one in _layers(stacks, keys):
             self._own.work += plan.weights[one.key] / len(plan.seats[one.key].workers)
-            if any(one.stack.rungs.behind[one.member.blocks]):
-                one.record.note(one.index, None, RENEWED)
-            elif rule.measure == "drift":
-                one.record.compare_with(one.member.blocks)
+            one.record.end(one.index, failed=any(one.stack.rungs.behind[one.member.blocks]))
 
     def hear(self, stacks: Sequence[Stack]) -> None:
         """Take the verdicts that others have told in this step, if there are any; this waits for them."""

@@ -4,7 +4,8 @@ Once there is curvature to go on with, a step in which factors are due only post
 into the running averages, before anything else. A step t in which inverses are due takes a copy of the averages of what
 was captured before it; a thread of each owner decomposes its share of them. Step ``t + staleness`` waits for that
 thread, exchanges the results and is the first to use them; or an earlier step, if inverses are due again. Which step
-does what depends on nothing but counters, so that it is the same on all ranks, and ranks stay equal to the last bit.
+does what depends on nothing but counters, and which layers on averages that all ranks have, so that it is the same on
+all of them, and ranks stay equal to the last bit.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ class _Renewal:
     Attributes:
         begun: The step that began it.
         before: The step that began the one before.
-        jobs: Its jobs, the same on all ranks.
+        keys: The keys of its layers, the same on all ranks.
+        jobs: Its jobs, likewise.
         pieces: For each job that is this rank's the blocks that are decomposed together, and the thread's answers.
     """
 
     begun: int
     before: int | None
+    keys: set[str]
     jobs: list[Job]
     pieces: list[list[tuple[slice, Future[_Outcome]]]]
 
@@ -115,7 +118,7 @@ class Background:
 
     def begin(
         self, stacks: list[Stack], plan: Plan[str], keys: set[str], damping: float, rank: int, progress: Progress
-    ) -> None:
+    ) -> bool:
         """Begin to renew some layers from their running averages as they are now; none may be under way.
 
         Args:
@@ -125,14 +128,23 @@ class Background:
             damping: γ of this renewal.
             rank: This process's.
             progress: Is told that this is the step of the renewal.
+
+        Returns:
+            Whether there is anything to do.
         """
         assert self._renewal is None
         jobs = jobs_of(stacks, plan, keys)
         if not jobs:
-            return
+            return False
         pieces = [self._submit(job, damping) if job.owner in (None, rank) else [] for job in jobs]
-        self._renewal = _Renewal(progress.step, progress.last_inverses, jobs, pieces)
+        self._renewal = _Renewal(progress.step, progress.last_inverses, keys, jobs, pieces)
         progress.last_inverses = progress.step
+        return True
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys of the layers whose renewal is under way."""
+        return set() if self._renewal is None else self._renewal.keys
 
     def collect(
         self,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 RENEWED, KEPT, STOPPED, WAITS = 1.0, 2.0, 3.0, 4.0
 
 _NUMBERS, _PREFIX = "rule", "last "
+# What is known of a layer on which nothing was decided, and of one whose renewal has yet to succeed.
+_NOTHING, _AGAIN = (nan, 0.0, nan), (nan, RENEWED, nan)
 
 
 class Record:
@@ -29,6 +31,7 @@ class Record:
         told: Whether workers tell the others what they have decided, in this step.
         heard: What they have told ``[3 M]``, on the device; None: nothing.
         averages: The statistics that the last renewal was made of, packed; empty where the rule compares none.
+        under_way: The numbers of the layers whose renewal was begun, and of which nobody knows how it ends.
     """
 
     def __init__(self, stack: Stack, *, drifts: bool) -> None:
@@ -39,11 +42,11 @@ class Record:
             drifts: Whether statistics are to be compared with those of the last renewal.
         """
         self._stack, self._drifts = stack, drifts
-        self._numbers = torch.full((len(stack.members), 3), nan, dtype=torch.float64, device="cpu")
-        self._numbers[:, 1] = 0
+        self._numbers = torch.tensor([_NOTHING] * len(stack.members), dtype=torch.float64, device="cpu")
         self.told = False
         self.heard: Tensor | None = None
         self.averages = Kept()
+        self.under_way: set[int] = set()
 
     def anew(self) -> Record:
         """Return one that begins with nothing."""
@@ -83,7 +86,7 @@ class Record:
         dtype = self._stack.work_dtype
         return sum(prod(packed_shape(spec)) * spec_dtype(spec, dtype).itemsize for spec in specs)
 
-    def note(self, index: int, last: float | None, verdict: float, seen: float = nan) -> None:
+    def note(self, index: int, last: float | None, verdict: float, seen: float) -> None:
         """Note all three."""
         own = [nan if last is None else last, verdict, seen]
         self._numbers[index] = torch.tensor(own, dtype=torch.float64, device="cpu")
@@ -101,10 +104,26 @@ class Record:
         """Note what a worker has told."""
         self._numbers.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu").view(-1, 3))
 
-    def compare_with(self, blocks: slice) -> None:
-        """Keep the statistics of some blocks, which were renewed, as they are now."""
-        for name, own in self._stack.snapshot(blocks, self.names).items():
-            self._kept().write(name, blocks, own)
+    def begin(self, index: int) -> None:
+        """Note that a layer is renewed from its statistics as they are now."""
+        self.under_way.add(index)
+        if self._drifts:
+            blocks = self._stack.members[index].blocks
+            for name, own in self._stack.snapshot(blocks, self.names).items():
+                self._kept().write(name, blocks, own)
+
+    def end(self, index: int, *, failed: bool) -> None:
+        """Note how that has ended; one that has `failed` is renewed at the next decision, whatever is measured."""
+        self.under_way.discard(index)
+        if failed:
+            self._forget(index, _AGAIN)
+
+    def _forget(self, index: int, numbers: tuple[float, ...]) -> None:
+        """Have nothing to compare the next measurement with: by any measure the layer has changed."""
+        self.under_way.discard(index)
+        self._numbers[index] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        for name in self.averages:
+            self.averages[name][self._stack.members[index].blocks] = 0
 
     def to(self, dtype: torch.dtype, device: torch.device) -> None:
         """Move what is kept."""
@@ -121,12 +140,16 @@ class Record:
 
     def state(self, member: Member) -> dict[str, Tensor]:
         """Return what is remembered of a layer, by names of their own among its tensors."""
-        n, numbers = member.stop - member.start, self._numbers[self._stack.members.index(member)]
-        own = {_NUMBERS: numbers.expand(n, -1)}
+        n, index = member.stop - member.start, self._stack.members.index(member)
+        own = {_NUMBERS: self._numbers[index].expand(n, -1)}
         if self._drifts and self._stack.role.works:
             kept = self._kept()
             own |= {f"{_PREFIX}{name}": kept.whole(name, member.blocks) for name in kept}
-        return own
+        if index not in self.under_way:
+            return own
+        # A state leaves renewals under way out: who resumes begins them anew.
+        blank = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+        return {**blank, _NUMBERS: torch.tensor(_AGAIN, dtype=torch.float64, device="cpu").expand(n, -1)}
 
     def shapes(self, member: Member) -> dict[str, tuple[int, ...]]:
         """Return the shapes of that."""
@@ -140,9 +163,12 @@ class Record:
 
     def restore(self, member: Member, given: Mapping[str, Tensor]) -> None:
         """Take what `state` returned; where it was written without this rule, begin anew."""
+        index = self._stack.members.index(member)
         if not all(name in given for name in self.shapes(member)):
+            self._forget(index, _NOTHING)
             return
-        self._numbers[self._stack.members.index(member)] = given[_NUMBERS][0].to(self._numbers)
+        self.under_way.discard(index)
+        self._numbers[index] = given[_NUMBERS][0].to(self._numbers)
         if self._drifts and self._stack.role.works:
             kept = self._kept()
             for name in kept:

@@ -53,7 +53,6 @@ def check_clock(clock: Clock, curvatures: Collection[Curvature], placement: Plac
     if rule is None:
         return
     require(replaying is None, "refresh", clock, f"a natgrad.Refresh with {replaying!r}")
-    _check_placement(name != "background", clock, placement, "another than 'background'")
     whole = name != "pipelined" or not (rule.stops or clock.share is not None)
     _check_placement(whole, clock, placement, "another than 'pipelined', where all layers leave alike")
     heard = clock.share is None or ranks == 1 or name in ("comm-opt", "mem-opt", "hybrid")

@@ -1,0 +1,188 @@
+"""Rules of renewal beside the steps: all ranks decide alike on each layer, at the step that would begin its renewal."""
+
+from typing import ClassVar
+from unittest import mock
+
+import pytest
+import torch
+
+import natgrad
+from natgrad.renewal.record import KEPT, RENEWED, STOPPED
+from tests.distributed.jobs import place
+from tests.distributed.test_background import (
+    Case,
+    Reference,
+    Training,
+    assert_close,
+    assert_equal,
+    defined,
+    resume,
+    save_and_go_on,
+    train,
+)
+
+STEPS = range(14)
+RULES = {
+    "trace": natgrad.TraceRule(upper=0.8, lower=0.1),  # of a damping that goes up and down
+    "drift": natgrad.DriftRule(0.3),
+    "basis": natgrad.BasisRule(0.1),
+}
+
+
+class Drifting(Reference):
+    """The definition, for a `DriftRule`: compared are the averages of the last renewal with those that begin one.
+
+    `verdicts` are those of all trainings.
+    """
+
+    verdicts: ClassVar[set[bool]] = set()
+
+    def __init__(self, case, resume=None):
+        super().__init__(case, resume)
+        self.threshold, self.compared = case.rule.threshold, {}
+
+    def _decide(self, name, fresh):
+        last = self.compared.get(name)
+        drifts = [] if last is None else [float((X - Y).norm() / Y.norm()) for X, Y in zip(fresh, last, strict=False)]
+        renewed = last is None or max(drifts) >= self.threshold
+        self.verdicts.add(renewed)
+        if renewed:
+            self.compared[name] = fresh[:2]
+        return fresh if renewed else self.held[name]
+
+
+@pytest.mark.parametrize(("count", "staleness"), [(1, 1), (1, 3), (2, 1), (4, 3)])
+def test_training_is_what_the_definition_says(ranks, count, staleness):
+    for form in ("eigen", "inverse"):
+        case = Case(staleness=staleness, factors=1, inverses=2, curvature={"form": form}, rule=natgrad.DriftRule(0.3))
+        results = [parameters for parameters, _ in ranks.run(count, train, case)]
+        assert_equal(results)
+        assert_close(results[0], defined(case, make=Drifting))
+    assert Drifting.verdicts == {True, False}
+
+
+def follow(rule, staleness):
+    """Train, and return the verdicts on all layers after each step."""
+    training, seen = Training(Case(staleness=staleness, factors=1, inverses=2, rule=RULES[rule], curvature={})), []
+    for step in STEPS:
+        training.step(step)
+        seen.append(verdicts(training.preconditioner.state_dict()))
+    return seen, training.parameters()
+
+
+def verdicts(state):
+    return {key: float(own["rule"][0, 1]) for key, own in state["blocks"].items()}
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_ranks_decide_as_one_process(ranks, rule, staleness):
+    expected, parameters = follow(rule, staleness)
+    assert {code for step in expected[2:] for code in step.values()} >= {RENEWED, KEPT}
+    answers = ranks.run(2, follow, rule, staleness)
+    assert_equal([own for _, own in answers])
+    assert_close(answers[0][1], parameters)
+    assert all(seen == expected for seen, _ in answers)
+
+
+def messages(rule, steps):
+    """What this rank has sent in each step."""
+    training, sent = Training(Case(factors=1, inverses=2, rule=rule)), []
+    for step in steps:
+        before = training.preconditioner.traffic()
+        training.step(step)
+        now = training.preconditioner.traffic()
+        sent.append({kind: now[kind] - before[kind] for kind in ("factors", "inverses", "counters")})
+    return sent
+
+
+def test_rules_send_no_message_of_their_own(ranks):
+    always, fixed = (ranks.run(2, messages, rule, range(8)) for rule in (natgrad.DriftRule(1e-12), None))
+    assert always == fixed
+
+
+def test_what_is_stopped_is_not_sent_any_more(ranks):
+    for sent in ranks.run(2, messages, natgrad.TraceRule(upper=0.9, lower=0.8), range(12)):
+        assert sent[0]["factors"] > 0
+        assert sent[11]["factors"] == sent[11]["inverses"] == 0
+
+
+def test_a_decision_without_a_renewal_is_one():
+    """Else each step that follows would decide anew."""
+    training = Training(Case(factors=1, inverses=4, rule=natgrad.DriftRule(1e9)))
+    for step in range(11):
+        training.step(step)
+    assert training.preconditioner.metrics()["inverse_updates"] == 3
+    assert training.preconditioner.state_dict()["last_inverses"] == 8
+
+
+@pytest.mark.parametrize(("stop", "staleness"), [(4, 1), (5, 1), (6, 3), (7, 3)])
+def test_a_gathered_state_resumes_bit_by_bit(ranks, stop, staleness):
+    case = Case(staleness=staleness, factors=1, inverses=4, rule=natgrad.DriftRule(0.3))
+    saved = ranks.run(2, save_and_go_on, case, stop, STEPS, True)
+    resumed = ranks.run(2, resume, case, [state for _, state in saved], STEPS[stop:])
+    assert_equal([*(parameters for parameters, _ in saved), *resumed])
+
+
+def save_on_the_way(rule, stop):
+    """Save what a rank has, and go on from it for a step; return what was decided before, in the state, and then."""
+    case = Case(staleness=3, factors=1, inverses=4, rule=rule)
+    before, after = Training(case), Training(case)
+    for step in range(stop):
+        before.step(step)
+    live = {
+        member.layer.key: stack.record.verdict(index)
+        for stack in before.preconditioner._stacks
+        for index, member in enumerate(stack.members)
+    }
+    after.load(before.state(gather=False))
+    after.step(stop)
+    return live, verdicts(after.preconditioner.state_dict()), after.parameters()
+
+
+@pytest.mark.parametrize("rule", [natgrad.DriftRule(0.35), natgrad.TraceRule(upper=1e-3, lower=0)])
+def test_a_local_state_begins_a_renewal_under_way_anew(ranks, rule):
+    """What was to be renewed is, though nothing has moved since the decision that a rule would compare with."""
+    answers = ranks.run(2, save_on_the_way, rule, 5)
+    assert_equal([parameters for _, _, parameters in answers])
+    live, resumed, _ = answers[0]
+    assert RENEWED in live.values()
+    assert all(resumed[key] == RENEWED for key, code in live.items() if code == RENEWED)
+    assert all(answer[:2] == answers[0][:2] for answer in answers)
+
+
+def fail(rule):
+    """Train while decompositions fail on one rank in the renewal begun at step 4; return all verdicts."""
+    training, now, seen = Training(Case(staleness=2, factors=1, inverses=4, rule=rule)), [0], []
+    renew = natgrad.KFAC.renew
+
+    def failing(self, part, averages, damping, **options):
+        written, fine = renew(self, part, averages, damping, **options)
+        return written, fine & (now[0] not in (4, 5, 6) or place()[0] == 0)
+
+    with mock.patch.object(natgrad.KFAC, "renew", failing):
+        for step in range(9):
+            now[0] = step
+            training.step(step)
+            seen.append(verdicts(training.preconditioner.state_dict(gather=step == 8)))
+    return seen, float(training.preconditioner.metrics()["failed_decompositions"]), training.parameters()
+
+
+def test_what_has_failed_is_renewed_at_the_next_decision(ranks):
+    """On all ranks, though a rule that decides by it has seen nothing move."""
+    answers = ranks.run(2, fail, natgrad.TraceRule(upper=1e-9, lower=0))
+    assert_equal([parameters for _, _, parameters in answers])
+    assert answers[0][1] == answers[1][1] > 0
+    assert answers[0][0] == answers[1][0]
+    assert STOPPED not in answers[0][0][8].values()
+    assert set(answers[0][0][8].values()) == {RENEWED}
+
+
+def test_what_is_under_way_when_the_training_ends_is_not_taken_for_done():
+    """Of a preconditioner that was detached meanwhile the state says so."""
+    training = Training(Case(staleness=3, factors=1, inverses=4, rule=natgrad.DriftRule(1e-9)))
+    for step in range(5):
+        training.step(step)
+    training.preconditioner.detach()
+    for own in training.preconditioner.state_dict()["blocks"].values():
+        assert not torch.any(own["last A"])
