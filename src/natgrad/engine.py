@@ -220,7 +220,8 @@ class Engine:
             return
         with self._progress.phase("reduce", self._runtime):
             wire = self._precision.wire
-            sides, self._capture.sums.rider = self._capture.sums.choice.sides, self._agenda.tell()
+            sides = self._capture.sums.choice.sides
+            self._capture.sums.rider = self._agenda.tell("sums", self._structure.plan)
             self._capture.sums.close(*self._gains(count))
             if self._behind:
                 sums, inspection = self._capture.sums, self._inspection
@@ -359,7 +360,9 @@ class Engine:
             gradients = Gradients.take(self._stacks, ladder, exchanged=self._exchanges)
             if self._exchanges:
                 solve = partial(Entry.solve, damping=damping, gathered=collect(gradients, self._runtime))
-                deliver(gradients, solve, self._structure.plan, self._runtime, self._watch, left)
+                plan = self._structure.plan
+                rider = self._agenda.tell("gradients", plan) if self._capture.wanted else ()
+                self._agenda.hear_times(deliver(gradients, solve, plan, self._runtime, self._watch, left, rider))
             else:
                 gradients.solve(damping, self._runtime)
             finite = self._clip.apply(gradients, scale, self._runtime if self._exchanges else None)

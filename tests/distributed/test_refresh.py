@@ -228,7 +228,18 @@ def capped(job, steps, renewal):
     return seen, (clock.now, clock.spent), training.result()
 
 
-@pytest.mark.parametrize(("count", "placement"), [(1, "comm-opt"), (2, "comm-opt"), (4, "comm-opt"), (2, "mem-opt")])
+@pytest.mark.parametrize(
+    ("count", "placement"),
+    [
+        (1, "comm-opt"),
+        (2, "comm-opt"),
+        (4, "comm-opt"),
+        (2, "mem-opt"),
+        (2, "pipelined"),
+        (4, "reduce-scatter"),
+        (4, "dp"),
+    ],
+)
 def test_ranks_agree_on_what_there_is_time_for(ranks, count, placement):
     """Though each measures other seconds; and all together keep the share."""
     clock = natgrad.Capped(refresh=natgrad.Refresh(factors=1, inverses=2), share=0.2)

@@ -28,13 +28,15 @@ class _Mail:
         device: Where they are.
         entries: The stacks.
         told: The counters of those of them that are this rank's, in order.
-        pieces: What travels before them, of gradients that no worker takes.
+        rider: What travels first.
+        pieces: What travels next, of gradients that no worker takes.
         swap: The message.
     """
 
     device: torch.device
     entries: Sequence[Entry]
     told: list[Tensor]
+    rider: list[Tensor]
     pieces: list[Tensor]
     swap: Swap
 
@@ -46,7 +48,8 @@ def deliver(
     runtime: Runtime,
     watch: Watch,
     left: Left | None = None,
-) -> None:
+    rider: Sequence[float] = (),
+) -> Tensor | None:
     """Precondition the gradients of this rank's layers, and give every rank those of all, or the rows that it holds.
 
     Each worker sends to the others of its row, bit for bit as it has them: every block's V and ⟨V, W⟩, and of every
@@ -61,8 +64,13 @@ def deliver(
         watch: Is told of the trouble of all layers.
         left: Reduced gradients that no worker takes, which travel with the first group; then every layer has one
             worker.
+        rider: What this rank has to say beside, as many numbers as the others; in the first message.
+
+    Returns:
+        The riders of the row, summed up, the same on all its ranks; None: there were none.
     """
     left = Left() if left is None else left
+    said, heard = list(rider), None
     devices: dict[torch.device, list[Entry]] = {device: [] for device in left.devices}
     for entry in gradients.entries:
         devices.setdefault(entry.stack.device, []).append(entry)
@@ -74,10 +82,12 @@ def deliver(
             for entry in group:
                 if entry.stack.role.works:
                     solve(entry)
-            mails.append(_post(device, group, row, runtime, holders, watch, rest))
-            rest = Left()
+            mails.append(_post(device, group, row, runtime, holders, watch, rest, said))
+            rest, said = Left(), []
     for mail in mails:
-        _open(mail, row, runtime, holders, watch, left)
+        total = _open(mail, row, runtime, holders, watch, left)
+        heard = total if heard is None else heard
+    return heard
 
 
 def _groups(entries: Sequence[Entry], plan: Plan[str]) -> list[list[Entry]]:
@@ -111,27 +121,34 @@ def _post(
     holders: Holders,
     watch: Watch,
     left: Left,
+    said: Sequence[float],
 ) -> _Mail:
     """Begin to send what this rank has preconditioned of a group, and to receive the rest of it."""
     me, pieces = runtime.rank, left.own(device)
-    outgoing: dict[int, list[Tensor]] = {rank: list(pieces) for rank in row if rank != me}
-    expected: dict[int, list[Size]] = {rank: left.expected(device, rank) for rank in row if rank != me}
+    rider = [tensor_on(device, said, torch.float64)] if said else []
+    outgoing: dict[int, list[Tensor]] = {rank: [*rider, *pieces] for rank in row if rank != me}
+    spoken: list[Size] = [(len(said), torch.float64)] if said else []
+    expected: dict[int, list[Size]] = {rank: spoken + left.expected(device, rank) for rank in row if rank != me}
     told = _send([entry for entry in entries if entry.stack.role.works], outgoing, holders, me, watch)
     for entry in entries:
         if not entry.stack.role.works:
             expected[entry.stack.role.server] += _sizes(entry, holders, me)
-    counters = nbytes(told) * len(outgoing)
+    counters = nbytes([*rider, *told]) * len(outgoing)
     runtime.count({"gradients": sum(map(nbytes, outgoing.values())) - counters, "counters": counters})
     sent, sizes = [outgoing.get(rank, []) for rank in row], [expected.get(rank, []) for rank in row]
-    return _Mail(device, entries, told, pieces, Swap(runtime, sent, sizes, device, runtime.subgroup(row)))
+    return _Mail(device, entries, told, rider, pieces, Swap(runtime, sent, sizes, device, runtime.subgroup(row)))
 
 
-def _open(mail: _Mail, row: Sequence[int], runtime: Runtime, holders: Holders, watch: Watch, left: Left) -> None:
-    """Wait for a message and read it."""
-    received, given = mail.swap.wait(), len(mail.pieces)
-    if given:
-        pairs = zip(row, received, strict=True)
-        left.give(mail.device, [mail.pieces if r == runtime.rank else vectors[:given] for r, vectors in pairs])
+def _open(
+    mail: _Mail, row: Sequence[int], runtime: Runtime, holders: Holders, watch: Watch, left: Left
+) -> Tensor | None:
+    """Wait for a message and read it; return what its riders add up to, in the order of the ranks."""
+    mine = [*mail.rider, *mail.pieces]
+    first, given = len(mail.rider), len(mine)
+    received = mail.swap.wait()
+    before = [mine if rank == runtime.rank else own[:given] for rank, own in zip(row, received, strict=True)]
+    if mail.pieces:
+        left.give(mail.device, [own[first:] for own in before])
     arrived = {rank: iter(vectors[given:]) for rank, vectors in zip(row, received, strict=True)}
     told = iter(mail.told)
     for entry in mail.entries:
@@ -139,6 +156,7 @@ def _open(mail: _Mail, row: Sequence[int], runtime: Runtime, holders: Holders, w
             _hear(entry, next(told), watch)
         else:
             _receive(entry, arrived[entry.stack.role.server], holders, runtime.rank, watch)
+    return torch.stack([own[0] for own in before]).sum(0) if first else None
 
 
 def _send(

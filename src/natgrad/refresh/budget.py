@@ -19,10 +19,10 @@ class Times:
     """Seconds of some steps, of one rank or summed over ranks.
 
     Attributes:
-        steps: How many, times the ranks.
+        steps: How many of them are known from end to end, times the ranks.
         elapsed: From the end of one step to that of the next, without pauses (`Pace`).
         spent: On preconditioning.
-        fixed: What of it every step takes, renewals or not: solves and their messages.
+        fixed: What of it each of these takes, renewals or not: solves and their messages.
         renewing: What of it decompositions took, with the exchange of their results.
         work: What these have renewed, in the unit of `natgrad.placement.Plan.weights`.
     """
@@ -127,8 +127,11 @@ class Budget:
         return chosen
 
     def settle(self, step: int) -> None:
-        """Have nothing happen from `step` on until the steps to come have earned what is overdrawn."""
-        if self.credit < 0:
+        """Have nothing happen from `step` on until the steps to come have earned what is overdrawn.
+
+        As long as no step is known, nobody knows when that will be.
+        """
+        if self.credit < 0 and self.times.steps:
             wait = ceil(-self.credit / self.income) if self.income > 0 else _LONGEST
             self.resume = step + min(wait, _LONGEST)
 

@@ -3,7 +3,7 @@
 Decisions come from counters and numbers that are the same on all ranks that act on them. Every worker of a layer
 measures it for itself, on averages that are the same to the last bit, and decides at once. Who is no worker learns of
 it in the same step: verdicts ride with the preconditioned gradients, and act in the next. The seconds of a clock with a
-cap, which differ between ranks, ride at the end of the sums. The host reads nothing where no renewal is due.
+cap, which differ between ranks, ride with the sums. The host reads nothing where no renewal is due.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from natgrad.renewal.measure import measurable, measured
 from natgrad.renewal.record import KEPT, RENEWED, STOPPED, WAITS, Record
 from natgrad.stacks.blocks import Member, Stack
 
+# Placements whose sums go to workers alone, or nowhere.
+_SCATTERED = ("reduce-scatter", "dp")
 _VERDICTS = {"renew": RENEWED, "keep": KEPT, "stop": STOPPED}
 _METRICS = {RENEWED: "layers_refreshed", KEPT: "layers_kept", STOPPED: "layers_stopped", WAITS: "layers_waiting"}
 
@@ -195,7 +197,7 @@ class Agenda:
         for index, chosen in zip(open_, budget.choose([changes[index] for index in open_], work, part), strict=True):
             verdicts[index] = RENEWED if chosen else WAITS
         budget.settle(step + 1)
-        if budget.credit < 0 and budget.income <= 0 and not self._warned:
+        if budget.credit < 0 and budget.times.steps and budget.income <= 0 and not self._warned:
             self._warned = True
             warnings.warn(
                 f"natgrad: solves alone take more than share={budget.share} of the time; next to nothing is renewed",
@@ -221,29 +223,38 @@ class Agenda:
     def lap(self, spent: float) -> None:
         """Note that a step ends, and that preconditioning has `spent` so many seconds so far.
 
-        Of the first step the rest is not known.
+        Of the first step the rest is not known: it costs, but tells nothing of what a step takes.
         """
         if self.budget is None:
             return
         now, more = self.now(), spent - self._paid
-        rest = 0.0 if self._lap is None else self._pace.count(now - self._lap - more)
-        self._own.add([1.0, more + rest, more, 0.0, 0.0, 0.0])
+        if self._lap is None:
+            self._own.fixed = 0.0
+            self._own.add([0.0, more, more, 0.0, 0.0, 0.0])
+        else:
+            rest = self._pace.count(now - self._lap - more)
+            self._own.add([1.0, more + rest, more, 0.0, 0.0, 0.0])
         self._lap, self._paid = now, spent
 
-    def tell(self) -> list[float]:
-        """Return what the others are to hear of this rank's seconds, once; nothing without a cap."""
-        if self.budget is None:
+    def tell(self, message: Literal["sums", "gradients"], plan: Plan[str]) -> list[float]:
+        """Return what the others are to hear of this rank's seconds, once; nothing without a cap.
+
+        Args:
+            message: What they would travel with: preconditioned gradients where no sums go to all ranks.
+            plan: Tells which that is.
+        """
+        scattered = plan.columns > 1 and plan.placement.name in _SCATTERED
+        if self.budget is None or message != ("gradients" if scattered else "sums"):
             return []
         told, self._own = self._own.numbers(), Times()
         return told
 
-    def hear_times(self, times: Tensor | list[float] | None) -> None:
-        """Take the seconds of all ranks, summed up ``[6]``."""
-        if isinstance(times, list):
-            if self.budget is not None:
-                self.budget.times.add(times)
-        elif times is not None:
+    def hear_times(self, times: Tensor | Sequence[float] | None) -> None:
+        """Take the seconds of all ranks, summed up ``[6]``, where there are any."""
+        if isinstance(times, Tensor):
             self._pending.append(times.clone())
+        elif times and self.budget is not None:
+            self.budget.times.add(times)
 
     def _read_times(self) -> None:
         """Add up what was heard, one by one: the same to the last bit on ranks that read sooner, for a checkpoint."""

@@ -33,14 +33,13 @@ def check_use(clock: Clock, curvatures: Collection[Curvature]) -> None:
         require(not curvatures or any(measurable(own, rule.measure) for own in curvatures), "refresh", clock, fits)
 
 
-def check_clock(clock: Clock, curvatures: Collection[Curvature], placement: Placement, ranks: int) -> None:
+def check_clock(clock: Clock, curvatures: Collection[Curvature], placement: Placement) -> None:
     """Check that what a clock decides can be done.
 
     Args:
         clock: The clock.
         curvatures: Those of the layers.
         placement: Who works; never "auto".
-        ranks: P.
 
     Raises:
         ValueError: if not, naming the clock or the placement.
@@ -53,12 +52,10 @@ def check_clock(clock: Clock, curvatures: Collection[Curvature], placement: Plac
     if rule is None:
         return
     require(replaying is None, "refresh", clock, f"a natgrad.Refresh with {replaying!r}")
-    whole = name != "pipelined" or not (rule.stops or clock.share is not None)
-    _check_placement(whole, clock, placement, "another than 'pipelined', where all layers leave alike")
-    heard = clock.share is None or ranks == 1 or name in ("comm-opt", "mem-opt", "hybrid")
-    _check_placement(
-        heard, clock, placement, "'comm-opt', 'mem-opt' or 'hybrid': ranks tell their seconds in sums to all"
-    )
+    alike = name != "pipelined" or not rule.stops
+    _check_placement(alike, clock, placement, "another than 'pipelined', where all layers leave alike")
+    timed = name != "background" or clock.share is None
+    _check_placement(timed, clock, placement, "another than 'background', whose renewals no step waits for")
 
 
 def _check_placement(fits: bool, clock: Clock, placement: Placement, allowed: str) -> None:

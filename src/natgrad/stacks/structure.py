@@ -76,7 +76,7 @@ class Structure:
 
     def _keep_time(self, clock: Clock) -> None:
         """Have the stacks keep what a clock needs."""
-        check_clock(clock, [curvature for _, curvature in self.coverage.layers], self.plan.placement, self._ranks)
+        check_clock(clock, [curvature for _, curvature in self.coverage.layers], self.plan.placement)
         for one in self.stacks:
             one.apart = clock.separate and bool(one.curvature.early)
             if clock.rule is not None and not one.curvature.rows:

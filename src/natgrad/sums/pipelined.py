@@ -64,7 +64,7 @@ def make_sums(
         runtime: The ranks.
         wire: The dtype in which sums travel, if narrower than their own.
         gain: What `Sums.close` is given, by the number of backward passes.
-        riders: Those of `Sums`; none under "pipelined".
+        riders: Those of `Sums`; under "pipelined" they travel with what tells which messages were right.
     """
     if placement.name == "pipelined" and runtime.ranks > 1:
         return PipelinedSums(stacks, placement, runtime, wire, gain)
@@ -119,6 +119,7 @@ class PipelinedSums(Sums):
         self._arrives = False  # between `travel` and the end of `arrived`
         self._formed = False  # whether there is a queue of their own, in which they may leave early
         self._closed: tuple[float, float | Tensor] = (1.0, 1.0)
+        self._heard: list[float] = []
         self._expected = Expected(self._members)
         self._guesses = Guesses()
         self._caution = Caution()  # of this rank alone
@@ -289,10 +290,11 @@ class PipelinedSums(Sums):
         late += [False] * (len(self._messages) - len(late))
         items = list(self._ready) if self._measured < _MEASURED else []
         times = self._clock.read() if items else {}
-        told = [*map(float, late), float(self._surprised())]
+        told = [*map(float, late), float(self._surprised()), *self.rider]
         told += [*(times.get(item, 0.0) for item in items), *(float(item in times) for item in items)]
         heard = iter(self._runtime.totals(told, "schedule"))
         wrong, surprised = [next(heard) > 0 for _ in late], next(heard) > 0
+        self._heard = [next(heard) for _ in self.rider]
         totals = [next(heard) for _ in items]
         for item, total, users in zip(items, totals, heard, strict=True):
             if users:
@@ -304,6 +306,11 @@ class PipelinedSums(Sums):
         self._caution.learn(wrong=any(own and not before for own, before in zip(late, early, strict=True)))
         self._expected.learn()
         return wrong
+
+    @property
+    def heard(self) -> list[float]:
+        """See `Sums.heard`."""
+        return self._heard
 
     def _surprised(self) -> bool:
         """Tell whether gradients came of uses that were to be foreseen and were not: their messages hold up others."""

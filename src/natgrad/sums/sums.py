@@ -265,7 +265,7 @@ class Sums:
             message.close(self.tallies, share, gain, self.rider)
 
     @property
-    def heard(self) -> Tensor | None:
+    def heard(self) -> Tensor | list[float] | None:
         """The riders of all ranks, summed up, between `travel` and `arrived`; None: none has traveled."""
         return next((own for message in self._messages if (own := message.riders) is not None), None)
 
