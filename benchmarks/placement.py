@@ -15,10 +15,14 @@ all-reduce, exposed in all rows but those with ``reduce``, is its step less that
 kfac-pytorch tells of no such seconds, and without messages it would do other work. *Sent*: natgrad's `traffic`, all
 ranks together. *On the wire*: counters of all interfaces of both nodes, gradients and headers included. Memory is that
 of fresh processes on loopback with an allocator that gives back what is freed.
+
+What the file has of the other workload, and of memory where that is not measured, from earlier runs under the same
+conditions, stays.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -38,7 +42,7 @@ import typer
 from rich.progress import track
 
 import natgrad
-from benchmarks.common import Seconds, Subject, conditions, interleave, launch, median, peak_memory, save
+from benchmarks.common import RESULTS, Seconds, Subject, conditions, interleave, launch, median, peak_memory, save
 from benchmarks.limit import Limit
 from benchmarks.memory import allocator
 from benchmarks.models import WORKLOADS, Name
@@ -265,6 +269,11 @@ def on_two_nodes(workload: Name, form: Form, rounds: int, ranks: int, rate: str)
     return measured
 
 
+def on_one(workload: Name, form: Form, rounds: int, ranks: int, rate: str) -> Measured:
+    """Call `measure` on the ranks of this machine."""
+    return launch(ranks, measure, workload, form, rounds, rate)
+
+
 def write_measured(workload: Name, form: Form, rounds: int, rate: str, path: Path) -> None:
     """Be one of torchrun's ranks: measure, and have the first write the figures."""
     torch.set_num_threads(1)
@@ -293,6 +302,7 @@ def main(
     workload: Annotated[Name | None, typer.Option(help="The one to run; both unless given.")] = None,
     form: Annotated[Form, typer.Option(help="Of the curvature.")] = "eigen",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over which the medians are taken.")] = 5,
+    times: Annotated[bool, typer.Option(help="Whether to measure times; if not, those on file stay.")] = True,
     memory: Annotated[bool, typer.Option(help="Whether to measure memory, which no rate changes.")] = True,
     into: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -301,35 +311,45 @@ def main(
         assert workload is not None
         write_measured(workload, form, rounds, rate, into)
         return
-    two_nodes = rate != "none"
-    if two_nodes and ranks % 2:
+    if rate != "none" and ranks % 2:
         raise typer.BadParameter(f"{ranks} ranks do not go on two nodes: give an even number, or --rate none")
     torch.set_num_threads(1)
-    timed = ranks <= (os.cpu_count() or 1)  # otherwise time measures how the ranks share the cores
-    bounds = WANTED | (WANTED_SLOW if rate == SLOW else {})
-    results = {}
-    for name in [workload] if workload else WORKLOADS:
-        if two_nodes:
-            measured = on_two_nodes(name, form, rounds, ranks, rate)
-        else:
-            measured = launch(ranks, measure, name, form, rounds, rate)
-        rows = Summary(measured.times, ranks, timed=timed, wired=two_nodes).rows()
-        results[name] = Result(
-            title=f"{WORKLOADS[name].title}, {ranks} ranks, {rate if two_nodes else 'loopback'}",
-            rows=rows,
-            wanted=wanted(rows, bounds),
-            refused=measured.refused,
-            memory_mib=all_memory(name, form, ranks, measured.refused) if memory else {},
-        )
-        print_result(results[name])
-    settings = {"ranks": ranks, "rate": rate, "form": form, "rounds": rounds}
+    settings = conditions() | {"ranks": ranks, "rate": rate, "form": form}
     settings |= {"kfac-pytorch": KFAC_PYTORCH or "not installed"}
-    variant = "" if form == "eigen" else f"_{form}"
-    path = save(
-        f"placement_{ranks}_{rate}{variant}",
-        conditions() | settings | {name: asdict(result) for name, result in results.items()},
+    path = RESULTS / f"placement_{ranks}_{rate}{'' if form == 'eigen' else f'_{form}'}.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if any(known.get(key) != value for key, value in settings.items()):
+        known = {}  # nothing that was measured under other conditions stays
+    for name in [workload] if workload else WORKLOADS:
+        before = Result.read(known[name]) if name in known else None
+        result = timed(name, form, rounds, ranks, rate) if times else before
+        if result is None:
+            raise typer.BadParameter(
+                f"{path.name} has no times of {name} under these conditions", param_hint="--no-times"
+            )
+        if memory:
+            result = replace(result, memory_mib=all_memory(name, form, ranks, result.refused))
+        elif before is not None:
+            result = replace(result, memory_mib=before.memory_mib)
+        print_result(result)
+        known = {**settings, **{other: known[other] for other in WORKLOADS if other in known}, name: asdict(result)}
+        typer.echo(f"Written to {save(path.stem, known)}")
+
+
+def timed(name: Name, form: Form, rounds: int, ranks: int, rate: str) -> Result:
+    """Return the times of a workload, without memory."""
+    two_nodes, cores = rate != "none", os.cpu_count() or 1
+    measured = (on_two_nodes if two_nodes else on_one)(name, form, rounds, ranks, rate)
+    # With fewer cores than ranks time measures how these share them.
+    rows = Summary(measured.times, ranks, timed=ranks <= cores, wired=two_nodes).rows()
+    return Result(
+        title=f"{WORKLOADS[name].title}, {ranks} ranks, {rate if two_nodes else 'loopback'}",
+        rounds=rounds,
+        rows=rows,
+        wanted=wanted(rows, WANTED | (WANTED_SLOW if rate == SLOW else {})),
+        refused=measured.refused,
+        memory_mib={},
     )
-    typer.echo(f"Written to {path}")
 
 
 if __name__ == "__main__":

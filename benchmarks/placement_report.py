@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -62,6 +63,7 @@ class Result:
 
     Attributes:
         title: Of the workload.
+        rounds: Over which the medians are taken.
         rows: Every configuration at every pair of intervals.
         wanted: What the project wants.
         refused: Why natgrad does not know a configuration yet, by name.
@@ -69,10 +71,18 @@ class Result:
     """
 
     title: str
+    rounds: int
     rows: list[Row]
     wanted: list[Wanted]
     refused: dict[str, str]
     memory_mib: dict[str, float]
+
+    @staticmethod
+    def read(stored: Mapping[str, Any]) -> Result:
+        """Return the result that a file has as a dictionary."""
+        rows = [Row(**row) for row in stored["rows"]]
+        aims = [Wanted(**{**aim, "figure": Figure(**aim["figure"])}) for aim in stored["wanted"]]
+        return Result(**{**stored, "rows": rows, "wanted": aims})
 
 
 def print_result(result: Result) -> None:
