@@ -96,6 +96,21 @@ def test_a_resumed_run_is_bit_identical(variant, stop):
     assert resumed.preconditioner.metrics()["step"] == 9
 
 
+def test_a_state_may_be_loaded_before_the_model_has_data():
+    """As where a model is made on the meta device, and gets its memory after all has been set up."""
+    straight, resumed = Run().train(range(4)), Run()
+    resumed.model.to("meta")
+    assert not any(tensor.any() for tensor in tensors(resumed.preconditioner.state_dict()["blocks"]).values())
+    resumed.preconditioner.load_state_dict(straight.preconditioner.state_dict())
+    resumed.model.to_empty(device="cpu").load_state_dict(straight.model.state_dict())
+    resumed.optimizer.param_groups[0]["params"] = list(resumed.model.parameters())  # those of before are no more
+    resumed.optimizer.load_state_dict(copy.deepcopy(straight.optimizer.state_dict()))
+    for run in (straight, resumed):
+        run.train(range(4, 8))
+    assert same(straight.model.state_dict(), resumed.model.state_dict())
+    assert same(straight.preconditioner.state_dict(), resumed.preconditioner.state_dict())
+
+
 def test_loading_into_a_run_under_way_replaces_it():
     straight = Run().train(range(6))
     saved = Run().train(range(3)).save()

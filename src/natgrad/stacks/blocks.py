@@ -100,8 +100,9 @@ class Stack:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self._parameter.device
+        """Where the parameters are; as long as they have no data (meta), the host, for a state may be loaded before."""
+        device = self._parameter.device
+        return device if device.type != "meta" else torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
