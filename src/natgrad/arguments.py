@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from natgrad.curvature import Curvature
 from natgrad.damping import Control
 from natgrad.damping.trust_region import TrustRegion
-from natgrad.errors import NatgradError, require
+from natgrad.errors import NatgradError, require, require_one_of
 from natgrad.numerics.precision import Precision
 from natgrad.placement import resolve
 from natgrad.refresh import Clock
@@ -81,13 +81,13 @@ def check_arguments(
             check_number("kl_clip", kl_clip, allowed, minimum=0, strict=True)
         missing = clip_is_explicit and optimizer is None
         require(not missing, "kl_clip", kl_clip, "left out or None without an optimizer, whose learning rate it needs")
-    _one_of("reduction", reduction, "mean", "tokens", "sum")
+    require_one_of("reduction", reduction, "mean", "tokens", "sum")
     resolve(placement)
-    _one_of("gradients", gradients, "averaged", "reduce")
+    require_one_of("gradients", gradients, "averaged", "reduce")
     require(
         not sharded or gradients == "averaged", "gradients", gradients, "'averaged' under FSDP2, which reduces them"
     )
-    _one_of("accumulation", accumulation, "mean", "sum")
+    require_one_of("accumulation", accumulation, "mean", "sum")
     for name, value, kind in (
         ("precision", precision, Precision),
         ("guard", guard, Guard),
@@ -168,7 +168,3 @@ def unwrap(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
-
-
-def _one_of(name: str, value: object, *allowed: str) -> None:
-    require(isinstance(value, str) and value in allowed, name, value, " or ".join(map(repr, allowed)))

@@ -54,6 +54,16 @@ def require(condition: object, name: str, value: Any, allowed: str) -> None:
         raise ArgumentError(name, value, allowed)
 
 
+def require_one_of(name: str, value: Any, *allowed: str) -> None:
+    """Raise a ``ValueError``, as `require` does, unless `value` is one of some words.
+
+    Raises:
+        ArgumentError: if it is not.
+    """
+    *others, last = map(repr, allowed)
+    require(isinstance(value, str) and value in allowed, name, value, f"{', '.join(others)} or {last}")
+
+
 def describe(value: Any) -> Any:
     """Return what an error shows of `value`: of a tensor dtype, shape and whether it has a graph."""
     if not all(hasattr(value, each) for each in ("dtype", "shape", "requires_grad")):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isfinite
-from typing import Any, TypeAlias
+from sys import float_info
+from typing import Any, TypeAlias, TypeGuard
 
 from natgrad.errors import require
 
 Schedule: TypeAlias = float | Callable[[int], float]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Tell whether `value` is a finite number; a whole one beyond all floating point numbers is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= float_info.max
 
 
 def check_number(name: str, value: object, allowed: str, *, minimum: float, strict: bool = False) -> None:
@@ -17,8 +22,7 @@ def check_number(name: str, value: object, allowed: str, *, minimum: float, stri
     Raises:
         ValueError: if it is not.
     """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-    require(number and (value > minimum if strict else value >= minimum), name, value, allowed)  # type: ignore[operator]
+    require(is_number(value) and (value > minimum if strict else value >= minimum), name, value, allowed)
 
 
 def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:

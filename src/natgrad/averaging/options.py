@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from natgrad.averaging.schedule import Phases
-from natgrad.errors import NatgradWarning, require
+from natgrad.errors import NatgradWarning, require, require_one_of
 from natgrad.optimizer import PreconditionedOptimizer
 from natgrad.preconditioner import Preconditioner
 
@@ -24,10 +24,10 @@ def check_options(
     """
     for name, value in (("batches_between", batches_between), ("batches_to_wait", batches_to_wait)):
         require(isinstance(value, int) and not isinstance(value, bool), name, value, "a whole number")
-    require(merge in {"paper", "delta"}, "merge", merge, "'paper' or 'delta'")
+    require_one_of("merge", merge, "paper", "delta")
     fits = wire is None or (isinstance(wire, torch.dtype) and wire.is_floating_point)
     require(fits, "wire", wire, "a floating dtype such as torch.bfloat16, or None")
-    require(momentum in {"keep", "average", "reset"}, "momentum", momentum, "'keep', 'average' or 'reset'")
+    require_one_of("momentum", momentum, "keep", "average", "reset")
 
 
 def chosen_preconditioner(optimizer: object, preconditioner: object) -> Preconditioner | None:

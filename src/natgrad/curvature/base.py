@@ -15,9 +15,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from natgrad.errors import require
+from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.sampling.likelihood import Likelihood, resolve
+from natgrad.schedule import is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,9 +292,8 @@ def check_estimate(
     Raises:
         ValueError: if one of them is not allowed.
     """
-    require(fisher in ("empirical", "sampled"), "fisher", fisher, "'empirical' or 'sampled'")
-    number = isinstance(factor_decay, (int, float)) and not isinstance(factor_decay, bool)
-    require(number and 0 <= factor_decay < 1, "factor_decay", factor_decay, "a number in [0, 1)")  # type: ignore[operator]
+    require_one_of("fisher", fisher, "empirical", "sampled")
+    require(is_number(factor_decay) and 0 <= factor_decay < 1, "factor_decay", factor_decay, "a number in [0, 1)")
     require(
         (likelihood is not None) == (fisher == "sampled"),
         "likelihood",

@@ -14,7 +14,7 @@ from natgrad import linalg
 from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
 from natgrad.curvature.quasi_newton import Compact, append, bfgs, damped, inner, multiply
 from natgrad.curvature.unitwise import UnitWise
-from natgrad.errors import require
+from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.sampling.likelihood import Likelihood
 
@@ -81,7 +81,7 @@ class KBFGS(Curvature):
         whole = isinstance(max_factor_size, int) and not isinstance(max_factor_size, bool) and max_factor_size >= 1
         fits = max_factor_size is None or whole
         require(fits, "max_factor_size", max_factor_size, "a whole number >= 1, or None")
-        require(sharing in ("expand", "reduce"), "sharing", sharing, "'expand' or 'reduce'")
+        require_one_of("sharing", sharing, "expand", "reduce")
         self._factor_decay, self._beside = check_estimate(fisher, factor_decay, likelihood)
         self.limit, self.fisher, self.max_factor_size = memory, fisher, max_factor_size
         self.sharing, self.pools = sharing, sharing == "reduce"

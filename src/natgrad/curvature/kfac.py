@@ -15,7 +15,7 @@ from natgrad.curvature.inputs import InputKFAC
 from natgrad.curvature.narrow_sides import Blocks, Diagonal
 from natgrad.curvature.sides import Form, Full, Side
 from natgrad.curvature.tables import TableKFAC
-from natgrad.errors import require
+from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.numerics.iterative import Warm
 from natgrad.sampling.likelihood import Likelihood
@@ -86,14 +86,14 @@ class KFAC(Curvature):
         Raises:
             ValueError: if an argument is none of those.
         """
-        require(form in _COST, "form", form, "'eigen', 'iterative', 'inverse' or 'newton-schulz'")
-        require(sharing in ("expand", "reduce"), "sharing", sharing, "'expand' or 'reduce'")
+        require_one_of("form", form, *_COST)
+        require_one_of("sharing", sharing, "expand", "reduce")
         require(isinstance(pi, bool), "pi", pi, "True or False")
         whole = isinstance(max_factor_size, int) and not isinstance(max_factor_size, bool)
         fits = max_factor_size is None or (whole and max_factor_size >= 1)
         require(fits, "max_factor_size", max_factor_size, "a whole number >= 1, or None")
-        require(wide in ("diagonal", "blocks", "optimizer"), "wide", wide, "'diagonal', 'blocks' or 'optimizer'")
-        require(sides in ("both", "a"), "sides", sides, "'both' or 'a'")
+        require_one_of("wide", wide, "diagonal", "blocks", "optimizer")
+        require_one_of("sides", sides, "both", "a")
         require(sides == "both" or fisher == "empirical", "fisher", fisher, "'empirical' with sides='a', as A has no g")
         self.form, self.fisher, self.sharing, self.sides = form, fisher, sharing, sides
         self.pi = pi and sides == "both"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad import linalg
 from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
-from natgrad.errors import require
+from natgrad.errors import require_one_of
 from natgrad.layers import Rows
 
 
@@ -40,7 +40,7 @@ class RankOne(Curvature):
         Raises:
             ValueError: if an argument is none of those.
         """
-        require(sharing in ("expand", "reduce"), "sharing", sharing, "'expand' or 'reduce'")
+        require_one_of("sharing", sharing, "expand", "reduce")
         self.sharing, self.pools = sharing, sharing == "reduce"
         self._factor_decay, self.likelihood = check_estimate("empirical", factor_decay, None)
 

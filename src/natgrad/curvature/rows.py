@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from math import ceil
+from math import ceil, inf
 from typing import Literal, NoReturn, Protocol
 
 from torch import Tensor
 
 from natgrad.curvature import kernel
 from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
-from natgrad.errors import require
+from natgrad.errors import require, require_one_of
 from natgrad.sampling.likelihood import Likelihood
+from natgrad.schedule import is_number
 
 # The number of rows by which layers are compared before any batch has told theirs.
 _NOMINAL = 256
@@ -215,9 +216,9 @@ class HyLo(RowCurvature):
         number = isinstance(rank, (int, float)) and not isinstance(rank, bool)
         fits = number and (rank >= 1 if isinstance(rank, int) else 0 < rank <= 1)
         require(fits, "rank", rank, "a fraction of the global batch in (0, 1], or a whole number of its rows >= 1")
-        number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
+        number = is_number(threshold) or (isinstance(threshold, float) and threshold == inf)
         require(number and threshold >= 0, "threshold", threshold, "a number >= 0")
-        require(method in ("switch", "kid", "kis"), "method", method, "'switch', 'kid' or 'kis'")
+        require_one_of("method", method, "switch", "kid", "kis")
         super().__init__(fisher=fisher, likelihood=likelihood)
         self.rank, self.threshold, self.method = rank, float(threshold), method
         self.switches, self.linked = method == "switch", method != "kis"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad import linalg
 from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
-from natgrad.errors import require
+from natgrad.errors import require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.sampling.likelihood import Likelihood
 
@@ -51,7 +51,7 @@ class UnitWise(Curvature):
         Raises:
             ValueError: if an argument is none of those.
         """
-        require(form in ("full", "unit", "diag"), "form", form, "'full', 'unit' or 'diag'")
+        require_one_of("form", form, "full", "unit", "diag")
         self.form, self.fisher = form, fisher
         self.multiplies = ("F",) if form == "full" else ()
         self._factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)

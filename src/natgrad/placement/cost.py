@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 
 from natgrad.errors import require
+from natgrad.schedule import is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,7 @@ class Link:
         """Check the numbers."""
         for name in ("latency", "bandwidth", "speed", "products"):
             value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-            fits = number and (value > 0 or (name == "latency" and value == 0))
+            fits = is_number(value) and (value > 0 or (name == "latency" and value == 0))
             require(fits, name, value, "a finite number >= 0" if name == "latency" else "a finite number > 0")
 
     def message(self, size: float) -> float:
@@ -68,5 +67,4 @@ class Cycle:
         """Check the numbers."""
         for name in ("factors", "inverses"):
             value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-            require(number and value >= 1, name, value, "a number of steps >= 1")
+            require(is_number(value) and value >= 1, name, value, "a number of steps >= 1")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Literal, get_args
 
-from natgrad.errors import require
+from natgrad.errors import require, require_one_of
 from natgrad.placement.cost import Link
+from natgrad.schedule import is_number
 
 Name = Literal["auto", "comm-opt", "mem-opt", "hybrid", "reduce-scatter", "dp", "pipelined", "background"]
 NAMES: tuple[str, ...] = get_args(Name)
@@ -72,23 +72,23 @@ class Placement:
 
     def __post_init__(self) -> None:
         """Check every option."""
-        require(self.name in NAMES, "name", self.name, " or ".join(map(repr, NAMES)))
+        require_one_of("name", self.name, *NAMES)
         if self.name == "hybrid":
-            fits = _is_number(self.fraction) and 0 < self.fraction <= 1  # type: ignore[operator]
+            fits = is_number(self.fraction) and 0 < self.fraction <= 1
             require(fits, "fraction", self.fraction, "a number in (0, 1]")
         else:
             require(self.fraction is None, "fraction", self.fraction, "left out unless name='hybrid'")
-        require(self.owners in ("balanced", "round-robin"), "owners", self.owners, "'balanced' or 'round-robin'")
+        require_one_of("owners", self.owners, "balanced", "round-robin")
         for name, least in (("bucket", 1), ("staleness", 1), ("nodes", 1)):
             value = getattr(self, name)
             require(_is_whole(value) and value >= least, name, value, f"a whole number >= {least}")
         fits = self.memory is None or (_is_whole(self.memory) and self.memory >= 1)
         require(fits, "memory", self.memory, "a number of bytes >= 1, or None")
         if self.speeds is not None:
-            fits = isinstance(self.speeds, tuple) and all(_is_number(speed) and speed > 0 for speed in self.speeds)
+            fits = isinstance(self.speeds, tuple) and all(is_number(speed) and speed > 0 for speed in self.speeds)
             require(fits, "speeds", self.speeds, "a tuple of a number > 0 for each rank, or None")
         if self.costs is not None:
-            fits = isinstance(self.costs, Mapping) and all(_is_number(c) and c >= 0 for c in self.costs.values())
+            fits = isinstance(self.costs, Mapping) and all(is_number(c) and c >= 0 for c in self.costs.values())
             require(fits, "costs", self.costs, "a number >= 0 for each layer, or None")
         require(isinstance(self.link, Link), "link", self.link, "a Link")
         fits = self.inside is None or (isinstance(self.inside, Link) and self.nodes > 1)
@@ -134,10 +134,6 @@ def resolve(placement: object) -> Placement:
     except ValueError:
         require(False, "placement", placement, "'hybrid:' and a number in (0, 1]")
         raise
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
 
 
 def _is_whole(value: object) -> bool:

@@ -58,7 +58,8 @@ class Categorical(Likelihood):
 
     def __post_init__(self) -> None:
         """Check the dimension."""
-        require(isinstance(self.dim, int) and self.dim != 0, "dim", self.dim, "a dimension other than 0, the batch")
+        whole = isinstance(self.dim, int) and not isinstance(self.dim, bool)
+        require(whole and self.dim != 0, "dim", self.dim, "a dimension other than 0, the batch")
 
     def score(self, outputs: Tensor, generator: torch.Generator, *, summed: bool, first_feature: int) -> Tensor:
         """Return ``softmax(outputs) - onehot(label)``, the label drawn from the softmax."""
