@@ -57,6 +57,7 @@ def test_a_run_leaves_what_resuming_needs(tmp_path):
         (("train", "tabular", "--optimizer", "sgd", "--option", "momentum=-1"), "momentum"),
         (("train", "tabular", "--set", "width=9"), "--set='width'"),
         (("train", "tabular", "--lr", "-1"), "--lr=-1.0"),
+        (("train", "tabular", "--checkpoint-seconds", "nan"), "--checkpoint-seconds=nan"),
         (("train", "tabular", "--curvature", "kfac", "--kl-clip", "-1"), "--kl-clip=-1.0"),
         (("train", "tabular", "--curvature", "kfac", "--placement", "nowhere"), "--placement='nowhere'"),
         (("train", "tabular", "--workers", "3"), "--batch-size=64"),

@@ -37,11 +37,18 @@ class Output:
         folder: Of the configuration, metrics and checkpoints; None writes nothing.
         save_seconds: Least time between two checkpoints.
         show: Whether to show the run on the terminal.
+
+    Raises:
+        ValueError: if `save_seconds` is below 0, or no number.
     """
 
     folder: Path | None = None
     save_seconds: float = 30.0
     show: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        require(self.save_seconds >= 0, "save_seconds", self.save_seconds, "a number >= 0")
 
 
 def train(job: Job, output: Output, *, resume: bool = False, own_process: bool = False) -> Result:
