@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import natgrad
 from natgrad.capture.sightings import Sightings
 from natgrad.curvature.sides import Full
+from natgrad.renewal import equal
 from tests.distributed.jobs import place
 from tests.distributed.test_pipelined import SINGLY
 
@@ -17,9 +18,10 @@ WIDTH = 6
 class Block(nn.Module):
     """Attention whose three projections read one tensor, which may change after the first of them."""
 
-    def __init__(self, *, changes=False):
+    def __init__(self, *, changes=False, width=WIDTH, bias=True):
         super().__init__()
-        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.query, self.key, self.value = (nn.Linear(width, WIDTH, bias=bias) for _ in range(3))
+        self.output = nn.Linear(WIDTH, WIDTH, bias=bias)
         self.changes = changes
 
     def forward(self, x):
@@ -111,3 +113,53 @@ def test_a_tensor_that_changes_within_the_forward_pass_is_another(placement, ran
 
 def changing(placement):
     return both(placement, changes=True)
+
+
+def renew(placement):
+    """Train with an optimizer of its own; return the parameters and the matrices A that this rank has decomposed."""
+    torch.manual_seed(0)
+    model, made, eigh = Block(width=32, bias=False).double(), [], natgrad.linalg.eigh
+
+    def counted(matrices):
+        if matrices.shape[-1] == 32:
+            made.extend(matrices)
+        return eigh(matrices)
+
+    natgrad.linalg.eigh = counted
+    try:
+        refresh = natgrad.Refresh(factors=1, inverses=2)
+        options = {"placement": placement, "gradients": "reduce", "refresh": refresh}
+        preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(), damping=0.1, **options)
+        rank, ranks = place()
+        for step in range(6):
+            torch.manual_seed(step)
+            x = torch.randn(4 * ranks, 5, 32, dtype=torch.float64)[rank::ranks]
+            (model(x).square().sum() / len(x)).backward()
+            preconditioner.step()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(0.05 * p.grad)
+            model.zero_grad()
+        return dict(model.state_dict()), len(made)
+    finally:
+        natgrad.linalg.eigh = eigh
+
+
+def renew_both(placement):
+    once, worth = renew(placement), equal._is_worth
+    equal._is_worth = lambda job: False
+    try:
+        return once, renew(placement)
+    finally:
+        equal._is_worth = worth
+
+
+@pytest.mark.parametrize("placement", ["comm-opt", "background", "mem-opt"])
+def test_an_owner_decomposes_equal_factors_once(placement, ranks):
+    """Of three equal ones, on two ranks and in three renewals; each owner has one or more."""
+    results = ranks.run(2, renew_both, placement)
+    for (once, _), (alone, _) in results:
+        assert all(torch.equal(once[name], alone[name]) for name in alone)
+    made, every = (sum(result[index][1] for result in results) for index in (0, 1))
+    assert every == 9
+    assert made == 3 * sum(result[1][1] > 0 for result in results)

@@ -26,6 +26,7 @@ from natgrad.errors import CurvatureError
 from natgrad.placement import Plan, Runtime
 from natgrad.progress import Progress
 from natgrad.renewal.averages import fold
+from natgrad.renewal.equal import find_equal
 from natgrad.renewal.renew import RAISED, Job, conclude, jobs_of
 from natgrad.stacks.blocks import Stack, unpacked
 from natgrad.sums import Departed, Sums
@@ -136,6 +137,7 @@ class Background:
         jobs = jobs_of(stacks, plan, keys)
         if not jobs:
             return False
+        find_equal([job for job in jobs if job.owner in (None, rank)])
         pieces = [self._submit(job, damping) if job.owner in (None, rank) else [] for job in jobs]
         self._renewal = _Renewal(progress.step, progress.last_inverses, keys, jobs, pieces)
         progress.last_inverses = progress.step
@@ -177,9 +179,9 @@ class Background:
         success, own = [], None
         for job, pieces in zip(renewal.jobs, renewal.pieces, strict=True):
             job.stack.allocate_held()
-            flags, error = _keep(job, pieces)
-            success.append(flags)
+            error = _keep(job, pieces)
             own = own or error
+            success.append(job.take_over())
         stopped = conclude(renewal.jobs, success, plan.column(runtime.rank), runtime, watch, wire)
         progress.inverse_updates += 1
         if stopped:
@@ -261,9 +263,9 @@ def _decompose(
     return _Outcome(written, fine, perf_counter() - started)
 
 
-def _keep(job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> tuple[list[float], Exception | None]:
-    """Wait for the thread and hold what it has made; return the flags that `conclude` takes, and what was raised."""
-    flags: dict[int, float] = dict.fromkeys(range(job.start, job.stop), 0.0)
+def _keep(job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> Exception | None:
+    """Wait for the thread and hold what it has made; note it as `conclude` takes it, and return what was raised."""
+    job.done.update(dict.fromkeys(range(job.start, job.stop), 0.0))
     raised: Exception | None = None
     seconds = 0.0
     for blocks, future in pieces:
@@ -273,7 +275,7 @@ def _keep(job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> tuple[list[
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             continue  # a failure like those that `renew` tells of
         except Exception as error:
-            flags.update(dict.fromkeys(own, RAISED))
+            job.done.update(dict.fromkeys(own, RAISED))
             raised = error
             continue
         stack = job.stack
@@ -283,8 +285,8 @@ def _keep(job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> tuple[list[
         place = stack.device, stack.work_dtype  # of a model that was moved meanwhile
         written = [tensor.to(*place) for tensor in outcome.written]
         kept = job.keep(blocks, written, outcome.fine.to(stack.device))
-        flags.update(zip(own, map(float, kept), strict=True))
+        job.done.update(zip(own, map(float, kept), strict=True))
         seconds += outcome.seconds
     if pieces:
         job.stack.charge(job.members, seconds)
-    return list(flags.values()), raised
+    return raised

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from time import perf_counter
 from typing import Any
@@ -17,6 +17,7 @@ from natgrad.numerics import triangle
 from natgrad.numerics.products import full_products, quick_products
 from natgrad.placement import Layout, Plan, Runtime, narrower
 from natgrad.refresh.sides import READS, Reads, side_of
+from natgrad.renewal.equal import Source, find_equal
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import along, pack, packed_shape, unpack
 from natgrad.trouble.guard import Watch
@@ -33,6 +34,8 @@ class Job:
 
     Attributes:
         columns: Which columns of the matrix that is written are this job's, from the diagonal down; None: all of it.
+        equal: The blocks of which nothing is made, with those whose results are theirs too.
+        done: What became of each block: above 0 where it succeeded.
     """
 
     owner: int | None
@@ -41,6 +44,8 @@ class Job:
     start: int
     stop: int
     columns: slice | None = None
+    equal: dict[int, Source] = field(default_factory=dict)
+    done: dict[int, float] = field(default_factory=dict)
 
     def numel(self, spec: Spec) -> int:
         """Return how many elements of a tensor that the part writes travel."""
@@ -77,14 +82,15 @@ class Job:
         start = self.start
         for stop in range(self.start + 1, self.stop + 1):
             # What is warm begins with what it has made last: with those blocks apart that it never has.
-            ends = stop == self.stop or stop - start == step
-            if ends or (self.part.warm and good[stop] != good[start]):
+            ends = stop == self.stop or stop in self.equal or stop - start == step
+            if stop - 1 in self.equal:
+                start = stop
+            elif ends or (self.part.warm and good[stop] != good[start]):
                 yield slice(start, stop)
                 start = stop
 
-    def run(self, damping: float) -> list[bool]:
-        """Do the work into what is held; blocks that fail keep what they had."""
-        success: list[bool] = []
+    def run(self, damping: float) -> list[float]:
+        """Do the work into what is held, and return what became of each block; those that fail keep what they had."""
         shared = () if self.columns is None else (self.columns,)  # which only curvatures with such parts know
         started, damping = perf_counter(), damping * self.stack.factor
         for blocks in self.pieces():
@@ -92,9 +98,20 @@ class Job:
             warm: dict[str, Any] = {"before": self.stack.before(self.part, blocks)} if self.part.warm else {}
             with full_products(self.stack.device), quick_products(self.stack.device):
                 written, fine = self.stack.curvature.renew(self.part.name, averages, damping, *shared, **warm)
-            success += self.keep(blocks, written, fine)
+            flags = self.keep(blocks, written, fine)
+            self.done.update(zip(range(blocks.start, blocks.stop), map(float, flags), strict=True))
+        success = self.take_over()
         self.stack.charge(self.members, perf_counter() - started)
         return success
+
+    def take_over(self) -> list[float]:
+        """Hold what was made of equal blocks, and return what became of each block."""
+        for block, source in self.equal.items():
+            self.done[block] = source.done[source.block]
+            if self.done[block] > 0:
+                for spec in self.part.writes:
+                    self.stack.held.copy_block(spec.name, block, source.stack.held, source.block)
+        return [self.done[block] for block in range(self.start, self.stop)]
 
     def keep(self, blocks: slice, written: Sequence[Tensor], fine: Tensor) -> list[bool]:
         """Write what was made of some blocks into what is held where it is `fine`, and return these flags."""
@@ -149,10 +166,11 @@ def renew(
     """
     jobs = jobs_of(stacks, plan, keys, reads=reads, replayed=replayed)
     success: list[list[float]] = []
+    find_equal([job for job in jobs if job.owner in (None, runtime.rank)])
     for job in jobs:
         job.stack.allocate_held()
         mine = job.owner in (None, runtime.rank)
-        success.append([float(flag) for flag in job.run(damping)] if mine else [0.0] * (job.stop - job.start))
+        success.append(job.run(damping) if mine else [0.0] * (job.stop - job.start))
     conclude(jobs, success, plan.column(runtime.rank), runtime, watch, wire)
     return bool(jobs)
 
