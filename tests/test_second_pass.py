@@ -418,7 +418,6 @@ def test_hooks_of_others_are_called_too():
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"placement": "dp"}, "placement"),
         ({"placement": "background"}, "placement"),
         ({"damping": 1.0}, "damping"),
     ],

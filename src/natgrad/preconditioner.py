@@ -131,27 +131,26 @@ class Preconditioner(Engine):
         where, covered = resolve(placement), cover(self._root, curvature).layers
         check_layers(layer for layer, _ in covered)
         check_second_pass(covered, optimizer, where, self._damping)
-        group = resolve_group(model, process_group, mesh)
         self._curvature, self._precision, self._refresh, self._reduction = curvature, precision, refresh, reduction
         reduces = self._reduces = gradients == "reduce"
         self._scaling = Scaling(reduction, accumulation=accumulation, reduces=reduces, scaler=scaler)
-        self._runtime = Runtime(group)
+        self._runtime = Runtime(resolve_group(model, process_group, mesh))
         self._watch, self._clip = Watch(guard), Clip(optimizer, kl_clip, covered)
         self._given, self._second, self._inspection = Given(), SecondPass(), Inspection()
-        # The positions that a loss has are told by the layer nearest to it, which another rank may capture.
-        counting = self._scaling.counts or (where.name == "dp" and reduction == "tokens")
+        # Every rank notices of layers that others capture how many positions a loss has, and passes to be repeated.
+        noticed = reduction == "tokens" or any(own.replays for _, own in covered)
+        counting = self._scaling.counts or (where.name == "dp" and noticed)
         self._capture = Capture(self._root, reduction=reduction, counting=counting)
         self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=reduction)
         self._progress, self._epochs, self._agenda = Progress(), Epochs(), Agenda(refresh)
         self._background, self._unseen, self._detached, self._seed = Background(), Unseen(), False, seed
-        rank, ranks = self._runtime.rank, self._runtime.ranks
         self._structure = Structure(
             self._root,
             curvature,
             precision,
             placement=where,
-            rank=rank,
-            ranks=ranks,
+            rank=self._runtime.rank,
+            ranks=self._runtime.ranks,
             refresh=refresh,
             reduces=reduces,
             factor=self._damping.factor,
@@ -389,9 +388,8 @@ class Preconditioner(Engine):
             ValueError: if blocks are missing, unknown or of another shape; then nothing was changed.
         """
         self._follow()
-        state = states.checked(
-            state, self._stacks, {"updates": self._progress.updates, "watch": self._watch.state_dict()}
-        )
+        counters = {"updates": self._progress.updates, "watch": self._watch.state_dict()}
+        state = states.checked(state, self._stacks, counters)
         self._agenda.check_state(state)
         self._epochs, self._damping = Epochs.loaded(state["epochs"]), self._damping.loaded(state["damping"])
         states.restore(state["blocks"], self._stacks)

@@ -33,8 +33,6 @@ from natgrad.trouble.guard import Watch
 
 Closure = Callable[[], Any]
 
-_WITHOUT = ("dp", "background")
-
 
 class Reevaluation:
     """A closure by torch's convention: it clears the gradients and runs a backward pass of its own."""
@@ -64,8 +62,8 @@ def check_second_pass(
         return
     allowed = f"given: {curvature!r} looks at the batch again after its step"
     require(optimizer is not None, "optimizer", optimizer, allowed)
-    allowed = f"another than {' and '.join(map(repr, _WITHOUT))} with {curvature!r}"
-    require(placement.name not in _WITHOUT, "placement", str(placement), allowed)
+    allowed = f"another than 'background': {curvature!r} compares sums over a step, after which they would arrive"
+    require(placement.name != "background", "placement", str(placement), allowed)
     sharded = any(is_sharded(slot.parameter) for one, own in covered if own.replays for slot in one.slots)
     require(not sharded, "model", "sharded by FSDP2", f"plain or in DistributedDataParallel with {curvature!r}")
     if damping.constant is not None:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from tests.dense import reference as dense
+from tests.dense.test_kbfgs import DAMPING, EVERY_STEP, Positions, Reference, seen
 
 SAMPLES = 12
 RAGGED = {1: [12], 2: [9, 3], 3: [2, 6, 4], 4: [5, 1, 4, 2]}
@@ -116,6 +117,92 @@ def test_placements(ranks, placement):
     results = ranks.run(4, call, 5, RAGGED, {"placement": placement, "gradients": "reduce"})
     assert_same(results)
     dense.assert_equal(results[0][0], train(5, RAGGED)[0], 1e-10)
+
+
+# --- Under "dp" each layer's worker goes by its own samples -----------------------------------------------------------
+
+
+def train_owned(steps, reduce, idle):
+    """Train, with an `idle` rank that is too slow to work for any layer.
+
+    Return the natural gradients of each step, the layers' workers and what has travelled.
+    """
+    rank, ranks = place()
+    model = Positions().double()
+    wrapped = model if reduce else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    preconditioner = natgrad.Preconditioner(
+        wrapped,
+        natgrad.KBFGS(memory=3 if reduce else None),
+        optimizer=optimizer,
+        damping=DAMPING,
+        kl_clip=None,
+        refresh=EVERY_STEP,
+        placement=natgrad.Placement(name="dp", speeds=tuple(1e-9 if own == idle else 1.0 for own in range(ranks))),
+        gradients="reduce" if reduce else "averaged",
+    )
+    found = []
+    for step in range(steps):
+        x, y = (tensor.split(owned_sizes(ranks))[rank] for tensor in owned_batch(step, ranks))
+        optimizer.zero_grad()
+        cross_entropy(wrapped(x), y).backward()
+        preconditioner.step(lambda x=x, y=y: cross_entropy(wrapped(x), y))
+        found.append(dense.gradients(model))
+        optimizer.step()
+    workers = {key.rpartition(".")[0]: seat.workers[0] for key, seat in preconditioner.plan.seats.items()}
+    return found, workers, preconditioner.traffic()
+
+
+def owned_sizes(ranks):
+    return [3] * ranks
+
+
+def owned_batch(step, ranks):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(3 * ranks, 4, 9, generator=generator, dtype=torch.float64) + 0.5
+    return x, torch.randint(3, (3 * ranks,), generator=generator)
+
+
+@pytest.mark.parametrize(("count", "reduce", "idle"), [(2, False, None), (3, True, None), (3, False, 1)])
+def test_dp_is_the_reference_of_the_workers_samples(ranks, count, reduce, idle):
+    steps = 4
+    results = ranks.run(count, train_owned, steps, reduce, idle)
+    workers = results[0][1]
+    assert set(workers.values()) == set(range(count)) - {idle}
+    model, references = Positions().double(), {}
+    for step in range(steps):
+        x, y = owned_batch(step, count)
+        gradients = seen(model, x, y)[0]
+        parts = list(zip(x.split(3), y.split(3), strict=True))
+        own = {name: seen(model, *parts[worker]) for name, worker in workers.items()}
+        expected = {}
+        for name, W in gradients.items():
+            shape = W.shape[1:]
+            kept = references.setdefault(name, [Reference(*shape, DAMPING, 3 if reduce else None) for _ in W])
+            for block, reference in enumerate(kept):
+                reference.capture(own[name][1][name][block])
+                reference.renew()
+            expected[name] = torch.stack([one.direction(W[block]) for block, one in enumerate(kept)])
+        for found, _, traffic in results:
+            dense.assert_equal(found[step], expected, 1e-9)
+            assert traffic["factors"] == traffic["inverses"] == traffic.get("replay", 0) == 0
+        descend(model, expected, 0.2)
+        for name, worker in workers.items():
+            _, _, z, g = own[name]
+            _, _, z_after, g_after = seen(model, *parts[worker])
+            for block, reference in enumerate(references[name]):
+                reference.replay((z_after[name] - z[name])[block], (g_after[name] - g[name])[block])
+                reference.update_outputs()
+
+
+def descend(model, matrices, rate):
+    with torch.no_grad():
+        for name, module in dense.trained_layers(model).items():
+            V = matrices[name].flatten(0, 1)
+            weight = module.weight.shape[1:].numel()
+            module.weight.sub_(V[:, :weight].view_as(module.weight), alpha=rate)
+            if module.bias is not None:
+                module.bias.sub_(V[:, -1], alpha=rate)
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -35,6 +35,8 @@ def same(one, other):
         return torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
     return one == other
 
 

@@ -21,7 +21,7 @@ def same(first, second):
         return torch.equal(first, second) and first.dtype == second.dtype
     if isinstance(first, dict):
         return [str(key) for key in first] == list(second) and all(same(first[key], second[str(key)]) for key in first)
-    if isinstance(first, list):
+    if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(same, first, second))
     return first == second
 
