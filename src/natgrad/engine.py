@@ -320,7 +320,7 @@ class Engine:
             keys = replay.learn(stacks, sums, views, self._watch)
             if damping is not None:
                 plan, wire = self._structure.plan, self._precision.wire
-                renew(stacks, plan, self._runtime, keys, damping, self._watch, wire, replayed=True)
+                renew(stacks, plan, self._runtime, keys, (), damping, self._watch, wire, replayed=True)
 
     def _update_inverses(self, count: int | None, damping: float) -> None:
         if self._progress.last_factors is None and not self._keeps_rows:
@@ -337,12 +337,12 @@ class Engine:
             agenda, reads = self._agenda, self._agenda.reads(self._progress)
             keys = agenda.choose(self._stacks, plan, usable, damping, self._progress)
             decided = agenda.clock.rule is not None and bool(usable)
+            work = self._stacks, plan, self._runtime, keys, agenda.kept, damping
             if self._behind:
-                begun = self._background.begin(self._stacks, plan, keys, damping, self._runtime.rank, self._progress)
-                if decided and not begun:
+                if not self._background.begin(*work, self._progress) and decided:
                     self._progress.renewed_inverses(reads)
                 return
-            renewed = renew(self._stacks, plan, self._runtime, keys, damping, self._watch, wire, reads=reads)
+            renewed = renew(*work, self._watch, wire, reads=reads)
             agenda.renewed(self._stacks, plan, keys)
             decided = decided or renewed or refreshed
             if self._agreed(decided) if begins else decided or self._exchanges:

@@ -32,23 +32,25 @@ RULES = {
 class Drifting(Reference):
     """The definition, for a `DriftRule`: compared are the averages of the last renewal with those that begin one.
 
-    `verdicts` are those of all trainings.
+    Each factor by itself, but where both inverses read both. `verdicts` are those of all trainings.
     """
 
-    verdicts: ClassVar[set[bool]] = set()
+    verdicts: ClassVar[set[tuple[bool, ...]]] = set()
 
     def __init__(self, case, resume=None):
         super().__init__(case, resume)
-        self.threshold, self.compared = case.rule.threshold, {}
+        self.threshold = case.rule.threshold
 
     def _decide(self, name, fresh):
-        last = self.compared.get(name)
-        drifts = [] if last is None else [float((X - Y).norm() / Y.norm()) for X, Y in zip(fresh, last, strict=False)]
-        renewed = last is None or max(drifts) >= self.threshold
-        self.verdicts.add(renewed)
-        if renewed:
-            self.compared[name] = fresh[:2]
-        return fresh if renewed else self.held[name]
+        if name not in self.held:
+            return fresh
+        *last, damping = self.held[name]
+        renewed = [float((X - Y).norm() / Y.norm()) >= self.threshold for X, Y in zip(fresh[:2], last, strict=True)]
+        if self.form == "inverse":
+            renewed = [any(renewed)] * 2
+        self.verdicts.add(tuple(renewed))
+        A, G = (X if flag else Y for X, Y, flag in zip(fresh[:2], last, renewed, strict=True))
+        return A, G, fresh[2] if any(renewed) else damping
 
 
 @pytest.mark.parametrize(("count", "staleness"), [(1, 1), (1, 3), (2, 1), (4, 3)])
@@ -58,7 +60,7 @@ def test_training_is_what_the_definition_says(ranks, count, staleness):
         results = [parameters for parameters, _ in ranks.run(count, train, case)]
         assert_equal(results)
         assert_close(results[0], defined(case, make=Drifting))
-    assert Drifting.verdicts == {True, False}
+    assert {(True, False), (True, True), (False, False)} <= Drifting.verdicts
 
 
 def follow(rule, staleness):

@@ -25,7 +25,7 @@ def mean_eigenvalues(stacks: Sequence[Stack], runtime: Runtime, device: torch.de
         stop = start + len(stack.members)
         if id(stack) in mine and stack.weight is not None:
             numbers = [stack.parameters(member) for member in stack.members]
-            own = measured(stack, "trace").double() / tensor_on(stack.device, numbers)
+            own = measured(stack, "trace")[0].double() / tensor_on(stack.device, numbers)
             sizes[start:stop] = own.nan_to_num(0.0, 0.0, 0.0).to(device)
         start = stop
     if runtime.ranks > 1 and layers:

@@ -15,7 +15,7 @@ _ALLOWED = "a number of steps >= 1"
 
 @dataclass(frozen=True)
 class Adaptive(Clock):
-    """Renew the layers that a rule chooses, at the steps where renewals are due; the first time all of them.
+    """Renew the layers and factors that a rule chooses, at steps where renewals are due; the first time all of them.
 
     Attributes:
         rule: `natgrad.TraceRule`, `natgrad.DriftRule`, `natgrad.BasisRule`, or one of your own.

@@ -1,4 +1,4 @@
-"""A layer is renewed when its eigenvectors no longer make its factors diagonal."""
+"""A factor is decomposed anew when the eigenvectors held of it no longer make it diagonal."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from natgrad.schedule import check_number
 
 @dataclass(frozen=True)
 class BasisRule(Rule):
-    """Renew where ``‖offdiag(Qᵀ X Q)‖ / ‖X‖ >= tolerance`` for any factor X of the layer, Q being held of it.
+    """Decompose a factor X anew where ``‖offdiag(Qᵀ X Q)‖ / ‖X‖ >= tolerance``, Q being held of it.
 
     The off-diagonal part is what the eigen form leaves out when it takes Q for eigenvectors; it is summed up itself, in
     the Frobenius norm, for a difference of squares would cancel. Eigenvalues that moved in an unmoved basis do not
-    count: of them `DriftRule` and `TraceRule` tell. It costs two products of matrices a factor; layers without
-    eigenvectors are renewed where due.
+    count: of them `DriftRule` and `TraceRule` tell. It costs two products of matrices a factor; what has no
+    eigenvectors is renewed where due.
 
     Attributes:
         tolerance: The share that may be left out.

@@ -1,4 +1,4 @@
-"""A layer is renewed when its factors have moved far enough (the measure of Osawa 2019, eq. 21)."""
+"""A factor is decomposed anew when it has moved far enough (the measure of Osawa 2019, eq. 21)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from natgrad.schedule import check_number
 
 @dataclass(frozen=True)
 class DriftRule(Rule):
-    """Renew where ``‖X_t - X_last‖ / ‖X_last‖ >= threshold`` for any statistic X that the layer's renewals read.
+    """Renew what reads a statistic X, as the inverse of A reads A, where ``‖X_t - X_last‖ / ‖X_last‖ >= threshold``.
 
-    X_last are the running averages that the last renewal of the layer was made of, in the Frobenius norm. They are
-    kept: memory for the factors once more, on the ranks that hold what is made of them.
+    X_last is the running average that its last renewal was made of, in the Frobenius norm. It is kept: memory for the
+    factors once more, on the ranks that hold what is made of them. What reads a statistic in common is renewed together
+    where any of theirs has moved so far, as both inverses of K-FAC, whose damping is balanced by both traces.
 
     Attributes:
         threshold: How far; about what one batch in twenty adds to a running average is 0.1.

@@ -16,7 +16,7 @@ class Rule(ABC):
         measure: What is measured of a layer, a number that `natgrad.renewal.measure` makes. "trace": that of its
             damped Fisher block. "norm": the product of the Frobenius norms of its statistics. "drift": how far these
             are from what they were when it was renewed last, relative to that. "basis": what its eigenvectors leave off
-            the diagonal, relative to all.
+            the diagonal, relative to all. The last two are measured of each factor, which is decided on by itself.
         stops: Whether it ever says "stop". A layer whose statistics have not changed at all is kept where it does.
     """
 
@@ -29,7 +29,7 @@ class Rule(ABC):
 
     @abstractmethod
     def change(self, value: float, last: float | None) -> float:
-        """Return by how much a layer has changed: where time is short, those that have changed least wait.
+        """Return by how much a layer, or one of its factors, has changed: where time is short, the least changed wait.
 
         Args:
             value: What is measured now.
@@ -38,8 +38,8 @@ class Rule(ABC):
 
     @abstractmethod
     def verdict(self, change: float) -> Verdict:
-        """Tell what becomes of a layer that has changed so much: it is renewed, kept for now, or for good."""
+        """Tell what becomes of what has changed so much: it is renewed, kept for now, or for good (if all of it is)."""
 
     def remember(self, value: float, last: float | None, *, renewed: bool) -> float | None:
-        """Return what the next measurement is compared with."""
+        """Return what the next measurement of a layer is compared with; of several factors `value` is the largest."""
         return None

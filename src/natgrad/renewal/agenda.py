@@ -11,8 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import nan
 from time import perf_counter
 from typing import Any, Literal
 
@@ -24,55 +22,14 @@ from natgrad.placement import Plan
 from natgrad.progress import Progress
 from natgrad.refresh import Clock
 from natgrad.refresh.budget import Budget, Pace, Times
-from natgrad.refresh.rule import Rule
 from natgrad.refresh.sides import READS, SIDES, Reads, Side
-from natgrad.renewal.measure import measurable, measured
-from natgrad.renewal.record import KEPT, RENEWED, STOPPED, WAITS, Record
-from natgrad.stacks.blocks import Member, Stack
+from natgrad.renewal.judged import Judged, judged, measure
+from natgrad.renewal.record import KEPT, RENEWED, STOPPED, WAITS
+from natgrad.stacks.blocks import Stack
 
 # Placements whose sums go to workers alone, or nowhere.
 _SCATTERED = ("reduce-scatter", "dp")
-_VERDICTS = {"renew": RENEWED, "keep": KEPT, "stop": STOPPED}
 _METRICS = {RENEWED: "layers_refreshed", KEPT: "layers_kept", STOPPED: "layers_stopped", WAITS: "layers_waiting"}
-
-
-@dataclass
-class _Layer:
-    """A layer that is decided on, and what is known of it.
-
-    Attributes:
-        stack: Its stack.
-        member: Its place there.
-        index: Its number there.
-        record: What is remembered of it.
-        value: What was measured.
-        seen: What of it is of the statistics alone, without damping.
-    """
-
-    stack: Stack
-    member: Member
-    index: int
-    record: Record
-    value: float = nan
-    seen: float = nan
-
-    @property
-    def key(self) -> str:
-        return self.member.layer.key
-
-    @property
-    def begins(self) -> bool:
-        """Whether it has nothing to go on with: it was never renewed as a whole, or what it has was found unusable."""
-        rungs = self.stack.rungs
-        sunk = rungs.suspected and rungs.sunk is not None and bool(rungs.sunk[self.member.blocks].any())
-        return not self.stack.ready[self.index] or sunk
-
-    def judge(self, rule: Rule, change: float) -> float:
-        """Return the verdict on it; where nothing was captured since the last one, nobody knows what has settled."""
-        if self.begins:
-            return RENEWED
-        verdict = _VERDICTS[rule.verdict(change)]
-        return KEPT if verdict == STOPPED and self.seen == self.record.seen(self.index) else verdict
 
 
 class Agenda:
@@ -82,6 +39,8 @@ class Agenda:
         clock: The clock.
         budget: The account of a clock with a cap.
         without: The names of the layers that are captured no more.
+        kept: Of the layers that `choose` has chosen last the parts that stay as they are, by the keys of the layers and
+            their own names.
         now: The time in seconds.
     """
 
@@ -90,6 +49,8 @@ class Agenda:
         self.clock = clock
         self.budget = None if clock.share is None else Budget(clock.share)
         self.without: frozenset[str] = frozenset()
+        self.kept: frozenset[tuple[str, str]] = frozenset()
+        self._shares: dict[str, float] = {}  # of the work of renewing those layers, what was to be done
         self.now: Callable[[], float] = perf_counter
         self._pace = Pace()
         self._own = Times()  # of this rank, since it was told last
@@ -132,28 +93,31 @@ class Agenda:
         rule = self.clock.rule
         if rule is None:
             return usable
-        layers = [one for one in _layers(stacks, usable) if one.begins or one.record.verdict(one.index) != STOPPED]
-        _measure(layers, rule, damping)
-        lasts = [one.record.last(one.index) for one in layers]
-        changes = [rule.change(one.value, last) for one, last in zip(layers, lasts, strict=True)]
-        verdicts = [one.judge(rule, change) for one, change in zip(layers, changes, strict=True)]
+        layers = [one for one in judged(stacks, usable) if one.begins or one.record.verdict(one.index) != STOPPED]
+        measure(layers, rule, damping)
+        for one in layers:
+            one.judge(rule)
         if self.budget is not None:
-            self._spare(self.budget, layers, changes, verdicts, plan, progress.step)
-        for one, last, verdict in zip(layers, lasts, verdicts, strict=True):
+            self._spare(self.budget, layers, plan, progress.step)
+        for one in layers:
+            last, renewed = one.record.last(one.index), one.verdict == RENEWED
             # Who waits is compared with the same at the next decision: its change is still to be made good.
-            own = last if verdict == WAITS else rule.remember(one.value, last, renewed=verdict == RENEWED)
-            one.record.note(one.index, own, verdict, one.seen)
-            if verdict == RENEWED:
-                one.record.begin(one.index)
+            own = last if one.verdict == WAITS else rule.remember(one.value, last, renewed=renewed)
+            one.record.note(one.index, own, one.verdict, one.seen)
+            if renewed:
+                one.begin()
         for stack in stacks:
             if stack.record is not None:
                 stack.record.told = True
-        return {one.key for one, verdict in zip(layers, verdicts, strict=True) if verdict == RENEWED}
+        chosen = {one.key: one for one in layers if one.verdict == RENEWED}
+        self.kept = frozenset().union(*(one.kept for one in chosen.values()))
+        self._shares = {key: one.share for key, one in chosen.items()}
+        return set(chosen)
 
     def renewed(self, stacks: Sequence[Stack], plan: Plan[str], keys: Collection[str]) -> None:
         """Note that renewing the layers of some `keys`, which `choose` has chosen, has ended, be it in failure."""
-        for one in _layers(stacks, keys):
-            self._own.work += plan.weights[one.key] / len(plan.seats[one.key].workers)
+        for one in judged(stacks, keys):
+            self._own.work += self._shares.get(one.key, 1.0) * plan.weights[one.key] / len(plan.seats[one.key].workers)
             one.record.end(one.index, failed=any(one.stack.rungs.behind[one.member.blocks]))
 
     def hear(self, stacks: Sequence[Stack]) -> None:
@@ -171,31 +135,23 @@ class Agenda:
     def look(self, stacks: Sequence[Stack]) -> None:
         """Find the layers that are stopped."""
         self.without = frozenset(
-            one.member.layer.name for one in _layers(stacks) if one.record.verdict(one.index) == STOPPED
+            one.member.layer.name for one in judged(stacks) if one.record.verdict(one.index) == STOPPED
         )
 
-    def _spare(
-        self,
-        budget: Budget,
-        layers: Sequence[_Layer],
-        changes: Sequence[float],
-        verdicts: list[float],
-        plan: Plan[str],
-        step: int,
-    ) -> None:
+    def _spare(self, budget: Budget, layers: Sequence[Judged], plan: Plan[str], step: int) -> None:
         """Have those of the layers wait for which there is no time.
 
         Where each layer has one worker, a rank knows the changes of its own alone: it has the part of the credit that
         is the part of its layers in all work.
         """
         self._read_times()
-        open_ = [index for index, verdict in enumerate(verdicts) if verdict == RENEWED and not layers[index].begins]
-        work = [plan.weights[layers[index].key] for index in open_]
+        waiting = [one for one in layers if one.verdict == RENEWED and not one.begins]
+        changes, work = [one.change for one in waiting], [one.share * plan.weights[one.key] for one in waiting]
         columns = {plan.home(one.key) for one in layers}
         own = sum(weight for key, weight in plan.weights.items() if plan.home(key) in columns)
         part = own / (sum(plan.weights.values()) or 1.0)
-        for index, chosen in zip(open_, budget.choose([changes[index] for index in open_], work, part), strict=True):
-            verdicts[index] = RENEWED if chosen else WAITS
+        for one, chosen in zip(waiting, budget.choose(changes, work, part), strict=True):
+            one.verdict = RENEWED if chosen else WAITS
         budget.settle(step + 1)
         if budget.credit < 0 and budget.times.steps and budget.income <= 0 and not self._warned:
             self._warned = True
@@ -269,7 +225,7 @@ class Agenda:
         """Return how many layers have which verdict, and the share of time; nothing of a clock that has none."""
         found: dict[str, float | Tensor] = {}
         if self.clock.rule is not None:
-            verdicts = [one.record.verdict(one.index) for one in _layers(stacks)]
+            verdicts = [one.record.verdict(one.index) for one in judged(stacks)]
             found |= {name: verdicts.count(code) for code, name in _METRICS.items()}
         if self.budget is not None:
             found["preconditioning_share"] = self.budget.taken
@@ -315,30 +271,3 @@ class Agenda:
             if "budget" in own:
                 self.budget.load_state_dict(own["budget"])
         self.look(stacks)
-
-
-def _layers(stacks: Sequence[Stack], keys: Collection[str] | None = None) -> Iterator[_Layer]:
-    """Yield the layers of some `keys` that this rank works for; None: all layers."""
-    for stack in stacks:
-        if stack.record is None or (keys is not None and not stack.role.works):
-            continue
-        for index, member in enumerate(stack.members):
-            if keys is None or member.layer.key in keys:
-                yield _Layer(stack, member, index, stack.record)
-
-
-def _measure(layers: Sequence[_Layer], rule: Rule, damping: float) -> None:
-    """Measure layers, in one go for each device; those that cannot be measured have no number."""
-    stacks = {id(one.stack): one.stack for one in layers if measurable(one.stack.curvature, rule.measure)}
-    found: dict[torch.device, list[tuple[Stack, Tensor]]] = {}
-    for stack in stacks.values():
-        if stack.weight is not None and (stack.held or rule.measure != "basis"):
-            found.setdefault(stack.device, []).append((stack, measured(stack, rule.measure)))
-    values: dict[tuple[int, int], float] = {}
-    for pairs in found.values():
-        numbers = iter(torch.cat([own.double() for _, own in pairs]).tolist())
-        values |= {(id(stack), index): next(numbers) for stack, _ in pairs for index in range(len(stack.members))}
-    for one in layers:
-        one.seen = values.get((id(one.stack), one.index), nan)
-        damped = rule.measure == "trace"
-        one.value = one.seen + damped * damping * one.stack.factor * one.stack.parameters(one.member)

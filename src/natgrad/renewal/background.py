@@ -11,7 +11,7 @@ all of them, and ranks stay equal to the last bit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -118,27 +118,35 @@ class Background:
     # --- Renewals -----------------------------------------------------------------------------------------------
 
     def begin(
-        self, stacks: list[Stack], plan: Plan[str], keys: set[str], damping: float, rank: int, progress: Progress
+        self,
+        stacks: list[Stack],
+        plan: Plan[str],
+        runtime: Runtime,
+        keys: set[str],
+        kept: Collection[tuple[str, str]],
+        damping: float,
+        progress: Progress,
     ) -> bool:
         """Begin to renew some layers from their running averages as they are now; none may be under way.
 
         Args:
             stacks: All stacks.
             plan: The owner of each part.
+            runtime: The ranks.
             keys: The layers, which have statistics; the same on every rank.
+            kept: That of `renew`; likewise.
             damping: γ of this renewal.
-            rank: This process's.
             progress: Is told that this is the step of the renewal.
 
         Returns:
             Whether there is anything to do.
         """
         assert self._renewal is None
-        jobs = jobs_of(stacks, plan, keys)
+        jobs = jobs_of(stacks, plan, keys, kept=kept)
         if not jobs:
             return False
-        find_equal([job for job in jobs if job.owner in (None, rank)])
-        pieces = [self._submit(job, damping) if job.owner in (None, rank) else [] for job in jobs]
+        find_equal([job for job in jobs if job.owner in (None, runtime.rank)])
+        pieces = [self._submit(job, damping) if job.owner in (None, runtime.rank) else [] for job in jobs]
         self._renewal = _Renewal(progress.step, progress.last_inverses, keys, jobs, pieces)
         progress.last_inverses = progress.step
         return True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -16,6 +17,38 @@ from natgrad.stacks.blocks import Stack
 
 # About so many elements are looked at at once.
 _CHUNK = 2**22
+# What is measured of each statistic by itself, and not of the layer that they make up.
+_APART: tuple[Measure, ...] = ("drift", "basis")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What of a layer is decided on as one.
+
+    Attributes:
+        parts: The names of the parts.
+        statistics: What they read.
+    """
+
+    parts: frozenset[str]
+    statistics: frozenset[str]
+
+
+def units(stack: Stack, measure: Measure) -> list[Unit]:
+    """Return what of the layers of a stack is decided on apart, as A and G where each has a part of its own.
+
+    Parts that read a statistic in common are one unit; where the measure is one of the whole layer, all of them are.
+    """
+    found: list[Unit] = []
+    for part in stack.parts:
+        unit, others = Unit(frozenset({part.name}), frozenset(part.reads)), []
+        for other in found:
+            if measure in _APART and unit.statistics.isdisjoint(other.statistics):
+                others.append(other)
+            else:
+                unit = Unit(other.parts | unit.parts, other.statistics | unit.statistics)
+        found = [*others, unit]
+    return found
 
 
 def measurable(curvature: Curvature, measure: Measure) -> bool:
@@ -25,11 +58,12 @@ def measurable(curvature: Curvature, measure: Measure) -> bool:
 
 
 def measured(stack: Stack, measure: Measure) -> Tensor:
-    """Return one number for each layer of a stack ``[M]``, made of its running averages as they are now.
+    """Return a number for each unit of each layer of a stack ``[U, M]``, of its running averages as they are now.
 
     Args:
         stack: The stack, which has averages; for "basis" also what renewals have made, for "drift" a record.
-        measure: What is measured (`natgrad.refresh.rule.Rule`); a trace is that without damping.
+        measure: What is measured (`natgrad.refresh.rule.Rule`); a trace is that without damping. What cannot be
+            measured so is no number.
     """
     return _MEASURES[measure](stack)
 
@@ -38,13 +72,13 @@ def _trace(stack: Stack) -> Tensor:
     """``tr F`` of all blocks of a layer."""
     curvature, names = stack.curvature, stack.curvature.traced
     traces = [curvature.trace(stack.corrected(blocks, names), stack.outputs) for blocks in _pieces(stack, names)]
-    return _by_layer(stack, torch.cat(traces))
+    return _by_layer(stack, torch.cat(traces))[None]
 
 
 def _norm(stack: Stack) -> Tensor:
     """``Π ‖X‖`` over the statistics X that renewals read."""
     squares = _squares_of(stack, stack.snapshot)
-    return torch.stack([own.sqrt() for own in squares.values()]).prod(0)
+    return torch.stack([own.sqrt() for own in squares.values()]).prod(0)[None]
 
 
 def _drift(stack: Stack) -> Tensor:
@@ -60,9 +94,10 @@ def _drift(stack: Stack) -> Tensor:
         return {name: now[name] - before[name] for name in names}
 
     if not record.averages:
-        return torch.full((len(stack.members),), torch.inf, dtype=stack.work_dtype, device=stack.device)
+        shape = len(units(stack, "drift")), len(stack.members)
+        return torch.full(shape, torch.inf, dtype=stack.work_dtype, device=stack.device)
     differences, lasts = _squares_of(stack, moved), _squares_of(stack, last)
-    return torch.stack([(differences[name] / lasts[name]).sqrt() for name in lasts]).amax(0)
+    return _largest(stack, "drift", [(name, (differences[name] / lasts[name]).sqrt()) for name in lasts])
 
 
 def _basis(stack: Stack) -> Tensor:
@@ -75,7 +110,8 @@ def _basis(stack: Stack) -> Tensor:
             found.append(torch.stack([torch.stack(pair) for pair in pairs]))  # [factors, 2, n]
     off, whole = torch.cat(found, -1).unbind(1)
     shares = [_by_layer(stack, left_out) / _by_layer(stack, all_) for left_out, all_ in zip(off, whole, strict=True)]
-    return torch.stack(shares).amax(0).sqrt()
+    # Where factors are made of several statistics, any of these stands for them: all is one unit.
+    return _largest(stack, "basis", [(name, own.sqrt()) for name, own in zip(curvature.rotated, shares, strict=False)])
 
 
 _MEASURES: Mapping[Measure, Callable[[Stack], Tensor]] = {
@@ -84,6 +120,15 @@ _MEASURES: Mapping[Measure, Callable[[Stack], Tensor]] = {
     "drift": _drift,
     "basis": _basis,
 }
+
+
+def _largest(stack: Stack, measure: Measure, found: Sequence[tuple[str, Tensor]]) -> Tensor:
+    """Return the largest of what was `found` of the statistics of each unit ``[U, M]``; of none it is no number."""
+    rows = []
+    for unit in units(stack, measure):
+        own = [values for name, values in found if name in unit.statistics]
+        rows.append(torch.stack(own).amax(0) if own else torch.full_like(found[0][1], torch.nan))
+    return torch.stack(rows)
 
 
 def _squares_of(stack: Stack, read: Callable[[slice, tuple[str, ...]], Mapping[str, Tensor]]) -> dict[str, Tensor]:

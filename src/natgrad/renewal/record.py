@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import isnan, nan, prod
 from typing import TYPE_CHECKING
@@ -104,12 +104,12 @@ class Record:
         """Note what a worker has told."""
         self._numbers.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu").view(-1, 3))
 
-    def begin(self, index: int) -> None:
-        """Note that a layer is renewed from its statistics as they are now."""
+    def begin(self, index: int, statistics: Collection[str]) -> None:
+        """Note that a layer is renewed from some of its `statistics` as they are now."""
         self.under_way.add(index)
         if self._drifts:
-            blocks = self._stack.members[index].blocks
-            for name, own in self._stack.snapshot(blocks, self.names).items():
+            blocks, names = self._stack.members[index].blocks, tuple(name for name in self.names if name in statistics)
+            for name, own in self._stack.snapshot(blocks, names).items():
                 self._kept().write(name, blocks, own)
 
     def end(self, index: int, *, failed: bool) -> None:

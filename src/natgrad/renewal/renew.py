@@ -141,6 +141,7 @@ def renew(
     plan: Plan[str],
     runtime: Runtime,
     keys: Collection[str],
+    kept: Collection[tuple[str, str]],
     damping: float,
     watch: Watch,
     wire: torch.dtype | None = None,
@@ -155,6 +156,7 @@ def renew(
         plan: The owner of each part.
         runtime: The ranks.
         keys: The layers, which have statistics; the same on every worker of theirs.
+        kept: The parts that stay as they are, by the keys of their layers and their own names.
         damping: γ of this renewal.
         watch: Counts what failed.
         wire: The dtype in which matrices travel, if narrower than that in which they are held.
@@ -164,7 +166,7 @@ def renew(
     Returns:
         Whether there was anything to do.
     """
-    jobs = jobs_of(stacks, plan, keys, reads=reads, replayed=replayed)
+    jobs = jobs_of(stacks, plan, keys, kept=kept, reads=reads, replayed=replayed)
     success: list[list[float]] = []
     find_equal([job for job in jobs if job.owner in (None, runtime.rank)])
     for job in jobs:
@@ -221,6 +223,7 @@ def jobs_of(
     plan: Plan[str],
     keys: Collection[str],
     *,
+    kept: Collection[tuple[str, str]] = (),
     reads: Collection[Reads] = READS,
     replayed: bool = False,
 ) -> list[Job]:
@@ -237,7 +240,8 @@ def jobs_of(
                 continue
             for member in stack.members:
                 begun = part.replayed and all(stack.good[part.name][member.blocks])
-                if member.layer.key in keys and begun == replayed:
+                due = member.layer.key in keys and (member.layer.key, part.name) not in kept
+                if due and begun == replayed:
                     owner = plan.seats[member.layer.key].owners[part.name]
                     if isinstance(owner, tuple):
                         shares = equal_shares(part.writes[0].shape[-1], len(owner))
