@@ -63,7 +63,15 @@ def test_the_model_of_a_quadratic_loss_is_exact():
 
 
 @pytest.mark.parametrize(
-    "curvature", [natgrad.KFAC(), natgrad.KFAC(form="inverse"), natgrad.EKFAC(), natgrad.RankOne(), natgrad.SNGD()]
+    "curvature",
+    [
+        natgrad.KFAC(),
+        natgrad.KFAC(form="inverse"),
+        natgrad.EKFAC(),
+        natgrad.RankOne(),
+        natgrad.SNGD(),
+        natgrad.HyLo(method="kis"),
+    ],
 )
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_the_prediction_is_the_model_written_out(curvature, kind):

@@ -14,7 +14,7 @@ from tests.every import EVERY
 
 EXACT = {
     **{name: make for name, make in EVERY.items() if name.startswith(("kfac eigen", "kfac red", "kfac bl", "kfac it"))},
-    **{name: EVERY[name] for name in ("ekfac", "rank one", "sngd")},
+    **{name: EVERY[name] for name in ("ekfac", "rank one", "sngd", "hylo kis")},
     "kfac diagonal": partial(natgrad.KFAC, max_factor_size=3),
     "ekfac blocks": partial(natgrad.EKFAC, max_factor_size=4, wide="blocks"),
     "foof": partial(natgrad.KFAC, sides="a"),
@@ -123,3 +123,5 @@ def test_layers_without_curvature_have_none():
     assert not stack.multiply(parameters(stack)).any()
     assert natgrad.KBFGS().multiplies is None
     assert natgrad.HyLo().multiplies is None
+    assert natgrad.HyLo(method="kid").multiplies is None
+    assert natgrad.HyLo(method="kis").multiplies == ()

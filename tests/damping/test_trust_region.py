@@ -153,7 +153,7 @@ def test_gradients_that_are_missing_or_not_finite_are_left_out():
     assert run.divergence(delta) == pytest.approx(1e-4, rel=1e-9)
 
 
-@pytest.mark.parametrize("curvature", [natgrad.EKFAC(), natgrad.RankOne(), natgrad.SNGD()])
+@pytest.mark.parametrize("curvature", [natgrad.EKFAC(), natgrad.RankOne(), natgrad.SNGD(), natgrad.HyLo(method="kis")])
 def test_other_curvatures(curvature):
     """By their own products, which `test_multiply` holds to their solves."""
     run = Run(TrustRegion(1e-4), {"momentum": 0.9, "lr": 2.0}, curvature)

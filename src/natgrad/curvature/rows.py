@@ -129,6 +129,12 @@ class RowCurvature(Curvature):
         samples, alpha = held["samples"].to(W.dtype), held["damping"].to(W.dtype)
         return kernel.precondition(A, G, M, W, samples=samples, damping=alpha)
 
+    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
+        """See `Curvature.multiply`: ``UᵀU D / S`` of the rows of the last renewal, where these have no Y."""
+        A, G = (held[name].to(D.dtype) for name in ("A", "G"))
+        product = kernel.multiply_transposed(A, G, kernel.multiply(A, G, D))
+        return product / held["samples"].to(D.dtype)[:, None, None]
+
 
 class SNGD(RowCurvature):
     """Sherman-Morrison-Woodbury natural gradient: (F + αI)⁻¹ exactly, of all rows of the global batch (SPEC 4).
@@ -174,12 +180,6 @@ class SNGD(RowCurvature):
         """See `RowCurvature.select`."""
         return kernel.every(A, G, count)
 
-    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
-        """See `Curvature.multiply`: ``UᵀU D / S`` of the rows of the last renewal."""
-        A, G = (held[name].to(D.dtype) for name in ("A", "G"))
-        product = kernel.multiply_transposed(A, G, kernel.multiply(A, G, D))
-        return product / held["samples"].to(D.dtype)[:, None, None]
-
 
 class HyLo(RowCurvature):
     """Hybrid low-rank natural gradient (Mu 2022): few rows stand for those of the global batch (SPEC 4).
@@ -222,6 +222,8 @@ class HyLo(RowCurvature):
         super().__init__(fisher=fisher, likelihood=likelihood)
         self.rank, self.threshold, self.method = rank, float(threshold), method
         self.switches, self.linked = method == "switch", method != "kis"
+        # With a Y the rows stand for α Uᵀ Y U / S, and Y is not kept.
+        self.multiplies = None if self.linked else ()
 
     def __repr__(self) -> str:
         """Show the variant."""
