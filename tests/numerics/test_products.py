@@ -98,3 +98,33 @@ def test_gram_products_are_full(sharing, quicker, allowed):
 def test_a_processor_that_does_use_bfloat16_is_found_out(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert not products._onednn_is_full.__wrapped__()
+
+
+def test_the_users_defaults_do_not_mislead_the_trial(monkeypatch):
+    trials, full = [], torch.full
+
+    def seen(*args, **options):
+        trials.append(full(*args, **options))
+        return trials[-1]
+
+    monkeypatch.setattr(torch, "full", seen)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    found = products._onednn_is_full.__wrapped__()
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        assert products._onednn_is_full.__wrapped__() == found
+    finally:
+        torch.set_default_dtype(FP32)
+        torch.set_default_device(None)
+    assert {(trial.dtype, trial.device) for trial in trials} == {(FP32, CPU)}
+
+
+def test_settings_return_where_threads_overlap(quicker):
+    before = MATMUL.fp32_precision
+    one, other = quick_products(CPU), quick_products(CPU)
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    other.__exit__(None, None, None)
+    assert MATMUL.fp32_precision == before

@@ -31,8 +31,10 @@ def quick_products(device: torch.device, multiply_adds: float = inf) -> Iterator
         yield
         return
     before = _MATMUL.fp32_precision
-    if before in _FULL:
-        _MATMUL.fp32_precision = "bf16"
+    if before not in _FULL:  # what the user allows, or what another thread has set and will set back
+        yield
+        return
+    _MATMUL.fp32_precision = "bf16"
     try:
         yield
     finally:
@@ -81,7 +83,8 @@ def _onednn_is_full() -> bool:
     if not hasattr(_MATMUL, "fp32_precision") or not torch.backends.mkldnn.is_available() or has_tiles():
         return False
     with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        beyond = torch.full((256, 256), 1 + 2.0**-12)  # bfloat16 has 8 bits
+        # bfloat16 has 8 bits; the user's default device and dtype are others, perhaps.
+        beyond = torch.full((256, 256), 1 + 2.0**-12, dtype=torch.float32, device="cpu")
         before, _MATMUL.fp32_precision = _MATMUL.fp32_precision, "bf16"
         try:
             product = beyond @ beyond
