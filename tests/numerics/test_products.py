@@ -128,3 +128,24 @@ def test_settings_return_where_threads_overlap(quicker):
     one.__exit__(None, None, None)
     other.__exit__(None, None, None)
     assert MATMUL.fp32_precision == before
+
+
+def test_what_multiplies_in_a_thread_is_left_alone():
+    """A renewal in the background would else take the routine that the steps beside it happen to set."""
+    model = nn.Linear(8, 4)
+    preconditioner = natgrad.Preconditioner(
+        model,
+        natgrad.KFAC(form="iterative"),
+        placement=natgrad.Placement(name="background", staleness=2),
+        refresh=natgrad.Refresh(factors=1, inverses=4),
+    )
+    before, quick = MATMUL.fp32_precision, []
+    for _ in range(10):
+        model.zero_grad()
+        model(torch.randn(16, 8)).square().mean().backward()
+        preconditioner.step()
+        with quick_products(CPU):
+            quick.append(MATMUL.fp32_precision != before)
+    assert any(quick) == products._onednn_is_full()
+    assert not all(quick)
+    assert MATMUL.fp32_precision == before

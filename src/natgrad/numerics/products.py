@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 from math import inf
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -14,6 +15,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 _FULL = ("none", "ieee")  # neither TF32 nor bfloat16 inside
 _WORTH = 1e6  # multiply-adds of a product from which on oneDNN's calls cost less than they save
 _MATMUL: Any = getattr(torch.backends.mkldnn, "matmul", None)  # from torch 2.9 on
+
+
+_UNDISTURBED: WeakSet[Any] = WeakSet()
+
+
+def leave_alone_for(work: object) -> None:
+    """Take no other routine as long as `work` lives: a thread that multiplies beside would take it too, by chance."""
+    _UNDISTURBED.add(work)
 
 
 @contextmanager
@@ -31,7 +40,7 @@ def quick_products(device: torch.device, multiply_adds: float = inf) -> Iterator
         yield
         return
     before = _MATMUL.fp32_precision
-    if before not in _FULL:  # what the user allows, or what another thread has set and will set back
+    if before not in _FULL or _UNDISTURBED:  # what the user allows, or what another thread has set and will set back
         yield
         return
     _MATMUL.fp32_precision = "bf16"

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from natgrad.curvature import Curvature, Spec
 from natgrad.errors import CurvatureError
+from natgrad.numerics.products import leave_alone_for
 from natgrad.placement import Plan, Runtime
 from natgrad.progress import Progress
 from natgrad.renewal.averages import fold
@@ -43,7 +44,7 @@ class _Outcome:
     seconds: float
 
 
-@dataclass
+@dataclass(eq=False)
 class _Renewal:
     """A renewal under way.
 
@@ -59,7 +60,7 @@ class _Renewal:
     before: int | None
     keys: set[str]
     jobs: list[Job]
-    pieces: list[list[tuple[slice, Future[_Outcome]]]]
+    pieces: list[list[tuple[slice, Future[_Outcome]]]] = field(default_factory=list)
 
     def cancel(self) -> None:
         for _, future in self._all():
@@ -146,8 +147,10 @@ class Background:
         if not jobs:
             return False
         find_equal([job for job in jobs if job.owner in (None, runtime.rank)])
-        pieces = [self._submit(job, damping) if job.owner in (None, runtime.rank) else [] for job in jobs]
-        self._renewal = _Renewal(progress.step, progress.last_inverses, keys, jobs, pieces)
+        renewal = _Renewal(progress.step, progress.last_inverses, keys, jobs)
+        leave_alone_for(renewal)
+        renewal.pieces += [self._submit(job, damping) if job.owner in (None, runtime.rank) else [] for job in jobs]
+        self._renewal = renewal
         progress.last_inverses = progress.step
         return True
 
@@ -260,7 +263,7 @@ def _decompose(
     """Do a part for some blocks, in the thread.
 
     What torch may do to products (`products.full_products`) is a setting of the process, which a thread cannot change
-    for itself; decompositions never follow it.
+    for itself: while it is at work nobody else takes a quicker routine either.
     """
     started = perf_counter()
     beside: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
