@@ -148,6 +148,8 @@ def test_compare_searches_compares_and_goes_on_where_it_stopped(tmp_path):
     assert done.exit_code == 0, done.output
     runs = (tmp_path / "runs.jsonl").read_text()
     assert len(runs.splitlines()) == 6
+    told = [line for line in done.output.splitlines() if " done] " in line]  # each run once
+    assert [line.split()[0] for line in told] == [f"[{count}/6" for count in range(6)]
     assert (tmp_path / "index.html").exists()
     assert "to training loss" in done.output
     assert str(tmp_path / "index.html") in done.output.replace("\n", "")

@@ -144,3 +144,14 @@ def assert_close(actual: Result, expected: Result, tolerance: float = 1e-10) -> 
     """The same parameters, to a relative error."""
     for name, value in expected.model.items():
         assert float((actual.model[name] - value).norm()) <= tolerance * float(value.norm()), name
+
+
+def messages(training, steps):
+    """What this rank has sent in each step, of the kinds that renewals send."""
+    sent = []
+    for step in steps:
+        before = training.preconditioner.traffic()
+        training.step(step)
+        now = training.preconditioner.traffic()
+        sent.append({kind: now[kind] - before[kind] for kind in ("factors", "inverses", "counters")})
+    return sent

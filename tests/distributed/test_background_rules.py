@@ -8,7 +8,7 @@ import torch
 
 import natgrad
 from natgrad.renewal.record import KEPT, RENEWED, STOPPED
-from tests.distributed.jobs import place
+from tests.distributed.jobs import messages, place
 from tests.distributed.test_background import (
     Case,
     Reference,
@@ -87,24 +87,17 @@ def test_ranks_decide_as_one_process(ranks, rule, staleness):
     assert all(seen == expected for seen, _ in answers)
 
 
-def messages(rule, steps):
-    """What this rank has sent in each step."""
-    training, sent = Training(Case(factors=1, inverses=2, rule=rule)), []
-    for step in steps:
-        before = training.preconditioner.traffic()
-        training.step(step)
-        now = training.preconditioner.traffic()
-        sent.append({kind: now[kind] - before[kind] for kind in ("factors", "inverses", "counters")})
-    return sent
+def sent_under(rule, steps):
+    return messages(Training(Case(factors=1, inverses=2, rule=rule)), steps)
 
 
 def test_rules_send_no_message_of_their_own(ranks):
-    always, fixed = (ranks.run(2, messages, rule, range(8)) for rule in (natgrad.DriftRule(1e-12), None))
+    always, fixed = (ranks.run(2, sent_under, rule, range(8)) for rule in (natgrad.DriftRule(1e-12), None))
     assert always == fixed
 
 
 def test_what_is_stopped_is_not_sent_any_more(ranks):
-    for sent in ranks.run(2, messages, natgrad.TraceRule(upper=0.9, lower=0.8), range(12)):
+    for sent in ranks.run(2, sent_under, natgrad.TraceRule(upper=0.9, lower=0.8), range(12)):
         assert sent[0]["factors"] > 0
         assert sent[11]["factors"] == sent[11]["inverses"] == 0
 

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import natgrad
-from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, place, train
+from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_close, messages, place, train
 
 SIDES = natgrad.Refresh(factors=natgrad.Sides(inputs=3, gradients=2), inverses=natgrad.Sides(inputs=6, gradients=4))
 RULES = {
@@ -156,20 +156,13 @@ def test_torchs_distributed_checkpoints(ranks, tmp_path, clock):
     assert_close(results[0], train(replace(given, options={"placement": "comm-opt"}), range(STEPS)), 1e-8)
 
 
-def messages(job, steps):
-    """What this rank has sent in each step."""
-    training, sent = Training(job), []
-    for step in steps:
-        before = training.preconditioner.traffic()
-        training.step(step)
-        now = training.preconditioner.traffic()
-        sent.append({kind: now[kind] - before[kind] for kind in ("factors", "inverses", "counters")})
-    return sent
+def sent_by(job, steps):
+    return messages(Training(job), steps)
 
 
 def test_what_is_not_due_is_not_sent(ranks):
     """Triangles of A where A is due, of G where G is, and the results of their parts."""
-    sent = ranks.run(2, messages, job("sides", "comm-opt"), range(7))
+    sent = ranks.run(2, sent_by, job("sides", "comm-opt"), range(7))
     total = [{kind: sum(rank[step][kind] for rank in sent) // 8 for kind in sent[0][step]} for step in range(7)]
     inputs, outputs = [4, 4, 13, 6], [2, 2, 5, 3]
     A, G = (sum(d * (d + 1) // 2 for d in sizes) for sizes in (inputs, outputs))
@@ -181,7 +174,7 @@ def test_what_is_not_due_is_not_sent(ranks):
 def test_what_is_stopped_is_not_sent_any_more(ranks):
     clock = natgrad.Adaptive(natgrad.TraceRule(upper=0.9, lower=0.8), factors=1, inverses=2)
     for placement in ("comm-opt", "mem-opt", "reduce-scatter"):
-        sent = ranks.run(2, messages, Job(refresh=clock, options={"placement": placement}), range(12))
+        sent = ranks.run(2, sent_by, Job(refresh=clock, options={"placement": placement}), range(12))
         assert sum(rank[0]["factors"] for rank in sent) > 0
         assert sum(rank[11]["factors"] for rank in sent) == 0
         assert sum(rank[11]["inverses"] for rank in sent) == 0
@@ -191,7 +184,7 @@ def test_rules_send_no_message_of_their_own(ranks):
     """Under comm-opt every rank decides for itself: with a rule there is nothing more than without."""
     fixed = Job(refresh={"factors": 1, "inverses": 2}, options={"placement": "comm-opt"})
     always = replace(fixed, refresh=natgrad.Adaptive(natgrad.DriftRule(1e-12), factors=1, inverses=2))
-    assert ranks.run(2, messages, fixed, range(6)) == ranks.run(2, messages, always, range(6))
+    assert ranks.run(2, sent_by, fixed, range(6)) == ranks.run(2, sent_by, always, range(6))
 
 
 class Uneven:

@@ -13,7 +13,7 @@ from natgrad.training.contenders import CURVATURES, NAMES
 @pytest.mark.timeout(900)
 def test_the_autoencoder_takes_a_quarter_of_tuned_adamws_steps(tmp_path):
     comparison = Comparison(task_names=("autoencoder",), optimizers=("natgrad",), seeds=3)
-    [outcome] = compare(comparison, tmp_path, lambda what, done, total: None)
+    [outcome] = compare(comparison, tmp_path, lambda *_: None)
     known = tuned.read("autoencoder")
     assert outcome.target == known.target, "the committed target of tuned AdamW applies"
     [row] = outcome.rows
@@ -45,7 +45,7 @@ def test_every_curvature_has_committed_settings(task):
 @pytest.mark.parametrize("name", CURVATURES)
 def test_every_curvature_trains_below_tuned_sgd_at_equal_steps(name, tmp_path):
     comparison = Comparison(task_names=("digits",), optimizers=("sgd", name), seeds=3)
-    [outcome] = compare(comparison, tmp_path, lambda what, done, total: None)
+    [outcome] = compare(comparison, tmp_path, lambda *_: None)
     finals = {each: [run.points[-1].loss for run in runs] for each, runs in outcome.results.items()}
     assert all(run.status == "finished" for run in outcome.results[name])
     assert median(finals[name]) < median(finals["sgd"])

@@ -11,7 +11,7 @@ def test_a_comparison_runs_on_the_seeds_asked_for(tmp_path):
         task_names=("tabular",), optimizers=("adamw",), seeds=2, first_seed=7, epochs={"tabular": 1}
     )
     told = []
-    [outcome] = compare(comparison, tmp_path, lambda what, done, total: told.append(what))
+    [outcome] = compare(comparison, tmp_path, lambda what, done, total, new: told.append(what))
     jobs = [json.loads(line)["job"] for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [job["seed"] for job in jobs] == [7, 8]
     assert "tabular: adamw, seed 8" in told

@@ -109,10 +109,10 @@ def _run(comparison: Comparison, out: Path) -> list[Outcome]:
     with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=3600) as progress:
         bar = progress.add_task("starting", total=comparison.runs)
 
-        def tell(what: str, done: int, total: int) -> None:
+        def tell(what: str, done: int, total: int, new: bool) -> None:
             progress.update(bar, description=what, completed=done)
-            if not console.is_terminal:
-                print(f"[{done}/{total}] {what}", flush=True)
+            if new and not console.is_terminal:
+                print(f"[{done}/{total} done] {what}", flush=True)
 
         try:
             return compare(comparison, out, tell)

@@ -15,9 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 _FULL = ("none", "ieee")  # neither TF32 nor bfloat16 inside
 _WORTH = 1e6  # multiply-adds of a product from which on oneDNN's calls cost less than they save
 _MATMUL: Any = getattr(torch.backends.mkldnn, "matmul", None)  # from torch 2.9 on
-
-
-_UNDISTURBED: WeakSet[Any] = WeakSet()
+_UNDISTURBED: WeakSet[Any] = WeakSet()  # work in threads, during which the setting stays as it is
 
 
 def leave_alone_for(work: object) -> None:
@@ -40,7 +38,7 @@ def quick_products(device: torch.device, multiply_adds: float = inf) -> Iterator
         yield
         return
     before = _MATMUL.fp32_precision
-    if before not in _FULL or _UNDISTURBED:  # what the user allows, or what another thread has set and will set back
+    if before not in _FULL or _UNDISTURBED:  # set by the user or, to be set back, by another thread
         yield
         return
     _MATMUL.fp32_precision = "bf16"

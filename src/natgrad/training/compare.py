@@ -24,8 +24,8 @@ from .run import Output, train
 from .summary import Quantity, Row, summarise, targets
 from .tuned import Tuned
 
-# Says what is under way, how many runs are done, and of how many.
-Tell = Callable[[str, int, int], None]
+# Says which run is under way, how many are done, of how many, and whether nothing was said of this one yet.
+Tell = Callable[[str, int, int, bool], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,14 +193,15 @@ class _Runner:
     def run(self, job: Job, what: str) -> Result:
         job = job.resolved()
         result = self._journal.find(job)
+        known, what = result is not None, f"{job.task}: {what}"
         if result is None:
-            self._tell(f"{job.task}: {what}", self._done, self._total)
+            self._tell(what, self._done, self._total, True)
             result = train(job, Output(), own_process=True)
             if result.status == "stopped":
                 raise StoppedError("a rank was stopped")
             self._journal.add(job, result)
         self._done += 1
-        self._tell(f"{job.task}: {what}", self._done, self._total)
+        self._tell(what, self._done, self._total, known)
         return result
 
 
