@@ -52,7 +52,7 @@ def check_arguments(
         not isinstance(model, DataParallel), "model", wrong, "plain or in DistributedDataParallel, not DataParallel"
     )
     assert isinstance(model, nn.Module)
-    sharded = reshard(model)
+    sharded = reshard(model.modules())
     check_model(model)
     if isinstance(curvature, Mapping):
         drawn: set[Likelihood] = set()

@@ -255,7 +255,7 @@ class Training:
         self.model.train()
 
     def parameters(self) -> dict[str, Tensor]:
-        reshard(self.model)
+        reshard(self.model.modules())
         return {name: whole(p.detach()) for name, p in self.model.named_parameters()}
 
 

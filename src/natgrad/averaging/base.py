@@ -199,7 +199,7 @@ class Averager(ABC):
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the same by their names."""
         if self._sharded:
-            reshard(self._root)
+            reshard(self._root.modules())
         return {name: parameter for name, parameter in self._root.named_parameters() if parameter.requires_grad}
 
     def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -321,7 +321,7 @@ def _check(
     require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module")
     assert isinstance(model, nn.Module)
     require(not isinstance(model, DataParallel), "model", type(model).__name__, "plain, in DDP or sharded by FSDP2")
-    reshard(model)
+    reshard(model.modules())
     check_model(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         try:

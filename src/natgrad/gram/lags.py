@@ -4,13 +4,15 @@ Were the kernel allowed to overhang the maps everywhere, so that every element m
 summed for offsets p and q would depend on their *lag* q - p alone: A[p, q] = R[q - p], R[λ] = Σ_u x[u] x[u + λ]ᵀ. These
 are (2k - 1) lags a dimension, half of them by symmetry, instead of k² pairs; and R is the weight gradient of a
 convolution of the maps with themselves, which runs at nearly the speed of a matrix product. What the overhanging
-positions added beyond the true ones is then taken off: they lie on the border and see only slices of the maps. On one
-core this takes 0.08, 0.14 and 0.25 of the time of unfolding and multiplying in the three stages of a CIFAR ResNet
-(`benchmarks/gram.py`).
+positions added beyond the true ones is then taken off: they lie on the border and see only slices of the maps, whose
+covariance goes by lags too, in a dimension less. On one core this takes 0.07, 0.10 and 0.15 of the time of unfolding
+and multiplying in the three stages of a CIFAR ResNet (`benchmarks/gram.py`).
 """
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +21,11 @@ from torch.nn import grad as gradients
 
 from natgrad.gram.rows import add_column_grams_
 from natgrad.gram.windows import Window, pieces
+from natgrad.numerics.products import quick_products
 
-_WEIGHT_GRADIENTS = {1: gradients.conv1d_weight, 2: gradients.conv2d_weight, 3: gradients.conv3d_weight}
+_T = TypeVar("_T")
+
+_WEIGHT_GRADIENTS = {2: gradients.conv2d_weight, 3: gradients.conv3d_weight}
 _POSITIONS = 1 << 13
 """Positions that one convolution sums: its float32 error grows with them, to 5e-7 at this number (2e-6 at 2^16)."""
 
@@ -39,15 +44,26 @@ def add_lag_gram_(
         overwrite: Whether to write rather than to add.
         piece: Elements to copy at a time.
     """
-    kernel, channels = window.kernel_size, maps.shape[1] // groups
+    kernel, channels, ndim = window.kernel_size, maps.shape[1] // groups, len(window.kernel_size)
+    if not ndim:
+        columns = maps.view(len(maps), groups, channels).permute(1, 2, 0)
+        add_column_grams_(out, [columns], scale=scale, overwrite=overwrite)
+        return
     _spread_lags(out, lag_sums(maps, window, groups).mul_(scale), kernel, overwrite=overwrite, piece=piece)
     blocks = out.view(groups, channels, *kernel, channels, *kernel)
-    for taken, seen, covered in overhangs(maps, window):
-        width = channels * math.prod(seen.kernel_size)
-        border = out.new_empty(groups, width, width)
-        add_column_grams_(border, seen.columns(taken, groups, piece), scale=-scale, overwrite=True)
-        target = blocks[(slice(None), slice(None), *covered, slice(None), *covered)]
-        target.add_(border.view(target.shape))
+    for border in overhangs(maps, window):
+        # The ends of the maps are groups of channels, as are the kernel offsets that meet them.
+        lines = torch.cat([line.movedim(2 + border.dim, 2).flatten(1, 2) for line in border.lines], 1)
+        ends, width = len(border.covered), channels * border.thickness * math.prod(border.window.kernel_size)
+        beyond = out.new_empty(ends * groups, width, width)
+        add_lag_gram_(beyond, lines, border.window, ends * groups, scale=-scale, overwrite=True, piece=piece)
+        if border.dim and border.thickness > 1:  # in another order, so that its upper triangle counts too
+            beyond.tril_().add_(beyond.tril(-1).mT)
+        half = (channels, border.thickness, *border.window.kernel_size)
+        for covered, part in zip(border.covered, beyond.view(ends, groups, *half, *half), strict=True):
+            rows = blocks.narrow(2 + border.dim, covered, border.thickness)
+            target = rows.narrow(3 + ndim + border.dim, covered, border.thickness)
+            target.movedim((2 + border.dim, 3 + ndim + border.dim), (2, 3 + ndim)).add_(part)
 
 
 def lag_sums(maps: Tensor, window: Window, groups: int) -> Tensor:
@@ -68,6 +84,9 @@ def lag_sums(maps: Tensor, window: Window, groups: int) -> Tensor:
     lags = [2 * size - 1 for size in others]
     half = maps.new_zeros(channels, per_group, first, *lags)  # lags from 0 on in the first dimension
     for part in maps.tensor_split(pieces(len(maps), maps[:, 0].numel(), _POSITIONS)):
+        if ndim == 1:
+            half += _line_lags(part, first, window.dilation[0], groups)
+            continue
         ahead = F.pad(part, [0, 0] * (ndim - 1) + [0, window.reach[0]])
         half += _WEIGHT_GRADIENTS[ndim](
             ahead, half.shape, part, padding=(0, *window.reach[1:]), dilation=window.dilation, groups=groups
@@ -77,30 +96,46 @@ def lag_sums(maps: Tensor, window: Window, groups: int) -> Tensor:
     return torch.cat((mirrored, half), 3)
 
 
-def overhangs(maps: Tensor, window: Window) -> Iterator[tuple[Tensor, Window, list[slice]]]:
-    """Yield what a stride-1 window sees where it meets the maps without being a position of the convolution.
+@dataclass(frozen=True, kw_only=True)
+class Border:
+    """What overhanging windows see at both ends of a dimension, where they meet equally many elements of it.
 
-    Yields:
-        Slices of ``maps``, the window over them, and the range of kernel offsets that it covers. Dimension by
-        dimension: overhanging there, at the convolution's own positions before, anywhere after.
+    Attributes:
+        dim: The dimension.
+        thickness: How many of its elements they meet.
+        lines: These elements at each end, slices of the maps.
+        covered: The first kernel offset that meets them, at each end.
+        window: What moves in the other dimensions: at the convolution's own positions before `dim`, anywhere after.
     """
+
+    dim: int
+    thickness: int
+    lines: list[Tensor]
+    covered: list[int]
+    window: Window
+
+
+def overhangs(maps: Tensor, window: Window) -> Iterator[Border]:
+    """Yield what a stride-1 window sees where it meets the maps without being a position of the convolution."""
     positions, everywhere = window.positions(tuple(maps.shape[2:])), tuple((reach, reach) for reach in window.reach)
     for dim, (size, kernel, spread) in enumerate(zip(maps.shape[2:], window.kernel_size, window.dilation, strict=True)):
         start = -window.padding[dim][0]  # where the window of the first position begins
+        ends: dict[int, list[tuple[int, Tensor]]] = {}
         for origin in (*range(-window.reach[dim], start), *range(start + positions[dim], size)):
             offsets = [offset for offset in range(kernel) if 0 <= origin + spread * offset < size]
-            if not offsets:  # between two elements of a dilated kernel
-                continue
-            met = slice(origin + spread * offsets[0], origin + spread * offsets[-1] + 1, spread)
-            seen = Window(
-                kernel_size=_replaced(window.kernel_size, dim, len(offsets)),
-                stride=window.stride,
-                padding=(*window.padding[:dim], (0, 0), *everywhere[dim + 1 :]),
-                dilation=_replaced(window.dilation, dim, 1),
-            )
-            covered = [slice(None)] * len(positions)
-            covered[dim] = slice(offsets[0], offsets[-1] + 1)
-            yield maps[(slice(None),) * (2 + dim) + (met,)], seen, covered
+            if offsets:  # not between two elements of a dilated kernel
+                met = slice(origin + spread * offsets[0], origin + spread * offsets[-1] + 1, spread)
+                line = maps[(slice(None),) * (2 + dim) + (met,)]
+                ends.setdefault(len(offsets), []).append((offsets[0], line))
+        others = Window(
+            kernel_size=_without(window.kernel_size, dim),
+            stride=_without(window.stride, dim),
+            padding=(*window.padding[:dim], *everywhere[dim + 1 :]),
+            dilation=_without(window.dilation, dim),
+        )
+        for thickness, met_lines in ends.items():
+            covered, lines = zip(*met_lines, strict=True)
+            yield Border(dim=dim, thickness=thickness, lines=list(lines), covered=list(covered), window=others)
 
 
 def _spread_lags(out: Tensor, sums: Tensor, kernel: tuple[int, ...], *, overwrite: bool, piece: int) -> None:
@@ -124,5 +159,24 @@ def _spread_lags(out: Tensor, sums: Tensor, kernel: tuple[int, ...], *, overwrit
             target.add_(values)
 
 
-def _replaced(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
-    return (*values[:index], value, *values[index + 1 :])
+def _line_lags(maps: Tensor, kernel: int, dilation: int, groups: int) -> Tensor:
+    """Return ``[C, c, k]``: the lag sums from 0 on of maps ``[B, C, L]``.
+
+    All samples stand in one row with zeros between, which shifted by a lag meets itself nowhere else: a product each.
+    """
+    batch, channels, length = maps.shape
+    reach, per_group = dilation * (kernel - 1), channels // groups
+    count = batch * (length + reach)
+    row = maps.new_zeros(channels, count + reach)
+    row[:, :count].view(channels, batch, -1)[..., :length].copy_(maps.transpose(0, 1))
+    row = row.view(groups, per_group, -1)
+    half = maps.new_empty(kernel, groups, per_group, per_group)
+    with quick_products(maps.device, count * per_group**2 if per_group >= 64 else 0):
+        for start, out in zip(range(0, reach + 1, dilation), half, strict=True):
+            for each, product in zip(row, out, strict=True):
+                torch.mm(each[:, :count], each[:, start : start + count].t(), out=product)
+    return half.permute(1, 2, 3, 0).reshape(channels, per_group, kernel)
+
+
+def _without(values: tuple[_T, ...], index: int) -> tuple[_T, ...]:
+    return (*values[:index], *values[index + 1 :])

@@ -9,9 +9,12 @@ from torch import Tensor
 from natgrad.gram.lags import add_lag_gram_
 from natgrad.gram.rows import add_bias_row_, add_column_grams_, add_row_gram_
 from natgrad.gram.windows import Window, pieces
+from natgrad.numerics.products import quick_products
 
 _CPU_PIECE, _GPU_PIECE = 1 << 18, 1 << 24
 """Elements to copy at a time: what stays in a core's cache, or keeps a GPU busy."""
+_FEW = 64
+"""Channels up to which whole products, sample by sample, take less than copying the maps for half of one product."""
 
 
 def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
@@ -27,6 +30,9 @@ def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0, overwrit
     last = maps.movedim(1, -1)
     if groups == 1 and last.is_contiguous():  # channels-last maps are rows already
         add_row_gram_(out, last.reshape(1, -1, channels), scale=scale, overwrite=overwrite)
+        return
+    if channels <= _FEW and maps.device.type == "cpu" and maps.is_contiguous() and maps.numel():
+        _add_products_(out, maps.to(out.dtype), scale=scale, overwrite=overwrite)
         return
     parts = maps.tensor_split(pieces(len(maps), maps.numel(), _piece(out)))
     columns = (part.view(len(part), groups, channels, *part.shape[2:]).movedim(0, 2).flatten(2) for part in parts)
@@ -80,6 +86,17 @@ def add_patch_gram_(
         for columns in window.columns(maps.sum(0, keepdim=True), groups, piece):
             add_bias_row_(out, columns.transpose(1, 2), count, scale=scale, overwrite=overwrite)
             count, overwrite = 0, False
+
+
+def _add_products_(out: Tensor, maps: Tensor, *, scale: float, overwrite: bool) -> None:
+    """Do so where channels are few: copying them all takes longer than the half of a product that it saves."""
+    samples = maps.view(-1, *out.shape[1:2], maps[0, 0].numel())  # [B n, c, T]
+    with quick_products(samples.device):
+        product = torch.bmm(samples, samples.mT).view(-1, *out.shape).sum(0)
+    if overwrite:
+        torch.mul(product, scale, out=out)
+    else:
+        out.add_(product, alpha=scale)
 
 
 def _lags_are_cheaper(shape: torch.Size, window: Window, groups: int) -> bool:

@@ -52,7 +52,7 @@ def add_lower_product_(
         out, left, right = out[0], left[0], right[0]
     product = Tensor.addmm_ if out.ndim == 2 else Tensor.baddbmm_
     most = _CPU_PANEL if out.device.type == "cpu" else _GPU_PANEL
-    with quick_products(out.device, right.numel() * most):
+    with quick_products(out.device, right.shape[-2:].numel() * most):
         for start, stop in _panels(out.shape[-1], most):
             panel = out[..., start:stop, :stop]
             product(panel, left[..., start:stop, :], right[..., :stop], beta=float(not overwrite), alpha=scale)

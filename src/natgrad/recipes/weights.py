@@ -18,7 +18,7 @@ def trained(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
     Of what FSDP2 shards it is the shards, also where a pass has left the parameters gathered.
     """
-    reshard(model)
+    reshard(model.modules())
     seen = set()
     for module in model.modules():
         for name, parameter in module._parameters.items():

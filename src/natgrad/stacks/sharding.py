@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-def reshard(model: nn.Module) -> bool:
+def reshard(modules: Iterable[nn.Module]) -> bool:
     """Have FSDP2 show the sharded parameters, which it leaves gathered after some passes (an evaluation, for one).
 
     Returns:
-        Whether FSDP2 shards `model` or a part of it.
+        Whether FSDP2 shards any of the `modules`.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    modules = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)] if fsdp else []
-    for module in modules:
+    sharded: list[Any] = [module for module in modules if isinstance(module, fsdp.FSDPModule)] if fsdp else []
+    for module in sharded:
         module.reshard()
-    return bool(modules)
+    return bool(sharded)
 
 
 def owners(model: nn.Module) -> dict[nn.Module, FSDPModule]:

@@ -51,7 +51,7 @@ class Structure:
         self._root, self._curvature, self._precision = root, curvature, precision
         self._placement, self._rank, self._ranks = placement, rank, ranks
         self._refresh, self._reduces, self._factor = refresh, reduces, factor
-        self._sharded = reshard(root)
+        self._sharded = reshard(root.modules())
         self._seated: dict[str, Seat] = {}
         self._build()
         if refresh is not None:
@@ -150,7 +150,7 @@ class Structure:
         return twin
 
     def _changed(self) -> bool:
-        if reshard(self._root) and not self._sharded:
+        if reshard(place.module for place in self.coverage.watched) and not self._sharded:
             raise NatgradError("the model was sharded after its Preconditioner was built: call fully_shard before")
         return self.coverage.signature() != self._signature
 

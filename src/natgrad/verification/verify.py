@@ -37,7 +37,7 @@ def verify(
     root, runtime = preconditioner._root, preconditioner._runtime
     with aside(preconditioner._progress, seconds=dict(preconditioner._progress.seconds)):
         preconditioner._follow()
-    reshard(root)
+    reshard(root.modules())
     accelerators = sorted({p.device.index for p in root.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=accelerators):
         with as_new(preconditioner), _restored(root):
@@ -71,7 +71,7 @@ def _step_together(
     with preconditioner._sampler.aside(record):
         _backward(preconditioner, model, batch, loss_fn)
     preconditioner.step()
-    reshard(preconditioner._root)
+    reshard(preconditioner._root.modules())
     return _outcome(preconditioner, preconditioner._root), scores
 
 
@@ -201,7 +201,7 @@ def _restored(root: nn.Module) -> Iterator[None]:
         with _calm(root):
             yield
     finally:
-        reshard(root)
+        reshard(root.modules())
         with torch.no_grad():
             for parameter, gradient, values in gradients:
                 if gradient is not None and values is not None:
