@@ -27,6 +27,7 @@ import natgrad
 from benchmarks.common import CLOCKS, conditions, interleave, median, save
 from natgrad import linalg
 from natgrad.numerics.iterative import Warm, symmetric
+from natgrad.numerics.products import quick_products
 from natgrad.tasks.glyphs import Glyphs
 
 WIDTHS = (1024, 512, 256, 128, 64, 36)
@@ -116,7 +117,8 @@ def measure(factor: str, drift: int, old: Tensor, new: Tensor, rounds: int, devi
     def timed(run: Callable[[], object]) -> Callable[[], dict[str, float]]:
         def subject() -> dict[str, float]:
             start = clock()
-            run()
+            with quick_products(new.device, new.shape[-1] ** 3 / 8):  # as the library renews
+                run()
             if device != "cpu":
                 torch.cuda.synchronize()
             return {"run": clock() - start}

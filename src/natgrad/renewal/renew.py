@@ -96,7 +96,9 @@ class Job:
         for blocks in self.pieces():
             averages = self.stack.corrected(blocks, self.part.reads)
             warm: dict[str, Any] = {"before": self.stack.before(self.part, blocks)} if self.part.warm else {}
-            with full_products(self.stack.device), quick_products(self.stack.device):
+            side = max((average.shape[-1] for average in averages.values()), default=0)
+            # Some of the products have only a part of the columns.
+            with full_products(self.stack.device), quick_products(self.stack.device, side**3 / 8):
                 written, fine = self.stack.curvature.renew(self.part.name, averages, damping, *shared, **warm)
             flags = self.keep(blocks, written, fine)
             self.done.update(zip(range(blocks.start, blocks.stop), map(float, flags), strict=True))
