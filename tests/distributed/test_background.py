@@ -43,11 +43,14 @@ class Case:
     wrapped: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     rule: Any = None
+    by: str = "layer"
 
     @property
     def refresh(self):
         intervals = {"factors": self.factors, "inverses": self.inverses}
-        return natgrad.Refresh(**intervals) if self.rule is None else natgrad.Adaptive(self.rule, **intervals)
+        if self.rule is None:
+            return natgrad.Refresh(**intervals)
+        return natgrad.Adaptive(self.rule, by=self.by, **intervals)
 
 
 def damping(step):

@@ -32,21 +32,21 @@ RULES = {
 class Drifting(Reference):
     """The definition, for a `DriftRule`: compared are the averages of the last renewal with those that begin one.
 
-    Each factor by itself, but where both inverses read both. `verdicts` are those of all trainings.
+    By factor each by itself, but where both inverses read both. `verdicts` are those of all trainings.
     """
 
     verdicts: ClassVar[set[tuple[bool, ...]]] = set()
 
     def __init__(self, case, resume=None):
         super().__init__(case, resume)
-        self.threshold = case.rule.threshold
+        self.threshold, self.apart = case.rule.threshold, case.by == "factor" and self.form == "eigen"
 
     def _decide(self, name, fresh):
         if name not in self.held:
             return fresh
         *last, damping = self.held[name]
         renewed = [float((X - Y).norm() / Y.norm()) >= self.threshold for X, Y in zip(fresh[:2], last, strict=True)]
-        if self.form == "inverse":
+        if not self.apart:
             renewed = [any(renewed)] * 2
         self.verdicts.add(tuple(renewed))
         A, G = (X if flag else Y for X, Y, flag in zip(fresh[:2], last, renewed, strict=True))
@@ -55,8 +55,9 @@ class Drifting(Reference):
 
 @pytest.mark.parametrize(("count", "staleness"), [(1, 1), (1, 3), (2, 1), (4, 3)])
 def test_training_is_what_the_definition_says(ranks, count, staleness):
-    for form in ("eigen", "inverse"):
-        case = Case(staleness=staleness, factors=1, inverses=2, curvature={"form": form}, rule=natgrad.DriftRule(0.3))
+    rule = natgrad.DriftRule(0.3)
+    for form, by in (("eigen", "factor"), ("inverse", "factor"), ("eigen", "layer")):
+        case = Case(staleness=staleness, factors=1, inverses=2, curvature={"form": form}, rule=rule, by=by)
         results = [parameters for parameters, _ in ranks.run(count, train, case)]
         assert_equal(results)
         assert_close(results[0], defined(case, make=Drifting))

@@ -12,7 +12,7 @@ SIDES = natgrad.Refresh(factors=natgrad.Sides(inputs=3, gradients=2), inverses=n
 RULES = {
     "sides": SIDES,
     "trace": natgrad.Adaptive(natgrad.TraceRule(upper=0.05, lower=0.02), factors=1, inverses=2),
-    "drift": natgrad.Adaptive(natgrad.DriftRule(0.3), factors=1, inverses=2),
+    "drift": natgrad.Adaptive(natgrad.DriftRule(0.3), by="factor", factors=1, inverses=2),
     "basis": natgrad.Adaptive(natgrad.BasisRule(0.1), factors=2, inverses=2),
 }
 STEPS = 13

@@ -1,4 +1,4 @@
-"""Rules that decide layer by layer, against what the state shows was there to decide on."""
+"""Rules that decide layer by layer or factor by factor, against what the state shows was there to decide on."""
 
 import pytest
 import torch
@@ -42,13 +42,15 @@ def same(left, right):
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
-def assert_apart(own, before, due, seen):
-    """Each factor of a layer was renewed or not, and the layer where any was."""
+def assert_decided(own, before, due, by, seen):
+    """Each factor of a layer was renewed or not, and the layer where any was; by "layer" all of it then."""
+    due = due if by == "factor" else dict.fromkeys(due, any(due.values()))
     seen.append(tuple(due.values()))
     for name, flag in due.items():
         assert torch.equal(own[f"Q{name}"], before[f"Q{name}"]) != flag
         assert torch.equal(own[f"v{name}"], before[f"v{name}"]) != flag
     assert float(own["rule"][0, 1]) == (RENEWED if any(due.values()) else KEPT)
+    return due
 
 
 def trace(own):
@@ -128,24 +130,27 @@ def test_decisions_without_news_stop_nothing():
     assert [set(verdicts(state).values()) for state in states] == [{RENEWED}, {KEPT}, {KEPT}]
 
 
-def test_drift_is_measured_from_the_last_renewal():
+@pytest.mark.parametrize("by", ["layer", "factor"])
+def test_drift_is_measured_from_the_last_renewal(by):
     """And not from the last decision: what moves slowly is renewed in the end."""
-    _, states = run(natgrad.Adaptive(natgrad.DriftRule(0.3), **EVERY_OTHER), 24)
+    _, states = run(natgrad.Adaptive(natgrad.DriftRule(0.3), by=by, **EVERY_OTHER), 24)
     seen = []
     for key, first in states[0]["blocks"].items():
         last = {name: corrected(first, name) for name in "AG"}
         for step in range(2, 24, 2):
             own, before = states[step]["blocks"][key], states[step - 1]["blocks"][key]
             moved = {name: float((corrected(own, name) - last[name]).norm() / last[name].norm()) for name in "AG"}
-            assert_apart(own, before, {name: drift >= 0.3 for name, drift in moved.items()}, seen)
+            due = assert_decided(own, before, {name: drift >= 0.3 for name, drift in moved.items()}, by, seen)
             for name in "AG":
-                last[name] = corrected(own, name) if moved[name] >= 0.3 else last[name]
+                last[name] = corrected(own, name) if due[name] else last[name]
                 torch.testing.assert_close(own[f"last {name}"].tril(), last[name].tril(), rtol=1e-12, atol=0)
-    assert {(True, False), (False, True), (False, False)} <= set(seen)  # each factor by itself
+    apart = {(True, False), (False, True)}
+    assert set(seen) - {(True, True)} == {(False, False)} | (apart if by == "factor" else set())
 
 
-def test_a_basis_is_renewed_when_it_leaves_too_much_out():
-    _, states = run(natgrad.Adaptive(natgrad.BasisRule(0.05), **EVERY_OTHER), 16)
+@pytest.mark.parametrize("by", ["layer", "factor"])
+def test_a_basis_is_renewed_when_it_leaves_too_much_out(by):
+    _, states = run(natgrad.Adaptive(natgrad.BasisRule(0.05), by=by, **EVERY_OTHER), 16)
     seen = []
     for key in states[0]["blocks"]:
         for step in range(2, 16, 2):
@@ -155,8 +160,8 @@ def test_a_basis_is_renewed_when_it_leaves_too_much_out():
                 X, Q = corrected(own, name), before[f"Q{name}"]
                 R = Q.mT @ X @ Q
                 due[name] = float((R - torch.diag_embed(R.diagonal(dim1=1, dim2=2))).norm() / X.norm()) >= 0.05
-            assert_apart(own, before, due, seen)
-    assert {(True, False), (False, False)} <= set(seen)
+            assert_decided(own, before, due, by, seen)
+    assert {(True, by == "layer"), (False, False)} <= set(seen)
 
 
 RULES = {
@@ -169,7 +174,7 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("at", [3, 6])
 def test_a_training_resumes_bit_for_bit(name, at):
-    clock = natgrad.Adaptive(RULES[name], factors=1, inverses=2)
+    clock = natgrad.Adaptive(RULES[name], by="factor" if name == "drift" else "layer", factors=1, inverses=2)
     straight, states = run(clock, 10)
     before, _ = run(clock, at)
     other = Training(natgrad.KFAC, refresh=clock)

@@ -36,16 +36,20 @@ def factors(preconditioner):
 
 
 def numbers(preconditioner, measure):
-    """What is measured of each layer: of its only unit, or the largest."""
-    return {key: max(values) for key, values in apart(preconditioner, measure).items()}
+    """What is measured of each layer."""
+    return {key: value for key, (value,) in _by_key(preconditioner, measure, "layer").items()}
 
 
 def apart(preconditioner, measure):
-    """What is measured of each unit of each layer."""
+    """What is measured of each factor of each layer, but of what reads several."""
+    return _by_key(preconditioner, measure, "factor")
+
+
+def _by_key(preconditioner, measure, by):
     return {
         member.layer.key: values
         for stack in preconditioner._stacks
-        for member, values in zip(stack.members, measured(stack, measure).T.tolist(), strict=True)
+        for member, values in zip(stack.members, measured(stack, measure, by).T.tolist(), strict=True)
     }
 
 
@@ -110,16 +114,21 @@ def test_drift_and_norm_are_those_of_whole_matrices(curvature):
     before = factors(preconditioner)
     for stack in preconditioner._stacks:
         stack.record = Record(stack, drifts=True)
-        assert torch.equal(measured(stack, "drift"), torch.full((2, len(stack.members)), torch.inf))
+        assert torch.equal(measured(stack, "drift", "factor"), torch.full((2, len(stack.members)), torch.inf))
+        assert torch.equal(measured(stack, "drift"), torch.full((1, len(stack.members)), torch.inf))
         for index in range(len(stack.members)):
             stack.record.begin(index, "AG")
     x, y = batch(7)
     cross_entropy(preconditioner._model(x), y).backward()
     preconditioner.step()
-    drifts, norms = apart(preconditioner, "drift"), numbers(preconditioner, "norm")
+    drifts, whole, norms = (
+        apart(preconditioner, "drift"),
+        *(numbers(preconditioner, each) for each in ("drift", "norm")),
+    )
     for key, now in factors(preconditioner).items():
         moved = [float((now[name] - before[key][name]).norm() / before[key][name].norm()) for name in now]
         assert drifts[key] == pytest.approx(moved, rel=1e-10)
+        assert whole[key] == max(drifts[key])
         assert norms[key] == pytest.approx(float(now["A"].norm() * now["G"].norm()), rel=1e-10)
 
 
@@ -138,6 +147,7 @@ def test_the_error_of_a_basis_is_what_it_leaves_off_the_diagonal(curvature):
             found.append(float(off.norm() / X.norm()))
         assert shares[key] == pytest.approx(found, rel=1e-9)
         assert min(shares[key]) > 1e-3
+        assert numbers(preconditioner, "basis")[key] == max(shares[key])
 
 
 def test_the_error_of_a_good_basis_does_not_cancel():
@@ -173,16 +183,17 @@ def test_of_blocks_along_a_side_each_has_its_basis():
 )
 def test_what_reads_other_statistics_is_decided_on_apart(curvature, parts):
     for stack in trained(curvature, steps=0)._stacks:
-        assert [set(unit.parts) for unit in units(stack, "drift")] == parts
-        assert [set(unit.parts) for unit in units(stack, "trace")] == [{part.name for part in stack.parts}]
+        assert [set(unit.parts) for unit in units(stack, "factor")] == parts
+        assert [set(unit.parts) for unit in units(stack, "layer")] == [{part.name for part in stack.parts}]
 
 
 def test_of_a_side_without_eigenvectors_there_is_no_number():
-    """It is renewed at every decision; the other one by its own."""
+    """It is renewed at every decision, the other one by its own; the layer as a whole by that one."""
     preconditioner = trained(natgrad.KFAC(max_factor_size=5), steps=5, refresh=natgrad.Refresh(inverses=3))
     wide = apart(preconditioner, "basis")["positions.weight"]
     assert isnan(wide[0])
     assert wide[1] > 1e-3
+    assert numbers(preconditioner, "basis")["positions.weight"] == wide[1]
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,9 @@ def test_ranks_compare_rules_by_their_options():
 
     assert natgrad.Adaptive(Own(2.0)).settings(0) == natgrad.Adaptive(Own(2.0)).settings(0)
     assert natgrad.Adaptive(Own(2.0)).settings(0) != natgrad.Adaptive(Own(3.0)).settings(0)
+    apart = natgrad.Adaptive(natgrad.DriftRule(), by="factor")
+    assert apart.settings(0) != natgrad.Adaptive(natgrad.DriftRule()).settings(0)
+    assert natgrad.Capped(refresh=apart).by == "factor"
     assert repr(NormRule()) == "NormRule()"
     assert repr(natgrad.DriftRule(0.2)) == "DriftRule(threshold=0.2)"
 
@@ -106,6 +109,8 @@ def test_what_reads_both_sides_follows_the_shorter_interval():
         lambda: natgrad.BasisRule(nan),
         lambda: natgrad.Adaptive("trace"),
         lambda: natgrad.Adaptive(natgrad.TraceRule(), inverses=0),
+        lambda: natgrad.Adaptive(natgrad.TraceRule(), by="factor"),
+        lambda: natgrad.Adaptive(natgrad.DriftRule(), by="side"),
         lambda: natgrad.Adaptive(natgrad.TraceRule(), factors=natgrad.Sides(inputs=1, gradients=1)),
         lambda: natgrad.Capped(share=0),
         lambda: natgrad.Capped(share=1),

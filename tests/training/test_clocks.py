@@ -21,6 +21,14 @@ def test_rules_by_their_names(words, rule):
     assert clocks.build(words, factors=2, inverses=3) == natgrad.Adaptive(rule, factors=2, inverses=3)
 
 
+def test_what_a_rule_decides_on():
+    apart = natgrad.Adaptive(natgrad.DriftRule(0.3), by="factor", factors=2, inverses=3)
+    assert clocks.build("drift:0.3", factors=2, inverses=3, by="factor") == apart
+    for refresh, by in (("trace", "factor"), ("fixed", "factor"), ("drift", "side")):
+        with pytest.raises(ValueError, match=f"^by='{by}' is not allowed"):
+            Job(task="digits", curvature="kfac", refresh=refresh, by=by)
+
+
 def test_a_share_caps_any_of_them():
     fixed = natgrad.Refresh(factors=2, inverses=3)
     assert clocks.build("fixed", factors=2, inverses=3) == fixed

@@ -16,6 +16,7 @@ _COMMANDS_NAME = {
     "task option": "set_",
     "task_options": "set_",
     "name": "task",
+    "by": "refresh_by",
     "save_seconds": "checkpoint_seconds",
     "figures": "figure",
     "trials": "search",

@@ -25,6 +25,7 @@ _CURVATURE_OPTIONS = (
     "factors",
     "inverses",
     "refresh",
+    "refresh_by",
     "share",
     "damping",
     "kl_clip",
@@ -81,6 +82,9 @@ def train(
             help="fixed, or a rule, with its bounds: trace, drift or basis, as drift:0.1.", rich_help_panel=_CURVATURE
         ),
     ] = "fixed",
+    refresh_by: Annotated[
+        str, typer.Option(help="What the rule decides on: layer or factor.", rich_help_panel=_CURVATURE)
+    ] = "layer",
     share: Annotated[
         float | None, typer.Option(help="Of the time, at most, as 0.1; left out: any.", rich_help_panel=_CURVATURE)
     ] = None,
@@ -178,6 +182,7 @@ def train(
             "factors": factors,
             "inverses": inverses,
             "refresh": refresh,
+            "by": refresh_by,
             "share": share,
             "damping": _number(damping),
             "kl_clip": kl_clip,

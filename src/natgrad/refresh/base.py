@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from natgrad.refresh.rule import Rule
+from natgrad.refresh.rule import By, Rule
 from natgrad.refresh.sides import READS, SIDES, Reads, Side
 
 
@@ -17,11 +17,13 @@ class Clock(ABC):
 
     Attributes:
         rule: What decides, layer by layer, whether it is renewed where that is due; None: all of them are.
+        by: What it decides on as one: all of a "layer", or each "factor" by itself.
         share: The share of the time that preconditioning may take; None: any.
         separate: Whether A and G have clocks of their own.
     """
 
     rule: Rule | None = None
+    by: By = "layer"
     share: float | None = None
     separate: bool = False
 

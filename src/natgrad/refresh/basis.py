@@ -1,4 +1,4 @@
-"""A factor is decomposed anew when the eigenvectors held of it no longer make it diagonal."""
+"""A layer, or one of its factors, is decomposed anew when the eigenvectors held of it no longer make it diagonal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from natgrad.schedule import check_number
 
 @dataclass(frozen=True)
 class BasisRule(Rule):
-    """Decompose a factor X anew where ``‖offdiag(Qᵀ X Q)‖ / ‖X‖ >= tolerance``, Q being held of it.
+    """Renew a layer, or what reads a factor X of it, where ``‖offdiag(Qᵀ X Q)‖ / ‖X‖ >= tolerance``, Q being held.
 
     The off-diagonal part is what the eigen form leaves out when it takes Q for eigenvectors; it is summed up itself, in
     the Frobenius norm, for a difference of squares would cancel. Eigenvalues that moved in an unmoved basis do not

@@ -9,7 +9,7 @@ from natgrad.refresh.adaptive import Adaptive
 from natgrad.refresh.base import Clock
 from natgrad.refresh.fixed import Refresh
 from natgrad.refresh.norm import NormRule
-from natgrad.refresh.rule import Rule
+from natgrad.refresh.rule import By, Rule
 from natgrad.refresh.sides import Reads, Side
 from natgrad.schedule import check_number
 
@@ -49,6 +49,11 @@ class Capped(Clock):
     def rule(self) -> Rule:  # type: ignore[override]
         """See `Clock.rule`."""
         return self.refresh.rule or _NORM
+
+    @property
+    def by(self) -> By:  # type: ignore[override]
+        """See `Clock.by`."""
+        return self.refresh.by
 
     def factor_interval(self, step: int, side: Side = "gradients") -> float:
         """See `Clock.factor_interval`: without the cap."""

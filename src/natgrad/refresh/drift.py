@@ -12,11 +12,10 @@ from natgrad.schedule import check_number
 
 @dataclass(frozen=True)
 class DriftRule(Rule):
-    """Renew what reads a statistic X, as the inverse of A reads A, where ``‖X_t - X_last‖ / ‖X_last‖ >= threshold``.
+    """Renew a layer, or what reads a factor X of it, where ``‖X_t - X_last‖ / ‖X_last‖ >= threshold``.
 
     X_last is the running average that its last renewal was made of, in the Frobenius norm. It is kept: memory for the
-    factors once more, on the ranks that hold what is made of them. What reads a statistic in common is renewed together
-    where any of theirs has moved so far, as both inverses of K-FAC, whose damping is balanced by both traces.
+    factors once more, on the ranks that hold what is made of them. A layer goes by the factor that has moved most.
 
     Attributes:
         threshold: How far; about what one batch in twenty adds to a running average is 0.1.

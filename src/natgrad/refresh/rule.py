@@ -7,6 +7,10 @@ from typing import ClassVar, Literal, TypeAlias
 
 Verdict: TypeAlias = Literal["renew", "keep", "stop"]
 Measure: TypeAlias = Literal["trace", "norm", "drift", "basis"]
+By: TypeAlias = Literal["layer", "factor"]
+
+# What can be measured of a factor by itself; the others are of the layer that the factors make up.
+OF_FACTORS: tuple[Measure, ...] = ("drift", "basis")
 
 
 class Rule(ABC):
@@ -16,7 +20,7 @@ class Rule(ABC):
         measure: What is measured of a layer, a number that `natgrad.renewal.measure` makes. "trace": that of its
             damped Fisher block. "norm": the product of the Frobenius norms of its statistics. "drift": how far these
             are from what they were when it was renewed last, relative to that. "basis": what its eigenvectors leave off
-            the diagonal, relative to all. The last two are measured of each factor, which is decided on by itself.
+            the diagonal, relative to all. The last two are measured of each factor; the largest is that of the layer.
         stops: Whether it ever says "stop". A layer whose statistics have not changed at all is kept where it does.
     """
 

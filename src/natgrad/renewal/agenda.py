@@ -94,7 +94,7 @@ class Agenda:
         if rule is None:
             return usable
         layers = [one for one in judged(stacks, usable) if one.begins or one.record.verdict(one.index) != STOPPED]
-        measure(layers, rule, damping)
+        measure(layers, rule, self.clock.by, damping)
         for one in layers:
             one.judge(rule)
         if self.budget is not None:

@@ -9,7 +9,7 @@ from math import isnan, nan
 import torch
 from torch import Tensor
 
-from natgrad.refresh.rule import Rule, Verdict
+from natgrad.refresh.rule import By, Rule, Verdict
 from natgrad.renewal.measure import Unit, measurable, measured, units
 from natgrad.renewal.record import KEPT, RENEWED, STOPPED, Record
 from natgrad.stacks.blocks import Member, Stack
@@ -101,14 +101,14 @@ def judged(stacks: Sequence[Stack], keys: Collection[str] | None = None) -> Iter
                 yield Judged(stack, member, index, stack.record)
 
 
-def measure(layers: Sequence[Judged], rule: Rule, damping: float) -> None:
+def measure(layers: Sequence[Judged], rule: Rule, by: By, damping: float) -> None:
     """Measure layers, in one go for each device; those that cannot be measured have no numbers."""
-    own_units = {id(one.stack): units(one.stack, rule.measure) for one in layers}
+    own_units = {id(one.stack): units(one.stack, by) for one in layers}
     stacks = {id(one.stack): one.stack for one in layers if measurable(one.stack.curvature, rule.measure)}
     found: dict[torch.device, list[tuple[Stack, Tensor]]] = {}
     for stack in stacks.values():
         if stack.weight is not None and (stack.held or rule.measure != "basis"):
-            found.setdefault(stack.device, []).append((stack, measured(stack, rule.measure)))
+            found.setdefault(stack.device, []).append((stack, measured(stack, rule.measure, by)))
     values: dict[int, list[list[float]]] = {}
     for pairs in found.values():
         numbers = iter(torch.cat([own.double().flatten() for _, own in pairs]).tolist())

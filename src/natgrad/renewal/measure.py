@@ -12,13 +12,11 @@ from torch import Tensor
 from natgrad.curvature import Curvature, Spec
 from natgrad.numerics import triangle
 from natgrad.numerics.products import full_products
-from natgrad.refresh.rule import Measure
+from natgrad.refresh.rule import By, Measure
 from natgrad.stacks.blocks import Stack
 
 # About so many elements are looked at at once.
 _CHUNK = 2**22
-# What is measured of each statistic by itself, and not of the layer that they make up.
-_APART: tuple[Measure, ...] = ("drift", "basis")
 
 
 @dataclass(frozen=True)
@@ -34,16 +32,16 @@ class Unit:
     statistics: frozenset[str]
 
 
-def units(stack: Stack, measure: Measure) -> list[Unit]:
-    """Return what of the layers of a stack is decided on apart, as A and G where each has a part of its own.
+def units(stack: Stack, by: By) -> list[Unit]:
+    """Return what of the layers of a stack is decided on as one: all, or by "factor" what reads the same statistics.
 
-    Parts that read a statistic in common are one unit; where the measure is one of the whole layer, all of them are.
+    By "factor" A and G are decided on apart where each has a part of its own.
     """
     found: list[Unit] = []
     for part in stack.parts:
         unit, others = Unit(frozenset({part.name}), frozenset(part.reads)), []
         for other in found:
-            if measure in _APART and unit.statistics.isdisjoint(other.statistics):
+            if by == "factor" and unit.statistics.isdisjoint(other.statistics):
                 others.append(other)
             else:
                 unit = Unit(other.parts | unit.parts, other.statistics | unit.statistics)
@@ -57,31 +55,32 @@ def measurable(curvature: Curvature, measure: Measure) -> bool:
     return not curvature.rows and bool(needed.get(measure, True))
 
 
-def measured(stack: Stack, measure: Measure) -> Tensor:
+def measured(stack: Stack, measure: Measure, by: By = "layer") -> Tensor:
     """Return a number for each unit of each layer of a stack ``[U, M]``, of its running averages as they are now.
 
     Args:
         stack: The stack, which has averages; for "basis" also what renewals have made, for "drift" a record.
         measure: What is measured (`natgrad.refresh.rule.Rule`); a trace is that without damping. What cannot be
             measured so is no number.
+        by: What its units are.
     """
-    return _MEASURES[measure](stack)
+    return _MEASURES[measure](stack, units(stack, by))
 
 
-def _trace(stack: Stack) -> Tensor:
+def _trace(stack: Stack, own_units: Sequence[Unit]) -> Tensor:
     """``tr F`` of all blocks of a layer."""
     curvature, names = stack.curvature, stack.curvature.traced
     traces = [curvature.trace(stack.corrected(blocks, names), stack.outputs) for blocks in _pieces(stack, names)]
     return _by_layer(stack, torch.cat(traces))[None]
 
 
-def _norm(stack: Stack) -> Tensor:
+def _norm(stack: Stack, own_units: Sequence[Unit]) -> Tensor:
     """``Π ‖X‖`` over the statistics X that renewals read."""
     squares = _squares_of(stack, stack.snapshot)
     return torch.stack([own.sqrt() for own in squares.values()]).prod(0)[None]
 
 
-def _drift(stack: Stack) -> Tensor:
+def _drift(stack: Stack, own_units: Sequence[Unit]) -> Tensor:
     """The largest ``‖X - X_last‖ / ‖X_last‖`` of the statistics X that renewals read."""
     record = stack.record
     assert record is not None
@@ -94,13 +93,13 @@ def _drift(stack: Stack) -> Tensor:
         return {name: now[name] - before[name] for name in names}
 
     if not record.averages:
-        shape = len(units(stack, "drift")), len(stack.members)
+        shape = len(own_units), len(stack.members)
         return torch.full(shape, torch.inf, dtype=stack.work_dtype, device=stack.device)
     differences, lasts = _squares_of(stack, moved), _squares_of(stack, last)
-    return _largest(stack, "drift", [(name, (differences[name] / lasts[name]).sqrt()) for name in lasts])
+    return _largest(own_units, [(name, (differences[name] / lasts[name]).sqrt()) for name in lasts])
 
 
-def _basis(stack: Stack) -> Tensor:
+def _basis(stack: Stack, own_units: Sequence[Unit]) -> Tensor:
     """The largest ``‖offdiag(Qᵀ X Q)‖ / ‖X‖`` of the factors X with eigenvectors Q."""
     curvature, found = stack.curvature, []
     with full_products(stack.device):
@@ -111,10 +110,10 @@ def _basis(stack: Stack) -> Tensor:
     off, whole = torch.cat(found, -1).unbind(1)
     shares = [_by_layer(stack, left_out) / _by_layer(stack, all_) for left_out, all_ in zip(off, whole, strict=True)]
     # Where factors are made of several statistics, any of these stands for them: all is one unit.
-    return _largest(stack, "basis", [(name, own.sqrt()) for name, own in zip(curvature.rotated, shares, strict=False)])
+    return _largest(own_units, [(name, own.sqrt()) for name, own in zip(curvature.rotated, shares, strict=False)])
 
 
-_MEASURES: Mapping[Measure, Callable[[Stack], Tensor]] = {
+_MEASURES: Mapping[Measure, Callable[[Stack, Sequence[Unit]], Tensor]] = {
     "trace": _trace,
     "norm": _norm,
     "drift": _drift,
@@ -122,10 +121,10 @@ _MEASURES: Mapping[Measure, Callable[[Stack], Tensor]] = {
 }
 
 
-def _largest(stack: Stack, measure: Measure, found: Sequence[tuple[str, Tensor]]) -> Tensor:
+def _largest(own_units: Sequence[Unit], found: Sequence[tuple[str, Tensor]]) -> Tensor:
     """Return the largest of what was `found` of the statistics of each unit ``[U, M]``; of none it is no number."""
     rows = []
-    for unit in units(stack, measure):
+    for unit in own_units:
         own = [values for name, values in found if name in unit.statistics]
         rows.append(torch.stack(own).amax(0) if own else torch.full_like(found[0][1], torch.nan))
     return torch.stack(rows)

@@ -55,7 +55,7 @@ def build_preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Opti
         damping=_damping(job),
         kl_clip=job.kl_clip,
         reduction=task.reduction,
-        refresh=clocks.build(job.refresh, factors=job.factors, inverses=job.inverses, share=job.share),
+        refresh=clocks.build(job.refresh, factors=job.factors, inverses=job.inverses, by=job.by, share=job.share),
         placement=job.placement,
         seed=job.seed,
     )

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from natgrad.errors import ArgumentError, require
 from natgrad.refresh import Adaptive, BasisRule, Capped, Clock, DriftRule, Refresh, TraceRule
+from natgrad.refresh.rule import By
 
 _RULES: dict[str, type[TraceRule] | type[DriftRule] | type[BasisRule]] = {
     "trace": TraceRule,
@@ -16,20 +17,22 @@ _RULES: dict[str, type[TraceRule] | type[DriftRule] | type[BasisRule]] = {
 ALLOWED = "fixed, trace[:UPPER,LOWER], drift[:THRESHOLD] or basis[:TOLERANCE]"
 
 
-def build(refresh: str, *, factors: int, inverses: int, share: float | None = None) -> Clock:
+def build(refresh: str, *, factors: int, inverses: int, by: By = "layer", share: float | None = None) -> Clock:
     """Return the clock of a run.
 
     Args:
-        refresh: "fixed", or the rule that decides layer by layer, with its bounds behind a colon.
+        refresh: "fixed", or the rule that decides, with its bounds behind a colon.
         factors: Steps between updates of the factors.
         inverses: Steps between decompositions, or between decisions.
+        by: What the rule decides on as one, "layer" or "factor".
         share: The share of the time that preconditioning may take; None: any.
 
     Raises:
-        ValueError: No such rule, or a bound of it or the share is not allowed.
+        ValueError: No such rule, or a bound of it, `by` or the share is not allowed.
     """
     name, _, given = refresh.partition(":")
     clock: Refresh | Adaptive = Refresh(factors=factors, inverses=inverses)
+    require(by == "layer" or refresh != "fixed", "by", by, "'layer' without a rule")
     if refresh != "fixed":
         require(name in _RULES, "refresh", refresh, ALLOWED)
         rule, bounds = _RULES[name], given.split(",") if given else []
@@ -41,5 +44,5 @@ def build(refresh: str, *, factors: int, inverses: int, share: float | None = No
             raise ArgumentError("refresh", refresh, f"{ALLOWED}, where {error.name} is {error.allowed}") from None
         except ValueError:
             raise ArgumentError("refresh", refresh, ALLOWED) from None
-        clock = Adaptive(decides, factors=factors, inverses=inverses)
+        clock = Adaptive(decides, by=by, factors=factors, inverses=inverses)
     return clock if share is None else Capped(refresh=clock, share=share)

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from natgrad import tasks
 from natgrad.errors import ArgumentError, require
+from natgrad.refresh.rule import By
 
 from . import averagers, clocks, curvatures, optimizers, recipe
 from .nodes import machines
@@ -42,6 +43,7 @@ class Job:
         factors: Steps between updates of the factors.
         inverses: Steps between decompositions.
         refresh: "fixed", or the rule by which each of these is decided, as `clocks.build` takes it.
+        by: What such a rule decides on as one, "layer" or "factor".
         share: The share of the time that the curvature may take; None: any.
         damping: Added to the curvature; "auto": `natgrad.Autopilot`.
         kl_clip: Bound of the KL clip; None, as which 0 is taken too: off.
@@ -76,6 +78,7 @@ class Job:
     factors: int = 1
     inverses: int = 10
     refresh: str = "fixed"
+    by: By = "layer"
     share: float | None = None
     damping: float | Literal["auto"] = 1e-3
     kl_clip: float | None = 1e-3
@@ -121,7 +124,7 @@ class Job:
         if self.fisher is not None:
             _check_choice("fisher", self.fisher, get_args(Fisher))
         optimizers.check(self.optimizer, self.options)
-        clocks.build(self.refresh, factors=self.factors, inverses=self.inverses, share=self.share)
+        clocks.build(self.refresh, factors=self.factors, inverses=self.inverses, by=self.by, share=self.share)
         if self.curvature != "none":
             curvatures.check(self.curvature, self.all_curvature_options)
         require(
