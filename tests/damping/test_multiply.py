@@ -14,7 +14,9 @@ from tests.every import EVERY
 
 EXACT = {
     **{name: make for name, make in EVERY.items() if name.startswith(("kfac eigen", "kfac red", "kfac bl", "kfac it"))},
-    **{name: EVERY[name] for name in ("ekfac", "rank one", "sngd", "hylo kis")},
+    **{
+        name: EVERY[name] for name in ("ekfac", "rank one", "sngd", "hylo kis", "hylo whole", "hylo kid", "hylo switch")
+    },
     "kfac diagonal": partial(natgrad.KFAC, max_factor_size=3),
     "ekfac blocks": partial(natgrad.EKFAC, max_factor_size=4, wide="blocks"),
     "foof": partial(natgrad.KFAC, sides="a"),
@@ -48,7 +50,7 @@ class Net(nn.Module):
         return self.head(self.plain(self.linear(self.convolution(z.mT).mT)).mean(1))
 
 
-def trained(curvature, *, table, norms=None, steps=2):
+def trained(curvature, *, table, norms=None, steps=2, epochs=False):
     model = Net(table=table).double()
     chosen = curvature if norms is None else {"norm": norms, "plain": norms, "*": curvature}
     preconditioner = natgrad.Preconditioner(model, chosen, damping=DAMPING, refresh=EVERY_STEP)
@@ -60,6 +62,8 @@ def trained(curvature, *, table, norms=None, steps=2):
         model.zero_grad()
         cross_entropy(model(x), y).backward()
         preconditioner.step()
+        if epochs:
+            preconditioner.next_epoch()
     return model, preconditioner
 
 
@@ -122,6 +126,22 @@ def test_layers_without_curvature_have_none():
     stack.renewed("A", 0, [False] * stack.size, forget=True)
     assert not stack.multiply(parameters(stack)).any()
     assert natgrad.KBFGS().multiplies is None
-    assert natgrad.HyLo().multiplies is None
-    assert natgrad.HyLo(method="kid").multiplies is None
-    assert natgrad.HyLo(method="kis").multiplies == ()
+
+
+def test_kid_of_all_rows_is_the_product_with_all_of_them():
+    _, preconditioner = trained(EXACT["hylo whole"](), table=False)
+    _, exact = trained(natgrad.SNGD(), table=False)
+    for one, two in zip(check(preconditioner), exact._stacks, strict=True):
+        D = parameters(one)
+        dense.assert_equal({repr(one.curvature): one.multiply(D)}, {repr(one.curvature): two.multiply(D)}, 1e-9)
+
+
+def test_a_switch_goes_on_with_drawn_rows():
+    """They have no links, and the next critical epoch has them again."""
+    _, preconditioner = trained(natgrad.HyLo(threshold=1e9), table=False, epochs=True, steps=5)
+    assert not preconditioner.metrics()["kid"]
+    check(preconditioner)
+    rows = [stack for stack in preconditioner._stacks if stack.curvature.rows]
+    for stack in rows:
+        links = stack.held["Y"].unflatten(1, (stack.rows, stack.rows))
+        assert torch.equal(links[0], torch.eye(stack.rows, dtype=links.dtype) / DAMPING)

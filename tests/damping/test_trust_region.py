@@ -153,7 +153,10 @@ def test_gradients_that_are_missing_or_not_finite_are_left_out():
     assert run.divergence(delta) == pytest.approx(1e-4, rel=1e-9)
 
 
-@pytest.mark.parametrize("curvature", [natgrad.EKFAC(), natgrad.RankOne(), natgrad.SNGD(), natgrad.HyLo(method="kis")])
+@pytest.mark.parametrize(
+    "curvature",
+    [natgrad.EKFAC(), natgrad.RankOne(), natgrad.SNGD(), natgrad.HyLo(method="kis"), natgrad.HyLo(method="kid")],
+)
 def test_other_curvatures(curvature):
     """By their own products, which `test_multiply` holds to their solves."""
     run = Run(TrustRegion(1e-4), {"momentum": 0.9, "lr": 2.0}, curvature)
@@ -187,7 +190,7 @@ def test_verify_and_explain_know_it():
     [
         (lambda model: (torch.optim.Adam(model.parameters()), natgrad.KFAC()), "optimizer='Adam'"),
         (lambda model: (None, natgrad.KFAC()), "kl_clip="),
-        (lambda model: (torch.optim.SGD(model.parameters(), 0.1), natgrad.HyLo()), "curvature=HyLo"),
+        (lambda model: (torch.optim.SGD(model.parameters(), 0.1), natgrad.KBFGS()), "curvature=KBFGS"),
         (lambda model: (torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=1), None), "dampening 1"),
     ],
 )

@@ -7,8 +7,9 @@ import torch
 
 import natgrad
 from natgrad.damping import ByKind, LevenbergMarquardt
+from natgrad.gradients.stacked import parameters
 from tests.dense import reference as dense
-from tests.every import EVERY, Training, batch
+from tests.every import DAMPING, EVERY, Training, batch
 
 SAMPLES = {1: [12], 2: [9, 3], 4: [5, 1, 4, 2]}
 EQUAL = {1: [12], 2: [6, 6], 4: [3, 3, 3, 3]}
@@ -60,6 +61,7 @@ RULE = LevenbergMarquardt(0.1, interval=2, decay=0.6)
         ("kfac eigen", "background"),
         ("ekfac", "pipelined"),
         ("sngd", "comm-opt"),
+        ("hylo whole", "mem-opt"),
     ],
 )
 @pytest.mark.parametrize("count", [2, 4])
@@ -95,6 +97,7 @@ def test_its_message_is_small_and_rare(ranks):
         ("kfac blocks", "hybrid:0.5"),
         ("kfac eigen", "reduce-scatter"),
         ("ekfac", "pipelined"),
+        ("hylo whole", "hybrid:0.5"),
     ],
 )
 @pytest.mark.parametrize("count", [2, 4])
@@ -105,6 +108,31 @@ def test_trust_region(ranks, name, placement, count):
     if placement == "mem-opt":  # one number a step
         wide = ranks.run(count, partial(train, momentum=0.9), name, options | {"kl_clip": 1e-3}, 5)[0][2]
         assert traffic["counters"] - wide["counters"] == 5 * 8 * 2 * (count - 1) // count
+
+
+def undone(name, placement):
+    """The largest relative difference between D and (F + γI)⁻¹ (F + γI) D, of the layers that this rank works for."""
+    rank, ranks = place()
+    training = Training(EVERY[name], placement=placement)
+    for step in range(3):
+        x, y = batch(step)
+        training.step((x.split(EQUAL[ranks])[rank], y.split(EQUAL[ranks])[rank]))
+    found = []
+    for stack in training.preconditioner._stacks:
+        if stack.role.works:
+            D = parameters(stack)
+            back = stack.solve(slice(None), stack.multiply(D) + DAMPING * D, DAMPING)
+            found.append(float((back - D).norm() / D.norm()))
+    return found
+
+
+@pytest.mark.parametrize("placement", ["comm-opt", "hybrid:0.5", "mem-opt", "dp"])
+@pytest.mark.parametrize("name", ["hylo kid", "hylo switch"])
+def test_products_with_the_rows_of_all_ranks_undo_their_solves(ranks, name, placement):
+    """Each rank has decomposed the kernel of its own; three layers in all."""
+    answers = ranks.run(4, undone, name, placement)
+    assert sum(map(len, answers)) == 3 * {"comm-opt": 4, "hybrid:0.5": 2}.get(placement, 1)
+    assert max(error for found in answers for error in found) < 1e-9
 
 
 def fail_on_one(failing, early):

@@ -128,10 +128,16 @@ def _inverted(A: Tensor, G: Tensor, Y: Tensor | None, samples: float | Tensor, d
     inner.diagonal(dim1=-2, dim2=-1).add_(1)
     C, well = _cholesky(inner)
     # H = C⁻¹ Lᵀ, and M = HᵀH.
-    whole = torch.zeros_like(inner).unflatten(1, (ranks, own)).unflatten(3, (ranks, own))
-    whole.diagonal(dim1=1, dim2=3).copy_(L.mT.movedim(1, -1))
-    H = torch.linalg.solve_triangular(C, whole.flatten(1, 2).flatten(2), upper=False)
+    H = torch.linalg.solve_triangular(C, along_diagonal(L.mT), upper=False)
     return H.mT @ H, fine.all(-1) & well
+
+
+def along_diagonal(blocks: Tensor) -> Tensor:
+    """Return the matrices ``[N, P s, P s]`` whose blocks along the diagonal are `blocks` ``[N, P, s, s]``."""
+    N, count, size, _ = blocks.shape
+    whole = blocks.new_zeros(N, count, size, count, size)
+    whole.diagonal(dim1=1, dim2=3).copy_(blocks.movedim(1, -1))
+    return whole.flatten(1, 2).flatten(2)
 
 
 def every(A: Tensor, G: Tensor, count: int) -> Selection:

@@ -44,6 +44,7 @@ class RowCurvature(Curvature):
     pools = True
     switches: bool = False
     linked: bool = False
+    multiplies = ()
 
     def __init__(self, *, fisher: Literal["empirical", "sampled"], likelihood: str | Likelihood | None) -> None:
         """Check what is common."""
@@ -73,7 +74,8 @@ class RowCurvature(Curvature):
         """Return what is held of a block ``[outputs, inputs]`` with so many rows.
 
         M is flat, as a vector: like S and α it is never kept in fewer than 32 bits, whose rounding `solve` would
-        multiply by the largest eigenvalue over α.
+        multiply by the largest eigenvalue over α. So is Y, which `multiply` needs: M, which has it in it, tells what Y
+        is no better than rounded by as much.
         """
         specs = (
             Spec(name="A", shape=(rows, inputs)),
@@ -82,7 +84,9 @@ class RowCurvature(Curvature):
             Spec(name="samples", shape=()),
             Spec(name="damping", shape=()),
         )
-        return (*specs, Spec(name="gradient", shape=(outputs * inputs,))) if self.switches else specs
+        links = (Spec(name="Y", shape=(rows * rows,)),) if self.linked else ()
+        gradient = (Spec(name="gradient", shape=(outputs * inputs,)),) if self.switches else ()
+        return *specs, *links, *gradient
 
     @abstractmethod
     def share(self, samples: float, most: int, ranks: int) -> int:
@@ -125,15 +129,22 @@ class RowCurvature(Curvature):
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
         """See `Curvature.solve`: with the α that M was made with."""
         A, G, M = (held[name].to(W.dtype) for name in ("A", "G", "M"))
-        M = M.unflatten(1, (A.shape[1], A.shape[1]))
+        M = _square(M, A)
         samples, alpha = held["samples"].to(W.dtype), held["damping"].to(W.dtype)
         return kernel.precondition(A, G, M, W, samples=samples, damping=alpha)
 
     def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
-        """See `Curvature.multiply`: ``UᵀU D / S`` of the rows of the last renewal, where these have no Y."""
+        """See `Curvature.multiply`: ``α Uᵀ Y U D / S`` of the rows of the last renewal; without links ``UᵀU D / S``."""
         A, G = (held[name].to(D.dtype) for name in ("A", "G"))
-        product = kernel.multiply_transposed(A, G, kernel.multiply(A, G, D))
-        return product / held["samples"].to(D.dtype)[:, None, None]
+        c = kernel.multiply(A, G, D)
+        if self.linked:
+            c = (_square(held["Y"].to(D.dtype), A) @ c[..., None])[..., 0] * held["damping"].to(D.dtype)[:, None]
+        return kernel.multiply_transposed(A, G, c) / held["samples"].to(D.dtype)[:, None, None]
+
+
+def _square(flat: Tensor, rows: Tensor) -> Tensor:
+    """Return matrices that are held as vectors ``[N, r²]`` as ``[N, r, r]``, for rows ``[N, r, d]``."""
+    return flat.unflatten(1, (rows.shape[1], rows.shape[1]))
 
 
 class SNGD(RowCurvature):
@@ -141,8 +152,6 @@ class SNGD(RowCurvature):
 
     Its kernel has the global batch's rows squared: for batches of some thousand at most.
     """
-
-    multiplies = ()
 
     def __init__(
         self,
@@ -222,8 +231,6 @@ class HyLo(RowCurvature):
         super().__init__(fisher=fisher, likelihood=likelihood)
         self.rank, self.threshold, self.method = rank, float(threshold), method
         self.switches, self.linked = method == "switch", method != "kis"
-        # With a Y the rows stand for α Uᵀ Y U / S, and Y is not kept.
-        self.multiplies = None if self.linked else ()
 
     def __repr__(self) -> str:
         """Show the variant."""

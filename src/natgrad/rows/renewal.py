@@ -17,7 +17,7 @@ from natgrad.placement import Plan, Runtime
 from natgrad.rows.collected import Collected
 from natgrad.rows.epochs import Epochs
 from natgrad.rows.messages import gather, give
-from natgrad.rows.stack import RowStack
+from natgrad.rows.stack import SQUARES, RowStack
 from natgrad.stacks.blocks import Member
 from natgrad.stacks.kept import Kept
 from natgrad.trouble.guard import Watch
@@ -183,6 +183,8 @@ class Renewal:
         _write(fresh, "G", one, one.chosen.G, rows)
         damping = self.damping * stack.factor
         fresh["samples"][blocks], fresh["damping"][blocks] = one.samples, damping
+        if "Y" in fresh:
+            _write(fresh, "Y", one, _links(one.chosen, damping), rows)
         own = one.chosen.A.shape[1]
         owner = self.plan.seats[one.member.layer.key].owners["M"]
         if owner in (None, self.runtime.rank):
@@ -211,9 +213,17 @@ def _joined(found: Sequence[kernel.Selection]) -> kernel.Selection:
     return kernel.Selection(A, G, Y, torch.stack([one.fine for one in found]).all(0))
 
 
+def _links(chosen: kernel.Selection, damping: float) -> Tensor:
+    """Return Y of selected rows ``[n, r, r]``."""
+    A = chosen.A
+    if chosen.Y is not None:
+        return kernel.along_diagonal(chosen.Y)
+    return torch.eye(A.shape[1], dtype=A.dtype, device=A.device).div_(damping).expand(len(A), -1, -1)
+
+
 def _write(fresh: Kept, name: str, one: Seen, values: Tensor, rows: int) -> None:
     more = rows - one.chosen.A.shape[1]
-    values = pad(values, (0, more, 0, more)).flatten(1) if name == "M" else pad(values, (0, 0, 0, more))
+    values = pad(values, (0, more, 0, more)).flatten(1) if name in SQUARES else pad(values, (0, 0, 0, more))
     fresh.write(name, one.member.blocks, values)
 
 

@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from natgrad.stacks.blocks import Member
 
 
+# What has r² elements.
+SQUARES = ("M", "Y")
+
+
 class RowStack(Stack):
-    """A stack of blocks with the rows ``A [N, r, i]`` and ``G [N, r, o]`` and their ``M [N, r²]``.
+    """A stack of blocks with rows ``A [N, r, i]`` and ``G [N, r, o]`` and their ``M [N, r²]``, of KID ``Y [N, r²]``.
 
     A block with fewer rows than another has zeros behind its own, which change nothing.
 
@@ -30,7 +34,7 @@ class RowStack(Stack):
 
     curvature: RowCurvature
     rows: int = 0
-    unsized = ("A", "G", "M")
+    unsized = ("A", "G", *SQUARES)
 
     @property
     def switches(self) -> bool:
@@ -55,7 +59,7 @@ class RowStack(Stack):
         """See `Stack.fitted`: padded with rows of zeros."""
         if name in ("A", "G"):
             return pad(values, (0, 0, 0, self.rows - values.shape[1]))
-        if name != "M":
+        if name not in SQUARES:
             return values
         rows = round(values.shape[1] ** 0.5)
         more = self.rows - rows
@@ -73,7 +77,7 @@ class RowStack(Stack):
             values = before.read(name, whole)
             if name in ("A", "G"):
                 values = values[:, :kept]
-            elif name == "M":
+            elif name in SQUARES:
                 values = values.unflatten(1, (wide, wide))[:, :kept, :kept].flatten(1)
             fresh.write(name, whole, self.fitted(name, values))
 
