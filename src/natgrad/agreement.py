@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from zlib import crc32
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError
@@ -12,6 +15,24 @@ from natgrad.placement import Runtime
 from natgrad.progress import Progress
 from natgrad.stacks.blocks import Stack
 from natgrad.stacks.structure import Structure
+
+
+def check_reduction(model: nn.Module, runtime: Runtime, gradients: str) -> None:
+    """Check that all ranks leave it to the same to average gradients; collective under DistributedDataParallel.
+
+    It has to be known before the first backward pass: whose wrapper averages waits there for those whose wrapper does
+    not, and no step comes that could compare. Without a wrapper nothing is sent in that pass.
+
+    Args:
+        model: The model, whose communication hook is not yet replaced.
+        runtime: The ranks.
+        gradients: The argument of that name.
+
+    Raises:
+        NatgradError: on all ranks, if theirs differ.
+    """
+    if isinstance(model, DistributedDataParallel):
+        _check_alike([{"gradients": own} for own in runtime.everywhere(gradients)])
 
 
 def check_agreement(runtime: Runtime, structure: Structure, progress: Progress, **options: object) -> None:
@@ -36,7 +57,15 @@ def check_agreement(runtime: Runtime, structure: Structure, progress: Progress, 
             "the ranks have made different plans: their models or curvatures differ, or the options of "
             "natgrad.Placement (costs, speeds, link and memory have to be the same on every rank)"
         )
-    settings = [own for _, own in found]
+    _check_alike([own for _, own in found])
+
+
+def _check_alike(settings: Sequence[Mapping[str, str]]) -> None:
+    """Check that the settings of all ranks are the same.
+
+    Raises:
+        NatgradError: if not, naming what differs, with the values.
+    """
     known = dict.fromkeys(name for own in settings for name in own)  # each rank has the options of its own curvatures
     names = [name for name in known if len({own.get(name) for own in settings}) > 1]
     if names:

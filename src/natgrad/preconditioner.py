@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from natgrad.agreement import check_reduction
 from natgrad.arguments import check_arguments, resolve_group, unwrap
 from natgrad.capture import Capture
 from natgrad.curvature import KFAC, Curvature
@@ -71,7 +72,7 @@ class Preconditioner(Engine):
         scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
     ) -> None:
-        """Cover the layers of `model`; neither tensors are made nor messages sent before the first step.
+        """Cover the layers of `model`; no tensors are made before the first step, nor messages sent but one under DDP.
 
         Args:
             model: The model, plain, in ``DistributedDataParallel`` or sharded by FSDP2 (``fully_shard``) before.
@@ -105,6 +106,7 @@ class Preconditioner(Engine):
 
         Raises:
             ValueError: if an argument is not allowed; before anything was touched or communicated.
+            NatgradError: on all ranks, if under ``DistributedDataParallel`` they differ in `gradients`.
         """
         curvature = KFAC() if curvature is None else curvature
         refresh = Refresh() if refresh is None else refresh
@@ -158,6 +160,7 @@ class Preconditioner(Engine):
         self._early = Early(self._runtime, self._structure.plan.placement.link)
         warn_of_idle(self._root, curvature, self._structure.coverage)
         # Last, for the warning may be an error.
+        check_reduction(model, self._runtime, gradients)
         if reduces:
             take_over_reduction(model)
         self._begin()
@@ -286,17 +289,14 @@ class Preconditioner(Engine):
         Skipped factors and failed decompositions are of layers that this rank keeps, "fallbacks/..." of all.
         With SNGD and HyLo there are the "epoch", the "rows" in use, and whether "kid" has chosen them.
         """
-        progress, capture = self._progress, {"capture": self._capture.seconds}
         return {
-            "step": progress.step,
-            **self._damping.metrics(progress.damping),
+            **self._progress.metrics(self._capture.seconds),
+            **self._damping.metrics(self._progress.damping),
             "kl_scale": self._clip.last,
-            **progress.updates,
             **self._watch.metrics(),
             **self._agenda.metrics(self._stacks),
             **self._epochs.metrics(row_stacks(self._stacks)),
             "plain_layers": len(self._inspection.reasons),
-            **{f"seconds/{phase}": spent for phase, spent in (progress.seconds | capture).items()},
         }
 
     def traffic(self) -> dict[str, int]:

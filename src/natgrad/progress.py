@@ -80,6 +80,11 @@ class Progress:
         """How often what was renewed."""
         return {"factor_updates": self.factor_updates, "inverse_updates": self.inverse_updates}
 
+    def metrics(self, capturing: float) -> dict[str, float]:
+        """Return what is counted as plain numbers; `capturing` are the seconds that the hooks have taken."""
+        seconds = {f"seconds/{phase}": spent for phase, spent in (self.seconds | {"capture": capturing}).items()}
+        return {"step": self.step, **self.updates, **seconds}
+
     def start_clock(self, layers: Iterable[Layer]) -> bool:
         """Start the clock by which `explain` tells each layer's share of the time of a step; tell whether it stood."""
         if self.began:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from tests.distributed.jobs import place
@@ -78,6 +79,34 @@ def differ(name, placement):
 def test_ranks_with_other_options_all_raise(ranks, placement):
     for name in DIFFERENT:
         ranks.run(2, differ, name, placement, limit=30)
+
+
+def reduce_on_some(names):
+    """Such ranks would wait for each other in the first backward pass; afterwards the wrapper is as it was."""
+    rank, _ = place()
+    torch.manual_seed(0)
+    replica = DistributedDataParallel(nn.Linear(3, 2).double())
+    before = [p.clone() for p in replica.parameters()]
+    told = f"the ranks differ in gradients .*{names[0]} and {next(name for name in names if name != names[0])}"
+    with pytest.raises(natgrad.NatgradError, match=told):
+        natgrad.Preconditioner(replica, gradients=names[rank])
+    assert all(torch.equal(p, old) for p, old in zip(replica.parameters(), before, strict=True))
+    steps = []
+    for gradients in ("averaged", "reduce"):
+        preconditioner = natgrad.Preconditioner(replica, gradients=gradients, placement="comm-opt")
+        assert not any(preconditioner.traffic().values())
+        replica.zero_grad()
+        replica(torch.full((4, 3), 1.0 + rank, dtype=torch.float64)).square().mean().backward()
+        preconditioner.step()
+        steps.append(replica.module.weight.grad.clone())
+        preconditioner.detach()
+    return steps
+
+
+@pytest.mark.parametrize("names", [("averaged", "reduce"), ("reduce", "averaged"), ("reduce", "reduce", "averaged")])
+def test_wrapped_ranks_that_leave_gradients_to_others_all_raise(ranks, names):
+    for averaged, reduced in ranks.run(len(names), reduce_on_some, names, limit=30):
+        torch.testing.assert_close(averaged, reduced)
 
 
 OTHERS = {
