@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from natgrad.gradients.stacked import Entry
-from natgrad.placement import Runtime
+from natgrad.placement import Exchange
 from tests.distributed.jobs import place
 from tests.distributed.sharded_jobs import Case, Zoo
 from tests.distributed.sharded_jobs import train as train_sharded
@@ -75,13 +75,13 @@ def watched(options):
         preconditioner.step()
 
     step(0)
-    before, solve, post = preconditioner.traffic(), Entry.solve, Runtime.post_exchange
+    before, solve, post = preconditioner.traffic(), Entry.solve, Exchange.send
     Entry.solve = lambda *args, **kwargs: (events.append("solve"), solve(*args, **kwargs))[1]
-    Runtime.post_exchange = lambda *args: (events.append("post"), post(*args))[1]
+    Exchange.send = lambda *args: (events.append("post"), post(*args))[1]
     try:
         step(1)
     finally:
-        Entry.solve, Runtime.post_exchange = solve, post
+        Entry.solve, Exchange.send = solve, post
     return events, {kind: sent - before[kind] for kind, sent in preconditioner.traffic().items()}
 
 

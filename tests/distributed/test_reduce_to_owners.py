@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
+from natgrad.placement import Exchange
 from tests.distributed.jobs import (
     Job,
     Training,
@@ -224,19 +225,20 @@ def count_messages(placement, left):
         )
     training.step(0)
     before = training.preconditioner.traffic()
-    for name in ("all_reduce", "all_to_all_single", "broadcast", "all_gather_into_tensor"):
-        original = getattr(dist, name)
+    counts = [(dist, name) for name in ("all_reduce", "broadcast", "all_gather_into_tensor")] + [(Exchange, "send")]
+    originals = [getattr(owner, name) for owner, name in counts]
+    for (owner, name), original in zip(counts, originals, strict=True):
 
         def counted(*args, original=original, name=name, **kwargs):
             calls.append(name)
             return original(*args, **kwargs)
 
-        setattr(dist, name, counted)
+        setattr(owner, name, counted)
     try:
         training.step(1)
     finally:
-        for name in ("all_reduce", "all_to_all_single", "broadcast", "all_gather_into_tensor"):
-            setattr(dist, name, getattr(dist.distributed_c10d, name))
+        for (owner, name), original in zip(counts, originals, strict=True):
+            setattr(owner, name, original)
     after = training.preconditioner.traffic()
     return calls, {kind: sent - before.get(kind, 0) for kind, sent in after.items()}, after
 
@@ -247,7 +249,7 @@ def count_messages(placement, left):
 def test_traffic_is_that_of_one_all_reduce(ranks, placement, count, left):
     elements = sum(p.numel() for p in Training(Job()).model.parameters())
     results = ranks.run(count, count_messages, placement, left)
-    assert all(calls == ["all_to_all_single"] * 2 for calls, _, _ in results)
+    assert all(calls == ["send"] * 2 for calls, _, _ in results)
     sent = {kind: sum(sent[kind] for _, sent, _ in results) for kind in results[0][1]}
     assert sent["gradients"] == 2 * (count - 1) * elements * BYTES
     assert sent["factors"] == sent["inverses"] == sent.get("padding", 0) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,23 +22,23 @@ from natgrad.trouble.guard import Watch
 
 @dataclass
 class _Mail:
-    """One message under way: the preconditioned gradients of some stacks, from all workers of a row.
+    """One message: the preconditioned gradients of some stacks, from all workers of a row.
 
     Attributes:
         device: Where they are.
         entries: The stacks.
-        told: The counters of those of them that are this rank's, in order.
         rider: What travels first.
         pieces: What travels next, of gradients that no worker takes.
         swap: The message.
+        told: The counters of those stacks that are this rank's, in order.
     """
 
     device: torch.device
     entries: Sequence[Entry]
-    told: list[Tensor]
     rider: list[Tensor]
     pieces: list[Tensor]
     swap: Swap
+    told: list[Tensor] = field(default_factory=list)
 
 
 def deliver(
@@ -79,11 +79,13 @@ def deliver(
     for device, entries in devices.items():
         rest = left
         for group in _groups(entries, plan):
-            for entry in group:
-                if entry.stack.role.works:
-                    solve(entry)
-            mails.append(_post(device, group, row, runtime, holders, watch, rest, said))
+            mails.append(_expect(device, group, row, runtime, holders, rest, said))
             rest, said = Left(), []
+    for mail in mails:
+        for entry in mail.entries:
+            if entry.stack.role.works:
+                solve(entry)
+        _post(mail, row, runtime, holders, watch)
     for mail in mails:
         total = _open(mail, row, runtime, holders, watch, left)
         heard = total if heard is None else heard
@@ -113,30 +115,35 @@ def _nbytes(entry: Entry) -> int:
     return stack.size * stack.outputs * stack.inputs * stack.work_dtype.itemsize
 
 
-def _post(
+def _expect(
     device: torch.device,
     entries: Sequence[Entry],
     row: Sequence[int],
     runtime: Runtime,
     holders: Holders,
-    watch: Watch,
     left: Left,
     said: Sequence[float],
 ) -> _Mail:
-    """Begin to send what this rank has preconditioned of a group, and to receive the rest of it."""
+    """Expect what others precondition of a group."""
     me, pieces = runtime.rank, left.own(device)
     rider = [tensor_on(device, said, torch.float64)] if said else []
-    outgoing: dict[int, list[Tensor]] = {rank: [*rider, *pieces] for rank in row if rank != me}
     spoken: list[Size] = [(len(said), torch.float64)] if said else []
     expected: dict[int, list[Size]] = {rank: spoken + left.expected(device, rank) for rank in row if rank != me}
-    told = _send([entry for entry in entries if entry.stack.role.works], outgoing, holders, me, watch)
     for entry in entries:
         if not entry.stack.role.works:
             expected[entry.stack.role.server] += _sizes(entry, holders, me)
-    counters = nbytes([*rider, *told]) * len(outgoing)
+    sizes = [expected.get(rank, []) for rank in row]
+    return _Mail(device, entries, rider, pieces, Swap(runtime, sizes, device, runtime.subgroup(row)))
+
+
+def _post(mail: _Mail, row: Sequence[int], runtime: Runtime, holders: Holders, watch: Watch) -> None:
+    """Begin to send what this rank has preconditioned of a group."""
+    me = runtime.rank
+    outgoing: dict[int, list[Tensor]] = {rank: [*mail.rider, *mail.pieces] for rank in row if rank != me}
+    mail.told = _send([entry for entry in mail.entries if entry.stack.role.works], outgoing, holders, me, watch)
+    counters = nbytes([*mail.rider, *mail.told]) * len(outgoing)
     runtime.count({"gradients": sum(map(nbytes, outgoing.values())) - counters, "counters": counters})
-    sent, sizes = [outgoing.get(rank, []) for rank in row], [expected.get(rank, []) for rank in row]
-    return _Mail(device, entries, told, rider, pieces, Swap(runtime, sent, sizes, device, runtime.subgroup(row)))
+    mail.swap.send([outgoing.get(rank, []) for rank in row])
 
 
 def _open(

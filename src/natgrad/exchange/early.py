@@ -56,6 +56,14 @@ class Message:
         self._sizes = route.sizes  # read now, as all ranks know them: whatever becomes of the parameters
         self._swap: Swap | None = None
 
+    def expect(self) -> None:
+        """Expect what the other ranks send, before any of them does."""
+        if self._swap is None:
+            (device, dtype), me = self.route.kind, self._runtime.rank
+            expected: list[list[Size]] = [[(self._sizes[me], dtype)] for _ in self._sizes]
+            expected[me] = []
+            self._swap = Swap(self._runtime, expected, device, self._group)
+
     def post(self, *, early: bool, blank: bool = False) -> None:
         """Send the gradients as they are now.
 
@@ -63,19 +71,19 @@ class Message:
             early: Whether that may be too soon.
             blank: Whether to send zeros: others wait for a message, whatever it holds.
         """
-        (device, dtype), me = self.route.kind, self._runtime.rank
+        assert self._swap is not None
+        device, dtype = self.route.kind
         zeros = [[torch.zeros(size, dtype=dtype, device=device)] for size in self._sizes] if blank else None
         outgoing = self.route.addends() if zeros is None else zeros
-        expected: list[list[Size]] = [[(self._sizes[me], dtype)] for _ in self._sizes]
-        outgoing[me], expected[me] = [], []
+        outgoing[self._runtime.rank] = []
         self.early = early
         self._runtime.count({"gradients": sum(map(nbytes, outgoing))})
-        self._swap = Swap(self._runtime, outgoing, expected, device, self._group)
+        self._swap.send(outgoing)
 
     @property
     def posted(self) -> bool:
         """Whether it has been sent in this step."""
-        return self._swap is not None
+        return self._swap is not None and self._swap.sent is not None
 
     def compare(self, addends: Sequence[Sequence[Tensor]], unscale: Tensor | None) -> Tensor:
         """Return whether what has left is `RIGHT`, `SCALED` or `WRONG`, without waiting for the device.
@@ -84,12 +92,13 @@ class Message:
             addends: What was to leave.
             unscale: What gradients were multiplied by since, if by anything.
         """
-        (device, dtype), swap = self.route.kind, self._swap
-        assert swap is not None
+        device, dtype = self.route.kind
+        assert self._swap is not None
+        assert self._swap.sent is not None
         own = [tensor for rank, tensors in enumerate(addends) if rank != self._runtime.rank for tensor in tensors]
         if not self.early or not own:
             return torch.full((), RIGHT, dtype=torch.uint8, device=device)
-        sent, now = swap.sent.view(dtype), flatten(own)
+        sent, now = self._swap.sent.view(dtype), flatten(own)
         if unscale is not None:
             sent = rescaled(sent, unscale.to(device))
         bits = _BITS[dtype.itemsize]
@@ -165,7 +174,7 @@ class Early:
                 if missing:
                     return
                 if not message.posted:
-                    message.post(early=True)
+                    self._post(message, early=True)
 
     # --- In the step --------------------------------------------------------------------------------------------
 
@@ -196,7 +205,13 @@ class Early:
         """Send what has not left yet."""
         for message in self.messages:
             if not message.posted:
-                message.post(early=False)
+                self._post(message, early=False)
+
+    def _post(self, message: Message, *, early: bool, blank: bool = False) -> None:
+        """Send a message; with the first of a step the others are expected too."""
+        for one in self.messages:
+            one.expect()
+        message.post(early=early, blank=blank)
 
     def settle(self) -> None:
         """End the step: learn of it, and begin the next."""
@@ -237,7 +252,7 @@ class Early:
         """Send what other ranks may wait for, and wait for what has left; collective."""
         for message in self.messages:
             if not message.posted:
-                message.post(early=False, blank=True)
+                self._post(message, early=False, blank=True)
         for message in self.messages:
             message.wait()
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from natgrad.placement import Posted, Runtime, joined
+from natgrad.placement import Exchange, Runtime, joined
 
 # What to expect: how many numbers, and their dtype.
 Size = tuple[int, torch.dtype]
@@ -33,37 +33,39 @@ def swap(
     Returns:
         The vectors that came from each.
     """
-    group = runtime.subgroup(range(runtime.ranks) if ranks is None else ranks)
-    return Swap(runtime, outgoing, expected, device, group).wait()
+    under_way = Swap(runtime, expected, device, runtime.subgroup(range(runtime.ranks) if ranks is None else ranks))
+    under_way.send(outgoing)
+    return under_way.wait()
 
 
 class Swap:
     """A message under way, as `swap` exchanges it.
 
     Attributes:
-        sent: The bytes that it sends to all ranks, end to end.
+        sent: The bytes that it sends to all ranks, end to end; None: it has not left yet.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        outgoing: Sequence[Sequence[Tensor]],
         expected: Sequence[Sequence[Size]],
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Begin to send copies of what is outgoing, in the queue of `group`, all of whose ranks take part."""
+        """Expect vectors from the ranks of `group`, in whose queue the message stands."""
         sizes = [sum(numel * dtype.itemsize for numel, dtype in own) for own in expected]
-        self.sent, splits = joined([[_as_bytes(tensor) for tensor in own] for own in outgoing], device)
-        self._expected: Sequence[Sequence[Size]] = expected
-        self._arrived: list[Tensor]
-        self._posted: Posted
-        self._arrived, self._posted = runtime.post_exchange(self.sent, splits, sizes, group)
+        self.sent: Tensor | None = None
+        self._device, self._expected = device, expected
+        self._exchange = Exchange(runtime, sizes, device, group)
+
+    def send(self, outgoing: Sequence[Sequence[Tensor]]) -> None:
+        """Begin to send copies of what is outgoing to each rank."""
+        self.sent, splits = joined([[_as_bytes(tensor) for tensor in own] for own in outgoing], self._device)
+        self._exchange.send(self.sent, splits)
 
     def wait(self) -> list[list[Tensor]]:
         """Wait for the vectors from each rank of the group, and return them."""
-        self._posted.wait()
-        return [_read(message, own) for message, own in zip(self._arrived, self._expected, strict=True)]
+        return [_read(message, own) for message, own in zip(self._exchange.wait(), self._expected, strict=True)]
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:

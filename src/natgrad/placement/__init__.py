@@ -5,11 +5,13 @@ from natgrad.placement.cost import Cycle, Link
 from natgrad.placement.fusion import arrival, cut, fuse, groups
 from natgrad.placement.options import Placement, resolve
 from natgrad.placement.plan import Plan, Rows, Seat, Work
-from natgrad.placement.runtime import Posted, Runtime, flatten, joined, unflatten
+from natgrad.placement.posted import Exchange, Posted
+from natgrad.placement.runtime import Runtime, flatten, joined, unflatten
 from natgrad.placement.wire import Layout, narrower
 
 __all__ = [
     "Cycle",
+    "Exchange",
     "Layout",
     "Link",
     "Placement",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 from typing import Any
@@ -14,39 +14,8 @@ from torch import Tensor
 from natgrad.aside import aside
 from natgrad.errors import NatgradError
 from natgrad.placement.lending import Groups, device_of
+from natgrad.placement.posted import Exchange, Posted
 from natgrad.placement.wire import Layout, cut, narrower
-
-
-class Posted:
-    """A message under way.
-
-    Attributes:
-        whole: Whether waiting for it sends nothing more, so that one rank may do so alone.
-    """
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        work: dist.Work | None = None,
-        group: dist.ProcessGroup | None = None,
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        """Wrap the `work` to wait for, in which `group`, and what all ranks have to `finish` together afterwards."""
-        self._runtime, self._work, self._finish = runtime, work, finish
-        self.whole = finish is None
-        if work is not None:
-            runtime.groups.posted(work, group)
-
-    def wait(self) -> None:
-        """Wait until the result is there; a second time there is nothing to wait for."""
-        if self._work is not None:
-            with self._runtime.talking():
-                self._work.wait()
-            self._runtime.groups.done(self._work)
-        if self._finish is not None:
-            self._finish()
-        self._work = self._finish = None
-        self.whole = True
 
 
 class Runtime:
@@ -224,27 +193,9 @@ class Runtime:
         Returns:
             The bytes that came from each.
         """
-        group = self.subgroup(range(self.ranks) if ranks is None else ranks)
-        sent, splits = joined(outgoing, device)
-        arrived, posted = self.post_exchange(sent, splits, sizes, group)
-        posted.wait()
-        return arrived
-
-    def post_exchange(
-        self, sent: Tensor, splits: Sequence[int], sizes: Sequence[int], group: dist.ProcessGroup | None
-    ) -> tuple[list[Tensor], Posted]:
-        """Begin what `exchange` does: the bytes are there once what is returned with them was waited for.
-
-        Args:
-            sent: What each rank is sent, end to end, in bytes; not to be touched meanwhile.
-            splits: How many bytes go to each.
-            sizes: How many come from each.
-            group: The ranks that take part, in whose queue the message stands.
-        """
-        arrived = sent.new_empty(sum(sizes))
-        with self.talking():
-            work = dist.all_to_all_single(arrived, sent, list(sizes), list(splits), group=group, async_op=True)
-        return list(arrived.split(list(sizes))), Posted(self, work, group)
+        exchange = Exchange(self, sizes, device, self.subgroup(range(self.ranks) if ranks is None else ranks))
+        exchange.send(*joined(outgoing, device))
+        return exchange.wait()
 
     def any(self, flag: bool) -> bool:
         """Tell whether any rank says so; this waits."""
