@@ -90,7 +90,7 @@ class Engine:
         return self._structure.plan.placement.name == "background" and self._progress.last_inverses is not None
 
     def _collect(self, *, early: bool) -> None:
-        with self._progress.phase("renew", self._runtime):
+        with self._agenda.timed("renewing", self._spent), self._progress.phase("renew", self._runtime):
             plan, wire, keys = self._structure.plan, self._precision.wire, self._background.keys
             try:
                 self._background.collect(plan, self._runtime, self._watch, self._progress, wire, early=early)
@@ -144,7 +144,7 @@ class Engine:
         if self._structure.move():
             self._watch.forget()
         with self._progress.phase("renew", self._runtime):
-            self._background.fold(self._watch)
+            self._agenda.hear_times(self._background.fold(self._watch))
         if self._structure.follow(lambda: self._collect(early=True)):
             self._begin()
             self._inspection.restart()
@@ -228,7 +228,7 @@ class Engine:
                 self._background.post(self._stacks, sums, self._runtime, self._progress, inspection, wire)
                 return
             self._capture.sums.travel(self._runtime, wire)
-            self._agenda.hear_times(self._capture.sums.heard if self._runtime.ranks > 1 else self._capture.sums.rider)
+            self._agenda.hear_times(self._capture.sums.heard)
             if "gradients" in sides:
                 self._inspection.look(self._stacks, self._capture.sums, self._runtime)
         with self._progress.phase("renew", self._runtime):

@@ -227,7 +227,7 @@ class Preconditioner(Engine):
         damping = self._renew(count, damping, closure)
         self._precondition(damping, scale, left, count, closure)
         progress.step += 1
-        self._agenda.lap(self._spent())
+        self._agenda.lap(self._spent(), self._background.seconds)
         self._await()
         progress.ended = perf_counter()
         self._inspection.report()
@@ -364,7 +364,7 @@ class Preconditioner(Engine):
         Returns:
             Nested dicts of plain numbers, tensors and, where a batch decides their size (rows), tensors in tuples.
         """
-        self._background.fold(self._watch, alone=not gather)
+        self._agenda.hear_times(self._background.fold(self._watch, alone=not gather))
         if gather:
             self._end_renewal()
         blocks, counted = states.snapshot(self._structure.ahead().stacks), self._watch.state_dict()

@@ -231,6 +231,8 @@ def capped(job, steps, renewal):
         (2, "pipelined"),
         (4, "reduce-scatter"),
         (4, "dp"),
+        (1, "background"),
+        (4, "background"),
     ],
 )
 def test_ranks_agree_on_what_there_is_time_for(ranks, count, placement):

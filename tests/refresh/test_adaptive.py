@@ -319,7 +319,6 @@ def test_what_is_found_unusable_is_renewed_whatever_was_said():
         (natgrad.KBFGS(), natgrad.Adaptive(natgrad.DriftRule()), "comm-opt"),
         (natgrad.KBFGS(), natgrad.Capped(), "comm-opt"),
         (natgrad.KFAC(), natgrad.Adaptive(natgrad.TraceRule(lower=1e-9)), "pipelined"),
-        (natgrad.KFAC(), natgrad.Capped(), "background"),
         (natgrad.KFAC(), natgrad.Refresh(factors=natgrad.Sides(inputs=2, gradients=1)), "background"),
     ],
 )
@@ -335,11 +334,6 @@ def structure(clock, placement):
     return Structure(
         Network(), natgrad.KFAC(), natgrad.Precision(), placement=resolve(placement), rank=0, ranks=2, refresh=clock
     )
-
-
-def test_seconds_that_no_step_waits_for_are_refused():
-    with pytest.raises(ValueError, match="another than 'background', whose renewals no step waits for"):
-        structure(natgrad.Capped(), "background")
 
 
 def test_auto_takes_a_placement_in_which_seconds_are_told():
@@ -450,7 +444,7 @@ def test_ranks_that_save_in_between_have_the_same_account():
     clock, generator = natgrad.Capped(), torch.Generator().manual_seed(0)
     saving, other = Agenda(clock), Agenda(clock)
     for _ in range(7):
-        heard = torch.rand(6, generator=generator)
+        heard = torch.rand(7, generator=generator)
         for agenda in (saving, other):
             agenda.hear_times(heard)
         saving.state_dict(Progress())

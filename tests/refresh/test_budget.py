@@ -7,19 +7,22 @@ from natgrad.refresh.budget import Budget, Pace
 MODEL, SOLVE, CAPTURE, RATE = 1.0, 0.01, 0.02, 0.1  # seconds of a step; of a unit of work
 
 
-def run(share, work, *, steps=4000, factors=1, inverses=10, solve=SOLVE, changes=None):
-    """Simulate a training by the rules of the engine; return (elapsed, spent) after each step, and each renewal."""
+def run(share, work, *, steps=4000, factors=1, inverses=10, solve=SOLVE, changes=None, beside=False):
+    """Simulate a training by the rules of the engine; return (elapsed, spent) after each step, and each renewal.
+
+    With `beside` no step waits for what is renewed.
+    """
     budget, history, renewals = Budget(share), [], []
     captured = renewed = None
     elapsed = spent = 0.0
-    own = [0.0] * 6
+    own = [0.0] * 7
     for step in range(steps):
         open_ = step >= budget.resume
-        cost = solve
+        cost, aside = solve, 0.0
         if open_ and (captured is None or step - captured >= factors):
             captured, cost = step, cost + CAPTURE
             budget.times.add(own)
-            own = [0.0] * 6
+            own = [0.0] * 7
         if open_ and (renewed is None or step - renewed >= inverses):
             if renewed is None:
                 chosen = [True] * len(work)
@@ -32,17 +35,20 @@ def run(share, work, *, steps=4000, factors=1, inverses=10, solve=SOLVE, changes
             own[4] += seconds
             own[5] += seconds / RATE
             cost += seconds
-        elapsed, spent = elapsed + MODEL + cost, spent + cost
-        for index, number in enumerate((1.0, MODEL + cost, cost, solve)):
+            aside = seconds if beside else 0.0
+        elapsed, spent = elapsed + MODEL + cost - aside, spent + cost
+        for index, number in enumerate((1.0, MODEL + cost - aside, cost, solve)):
             own[index] += number
+        own[6] += aside
         history.append((elapsed, spent))
     return history, renewals
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.3])
 @pytest.mark.parametrize("work", [[1.0], [5.0, 1.0, 0.2], [40.0, 1.0]])
-def test_the_share_is_kept_once_the_first_renewal_is_paid_for(share, work):
-    history, renewals = run(share, work)
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_share_is_kept_once_the_first_renewal_is_paid_for(share, work, beside):
+    history, renewals = run(share, work, beside=beside)
     first = SOLVE + CAPTURE + RATE * sum(work)
     for elapsed, spent in history:
         # What may come on top: the first renewal, and the captures between two checks.
@@ -81,7 +87,7 @@ def test_solves_beyond_the_share_leave_time_for_next_to_nothing():
 
 def test_a_column_has_its_part_of_the_credit():
     budget = Budget(0.5)
-    budget.times.add([1.0, 10.0, 1.0, 0.0, 1.0, 1.0])
+    budget.times.add([1.0, 10.0, 1.0, 0.0, 1.0, 1.0, 0.0])
     assert budget.credit == 4.0
     assert budget.choose([1.0, 0.5], [2.0, 2.0]) == [True, True]
     assert budget.choose([1.0, 0.5], [2.0, 2.0], 0.5) == [True, False]
@@ -89,7 +95,7 @@ def test_a_column_has_its_part_of_the_credit():
 
 def test_the_account_outlives_a_checkpoint():
     budget, other = Budget(0.1), Budget(0.1)
-    budget.times.add([8.0, 10.0, 3.0, 0.5, 2.0, 4.0])
+    budget.times.add([8.0, 10.0, 3.0, 0.5, 2.0, 4.0, 0.0])
     budget.settle(7)
     assert budget.resume > 7
     other.load_state_dict(budget.state_dict())

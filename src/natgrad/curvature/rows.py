@@ -144,7 +144,7 @@ class RowCurvature(Curvature):
 
 def _square(flat: Tensor, rows: Tensor) -> Tensor:
     """Return matrices that are held as vectors ``[N, r²]`` as ``[N, r, r]``, for rows ``[N, r, d]``."""
-    return flat.unflatten(1, (rows.shape[1], rows.shape[1]))
+    return flat.view(len(flat), rows.shape[1], rows.shape[1])
 
 
 class SNGD(RowCurvature):

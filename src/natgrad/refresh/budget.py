@@ -25,6 +25,7 @@ class Times:
         fixed: What of it each of these takes, renewals or not: solves and their messages.
         renewing: What of it decompositions took, with the exchange of their results.
         work: What these have renewed, in the unit of `natgrad.placement.Plan.weights`.
+        aside: What of `spent` has passed beside the steps, which did not wait for it.
     """
 
     steps: float = 0.0
@@ -33,6 +34,7 @@ class Times:
     fixed: float = 0.0
     renewing: float = 0.0
     work: float = 0.0
+    aside: float = 0.0
 
     def add(self, numbers: Sequence[float]) -> None:
         """Add those of other steps or ranks, in the order of the fields."""
@@ -103,7 +105,8 @@ class Budget:
         if not times.steps:
             return 0.0
         fixed = times.fixed / times.steps
-        return self.share * ((times.elapsed - times.spent) / times.steps + fixed) - fixed
+        alone = (times.elapsed - times.spent + times.aside) / times.steps
+        return self.share * (alone + fixed) - fixed
 
     def choose(self, changes: Sequence[float], work: Sequence[float], part: float = 1.0) -> list[bool]:
         """Tell which of some layers there is time to renew: those that have changed most, until one is too much.

@@ -24,7 +24,8 @@ class Capped(Clock):
     Where a renewal is due, the layers that have changed most since their last one are renewed first, as long as there
     is time for them in the account (`natgrad.refresh.budget`); the others wait for the next. Where the account is
     overdrawn, nothing is captured or renewed until steps have balanced it. The first renewal takes what it takes. An
-    evaluation or a checkpoint between steps is no time of training (`natgrad.refresh.budget.Pace`).
+    evaluation or a checkpoint between steps is no time of training (`natgrad.refresh.budget.Pace`). Renewals beside the
+    steps (placement "background") count as if these waited for them.
 
     Attributes:
         refresh: The clock, at whose intervals things happen where there is time: `natgrad.Refresh` or

@@ -55,7 +55,7 @@ class Agenda:
         self._pace = Pace()
         self._own = Times()  # of this rank, since it was told last
         self._lap: float | None = None  # when the last step ended
-        self._paid = 0.0  # what had been spent by then
+        self._paid = self._aside = 0.0  # what had been spent by then, and taken beside the steps
         self._pending: list[Tensor] = []  # of all ranks, not yet read
         self._warned = False
 
@@ -176,21 +176,23 @@ class Agenda:
         if self.budget is not None:
             setattr(self._own, what, getattr(self._own, what) + spent() - before)
 
-    def lap(self, spent: float) -> None:
+    def lap(self, spent: float, aside: float = 0.0) -> None:
         """Note that a step ends, and that preconditioning has `spent` so many seconds so far.
 
-        Of the first step the rest is not known: it costs, but tells nothing of what a step takes.
+        Of the first step the rest is not known: it costs, but tells nothing of what a step takes. What it has taken
+        `aside`, while the steps went on, costs as much as if they had waited: more it cannot have cost them.
         """
         if self.budget is None:
             return
-        now, more = self.now(), spent - self._paid
+        now, more, beside = self.now(), spent - self._paid, aside - self._aside
+        self._own.add([0.0, 0.0, beside, 0.0, beside, 0.0, beside])
         if self._lap is None:
             self._own.fixed = 0.0
-            self._own.add([0.0, more, more, 0.0, 0.0, 0.0])
+            self._own.add([0.0, more, more, 0.0, 0.0, 0.0, 0.0])
         else:
             rest = self._pace.count(now - self._lap - more)
-            self._own.add([1.0, more + rest, more, 0.0, 0.0, 0.0])
-        self._lap, self._paid = now, spent
+            self._own.add([1.0, more + rest, more, 0.0, 0.0, 0.0, 0.0])
+        self._lap, self._paid, self._aside = now, spent, aside
 
     def tell(self, message: Literal["sums", "gradients"], plan: Plan[str]) -> list[float]:
         """Return what the others are to hear of this rank's seconds, once; nothing without a cap.
@@ -206,7 +208,7 @@ class Agenda:
         return told
 
     def hear_times(self, times: Tensor | Sequence[float] | None) -> None:
-        """Take the seconds of all ranks, summed up ``[6]``, where there are any."""
+        """Take the seconds of all ranks, summed up ``[7]``, where there are any."""
         if isinstance(times, Tensor):
             self._pending.append(times.clone())
         elif times and self.budget is not None:

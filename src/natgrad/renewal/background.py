@@ -71,10 +71,15 @@ class _Renewal:
 
 
 class Background:
-    """What is under way beside the steps of one preconditioner: sums that travel, and a renewal."""
+    """What is under way beside the steps of one preconditioner: sums that travel, and a renewal.
+
+    Attributes:
+        seconds: What the thread has worked so far while the steps went on, none of them waiting for it.
+    """
 
     def __init__(self) -> None:
         """Begin with nothing; the thread starts with the first renewal."""
+        self.seconds = 0.0
         self._departed: tuple[Departed, int] | None = None
         self._renewal: _Renewal | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -104,17 +109,21 @@ class Background:
         if stacks:
             progress.renewed_factors()
 
-    def fold(self, watch: Watch, *, alone: bool = False) -> None:
+    def fold(self, watch: Watch, *, alone: bool = False) -> Tensor | Sequence[float] | None:
         """Add the sums under way to the running averages; from the next step on they would be there anyway.
 
         Args:
             watch: Counts what is skipped.
             alone: Send nothing. Sums in a narrow dtype, whose second half is yet to travel, then stay under way.
+
+        Returns:
+            What the ranks have told beside them (`natgrad.sums.Sums.heard`).
         """
         if self._departed is None or (alone and not self._departed[0].whole):
-            return
+            return None
         (departed, step), self._departed = self._departed, None
         fold(departed, watch, step)
+        return departed.heard
 
     # --- Renewals -----------------------------------------------------------------------------------------------
 
@@ -190,8 +199,8 @@ class Background:
         success, own = [], None
         for job, pieces in zip(renewal.jobs, renewal.pieces, strict=True):
             job.stack.allocate_held()
-            error = _keep(job, pieces)
-            own = own or error
+            error, beside = _keep(job, pieces)
+            own, self.seconds = own or error, self.seconds + beside
             success.append(job.take_over())
         stopped = conclude(renewal.jobs, success, plan.column(runtime.rank), runtime, watch, wire)
         progress.inverse_updates += 1
@@ -274,13 +283,17 @@ def _decompose(
     return _Outcome(written, fine, perf_counter() - started)
 
 
-def _keep(job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> Exception | None:
-    """Wait for the thread and hold what it has made; note it as `conclude` takes it, and return what was raised."""
+def _keep(job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> tuple[Exception | None, float]:
+    """Wait for the thread and hold what it has made; note it as `conclude` takes it.
+
+    Returns:
+        What was raised, and how long the thread has worked without being waited for.
+    """
     job.done.update(dict.fromkeys(range(job.start, job.stop), 0.0))
     raised: Exception | None = None
-    seconds = 0.0
+    seconds = waited = 0.0
     for blocks, future in pieces:
-        own = range(blocks.start, blocks.stop)
+        own, started = range(blocks.start, blocks.stop), perf_counter()
         try:
             outcome = future.result()
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
@@ -289,6 +302,7 @@ def _keep(job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> Exception |
             job.done.update(dict.fromkeys(own, RAISED))
             raised = error
             continue
+        waited += perf_counter() - started
         stack = job.stack
         for tensor in (*outcome.written, outcome.fine):
             if tensor.device.type == "cuda":
@@ -300,4 +314,4 @@ def _keep(job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> Exception |
         seconds += outcome.seconds
     if pieces:
         job.stack.charge(job.members, seconds)
-    return raised
+    return raised, max(0.0, seconds - waited)

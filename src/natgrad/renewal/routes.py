@@ -54,8 +54,6 @@ def check_clock(clock: Clock, curvatures: Collection[Curvature], placement: Plac
     require(replaying is None, "refresh", clock, f"a natgrad.Refresh with {replaying!r}")
     alike = name != "pipelined" or not rule.stops
     _check_placement(alike, clock, placement, "another than 'pipelined', where all layers leave alike")
-    timed = name != "background" or clock.share is None
-    _check_placement(timed, clock, placement, "another than 'background', whose renewals no step waits for")
 
 
 def _check_placement(fits: bool, clock: Clock, placement: Placement, allowed: str) -> None:

@@ -250,13 +250,20 @@ class Departed:
     Attributes:
         spoilt: See `Sums`.
         turns: See `Sums`.
+        heard: See `Sums`, once all have arrived.
     """
 
     def __init__(
-        self, messages: list[Message], posted: list[Posted], spoilt: Tensor | None, turns: dict[int, list[int]]
+        self,
+        messages: list[Message],
+        posted: list[Posted],
+        spoilt: Tensor | None,
+        turns: dict[int, list[int]],
+        rider: Sequence[float],
     ) -> None:
-        """Wrap `messages` and what they were `posted` as."""
+        """Wrap `messages` and what they were `posted` as, and what this rank alone is to hear."""
         self._messages, self._posted, self.spoilt, self.turns = messages, posted, spoilt, turns
+        self.heard: Tensor | Sequence[float] | None = rider
 
     @property
     def whole(self) -> bool:
@@ -267,6 +274,7 @@ class Departed:
         """Wait, and yield the sums; of a model that was moved meanwhile they are moved too."""
         for message, posted in zip(self._messages, self._posted, strict=True):
             posted.wait()
+            self.heard = self.heard if message.riders is None else message.riders
             for piece in message.arrived():
                 place = piece.stack.device, piece.stack.dtype
                 sums = {name: tensor.to(*place) for name, tensor in piece.sums.items()}

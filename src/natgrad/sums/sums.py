@@ -248,7 +248,8 @@ class Sums:
 
     def depart(self, posted: list[Posted]) -> Departed:
         """Give away the messages that were `posted`."""
-        return Departed([message.give() for message in self._messages], posted, self.spoilt, self.turns)
+        rider = () if self._fused else self.rider
+        return Departed([message.give() for message in self._messages], posted, self.spoilt, self.turns, rider)
 
     def close(self, share: float, gain: float | Tensor) -> None:
         """Make the messages ready to travel: unseen layers become zeros, gradients per-sample ones, counters filled in.
@@ -265,8 +266,10 @@ class Sums:
             message.close(self.tallies, share, gain, self.rider)
 
     @property
-    def heard(self) -> Tensor | list[float] | None:
+    def heard(self) -> Tensor | Sequence[float] | None:
         """The riders of all ranks, summed up, between `travel` and `arrived`; None: none has traveled."""
+        if not self._fused:
+            return self.rider
         return next((own for message in self._messages if (own := message.riders) is not None), None)
 
     def arrived(self) -> Iterator[Arrived]:
