@@ -15,7 +15,7 @@ from natgrad.capture import Capture
 from natgrad.damping import Control
 from natgrad.damping.losses import Losses
 from natgrad.damping.quadratic import Model
-from natgrad.damping.sizes import mean_eigenvalues
+from natgrad.damping.sizes import sizes
 from natgrad.errors import NatgradError, describe, require
 from natgrad.exchange import Early, Left, collect, deliver
 from natgrad.gradients.clip import Clip
@@ -265,7 +265,7 @@ class Engine:
             return damping
         with self._progress.phase("renew", self._runtime):
             device = next(parameter.device for parameter in self._root.parameters())
-            self._damping.measure(mean_eigenvalues(self._stacks, self._runtime, device))
+            self._damping.measure(*sizes(self._stacks, self._runtime, device, self._clip.bound))
         self._progress.damping = self._damping_now()
         return self._progress.damping
 

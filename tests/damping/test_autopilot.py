@@ -1,4 +1,4 @@
-"""The damping that nobody chooses: by the size of the Fisher, whatever the scale of the loss."""
+"""The damping that nobody chooses: by the sizes of Fisher and parameters, whatever the scale of the loss."""
 
 import copy
 import math
@@ -64,7 +64,7 @@ def test_it_is_the_geometric_mean_of_the_mean_eigenvalues(curvature):
         assert len(sizes) == (2 if key == "convolution.weight" else 1)
         logs.append(float(sizes.mean().log()))
     assert len(logs) == 4
-    assert gammas[0] == pytest.approx(5 * math.exp(sum(logs) / 4), rel=1e-12)
+    assert gammas[0] == pytest.approx(10 * math.exp(sum(logs) / 4), rel=1e-12)
 
 
 def test_it_is_read_off_once_before_its_first_use():
@@ -79,10 +79,11 @@ def test_it_is_read_off_once_before_its_first_use():
 
 
 @pytest.mark.parametrize("form", ["eigen", "inverse"])
-def test_it_means_the_same_however_the_loss_is_scaled(form):
+@pytest.mark.parametrize("clip", [None, 1e-3])
+def test_it_means_the_same_however_the_loss_is_scaled(form, clip):
     """A loss times c has c² times the Fisher and c times the gradient: natural gradients become 1 / c of them."""
-    one, gammas = trained(natgrad.KFAC(form=form))
-    other, scaled = trained(natgrad.KFAC(form=form), scale=64.0)
+    one, gammas = trained(natgrad.KFAC(form=form), kl_clip=clip)
+    other, scaled = trained(natgrad.KFAC(form=form), scale=64.0, kl_clip=clip and 64.0**2 * clip)
     assert scaled[0] == pytest.approx(64.0**2 * gammas[0], rel=1e-10)
     names = [name for name, _ in Net().named_parameters()]
     assert len(names) == 8
@@ -91,6 +92,57 @@ def test_it_means_the_same_however_the_loss_is_scaled(form):
         {name: mine.detach() for name, (mine, _) in zip(names, pairs, strict=True)},
         {name: theirs.detach() for name, (_, theirs) in zip(names, pairs, strict=True)},
     )
+
+
+def test_less_where_less_keeps_every_step_short():
+    model = Net().double()
+    square = sum(float(p.detach().square().sum()) for p in model.parameters())
+    _, gammas = trained(damping=Autopilot(share=1e9, stride=0.2), kl_clip=1e-3, model=model)
+    assert gammas == [pytest.approx(1e-3 / (0.2**2 * square), rel=1e-12)] * 5
+    wide, _ = trained(damping=Autopilot(stride=1e-9), kl_clip=1e-3, steps=1)
+    plain, _ = trained(damping=Autopilot(), kl_clip=None, steps=1)
+    assert wide.metrics()["damping"] == plain.metrics()["damping"]  # the size alone
+
+
+def test_only_parameters_with_curvature_count_each_once():
+    class Attention(Net):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.twice = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.first(self.norm(self.convolution(x)).tanh().flatten(1)).tanh()[:, None]
+            return self.head(self.twice(self.twice(self.attention(y, y, y, need_weights=False)[0]))[:, 0])
+
+    model = Attention().double()
+    counted = [p for name, p in model.named_parameters() if not name.startswith(("norm", "convolution"))]
+    square = sum(float(p.detach().square().sum()) for p in counted)
+    curvature = {"norm": None, "convolution": None, "*": natgrad.KFAC()}
+    _, gammas = trained(curvature, damping=Autopilot(share=1e9, stride=0.5), kl_clip=2.0, model=model, steps=1)
+    assert gammas[0] == pytest.approx(2.0 / (0.25 * square), rel=1e-12)
+
+
+@pytest.mark.parametrize("curvature", [natgrad.KFAC(), natgrad.KFAC(form="inverse"), natgrad.EKFAC()])
+def test_no_gradient_moves_the_parameters_further_than_the_stride(curvature):
+    """At a learning rate far too large for a loss that is almost flat."""
+    model = Net().double()
+    parameters = list(model.parameters())
+    length = math.sqrt(sum(float(p.detach().square().sum()) for p in parameters))
+    optimizer = torch.optim.SGD(parameters, lr=1e3)
+    damping = Autopilot(share=1e9, stride=0.1)
+    preconditioner = natgrad.Preconditioner(model, curvature, optimizer=optimizer, damping=damping, refresh=REFRESH)
+    moved = []
+    for step in range(4):
+        x = torch.randn(8, 2, 4, generator=torch.Generator().manual_seed(step), dtype=F64)
+        before = [p.detach().clone() for p in parameters]
+        optimizer.zero_grad()
+        (1e-2 * nn.functional.cross_entropy(model(x), torch.arange(8) % 3)).backward()
+        preconditioner.step()
+        optimizer.step()
+        steps = [p.detach() - old for p, old in zip(parameters, before, strict=True)]
+        moved.append(math.sqrt(sum(float(step.square().sum()) for step in steps)))
+    assert max(moved) <= 0.1 * length
+    assert max(moved) > 0.05 * length  # the bound is not idle
 
 
 def test_layers_that_see_no_gradient_yet_count_for_nothing():
@@ -129,10 +181,11 @@ def test_it_resumes_to_the_last_bit_and_verify_leaves_it_alone():
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("share", [0, -1.0, math.inf, "10"])
-def test_a_share_that_is_not_allowed(share):
-    with pytest.raises(ValueError, match="share"):
-        Autopilot(share=share)
+@pytest.mark.parametrize("option", ["share", "stride"])
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, "10"])
+def test_an_option_that_is_not_allowed(option, value):
+    with pytest.raises(ValueError, match=option):
+        Autopilot(**{option: value})
 
 
 @pytest.mark.parametrize("curvature", [natgrad.SNGD(), natgrad.HyLo(), natgrad.KBFGS()])

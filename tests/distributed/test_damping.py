@@ -177,9 +177,9 @@ def test_a_closure_that_raises_on_one_rank_stops_all(ranks, early):
 )
 @pytest.mark.parametrize("count", [2, 4])
 def test_autopilot(ranks, name, placement, count):
-    options = {"placement": placement, "damping": natgrad.Autopilot(), "kl_clip": None}
+    options = {"placement": placement, "damping": natgrad.Autopilot(), "kl_clip": 1e-3 if count == 2 else None}
     _, found, _ = check(ranks, count, name, options)
-    assert len({damping for damping, _ in found}) == 1
+    assert len({damping for damping, *_ in found}) == 1
 
 
 def test_autopilot_where_each_layer_has_a_batch_of_its_own(ranks):

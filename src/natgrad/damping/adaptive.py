@@ -64,8 +64,13 @@ class Adaptation(ABC):
         """Whether the next renewal is to tell it how large the Fisher is."""
         return False
 
-    def measure(self, sizes: Sequence[float]) -> None:
-        """Take in ``tr F / d`` of each layer with statistics, before a renewal; alike on all ranks."""
+    def measure(self, sizes: Sequence[float], room: float) -> None:
+        """Take in how large Fisher and parameters are, before a renewal; alike on all ranks.
+
+        Args:
+            sizes: ``tr F / d`` of each layer with statistics.
+            room: ``κ / ‖θ‖²``, the KL clip over the squared length of the parameters with curvature; infinite without.
+        """
         raise NotImplementedError
 
     @abstractmethod

@@ -17,52 +17,62 @@ _NEGLIGIBLE = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Autopilot(Adaptive):
-    """γ by the size of the Fisher itself: `share` times the geometric mean of the layers' mean eigenvalues.
+    """γ by the size of the Fisher, or less where less already keeps steps short beside the parameters.
 
-    It is read off the statistics of the first renewal, before their first use, and kept from then on:
+    Both are read off at the first renewal, before its first use, and γ is kept from then on:
 
-        γ = share · (Π_l tr F_l / d_l)^(1/L)
+        γ = min(share · (Π_l tr F_l / d_l)^(1/L), κ / (stride ‖θ‖)²)
 
-    for L layers with d_l parameters. So γ means the same however the loss is scaled: a loss times c has c² times the
-    Fisher. It does not follow the Fisher later on, which vanishes as a model fits its data; steps would grow without
+    for L layers with d_l parameters, ‖θ‖ the length of all parameters with curvature, and κ the KL clip. As
+    ``γ ‖V‖² ≤ ⟨V, ∇⟩``, of which the clip lets ``lr² ν² ⟨V, ∇⟩ ≤ κ`` through, no gradient moves the parameters by more
+    than ``sqrt(κ / γ)``: by ``stride ‖θ‖`` where the second holds, however small the Fisher is and whatever the
+    learning rate. More damping would only slow down what has little curvature. Where the KL clip is no number, the
+    first holds.
+
+    So γ means the same however the loss is scaled: a loss times c has c² times the Fisher, and c² times the κ of equal
+    steps. It does not follow the Fisher later on, which vanishes as a model fits its data; steps would grow without
     bound. docs/damping.md tells what it reaches on the embedded tasks. Learning rate and KL clip remain the user's.
 
     Attributes:
-        share: What γ is in those units, above 0.
+        share: What γ is at most, in units of the layers' mean eigenvalues, above 0.
+        stride: The share of the parameters' length that one gradient may move them by, above 0.
 
     Raises:
-        ValueError: if it is not above 0.
+        ValueError: if one is not above 0.
     """
 
-    share: float = 5.0
+    share: float = 10.0
+    stride: float = 0.025
 
     sizes = True
 
     def __post_init__(self) -> None:
-        """Check the share."""
+        """Check the options."""
         check_number("share", self.share, "a number > 0", minimum=0, strict=True)
+        check_number("stride", self.stride, "a number > 0", minimum=0, strict=True)
 
     def begin(self) -> _Sized:
         """See `Adaptive.begin`."""
-        return _Sized(self.share)
+        return _Sized(self)
 
 
 class _Sized(Adaptation):
     """The rule in one training."""
 
-    def __init__(self, share: float) -> None:
-        self._share, self._known = share, False
+    def __init__(self, options: Autopilot) -> None:
+        self._options, self._known = options, False
         self.gamma = _UNKNOWN
 
     @property
     def awaits_sizes(self) -> bool:
         return not self._known
 
-    def measure(self, sizes: Sequence[float]) -> None:
+    def measure(self, sizes: Sequence[float], room: float) -> None:
         usable = [size for size in sizes if isfinite(size) and size > 0]
         counted = [log(size) for size in usable if size > _NEGLIGIBLE * max(usable)]
         if counted:
-            self.gamma, self._known = self._share * exp(sum(counted) / len(counted)), True
+            size = exp(sum(counted) / len(counted))
+            self.gamma, self._known = min(self._options.share * size, room / self._options.stride**2), True
 
     def learn(self, outcome: Outcome) -> None:
         raise AssertionError("it compares nothing")

@@ -102,10 +102,10 @@ class Control:
         """See `Adaptation.awaits_sizes`."""
         return self._adaptation is not None and self._adaptation.awaits_sizes
 
-    def measure(self, sizes: Sequence[float]) -> None:
+    def measure(self, sizes: Sequence[float], room: float) -> None:
         """See `Adaptation.measure`."""
         if self._adaptation is not None:
-            self._adaptation.measure(sizes)
+            self._adaptation.measure(sizes, room)
 
     def learn(self, outcome: Outcome) -> None:
         """See `Adaptation.learn`."""
