@@ -4,11 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import natgrad
 from natgrad.damping import ByKind, LevenbergMarquardt
 from natgrad.gradients.stacked import parameters
 from tests.dense import reference as dense
+from tests.distributed import jobs
+from tests.distributed.sharded_jobs import Zoo
 from tests.every import DAMPING, EVERY, Training, batch
 
 SAMPLES = {1: [12], 2: [9, 3], 4: [5, 1, 4, 2]}
@@ -187,3 +190,28 @@ def test_autopilot_where_each_layer_has_a_batch_of_its_own(ranks):
     first, second = ranks.run(2, train, "kfac inverse", options, 4)
     dense.assert_equal(first[0], second[0], 0)
     assert first[1] == second[1]
+
+
+def autopilot_of_shards(mesh):
+    model = Zoo().double()
+    if torch.distributed.is_initialized():
+        names = ("replicate", "shard")[-len(mesh) :]
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", mesh, mesh_dim_names=names))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    damping = natgrad.Autopilot(share=1e9)  # so that it is by the length of the parameters
+    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, damping=damping)
+    for step in range(2):
+        x, y = (jobs.share(tensor) for tensor in jobs.batch(step))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        preconditioner.step()
+        optimizer.step()
+    return preconditioner.metrics()["damping"]
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+def test_autopilot_knows_the_length_of_sharded_parameters(ranks, mesh):
+    """Packed and tied ones too, and shards that are empty."""
+    first, *others = ranks.run(4, autopilot_of_shards, mesh)
+    assert first == pytest.approx(autopilot_of_shards(mesh), rel=1e-12)
+    assert others == [first] * 3
