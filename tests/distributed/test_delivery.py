@@ -75,13 +75,14 @@ def watched(options):
         preconditioner.step()
 
     step(0)
-    before, solve, post = preconditioner.traffic(), Entry.solve, Exchange.send
+    before, expect, solve, post = preconditioner.traffic(), Exchange.__init__, Entry.solve, Exchange.send
+    Exchange.__init__ = lambda *args: (events.append("expect"), expect(*args))[1]
     Entry.solve = lambda *args, **kwargs: (events.append("solve"), solve(*args, **kwargs))[1]
     Exchange.send = lambda *args: (events.append("post"), post(*args))[1]
     try:
         step(1)
     finally:
-        Entry.solve, Exchange.send = solve, post
+        Exchange.__init__, Entry.solve, Exchange.send = expect, solve, post
     return events, {kind: sent - before[kind] for kind, sent in preconditioner.traffic().items()}
 
 
@@ -89,6 +90,7 @@ def watched(options):
 def test_the_first_group_leaves_before_the_last_is_solved(ranks, name, count):
     whole, grouped = (ranks.run(count, watched, {"placement": placement(name, link)}) for link in (SLOW, FEW))
     assert all(events.index("post") == len(events) - 1 for events, _ in whole)
+    assert all("expect" not in events[events.count("expect") :] for events, _ in [*whole, *grouped])
     posts = [events.count("post") for events, _ in grouped]
     assert 1 < posts[0] == min(posts) == max(posts)
     assert any("solve" in events[events.index("post") :] for events, _ in grouped)
