@@ -74,7 +74,7 @@ class Exchange:
         self._arrived = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         self._pieces = self._arrived.split(self._sizes)
         self._rank, self._tag = dist.get_rank(group), _next_tag(group)
-        self._singly = device.type == "cpu"
+        self._singly = group._get_backend(device).name() == "gloo"
         self._posted: list[Posted] = []
         if self._singly:
             self._post(dist.irecv, "group_src", self._pieces)
