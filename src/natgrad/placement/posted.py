@@ -77,7 +77,7 @@ class Exchange:
         self._singly = group._get_backend(device).name() == "gloo"
         self._posted: list[Posted] = []
         if self._singly:
-            self._post(dist.irecv, "group_src", self._pieces)
+            self._post(dist.irecv, self._pieces)
 
     def send(self, sent: Tensor, splits: Sequence[int]) -> None:
         """Begin to send.
@@ -89,7 +89,7 @@ class Exchange:
         if self._singly:
             pieces = sent.split(list(splits))
             self._pieces[self._rank].copy_(pieces[self._rank])
-            self._post(dist.isend, "group_dst", pieces)
+            self._post(dist.isend, pieces)
             return
         with self._runtime.talking():
             work = dist.all_to_all_single(
@@ -103,11 +103,12 @@ class Exchange:
             posted.wait()
         return list(self._pieces)
 
-    def _post(self, call: Callable[..., dist.Work | None], peer: str, pieces: Sequence[Tensor]) -> None:
+    def _post(self, call: Callable[..., dist.Work | None], pieces: Sequence[Tensor]) -> None:
         with self._runtime.talking():
             for rank, piece in enumerate(pieces):
                 if rank != self._rank and len(piece):
-                    work = call(piece, group=self._group, tag=self._tag, **{peer: rank})
+                    peer = dist.get_global_rank(self._group, rank)
+                    work = call(piece, peer, group=self._group, tag=self._tag)
                     self._posted.append(Posted(self._runtime, work, self._group))
 
 
