@@ -74,7 +74,8 @@ class Exchange:
         self._arrived = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         self._pieces = self._arrived.split(self._sizes)
         self._rank, self._tag = dist.get_rank(group), _next_tag(group)
-        self._singly = group._get_backend(device).name() == "gloo"
+        # What is on an accelerator gloo sends in collectives alone.
+        self._singly = device.type == "cpu" and group._get_backend(device).name() == "gloo"
         self._posted: list[Posted] = []
         if self._singly:
             self._post(dist.irecv, self._pieces)
