@@ -1,284 +1,233 @@
-"""Epochs to an accuracy as the batch grows, of SGD, LARS, LAMB and the large-batch recipe.
+"""How many epochs a training must have to end at an accuracy, as the batch grows: SGD, LARS, LAMB and the recipe.
 
-    python -m benchmarks.large_batch [--seeds 1] [--batches 128,1024,8192] [--methods sgd,lars,lamb,natgrad,natgrad-raw]
+    python -m benchmarks.large_batch [--seeds 1] [--methods sgd,lars,lamb,natgrad] [--batches 128,...,8192]
 
-A small convolutional network learns the digits of the task "glyphs" at 16x16 pixels; the fonts of the test set are
-unseen. At each batch size every method is given the same number of epochs, over which its learning rate rises and falls
-as its own paper has it, and the same search: four learning rates, with one seed. The best is run with other seeds. What
-counts is when the accuracy on the test set is first reached, looked at four times an epoch (twice where that has two
-steps).
+The characters of the task "glyphs" at 16x16 pixels, learnt by a small convolutional network; the fonts of the test set
+are unseen. What counts is the length of a training, as in tables 1 and 2 of Osawa 2019, not when an accuracy is first
+seen on the way of a longer one: each training has a schedule that ends with it. Lengths go by twos, and between the two
+around the target the accuracy is interpolated over the logarithm of the length.
+
+The setting was chosen by SGD at batch 128 alone. Of 32 768 images it learns 67, 79, 82 and 83 % in 2, 4, 8 and 16
+epochs: 75 % is as high as one can ask while twice the length still gains ten points, ten times what seeds differ by.
+(Where the curve is level, what a training needs cannot be told from chance. The target before, 85 % of the digits alone,
+was reached in 1.5 epochs of 16 384: a handful of steps at large batches, by any method.)
+
+The search is the same for all: at each batch and length at most four learning rates by seed 0, by twos from what was
+best at the batch before, in the direction that is better. What is reported are other seeds. Methods that are run
+replace themselves in the result and leave the others there.
 
 LARS and LAMB are those of the package pytorch-optimizer (`pip install natgrad[benchmarks]`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from itertools import islice
-from statistics import median
-from time import process_time
+from statistics import mean
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.common import conditions, save
-from natgrad import recipes
-from natgrad.tasks import facts, glyphs
+from benchmarks.common import RESULTS, conditions, save
+from benchmarks.large_batch_training import OWN, POWER, TEST, TRAIN, WARM_UP, Run, train
 
-CLASSES, TRAIN, TEST = 10, 16384, 4096
-TARGET = 0.85
-LENGTHS = {64: 5, 128: 5, 256: 6, 512: 7, 1024: 8, 8192: 24}  # epochs that a method has
-LOOKS = 4  # evaluations an epoch
-FACTORS = (1.0, 0.25, 0.0625, 0.5)  # what a search multiplies a method's usual learning rate by
-HOPELESS = 0.25  # accuracy below which a run is given up after a third of its length
-WARM_UP, POWER = 0.1, 2.0  # of first-order methods: share of the length, power of the decay (You et al. 2017)
+TARGET = 0.75
+FIRST, SHORTEST, LONGEST = 4.0, 0.5, 32.0  # epochs of a training: where the smallest batch begins, and the bounds
+TRIALS = 4  # learning rates a search
+FLAT = 1.25  # a curve is flat up to the last batch before its epochs exceed those of the smallest this many times
+WANTED_FLAT, WANTED_SHARE = 4.0, 0.5  # the recipe's flat range over SGD's; its epochs over SGD's at the largest batch
 SEARCH_SEED = 0
-OWN = ("natgrad", "natgrad-raw")  # the recipe, and the recipe on raw samples
+FINE, COARSE = (128, 256, 512, 1024, 2048, 4096, 8192), (128, 1024, 8192)
+BATCHES = {"sgd": FINE, "lars": COARSE, "lamb": COARSE, OWN: FINE}  # each method's
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """One training.
+class Point:
+    """What a method needs at a batch.
 
     Attributes:
         method: Its name.
         batch: Samples a step.
-        rate: Learning rate.
-        seed: Of weights and order.
-        epochs: Until the target; None: not reached.
-        accuracy: At each evaluation.
-        seconds: Of CPU time.
+        factor: What was best to multiply its usual learning rate by.
+        epochs: Until the target; None: `LONGEST` are too few.
+        accuracy: Lengths, ascending, and the mean of the seeds at each.
     """
 
     method: str
     batch: int
-    rate: float
-    seed: int
+    factor: float
     epochs: float | None
-    accuracy: list[float]
-    seconds: float
+    accuracy: list[tuple[float, float]]
 
 
-class Training:
-    """A method at work: what it does to a batch, and after a backward pass."""
-
-    def __init__(self, optimizer: Optimizer, steps: int) -> None:
-        """A first-order method over a number of steps."""
-        self.optimizer = optimizer
-        self.scheduler: Any = LambdaLR(optimizer, lambda step: rise_and_fall(step / steps))
-
-    def augment(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the batch that is trained on."""
-        return inputs, labels
-
-    def step(self) -> None:
-        """Change the weights."""
-        self.optimizer.step()
-        self.scheduler.step()
+Trainer = Callable[[float, float, int], float]  # accuracy of a length, a factor and a seed
 
 
-class Recipe(Training):
-    """The large-batch recipe, in full, or without mixup and erasing, which the other methods do without too."""
-
-    def __init__(self, model: nn.Module, batch: int, rate: float, seed: int, *, augments: bool) -> None:
-        """All parts, at another learning rate."""
-        row, self.augments = recipe(batch), augments
-        self.optimizer = row.build_optimizer(model)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.scheduler = row.build_scheduler(self.optimizer)
-        self.mixup, self.erasing = row.build_mixup(CLASSES, seed=seed), row.build_erasing(seed=seed)
-        self.decay, self.rescaling = row.build_decay(model), row.build_rescaling(model)
-        self.preconditioner = row.build_preconditioner(model, self.optimizer)
-
-    def augment(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix and erase."""
-        if not self.augments:
-            return inputs, labels
-        mixed, shares = self.mixup(inputs, labels)
-        return self.erasing(mixed), shares
-
-    def step(self) -> None:
-        """Change the weights as the equations say."""
-        self.decay.step()
-        self.preconditioner.step()
-        self.optimizer.step()
-        self.rescaling.step()
-        self.scheduler.step()
-
-
-def rise_and_fall(done: float) -> float:
-    """The learning rate of first-order methods over its peak, after a share of all steps."""
-    if done < WARM_UP:
-        return max(done, 1e-3) / WARM_UP
-    return max(0.0, 1 - (done - WARM_UP) / (1 - WARM_UP)) ** POWER
-
-
-def recipe(batch: int) -> recipes.LargeBatch:
-    return recipes.large_batch(batch, samples=TRAIN, epochs=LENGTHS[batch])
-
-
-def usual_rate(method: str, batch: int) -> float:
-    """Where a search begins: the linear rule for SGD, the square root for LARS and LAMB, the recipe's own.
-
-    Raw samples bear more than the mixed ones that the recipe's own rate is for.
-    """
-    times = batch / 128
-    if method in OWN:
-        return recipe(batch).learning_rate * (4.0 if method == "natgrad-raw" else 1.0)
-    return {"sgd": 0.1 * times, "lars": 8.0 * times**0.5, "lamb": 0.01 * times**0.5}[method]
-
-
-def build(method: str, model: nn.Module, batch: int, rate: float, seed: int) -> Training:
-    """Return a method that trains `model`."""
-    if method in OWN:
-        return Recipe(model, batch, rate, seed, augments=method == "natgrad")
-    steps = LENGTHS[batch] * math.ceil(TRAIN / batch)
-    if method == "sgd":
-        return Training(torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=1e-4), steps)
-    from pytorch_optimizer import LARS, Lamb  # noqa: PLC0415
-
-    build_one: Callable[..., Optimizer] = LARS if method == "lars" else Lamb
-    return Training(build_one(model.parameters(), lr=rate, weight_decay=1e-4 if method == "lars" else 1e-2), steps)
-
-
-def network() -> nn.Module:
-    layers: list[nn.Module] = []
-    for inputs, outputs, stride in ((3, 8, 1), (8, 16, 2), (16, 32, 2)):
-        convolution = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
-        layers += [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 4 * 4, CLASSES))
-
-
-@cache
-def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images [N, 3, 16, 16], standardised, and digits, for training and testing."""
-    parts: list[Tensor] = []
-    photographs = glyphs.photographs()
-    for fonts, photos, count, seed in (
-        (glyphs.TRAIN_FONTS, photographs[0], TRAIN, 0),
-        (glyphs.TEST_FONTS, photographs[1], TEST, 1),
-    ):
-        drawn = math.ceil(1.1 * count * len(facts.CHARACTERS) / CLASSES)
-        images, labels = glyphs.render(fonts, photos, drawn, torch.Generator().manual_seed(seed))
-        chosen = (labels < CLASSES).nonzero()[:count, 0]
-        parts += [functional.avg_pool2d(images[chosen], 2), labels[chosen]]
-    deviation, mean = torch.std_mean(parts[0], dim=(0, 2, 3), keepdim=True)
-    return (parts[0] - mean) / deviation, parts[1], (parts[2] - mean) / deviation, parts[3]
-
-
-def train(method: str, batch: int, rate: float, seed: int, most: float) -> Run:
-    """Train to the target, for `most` epochs at most, or until there is no hope."""
-    inputs, labels, test, answers = data()
-    torch.manual_seed(seed)
-    model = network()
-    training = build(method, model, batch, rate, seed)
-    order = torch.Generator().manual_seed(seed)
-    accuracy, steps, per_epoch = list[float](), 0, math.ceil(TRAIN / batch)
-    reached, started = False, process_time()
-    batches = (
-        indices for _ in range(LENGTHS[batch]) for indices in torch.randperm(TRAIN, generator=order).split(batch)
-    )
-    for indices in islice(batches, round(most * per_epoch)):
-        x, y = training.augment(inputs[indices], labels[indices])
-        training.optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x), y)
-        loss.backward()
-        training.step()
-        steps += 1
-        if steps % max(1, per_epoch // LOOKS):
-            continue
-        accuracy.append(measure(model, test, answers))
-        reached = accuracy[-1] >= TARGET
-        hopeless = accuracy[-1] < HOPELESS and steps >= LENGTHS[batch] * per_epoch / 3
-        if reached or hopeless or not math.isfinite(loss.item()):
+def climb(start: float, accuracy: Callable[[float], float]) -> float:
+    """Return the best of at most `TRIALS` factors, by twos from `start` in the direction that is better."""
+    found = {factor: accuracy(factor) for factor in (start, start / 2)}
+    up = found[start] > found[start / 2]  # where both have diverged, down
+    best = start if up else start / 2
+    while len(found) < TRIALS:
+        factor = best * (2.0 if up else 0.5)
+        found[factor] = accuracy(factor)
+        if found[factor] < found[best]:
             break
-    return Run(
-        method=method,
-        batch=batch,
-        rate=rate,
-        seed=seed,
-        epochs=steps / per_epoch if reached else None,
-        accuracy=accuracy,
-        seconds=process_time() - started,
-    )
+        best = factor
+    return best
 
 
-@torch.no_grad()
-def measure(model: nn.Module, test: Tensor, answers: Tensor) -> float:
-    model.eval()
-    accuracy = (model(test).argmax(1) == answers).float().mean().item()
-    model.train()
-    return accuracy
+def needed(length: float, factor: float, seeds: int, accuracy: Trainer) -> tuple[float, list[tuple[float, float]]]:
+    """Find two lengths around the target.
 
+    Args:
+        length: To begin with.
+        factor: Where its search begins.
+        seeds: Of which the mean counts.
+        accuracy: Trains.
 
-def search(method: str, batch: int, tell: Callable[[Run], None]) -> float:
-    """Return the best learning rate: the first to reach the target, else that which came nearest.
-
-    A run ends as soon as it cannot be the best any more.
+    Returns:
+        The best factor at the last length that was searched, and the lengths, ascending, with their mean accuracies.
     """
-    runs: list[Run] = []
-    for factor in FACTORS:
-        most = min([LENGTHS[batch], *(run.epochs for run in runs if run.epochs)])
-        runs.append(train(method, batch, factor * usual_rate(method, batch), SEARCH_SEED, most))
-        tell(runs[-1])
-    best = min(runs, key=lambda run: (run.epochs or math.inf, -run.accuracy[-1] if run.accuracy else 0.0))
-    return best.rate
+
+    def fresh(length: float) -> float:
+        return mean(accuracy(length, factor, SEARCH_SEED + 1 + seed) for seed in range(seeds))
+
+    found: dict[float, float] = {}
+    while True:
+        factor = climb(factor, lambda each, length=length: accuracy(length, each, SEARCH_SEED))  # type: ignore[misc]
+        found[length] = fresh(length)
+        if found[length] >= TARGET or length >= LONGEST:
+            break
+        length *= 2
+    while (shortest := min(found)) > SHORTEST and found[shortest] >= TARGET:
+        found[shortest / 2] = fresh(shortest / 2)
+    return factor, sorted(found.items())
+
+
+def crossing(found: Sequence[tuple[float, float]]) -> float | None:
+    """Return where accuracies at ascending lengths reach the target, on lines over log(length); None: nowhere."""
+    before: tuple[float, float] | None = None
+    for length, reached in found:
+        if reached >= TARGET:
+            if before is None:
+                return length
+            share = (TARGET - before[1]) / (reached - before[1])
+            return float(before[0] * (length / before[0]) ** share)
+        before = length, reached
+    return None
+
+
+def curve(method: str, batches: Sequence[int], seeds: int, tell: Callable[[Run], None]) -> list[Point]:
+    """Return what a method needs at each batch; each begins with length and factor of the batch before."""
+    points: list[Point] = []
+    length, factor = FIRST, 1.0
+    for batch in batches:
+
+        def accuracy(length: float, factor: float, seed: int, batch: int = batch) -> float:
+            run = train(method, batch, length, factor, seed)
+            tell(run)
+            return run.accuracy
+
+        factor, found = needed(length, factor, seeds, accuracy)
+        points.append(Point(method=method, batch=batch, factor=factor, epochs=crossing(found), accuracy=found))
+        length = next((each for each, reached in found if reached >= TARGET), LONGEST)
+    return points
+
+
+def flat_to(points: Sequence[Point]) -> int | None:
+    """Return the last batch up to which a curve is flat; None: the target is not even reached at the smallest."""
+    smallest, last = points[0].epochs, None
+    for point in points:
+        if smallest is None or point.epochs is None or point.epochs > FLAT * smallest:
+            break
+        last = point.batch
+    return last
+
+
+def setting(seeds: int) -> dict[str, Any]:
+    return {
+        "target": TARGET,
+        "samples": TRAIN,
+        "test_samples": TEST,
+        "longest": LONGEST,
+        "trials": TRIALS,
+        "seeds": seeds,
+        "warm_up": WARM_UP,
+        "power": POWER,
+        "flat": FLAT,
+    }
+
+
+def renew(name: str, seeds: int, method: str, runs: Sequence[Run], points: Sequence[Point]) -> dict[str, list[Point]]:
+    """Put a method's runs and points into the result in place of its former ones.
+
+    Results of another setting are dropped.
+
+    Returns:
+        All points by method.
+    """
+    path, own = RESULTS / f"{name}.json", json.loads(json.dumps(setting(seeds)))
+    former = json.loads(path.read_text()) if path.exists() else {}
+    if former.get("setting") != own:
+        former = {"points": [], "runs": []}
+    parts = {"points": points, "runs": runs}
+    kept = {part: [each for each in former[part] if each["method"] != method] for part in parts}
+    merged = {part: kept[part] + [asdict(each) for each in new] for part, new in parts.items()}
+    save(name, {**conditions("cpu"), "setting": own, **merged})
+    everything = [Point(**each) for each in merged["points"]]
+    return {each.method: [point for point in everything if point.method == each.method] for each in everything}
+
+
+def wish(curves: dict[str, list[Point]]) -> list[str]:
+    """Say what was wanted and what there is, of the recipe's curve beside SGD's."""
+    if not {"sgd", OWN} <= set(curves):
+        return []
+    flat = {name: flat_to(curves[name]) for name in ("sgd", OWN)}
+    lines = []
+    if flat["sgd"] and flat[OWN]:
+        ratio = flat[OWN] / flat["sgd"]
+        ends = f"flat (within {FLAT:g} x) to {flat[OWN]} where SGD is to {flat['sgd']}"
+        lines.append(f"{OWN}: {ends}: {ratio:g} x; wanted >= {WANTED_FLAT:g}")
+    largest = min(curves["sgd"][-1].batch, curves[OWN][-1].batch)
+    own, sgd = (next(each.epochs for each in curves[name] if each.batch == largest) for name in (OWN, "sgd"))
+    if own is not None:
+        share = f"{own / sgd:.2f}" if sgd is not None else f"< {own / LONGEST:.2f}"
+        lines.append(f"{OWN}: {share} of SGD's epochs at {largest}; wanted <= {WANTED_SHARE:g}")
+    return lines
 
 
 def main(
-    seeds: Annotated[int, typer.Option(help="Runs with the best learning rate.")] = 1,
-    batches: Annotated[str, typer.Option(help="Batch sizes.")] = "128,1024,8192",
-    methods: Annotated[str, typer.Option(help="Methods.")] = "sgd,lars,lamb,natgrad,natgrad-raw",
+    seeds: Annotated[int, typer.Option(help="Runs whose mean accuracy counts.")] = 1,
+    methods: Annotated[str, typer.Option(help="Methods.")] = ",".join(BATCHES),
+    batches: Annotated[str, typer.Option(help="Batch sizes; default: each method's own.")] = "",
     name: Annotated[str, typer.Option(help="Of the result.")] = "large_batch",
 ) -> None:
     """Search, run, and write the result."""
     torch.set_num_threads(1)
     console = Console(highlight=False)
-    runs: list[Run] = []
+    sizes = [int(each) for each in batches.split(",") if each]
+    curves: dict[str, list[Point]] = {}
+    for method in methods.split(","):
+        runs: list[Run] = []
 
-    def tell(run: Run) -> None:
-        runs.append(run)
-        after = f"{run.epochs:g} epochs" if run.epochs else f"not reached: {run.accuracy[-1]:.3f}"
-        console.print(f"{run.method} {run.batch} rate {run.rate:.3g} seed {run.seed}: {after}, {run.seconds:.0f} s")
-        save(name, {**conditions("cpu"), "setting": setting(), "runs": [asdict(each) for each in runs]})
+        def tell(run: Run, runs: list[Run] = runs) -> None:
+            runs.append(run)
+            where = f"{run.method} {run.batch}, {run.length:g} epochs, rate {run.rate:.3g}, seed {run.seed}"
+            console.print(f"{where}: {run.accuracy:.3f}, {run.seconds:.0f} s")
 
-    names, sizes = methods.split(","), [int(each) for each in batches.split(",")]
-    table = Table("epochs to accuracy", *(f"batch {size}" for size in sizes), title=f"accuracy {TARGET}")
-    for method in names:
-        cells = []
-        for size in sizes:
-            rate = search(method, size, tell)
-            fresh = [train(method, size, rate, SEARCH_SEED + 1 + each, LENGTHS[size]) for each in range(seeds)]
-            for run in fresh:
-                tell(run)
-            middle = median(run.epochs or math.inf for run in fresh)
-            cells.append(f"{middle:g} at {rate:.3g}")
-        table.add_row(method, *cells)
-    console.print(table)
-
-
-def setting() -> dict[str, Any]:
-    return {
-        "target": TARGET,
-        "samples": TRAIN,
-        "test_samples": TEST,
-        "lengths": LENGTHS,
-        "factors": FACTORS,
-        "hopeless": HOPELESS,
-        "warm_up": WARM_UP,
-        "power": POWER,
-    }
+        points = curve(method, sizes or BATCHES[method], seeds, tell)
+        curves = renew(name, seeds, method, runs, points)
+    columns = sorted({point.batch for points in curves.values() for point in points})
+    table = Table("epochs", *map(str, columns), "flat to", title=f"epochs to end at an accuracy of {TARGET:g}")
+    for method, points in curves.items():
+        needs = {point.batch: "never" if point.epochs is None else f"{point.epochs:.2g}" for point in points}
+        table.add_row(method, *(needs.get(batch, "") for batch in columns), str(flat_to(points) or ""))
+    console.print(table, *wish(curves), sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import natgrad
-from benchmarks import curvature, curvature_limit, daso, daso_training, large_batch
+from benchmarks import curvature, curvature_limit, daso, daso_training
 from benchmarks.common import interleave
 from benchmarks.limit import Limit
 from benchmarks.models import Workload
@@ -212,29 +212,6 @@ def test_two_nodes_refuses_what_it_cannot_do(options, told):
 def test_two_nodes_tells_its_options():
     done = subprocess.run(["bash", TWO_NODES, "--help"], capture_output=True, text=True, check=True)
     assert all(option in done.stdout for option in ("--rate", "--per-node", "--port"))
-
-
-def test_a_search_takes_the_fastest_rate_and_ends_runs_that_cannot_be_it(monkeypatch):
-    asked = []
-    needed = {1.0: 6.0, 0.25: 2.0, 0.0625: 9.0, 0.5: 1.5}
-
-    def train(method, batch, rate, seed, most):
-        factor = rate / large_batch.usual_rate(method, batch)
-        asked.append(most)
-        epochs = needed[factor] if needed[factor] <= most else None
-        return large_batch.Run(
-            method=method, batch=batch, rate=rate, seed=seed, epochs=epochs, accuracy=[0.5], seconds=0.0
-        )
-
-    monkeypatch.setattr(large_batch, "train", train)
-    best = large_batch.search("sgd", 1024, lambda run: None)
-    assert best == 0.5 * large_batch.usual_rate("sgd", 1024) == pytest.approx(0.4)
-    assert asked == [8, 6, 2, 2]
-
-
-def test_first_order_rates_rise_and_fall():
-    rates = [large_batch.rise_and_fall(done) for done in (0.05, 0.1, 0.55, 1.0)]
-    assert rates == pytest.approx([0.5, 1.0, 0.25, 0.0])
 
 
 def test_daso_steps_are_compared_with_ddp_round_by_round():
