@@ -9,8 +9,8 @@ around the target the accuracy is interpolated over the logarithm of the length.
 
 The setting was chosen by SGD at batch 128 alone. Of 32 768 images it learns 67, 79, 82 and 83 % in 2, 4, 8 and 16
 epochs: 75 % is as high as one can ask while twice the length still gains ten points, ten times what seeds differ by.
-(Where the curve is level, what a training needs cannot be told from chance. The target before, 85 % of the digits alone,
-was reached in 1.5 epochs of 16 384: a handful of steps at large batches, by any method.)
+(Where the curve is level, what a training needs cannot be told from chance. The target before, 85 % of the digits
+alone, was reached in 1.5 epochs of 16 384: a handful of steps at large batches, by any method.)
 
 The search is the same for all: at each batch and length at most four learning rates by seed 0, by twos from what was
 best at the batch before, in the direction that is better. What is reported are other seeds. Methods that are run
@@ -22,7 +22,7 @@ LARS and LAMB are those of the package pytorch-optimizer (`pip install natgrad[b
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Annotated, Any
@@ -91,21 +91,28 @@ def needed(length: float, factor: float, seeds: int, accuracy: Trainer) -> tuple
         accuracy: Trains.
 
     Returns:
-        The best factor at the last length that was searched, and the lengths, ascending, with their mean accuracies.
+        The best factor at the last length that was searched, and lengths, ascending, with their mean accuracies.
     """
+
+    def search(length: float) -> float:
+        return climb(factor, lambda each: accuracy(length, each, SEARCH_SEED))
 
     def fresh(length: float) -> float:
         return mean(accuracy(length, factor, SEARCH_SEED + 1 + seed) for seed in range(seeds))
 
-    found: dict[float, float] = {}
-    while True:
-        factor = climb(factor, lambda each, length=length: accuracy(length, each, SEARCH_SEED))  # type: ignore[misc]
-        found[length] = fresh(length)
-        if found[length] >= TARGET or length >= LONGEST:
-            break
+    factor = search(length)
+    found = {length: fresh(length)}
+    while found[length] < TARGET and length < LONGEST:
         length *= 2
-    while (shortest := min(found)) > SHORTEST and found[shortest] >= TARGET:
-        found[shortest / 2] = fresh(shortest / 2)
+        factor = search(length)
+        found[length] = fresh(length)
+    while found[length] >= TARGET and length == min(found) and length > SHORTEST:
+        found[length / 2] = fresh(length / 2)
+        if found[length / 2] >= TARGET:  # then its own search may find a better rate
+            length /= 2
+            if (better := search(length)) != factor:
+                factor = better
+                found[length] = fresh(length)
     return factor, sorted(found.items())
 
 
@@ -122,9 +129,8 @@ def crossing(found: Sequence[tuple[float, float]]) -> float | None:
     return None
 
 
-def curve(method: str, batches: Sequence[int], seeds: int, tell: Callable[[Run], None]) -> list[Point]:
-    """Return what a method needs at each batch; each begins with length and factor of the batch before."""
-    points: list[Point] = []
+def curve(method: str, batches: Sequence[int], seeds: int, tell: Callable[[Run], None]) -> Iterator[Point]:
+    """Yield what a method needs at each batch; each begins with length and factor of the batch before."""
     length, factor = FIRST, 1.0
     for batch in batches:
 
@@ -134,9 +140,8 @@ def curve(method: str, batches: Sequence[int], seeds: int, tell: Callable[[Run],
             return run.accuracy
 
         factor, found = needed(length, factor, seeds, accuracy)
-        points.append(Point(method=method, batch=batch, factor=factor, epochs=crossing(found), accuracy=found))
+        yield Point(method=method, batch=batch, factor=factor, epochs=crossing(found), accuracy=found)
         length = next((each for each, reached in found if reached >= TARGET), LONGEST)
-    return points
 
 
 def flat_to(points: Sequence[Point]) -> int | None:
@@ -213,15 +218,16 @@ def main(
     sizes = [int(each) for each in batches.split(",") if each]
     curves: dict[str, list[Point]] = {}
     for method in methods.split(","):
-        runs: list[Run] = []
+        runs, points = list[Run](), list[Point]()
 
         def tell(run: Run, runs: list[Run] = runs) -> None:
             runs.append(run)
             where = f"{run.method} {run.batch}, {run.length:g} epochs, rate {run.rate:.3g}, seed {run.seed}"
             console.print(f"{where}: {run.accuracy:.3f}, {run.seconds:.0f} s")
 
-        points = curve(method, sizes or BATCHES[method], seeds, tell)
-        curves = renew(name, seeds, method, runs, points)
+        for point in curve(method, sizes or BATCHES[method], seeds, tell):
+            points.append(point)
+            curves = renew(name, seeds, method, runs, points)
     columns = sorted({point.batch for points in curves.values() for point in points})
     table = Table("epochs", *map(str, columns), "flat to", title=f"epochs to end at an accuracy of {TARGET:g}")
     for method, points in curves.items():

@@ -89,7 +89,7 @@ def test_each_batch_begins_where_the_one_before_ended(monkeypatch):
         return run(method, batch, length, factor, seed, skill)
 
     monkeypatch.setattr(large_batch, "train", train)
-    found = curve("sgd", (128, 256, 512), 1, told.append)
+    found = list(curve("sgd", (128, 256, 512), 1, told.append))
     assert [point.epochs for point in found] == pytest.approx([3, 3, 12])
     assert [point.factor for point in found] == [4, 4, 4]
     first = {batch: next(each for each in told if each.batch == batch) for batch in (128, 256, 512)}

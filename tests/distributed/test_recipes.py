@@ -1,5 +1,7 @@
 """The parts of the recipe on ranks: mixtures of their own, and weights that FSDP2 has sharded."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,7 +49,9 @@ def run_by_recipe(folder, stop):
     def save(run):
         checkpoint.save(folder, run.position.step, run.state_dict())
 
-    run = Training(job, world, watch=Silent(), stop=lambda: stop, save=save)
+    with pytest.MonkeyPatch.context() as patch:  # only longer trainings mix and erase
+        patch.setattr(sys.modules["natgrad.recipes.large_batch"], "_LEAST_EPOCHS_TO_MIX", 0)
+        run = Training(job, world, watch=Silent(), stop=lambda: stop, save=save)
     if checkpoint.latest(folder) is not None:
         run.load_state_dict(checkpoint.load(checkpoint.latest(folder)))
     status = run.run().status

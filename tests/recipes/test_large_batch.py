@@ -59,8 +59,8 @@ def test_between_two_rows_it_is_the_nearer_one_stretched():
 
 def test_a_row_carries_over_to_fewer_samples_and_other_epochs():
     row = recipes.large_batch(1024, samples=16384, epochs=50)  # 16 steps an epoch, nearest to the 20 of 65536
-    assert (row.mixup, row.power, row.samples, row.epochs) == (0.6, 2.9, 16384, 50)
-    assert (row.start, row.end) == (pytest.approx(2 * 50 / 60), pytest.approx(64.5 * 50 / 60))
+    assert (row.mixup, row.erasing, row.samples, row.epochs) == (0.6, 0.5, 16384, 50)
+    assert row.start == pytest.approx(2 * 50 / 60)
     assert row.damping_steps == round(40 * 16 / 20)
     assert row.momentum == pytest.approx(1 - 0.05 * 20 / 16)
     assert row.learning_rate / (1 - row.momentum) == pytest.approx(0.8)
@@ -86,6 +86,34 @@ def test_a_very_short_training_keeps_what_the_formulas_allow():
     assert row.learning_rate == pytest.approx(1)
     assert row.damping_steps == 8
     assert row.damping_schedule().damping(1) < row.initial_damping
+
+
+@pytest.mark.parametrize(
+    ("batch", "epochs", "power", "printed"),
+    [(128, 4, 11 * math.sqrt(1024 / 10955), (11, 1, 53, 35)), (8192, 8, 1.0, (2.9, 3, 107.6, 100))],
+)
+def test_in_few_steps_the_rate_falls_more_slowly_to_the_same_share(batch, epochs, power, printed):
+    row = recipes.large_batch(batch, samples=32768, epochs=epochs)
+    assert row.power == pytest.approx(power)
+    optimizer = row.build_optimizer(nn.Linear(2, 2))
+    last = row.build_scheduler(optimizer).factor(epochs * row.steps_per_epoch)
+    power, start, end, whole = printed
+    assert last == pytest.approx((1 - (whole - start) / (end - start)) ** power)
+    longer = recipes.large_batch(batch, samples=32768, epochs=100 * epochs)
+    assert (longer.power, longer.end / longer.epochs) == (power, pytest.approx(end / whole))
+
+
+def test_short_trainings_are_neither_mixed_nor_erased():
+    short, long = (recipes.large_batch(256, samples=4096, epochs=epochs) for epochs in (17, 18))
+    assert (short.mixup, short.erasing) == (0, 0)
+    assert (long.mixup, long.erasing) == (0.6, 0.5)
+    images, numbers = torch.rand(8, 3, 6, 6), torch.randint(3, (8,))
+    for row, raw in ((short, True), (long, False)):
+        mixup, erasing = row.build_mixup(3), row.build_erasing()
+        mixup(images.flip(0), numbers.flip(0))
+        mixed, shares = mixup(images, numbers)
+        assert torch.equal(mixed, images) == torch.equal(shares, nn.functional.one_hot(numbers, 3).float()) == raw
+        assert torch.equal(erasing(images), images) == raw
 
 
 def test_training_with_all_parts_follows_the_equations_and_learns():

@@ -126,7 +126,7 @@ def test_numbers_of_classes_need_their_number():
         RunningMixup(0.4)(torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
 
 
-@pytest.mark.parametrize("wrong", [{"alpha": 0}, {"alpha": float("nan")}, {"alpha": 1, "classes": 0}])
+@pytest.mark.parametrize("wrong", [{"alpha": -0.1}, {"alpha": float("nan")}, {"alpha": 1, "classes": 0}])
 def test_wrong_options_are_refused(wrong):
     with pytest.raises(ValueError, match="is not allowed"):
         RunningMixup(**wrong)

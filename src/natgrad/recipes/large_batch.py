@@ -27,6 +27,9 @@ _MOST_OF_A_TRAINING = 0.25
 _LEAST_WARM_UP = 2.0
 """Times the fewest steps that eq. 15 allows: then γ comes nearer to its target by one half in each step."""
 
+_LEAST_EPOCHS_TO_MIX = min(row.epochs for row in ROWS) / 2
+"""Half the shortest training of the table: below it, samples are neither mixed nor erased."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LargeBatch(Row):
@@ -36,10 +39,12 @@ class LargeBatch(Row):
 
     Attributes:
         samples: Training samples.
+        erasing: Share of the images that are erased.
         centred_decay: The γ of ∇E over that of F + γI.
     """
 
     samples: int
+    erasing: float = 0.5
     centred_decay: float = 1 / FISHER_SCALE
 
     @property
@@ -57,7 +62,7 @@ class LargeBatch(Row):
 
     def build_erasing(self, *, seed: int = 0, rank: int | None = None) -> ZeroErasing:
         """Return what erases parts of the mixed images."""
-        return ZeroErasing(seed=seed, rank=rank)
+        return ZeroErasing(self.erasing, seed=seed, rank=rank)
 
     def build_decay(self, model: nn.Module) -> CenteredDecay:
         """Return what makes ∇E of ∇L."""
@@ -104,10 +109,16 @@ def large_batch(batch_size: int, *, samples: int = IMAGENET, epochs: float | Non
     * t_warmup and the steps 1 / (1 - m_0) that momentum remembers stay as many epochs, which are 0.8 to 3 in all rows;
       but beyond the largest batch of the table as many steps, and never more than a quarter of the training;
     * η_0 / (1 - m_0), the rate of a steady descent, stays; it is 0.8 to 2.7 in all rows;
-    * e_start and e_end stay the same shares of the training.
+    * e_start stays the same share of the training, and η at the end the same share of η_0;
+    * in a training of fewer steps than the row's, p falls as their square root, as it does from row to row (11 at
+      11 000 steps, 2.9 at 1 000), but not below 1: a rate that has all but gone after a third of a few steps wastes
+      the others;
+    * in less than half the epochs of the shortest row, 17.5, samples are neither mixed nor erased: both guard against
+      learning by heart what is seen often, and cost epochs.
 
-    Mixup, damping, ρ and p are the row's. Warm-up damping takes at least twice the fewest steps that eq. 15 allows, and
-    m_0 is at least 0. The paper has tried the rows alone: farther away they are where a search begins.
+    Damping, ρ, and else α of mixup and p are the row's. Warm-up damping takes at least twice the fewest steps that
+    eq. 15 allows, and m_0 is at least 0. The paper has tried the rows alone: farther away they are where a search
+    begins.
 
     Args:
         batch_size: Samples a step over all ranks and backward passes.
@@ -134,12 +145,17 @@ def large_batch(batch_size: int, *, samples: int = IMAGENET, epochs: float | Non
     momentum = max(0.0, 1 - 1 / memory)
     fewest = _LEAST_WARM_UP * 2 * math.log10(row.initial_damping / row.damping)
     warm_up = max(min(row.damping_steps * stretch, longest), fewest)
+    power = _power(row, epochs * steps)
+    mixes = epochs >= _LEAST_EPOCHS_TO_MIX
     fitted = {
         "batch_size": batch_size,
         "samples": samples,
         "epochs": epochs,
         "start": row.start * epochs / row.epochs,
-        "end": row.end * epochs / row.epochs,
+        "end": _end(row, power) * epochs / row.epochs,
+        "power": power,
+        "mixup": row.mixup if mixes else 0.0,
+        "erasing": LargeBatch.erasing if mixes else 0.0,
         "damping_steps": round(warm_up),
         "momentum": momentum,
         "learning_rate": FISHER_SCALE * row.learning_rate * (1 - momentum) / (1 - row.momentum),
@@ -150,4 +166,19 @@ def large_batch(batch_size: int, *, samples: int = IMAGENET, epochs: float | Non
 
 
 def _steps(row: Row) -> int:
+    """Return the steps of an epoch."""
     return math.ceil(IMAGENET / row.batch_size)
+
+
+def _power(row: Row, steps: float) -> float:
+    """Return p for a training of so many steps."""
+    share = min(1.0, steps / (row.epochs * _steps(row)))
+    return max(1.0, row.power * math.sqrt(share))
+
+
+def _end(row: Row, power: float) -> float:
+    """Return e_end of the row with another p, so that as much of η_0 is left at its last epoch."""
+    if power == row.power:
+        return row.end
+    left = (1 - (row.epochs - row.start) / (row.end - row.start)) ** (row.power / power)
+    return float(row.start + (row.epochs - row.start) / (1 - left))

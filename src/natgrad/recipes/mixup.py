@@ -38,7 +38,7 @@ class RunningMixup:
         """Begin without a past.
 
         Args:
-            alpha: α, above 0; the greater, the nearer λ is to one half.
+            alpha: α, at least 0; the greater, the nearer λ is to one half. 0: samples stay raw, and only labels change.
             classes: C, for labels that are numbers of classes; None: only soft labels will come.
             seed: Of λ, which is a function of seed, rank and step.
             rank: Of this process; None: that in the default process group, or 0.
@@ -46,7 +46,7 @@ class RunningMixup:
         Raises:
             ValueError: if `alpha` or `classes` is not allowed.
         """
-        check_number("alpha", alpha, "a number > 0", minimum=0, strict=True)
+        check_number("alpha", alpha, "a number >= 0", minimum=0)
         fits = classes is None or (type(classes) is int and classes >= 1)
         require(fits, "classes", classes, "a whole number >= 1, or None")
         self.alpha, self.classes, self.seed = alpha, classes, seed
@@ -57,6 +57,8 @@ class RunningMixup:
 
     def share(self, step: int) -> float:
         """Return λ of a step, counted from 0; it is drawn for the first step too, which does not use it."""
+        if self.alpha == 0:
+            return 1.0
         return Random(seed_of("mixup", self.seed, self.rank, step)).betavariate(self.alpha, self.alpha)
 
     @torch.no_grad()
