@@ -36,7 +36,7 @@ from benchmarks.common import RESULTS, conditions, save
 from benchmarks.large_batch_training import OWN, POWER, TEST, TRAIN, WARM_UP, Run, train
 
 TARGET = 0.75
-FIRST, SHORTEST, LONGEST = 4.0, 0.5, 32.0  # epochs of a training: where the smallest batch begins, and the bounds
+FIRST, SHORTEST, LONGEST = 1.0, 0.5, 32.0  # epochs of a training: where the smallest batch begins, and the bounds
 TRIALS = 4  # learning rates a search
 FLAT = 1.25  # a curve is flat up to the last batch before its epochs exceed those of the smallest this many times
 WANTED_FLAT, WANTED_SHARE = 4.0, 0.5  # the recipe's flat range over SGD's; its epochs over SGD's at the largest batch

@@ -93,7 +93,7 @@ def test_each_batch_begins_where_the_one_before_ended(monkeypatch):
     assert [point.epochs for point in found] == pytest.approx([3, 3, 12])
     assert [point.factor for point in found] == [4, 4, 4]
     first = {batch: next(each for each in told if each.batch == batch) for batch in (128, 256, 512)}
-    assert [(each.length, each.factor) for each in first.values()] == [(4, 1), (4, 4), (4, 4)]
+    assert [(each.length, each.factor) for each in first.values()] == [(1, 1), (4, 4), (4, 4)]
     assert max(each.length for each in told) == 16
 
 

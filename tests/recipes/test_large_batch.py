@@ -103,6 +103,15 @@ def test_in_few_steps_the_rate_falls_more_slowly_to_the_same_share(batch, epochs
     assert (longer.power, longer.end / longer.epochs) == (power, pytest.approx(end / whole))
 
 
+@pytest.mark.parametrize(("batch", "forgets"), [(128, 1 / 32), (1024, 0.25), (4096, 1), (8192, 1)])
+def test_factors_are_of_as_many_samples_as_the_smallest_batch_of_the_table(batch, forgets):
+    row = recipes.large_batch(batch, samples=32768, epochs=4)
+    assert row.factor_decay == pytest.approx(1 - forgets)
+    model = nn.Linear(2, 2)
+    preconditioner = row.build_preconditioner(model, row.build_optimizer(model))
+    assert preconditioner._curvature.factor_decay == row.factor_decay
+
+
 def test_short_trainings_are_neither_mixed_nor_erased():
     short, long = (recipes.large_batch(256, samples=4096, epochs=epochs) for epochs in (17, 18))
     assert (short.mixup, short.erasing) == (0, 0)

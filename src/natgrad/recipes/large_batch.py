@@ -48,6 +48,11 @@ class LargeBatch(Row):
     centred_decay: float = 1 / FISHER_SCALE
 
     @property
+    def factor_decay(self) -> float:
+        """Weight of the past in the factors: 0 from the smallest batch of the table on, below it 1 - B / 4096."""
+        return max(0.0, 1 - self.batch_size / ROWS[0].batch_size)
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps of one pass over the samples, the last of which may have a smaller batch."""
         return math.ceil(self.samples / self.batch_size)
@@ -80,7 +85,9 @@ class LargeBatch(Row):
         return PolynomialDecay(optimizer, start=start, end=end, power=self.power)
 
     def build_preconditioner(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> Preconditioner:
-        """Return the preconditioner: K-FAC of each batch alone, without a KL clip, renewed at every step.
+        """Return the preconditioner: K-FAC without a KL clip, renewed at every step.
+
+        Its factors are those of each batch alone, or below batches of 4096 a running average over as many samples.
 
         Args:
             model: As `natgrad.Preconditioner` takes it.
@@ -88,7 +95,7 @@ class LargeBatch(Row):
             **options: Of the preconditioner, which win over these, such as ``refresh`` or ``curvature``.
         """
         own: dict[str, Any] = {
-            "curvature": KFAC(form="inverse", factor_decay=0.0),
+            "curvature": KFAC(form="inverse", factor_decay=self.factor_decay),
             "damping": self.damping_schedule(),
             "kl_clip": None,
             "refresh": Refresh(factors=1, inverses=1),
@@ -115,6 +122,9 @@ def large_batch(batch_size: int, *, samples: int = IMAGENET, epochs: float | Non
       the others;
     * in less than half the epochs of the shortest row, 17.5, samples are neither mixed nor erased: both guard against
       learning by heart what is seen often, and cost epochs.
+
+    Of batches below the smallest of the table, 4096, as many count in the factors as make up that one: their running
+    average forgets the share B / 4096 a step.
 
     Damping, ρ, and else α of mixup and p are the row's. Warm-up damping takes at least twice the fewest steps that
     eq. 15 allows, and m_0 is at least 0. The paper has tried the rows alone: farther away they are where a search

@@ -49,7 +49,7 @@ def filled(job: Job) -> Job:
         schedule="constant",
         warmup=0,
         curvature="kfac",
-        curvature_options={"factor_decay": 0.0},
+        curvature_options={"factor_decay": values.factor_decay},
         form=job.form or "inverse",
         fisher=job.fisher or "empirical",
         factors=1,
