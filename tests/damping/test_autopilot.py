@@ -64,7 +64,7 @@ def test_it_is_the_geometric_mean_of_the_mean_eigenvalues(curvature):
         assert len(sizes) == (2 if key == "convolution.weight" else 1)
         logs.append(float(sizes.mean().log()))
     assert len(logs) == 4
-    assert gammas[0] == pytest.approx(10 * math.exp(sum(logs) / 4), rel=1e-12)
+    assert gammas[0] == pytest.approx(20 * math.exp(sum(logs) / 4), rel=1e-12)
 
 
 def test_it_is_read_off_once_before_its_first_use():

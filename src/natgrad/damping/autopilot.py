@@ -41,7 +41,7 @@ class Autopilot(Adaptive):
         ValueError: if one is not above 0.
     """
 
-    share: float = 10.0
+    share: float = 20.0
     stride: float = 0.025
 
     sizes = True
