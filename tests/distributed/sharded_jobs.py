@@ -130,8 +130,11 @@ class Case:
     optimizer: str = "SGD"
     joined: bool = False
     evaluate: bool = False
-    kl_clip: float | None = 1e-3
+    kl_clip: float | natgrad.TrustRegion | None = 1e-3
     lr: float = 0.1
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
+    uncovered: tuple[str, ...] = ()
+    closure: bool = False
 
 
 def _replicate(model: Network) -> None:
@@ -195,14 +198,15 @@ class Training:
             apply_activation_checkpointing(self.model, wrap, check_fn=lambda module: isinstance(module, kinds))
         self.wrapped = self._wrap()
         make = getattr(torch.optim, case.optimizer)
-        self.optimizer = make([p for p in self.model.parameters() if p.requires_grad], lr=case.lr)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = make(trained, lr=case.lr, **case.optimizer_options)
+        curvature = getattr(natgrad, case.kind)(**case.curvature)
         self.preconditioner = natgrad.Preconditioner(
             self.wrapped,
-            getattr(natgrad, case.kind)(**case.curvature),
+            {**dict.fromkeys(case.uncovered), "*": curvature} if case.uncovered else curvature,
             optimizer=self.optimizer,
-            damping=0.05,
             kl_clip=case.kl_clip,
-            **{"refresh": natgrad.Refresh(factors=2, inverses=3), **case.options},
+            **{"damping": 0.05, "refresh": natgrad.Refresh(factors=2, inverses=3), **case.options},
         )
         self.joined = natgrad.PreconditionedOptimizer(self.optimizer, self.preconditioner) if case.joined else None
 
@@ -244,8 +248,11 @@ class Training:
         if self.joined is not None:
             self.joined.step()
             return
-        self.preconditioner.step()
+        self.preconditioner.step((lambda: self._loss(x, y)) if self.case.closure else None)
         self.optimizer.step()
+
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.wrapped(x).to(self.case.dtype), y)
 
     def _evaluate(self, x: Tensor) -> None:
         """FSDP2 leaves the root's parameters whole after this."""

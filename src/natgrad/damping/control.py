@@ -11,7 +11,6 @@ from natgrad.damping.kinds import ByKind
 from natgrad.errors import require
 from natgrad.layers import Layer
 from natgrad.schedule import Schedule, check_schedule, value_at
-from natgrad.stacks.shards import is_sharded
 
 Damping: TypeAlias = Schedule | Adaptive | ByKind
 
@@ -42,7 +41,7 @@ class Control:
 
         Raises:
             ValueError: with curvatures whose statistics do not tell their trace; the latter also without an optimizer,
-                under FSDP2, or with curvatures that cannot multiply.
+                or with curvatures that cannot multiply.
         """
         rule, covered = self._kinds.damping, list(covered)
         if isinstance(rule, Adaptive) and rule.sizes:
@@ -52,10 +51,7 @@ class Control:
         if not isinstance(rule, Adaptive) or not rule.compares:
             return
         require(optimizer is not None, "optimizer", optimizer, f"given: {self.name} looks at what its steps are worth")
-        for layer, curvature in covered:
-            sharded = any(is_sharded(slot.parameter) for slot in layer.slots)
-            allowed = f"plain or in DistributedDataParallel with damping={self.name}"
-            require(not sharded, "model", "sharded by FSDP2", allowed)
+        for _, curvature in covered:
             allowed = f"one that can multiply by its Fisher, as KFAC, with damping={self.name}"
             require(curvature.multiplies is not None, "curvature", curvature, allowed)
 

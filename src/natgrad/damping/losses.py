@@ -13,6 +13,7 @@ from natgrad.aside import aside
 from natgrad.capture import Capture
 from natgrad.capture.again import Chance, Pass, Repetition, as_found
 from natgrad.errors import NatgradError, describe, require
+from natgrad.stacks.sharding import reshard
 
 
 class Losses:
@@ -52,6 +53,8 @@ class Losses:
         except Exception as error:
             self._error = error
             self._values.append(0.0)
+        finally:
+            reshard(model.modules())  # else the next pass would not see what the optimizer has done to the shards
 
     def told(self) -> list[float]:
         """Return what the ranks sum up to tell the change of the loss."""

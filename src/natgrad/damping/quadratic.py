@@ -2,22 +2,26 @@
 
 ``M(δ) = ∇ᵀδ + ½ δᵀ(F + γI)δ`` with the gradient ∇ of the mean loss, each layer's Fisher block F, and what the optimizer
 really does to the parameters, δ = θ⁺ - θ. Each layer is one worker's to account for, what is left to the optimizer the
-first rank's; one message sums it all up.
+first rank's; one message sums it all up. Of layers that FSDP2 has sharded each rank accounts for its rows, but for
+δᵀFδ, for which one of their workers collects δ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.damping.adaptive import Outcome
 from natgrad.damping.losses import Losses
+from natgrad.exchange.sharded import Rows, slots_of, spread
 from natgrad.gradients.stacked import parameters, stacked
+from natgrad.layers import Slot
 from natgrad.placement import Runtime
 from natgrad.stacks.blocks import Stack
+from natgrad.stacks.shards import first_copy, held_rows, rows_of
 
 
 @dataclass
@@ -26,15 +30,19 @@ class Model:
 
     Attributes:
         layers: Stacks with the raw gradients ``[N, o, i]`` and the parameters as they were.
-        others: Parameters without curvature, likewise.
         damping: γ.
         scale: What makes those gradients those of the mean loss.
+        shares: Of stacks that are sharded the rows that count here, by the ``id`` of the slot, likewise.
+        spread: Those stacks, on all ranks, each with the rank that accounts for it.
+        others: Parameters without curvature, or what this rank counts of them, likewise, with their names.
     """
 
     layers: list[tuple[Stack, Tensor, Tensor]]
-    others: list[tuple[nn.Parameter, Tensor, Tensor]]
     damping: float
     scale: float | Tensor
+    shares: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    spread: list[tuple[Stack, int]] = field(default_factory=list)
+    others: list[tuple[str, nn.Parameter, Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(cls, stacks: Sequence[Stack], runtime: Runtime, damping: float, scale: float | Tensor) -> Model:
@@ -42,15 +50,27 @@ class Model:
         layers = [
             (stack, stacked(stack, lambda slot: slot.parameter.grad), parameters(stack))
             for stack in accounted(stacks, runtime.rank)
+            if not spread(stack)
         ]
-        return cls(layers, [], damping, scale)
+        sharded = [pair for pair in zip(stacks, accountants(stacks), strict=True) if spread(pair[0])]
+        rows = Rows(runtime)
+        shares = {
+            id(slot): (_copy(held_rows(slot, rows.held(slot))), _parameter(slot, rows.held(slot)).clone())
+            for stack, accountant in sharded
+            for slot in slots_of(stack)
+            if rows.counts(slot, accountant)
+        }
+        return cls(layers, damping, scale, shares, sharded)
 
     def take_others(self, model: nn.Module, stacks: Iterable[Stack], runtime: Runtime) -> None:
         """Take the same of what is left to the optimizer, once all ranks have its gradients."""
         known = {id(slot.parameter) for stack in stacks for member in stack.members for slot in member.layer.slots}
-        rest = [p for p in model.parameters() if p.grad is not None and id(p) not in known]
-        if runtime.rank == 0:
-            self.others = [(p, _copy(p.grad), p.detach().clone()) for p in rest]
+        rest = [(name, p) for name, p in model.named_parameters() if p.grad is not None and id(p) not in known]
+        for name, parameter in rest:
+            assert parameter.grad is not None
+            gradient, before = (first_copy(name, own, runtime.rank) for own in (parameter.grad, parameter.detach()))
+            if gradient is not None and before is not None:
+                self.others.append((name, parameter, gradient.clone(), before.clone()))
 
     def outcome(self, losses: Losses, runtime: Runtime, device: torch.device) -> Outcome:
         """Return what the optimizer's step was worth; collective, in one message on `device`.
@@ -64,21 +84,50 @@ class Model:
             D = parameters(stack) - P
             linear += _inner(W, D).to(device) * scale
             curved += (_inner(D, stack.multiply(D)) + self.damping * stack.factor * _inner(D, D)).to(device)
-        for parameter, gradient, before in self.others:
-            D = parameter.detach() - before
+        for name, parameter, gradient, before in self.others:
+            now = first_copy(name, parameter.detach(), runtime.rank)
+            assert now is not None
+            D = now - before
             linear += _inner(gradient, D).to(device) * scale
             curved += (self.damping * _inner(D, D)).to(device)
+        self._add_spread(linear, curved, runtime)
         message[2] = float(runtime.rank == 0) * scale
         if runtime.ranks > 1:
             runtime.sum_(message, {"counters": message.numel()})
         first, second, unit, *told = message.tolist()
         return Outcome(change=losses.change(told) * unit, predicted=first + second / 2)
 
+    def _add_spread(self, linear: Tensor, curved: Tensor, runtime: Runtime) -> None:
+        """Add in place what this rank accounts for of stacks that are sharded; collective where there are any."""
+        rows, changes = Rows(runtime), {}
+        for stack, accountant in self.spread:
+            for slot in slots_of(stack):
+                if rows.counts(slot, accountant):
+                    gradient, before = self.shares[id(slot)]
+                    D = changes[id(slot)] = _parameter(slot, rows.held(slot)) - before
+                    if gradient is not None:
+                        linear += _inner(gradient, D).to(linear) * self.scale
+                    curved += (self.damping * stack.factor * _inner(D, D)).to(curved)
+        whole = rows.whole(self.spread, changes, "replay")
+        for stack, _ in self.spread:
+            if id(stack) in whole:
+                D = whole[id(stack)]
+                curved += _inner(D, stack.multiply(D)).to(curved)
+
 
 def accounted(stacks: Sequence[Stack], rank: int) -> list[Stack]:
-    """Return the stacks that a rank accounts for: of each it is one of its workers, these in turn."""
+    """Return the stacks that a rank accounts for."""
+    return [stack for stack, accountant in zip(stacks, accountants(stacks), strict=True) if accountant == rank]
+
+
+def accountants(stacks: Sequence[Stack]) -> list[int]:
+    """Return the rank that accounts for each stack: one of its workers, these in turn."""
     workers = [stack.role.seat.workers for stack in stacks]
-    return [stack for index, stack in enumerate(stacks) if workers[index][index % len(workers[index])] == rank]
+    return [own[index % len(own)] for index, own in enumerate(workers)]
+
+
+def _parameter(slot: Slot, rows: range) -> Tensor:
+    return rows_of(slot.name, slot.parameter.detach(), rows)
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:
@@ -86,6 +135,5 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
     return product.double()
 
 
-def _copy(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.clone()
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.curvature import Curvature
-from natgrad.damping.quadratic import accounted
+from natgrad.damping.quadratic import accountants, accounted
 from natgrad.errors import require
+from natgrad.exchange.sharded import Rows, slots_of, spread
 from natgrad.gradients.stacked import Entry, Gradients, parameters, stacked
 from natgrad.layers import Layer, Slot
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime
 from natgrad.schedule import check_number
 from natgrad.stacks.blocks import Stack
-from natgrad.stacks.shards import is_sharded
+from natgrad.stacks.sharding import whole
+from natgrad.stacks.shards import rows_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class TrustRegion:
     does ``s δ`` instead, with one s for all layers and ``½ s² δᵀFδ = radius``; nothing of the optimizer is touched.
     (The number κ of ``kl_clip`` bounds what the gradient of one step does by itself: with momentum m, steps are up to
     1 / (1 - m) times as long.) A product with F costs about as much as a solve, at every step; where each layer has
-    workers of its own, one number a step travels besides.
+    workers of its own, one number a step travels besides, and of sharded layers what SGD adds to their gradients.
 
     Attributes:
         radius: The bound, in nats, above 0.
@@ -49,7 +51,7 @@ class TrustRegion:
         """Check what it is to be applied to.
 
         Raises:
-            ValueError: with another optimizer, under FSDP2, or with curvatures that cannot multiply.
+            ValueError: with another optimizer, or with curvatures that cannot multiply.
         """
         known = type(optimizer) is torch.optim.SGD
         allowed = "a torch.optim.SGD, whose steps are known in advance, with kl_clip=TrustRegion(...)"
@@ -57,25 +59,28 @@ class TrustRegion:
         assert isinstance(optimizer, torch.optim.SGD)
         damped = any(group["momentum"] and group["dampening"] >= 1 for group in optimizer.param_groups)
         require(not damped, "optimizer", "of dampening 1", "one whose steps hang on the gradient")
-        for layer, curvature in covered:
-            sharded = any(is_sharded(slot.parameter) for slot in layer.slots)
-            require(not sharded, "model", "sharded by FSDP2", "plain or in DistributedDataParallel with a TrustRegion")
+        for _, curvature in covered:
             fits = curvature.multiplies is not None
             allowed = "one that can multiply by its Fisher, as KFAC, with kl_clip=TrustRegion(...)"
             require(fits, "curvature", curvature, allowed)
 
-    def hold(self, gradients: Gradients, optimizer: torch.optim.Optimizer, runtime: Runtime | None) -> Tensor | float:
+    def hold(
+        self, gradients: Gradients, optimizer: torch.optim.Optimizer, runtime: Runtime, *, apart: bool
+    ) -> Tensor | float:
         """Change preconditioned gradients so that the optimizer's step stays within, and return s.
 
         Args:
             gradients: Of all stacks; what is not finite in them is zero.
             optimizer: The SGD.
-            runtime: The ranks, where each holds the curvature of some layers only; None: this one holds all.
+            runtime: The ranks.
+            apart: Whether each of them holds the curvature of some layers only.
         """
-        stacks = [entry.stack for entry in gradients.entries]
-        mine = {id(stack) for stack in (stacks if runtime is None else accounted(stacks, runtime.rank))}
-        rules = _rules(optimizer)
-        beside = [_beside(entry, rules) for entry in gradients.entries]
+        stacks, rules = [entry.stack for entry in gradients.entries], _rules(optimizer)
+        shared = [stack for stack in stacks if spread(stack)]
+        apart = apart or bool(shared)  # no rank alone has all rows
+        mine = {id(stack) for stack in (accounted(stacks, runtime.rank) if apart else stacks)}
+        rows = _Added.of(stacks, rules, runtime)
+        beside = [rows.beside(entry) if spread(entry.stack) else _beside(entry, rules) for entry in gradients.entries]
         total: Tensor | None = None
         for entry, B in zip(gradients.entries, beside, strict=True):
             if id(entry.stack) in mine:
@@ -85,13 +90,16 @@ class TrustRegion:
         if not stacks:
             return 1.0
         total = torch.zeros((), dtype=torch.float64, device=stacks[0].device) if total is None else total
-        if runtime is not None and runtime.ranks > 1:
+        if apart and runtime.ranks > 1:
             message = total.to(stacks[0].device).reshape(1)
             runtime.sum_(message, {"counters": 1})
             total = message[0]
         s = (2 * self.radius / total).sqrt().clamp(max=1.0).nan_to_num(1.0)
         for entry, B in zip(gradients.entries, beside, strict=True):
             if entry.ready is False:
+                continue
+            if entry.shares is not None:
+                rows.hold(entry, s)
                 continue
             share = s.to(entry.V)
             changed = share * entry.V + (share - 1) * B
@@ -134,10 +142,58 @@ class _Rule:
         sign = -1.0 if group["maximize"] else 1.0
         return cls(group["lr"], sign, c, group["weight_decay"], k / c, buffer if k else None)
 
+    @property
+    def adds(self) -> bool:
+        """Whether the step hangs on more than the gradient."""
+        return bool(self.decay) or self.buffer is not None
+
+    def added(self, slot: Slot, rows: range) -> Tensor:
+        """Return what it adds to some rows of the gradient, those of this rank."""
+        parameter = rows_of(slot.name, slot.parameter.detach(), rows)
+        result = parameter * (self.sign * self.decay) if self.decay else torch.zeros_like(parameter)
+        if self.buffer is not None:
+            result += rows_of(slot.name, self.buffer, rows) * (self.sign * self.k)
+        return result
+
     def rate(self, slot: Slot) -> float | Tensor:
         """Return what the step multiplies by, up to its sign."""
         lr = self.lr.double() if isinstance(self.lr, Tensor) else self.lr  # often a float32 that the optimizer reads
         return 0.0 if slot.parameter.grad is None else lr * self.c
+
+
+class _Added:
+    """What the optimizer adds to the gradients of layers that are sharded, of which each rank has some rows."""
+
+    def __init__(self, rows: Rows, values: dict[int, Tensor], whole: dict[int, Tensor]) -> None:
+        """Wrap the rows of this rank, by the ``id`` of the slot, and the blocks of the stacks it accounts for."""
+        self._rows, self._values, self._whole = rows, values, whole
+
+    @classmethod
+    def of(cls, stacks: Sequence[Stack], rules: _Rules, runtime: Runtime) -> _Added:
+        """Bring together what those need that account for stacks; collective, but where nothing is added."""
+        rows, values = Rows(runtime), dict[int, Tensor]()
+        shared = [pair for pair in zip(stacks, accountants(stacks), strict=True) if spread(pair[0])]
+        added = [pair for pair in shared if any(rules[id(slot.parameter)].adds for slot in slots_of(pair[0]))]
+        for stack, _ in shared:
+            for slot in slots_of(stack):
+                values[id(slot)] = rules[id(slot.parameter)].added(slot, rows.held(slot))
+        return cls(rows, values, rows.whole(added, values, "gradients"))
+
+    def beside(self, entry: Entry) -> Tensor | float:
+        """Return it as blocks ``[n, o, i]``, zero where neither this rank has it nor accounts for it."""
+        if entry.shares is not None:
+            return 0.0
+        stack, places = entry.stack, entry.places()
+        found = self._whole[id(stack)] if id(stack) in self._whole else self._rows.own(stack, self._values)
+        return found if places is None else found[tensor_on(stack.device, places)]
+
+    def hold(self, entry: Entry, s: Tensor) -> None:
+        """Make the optimizer's step s times as long in the rows that this rank has of what others work for."""
+        assert isinstance(entry.ready, Tensor)  # told by the worker, as the shares are
+        for share in entry.shares or ():
+            added, own = self._values[id(share.slot)].reshape(-1).to(share.values), s.to(share.values)
+            changed = own * share.values + (own - 1) * added
+            share.values.copy_(torch.where(entry.ready[share.block] > 0, changed, share.values))
 
 
 _STILL = _Rule(0.0, 1.0, 1.0, 0.0, 0.0, None)
@@ -151,7 +207,10 @@ class _Rules(dict[int, _Rule]):
 
 
 def copied(optimizer: torch.optim.Optimizer, copies: Mapping[int, nn.Parameter]) -> torch.optim.SGD:
-    """Return an SGD that will do to copies of parameters, by the ``id`` of these, what `optimizer` will to them."""
+    """Return an SGD that will do to copies of parameters, by the ``id`` of these, what `optimizer` will to them.
+
+    Collective where parameters are sharded.
+    """
     groups: list[dict[str, Any]] = []
     buffers: dict[Tensor, Any] = {}
     for group in optimizer.param_groups:
@@ -159,7 +218,7 @@ def copied(optimizer: torch.optim.Optimizer, copies: Mapping[int, nn.Parameter])
             copy, buffer = copies[id(parameter)], optimizer.state.get(parameter, {}).get("momentum_buffer")
             groups.append({**group, "params": [copy]})
             if buffer is not None:
-                buffers[copy] = {"momentum_buffer": buffer.to(copy)}
+                buffers[copy] = {"momentum_buffer": whole(buffer).to(copy)}
     twin = torch.optim.SGD(groups, lr=0.0)
     twin.state.update(buffers)
     return twin
@@ -172,7 +231,7 @@ def _rules(optimizer: torch.optim.Optimizer) -> _Rules:
 
 def _beside(entry: Entry, rules: _Rules) -> Tensor | float:
     """Return what the optimizer adds to the gradients of an entry ``[n, o, i]``: decay and momentum."""
-    stack, slots = entry.stack, _slots(entry.stack)
+    stack, slots = entry.stack, slots_of(entry.stack)
 
     def rule(slot: Slot) -> _Rule:
         return rules[id(slot.parameter)]
@@ -201,7 +260,7 @@ def _whole(entry: Entry, values: Tensor) -> Tensor:
 
 def _spread(stack: Stack, of: Callable[[Slot], float | Tensor]) -> float | Tensor:
     """Return a number for each parameter of a stack as one number, or where they differ as blocks ``[N, o, i]``."""
-    values = [of(slot) for slot in _slots(stack)]
+    values = [of(slot) for slot in slots_of(stack)]
     if not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1:
         return values[0]
     dtype, device = stack.work_dtype, stack.device
@@ -210,10 +269,6 @@ def _spread(stack: Stack, of: Callable[[Slot], float | Tensor]) -> float | Tenso
         id(slot): value.to(device, dtype)
         if isinstance(value, Tensor)
         else torch.full((), value, dtype=dtype, device=device)
-        for slot, value in zip(_slots(stack), values, strict=True)
+        for slot, value in zip(slots_of(stack), values, strict=True)
     }
     return stacked(stack, lambda slot: numbers[id(slot)].expand(slot.parameter.shape))
-
-
-def _slots(stack: Stack) -> Sequence[Slot]:
-    return [slot for member in stack.members for slot in member.layer.slots]

@@ -1,8 +1,9 @@
-"""Shards of gradients (FSDP2) to the workers of their layers, in one message a step."""
+"""Shards of gradients, or of what is shaped alike, (FSDP2) to the workers of their layers, in one message a step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -27,51 +28,76 @@ def collect(gradients: Gradients, runtime: Runtime) -> dict[int, list[Piece]]:
     Returns:
         What `natgrad.gradients.stacked.Entry.solve` takes: the rows by the parameter's ``id``.
     """
+    wanted = [
+        (slot, entry.stack.role.seat.workers)
+        for entry in gradients.entries
+        for member in entry.members
+        for slot in member.layer.slots
+    ]
+    return collect_rows(wanted, _gradient, runtime, "gradients")
+
+
+def collect_rows(
+    wanted: Iterable[tuple[Slot, tuple[int, ...]]],
+    of: Callable[[Slot, range], Tensor],
+    runtime: Runtime,
+    kind: str,
+) -> dict[int, list[Piece]]:
+    """Give some ranks all rows of what is sharded as parameters are; nothing happens to the others.
+
+    Args:
+        wanted: Parameters, or parts of them, and who is to have the rows; the same on every rank.
+        of: Returns rows that this rank holds, in the parameter's dtype.
+        runtime: The ranks.
+        kind: What is counted.
+
+    Returns:
+        The rows by the parameter's ``id``.
+    """
     holders = Holders(runtime)
     devices: dict[torch.device, list[tuple[Slot, tuple[int, ...]]]] = {}
-    for entry in gradients.entries:
-        for member in entry.members:
-            for slot in member.layer.slots:
-                if is_sharded(slot.parameter):
-                    workers = entry.stack.role.seat.workers
-                    devices.setdefault(slot.parameter.device, []).append((slot, workers))
+    for slot, receivers in wanted:
+        if is_sharded(slot.parameter):
+            devices.setdefault(slot.parameter.device, []).append((slot, receivers))
     gathered: dict[int, list[Piece]] = {}
     for device, slots in devices.items():
-        _collect(slots, holders, runtime, device, gathered)
+        _collect(slots, of, holders, runtime, device, kind, gathered)
     return gathered
 
 
 def _collect(
     slots: list[tuple[Slot, tuple[int, ...]]],
+    of: Callable[[Slot, range], Tensor],
     holders: Holders,
     runtime: Runtime,
     device: torch.device,
+    kind: str,
     gathered: dict[int, list[Piece]],
 ) -> None:
     outgoing: list[list[Tensor]] = [[] for _ in range(runtime.ranks)]
     expected: list[list[Size]] = [[] for _ in range(runtime.ranks)]
     places: list[list[tuple[int, int]]] = [[] for _ in range(runtime.ranks)]
-    for slot, workers in slots:
+    for slot, receivers in slots:
         parameter, own = slot.parameter, holders.rows(slot, runtime.rank)
-        for worker in workers:
+        for worker in receivers:
             if worker != runtime.rank:
                 if len(own) and holders.together(slot, worker, runtime.rank):
-                    outgoing[worker].append(_values(slot, own))
+                    outgoing[worker].append(of(slot, own))
                 continue
             for peer in holders.peers(slot, worker):
                 rows = holders.rows(slot, peer)
                 if peer == worker:
-                    gathered.setdefault(id(parameter), []).append((rows.start, _values(slot, rows)))
+                    gathered.setdefault(id(parameter), []).append((rows.start, of(slot, rows)))
                 elif len(rows):
                     expected[peer].append((len(rows) * math.prod(parameter.shape[1:]), parameter.dtype))
                     places[peer].append((id(parameter), rows.start))
-    runtime.count({"gradients": sum(map(nbytes, outgoing))})
+    runtime.count({kind: sum(map(nbytes, outgoing))})
     for own_places, vectors in zip(places, swap(runtime, outgoing, expected, device), strict=True):
         for (key, start), vector in zip(own_places, vectors, strict=True):
             gathered.setdefault(key, []).append((start, vector))
 
 
-def _values(slot: Slot, rows: range) -> Tensor:
+def _gradient(slot: Slot, rows: range) -> Tensor:
     """Return rows of the gradient, zeros where there is none, as all ranks expect them: in the parameter's dtype."""
     values, parameter = held_rows(slot, rows), slot.parameter
     if values is None:

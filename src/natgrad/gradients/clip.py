@@ -58,13 +58,14 @@ class Clip:
             return f"KL clip {self.bound:g}" if isinstance(self.bound, float) else str(self.bound)
         return "KL clip off" + (": no optimizer to read the learning rate from" if self.optimizer is None else "")
 
-    def apply(self, gradients: Gradients, scale: float | Tensor, runtime: Runtime | None = None) -> list[Tensor]:
+    def apply(self, gradients: Gradients, scale: float | Tensor, runtime: Runtime, *, apart: bool) -> list[Tensor]:
         """Scale the preconditioned gradients by ν; what is not finite becomes zero.
 
         Args:
             gradients: Raw and preconditioned gradients of all stacks.
             scale: What makes the raw gradients those of the mean loss.
-            runtime: The ranks, where each holds the curvature of some layers only.
+            runtime: The ranks.
+            apart: Whether each of them holds the curvature of some layers only.
 
         Returns:
             For each entry, which blocks were finite ``[N]`` (bool).
@@ -73,8 +74,9 @@ class Clip:
             assert self.optimizer is not None
             finite = [entry.inner.isfinite() for entry in gradients.entries]
             for entry, fine in zip(gradients.entries, finite, strict=True):
-                entry.clear_(fine)
-            self.last = self.bound.hold(gradients, self.optimizer, runtime)
+                if entry.shares is None:  # whose worker has cleared what is not fine
+                    entry.clear_(fine)
+            self.last = self.bound.hold(gradients, self.optimizer, runtime, apart=apart)
             return finite
         return self._scale(gradients, scale, self.bound)
 

@@ -241,6 +241,25 @@ def stacked(stack: Stack, of: Callable[[Slot], Tensor | None]) -> Tensor:
     return B
 
 
+def assembled(stack: Stack, pieces: Mapping[int, Iterable[Piece]]) -> Tensor:
+    """Return rows of what is shaped as the parameters of a stack as blocks ``[N, o, i]``; the others are zero.
+
+    Args:
+        stack: The stack.
+        pieces: The rows, by the ``id`` of the parameter.
+    """
+    B = torch.zeros(stack.size, stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
+    targets, sources = [], []
+    for layer, slot, view in _places(stack.members, B):
+        own = pieces.get(id(slot.parameter), ())
+        for values, place in pairs(layer, slot, slot.parameter.shape, own, view):
+            targets.append(place)
+            sources.append(values)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    return B
+
+
 def parameters(stack: Stack) -> Tensor:
     """Return the parameters of a stack, none of them sharded, as blocks ``[N, o, i]``."""
     return stacked(stack, lambda slot: slot.parameter)

@@ -250,9 +250,22 @@ class Holders:
 def held_rows(slot: Slot, rows: range) -> Tensor | None:
     """Return some of the rows of ``.grad`` that this rank holds, in place; None: there is no gradient."""
     gradient = slot.parameter.grad
-    if gradient is None:
-        return None
-    if not is_sharded(gradient):
-        return gradient[rows.start : rows.stop]
-    start, local = own_rows(slot.name, gradient)[0]
+    return None if gradient is None else rows_of(slot.name, gradient, rows)
+
+
+def rows_of(name: str, tensor: Tensor, rows: range) -> Tensor:
+    """Return some of the rows of a tensor that this rank holds, in place."""
+    if not is_sharded(tensor):
+        return tensor[rows.start : rows.stop]
+    start, local = own_rows(name, tensor)[0]
     return local[rows.start - start : rows.stop - start] if len(rows) else local[:0]
+
+
+def first_copy(name: str, tensor: Tensor, rank: int) -> Tensor | None:
+    """Return what this rank holds of the first copy of a tensor that there is on the ranks; None: nothing."""
+    if not is_sharded(tensor):
+        return tensor if rank == 0 else None
+    spread, place = Spread.of(name, tensor), tensor.device_mesh.get_coordinate()
+    assert place is not None  # of a rank of the mesh
+    first = all(index == 0 for axis, index in enumerate(place) if axis != spread.axis)
+    return tensor.to_local() if first else None
