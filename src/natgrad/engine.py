@@ -303,11 +303,11 @@ class Engine:
         progress, optimizer = self._progress, self._clip.optimizer
         if optimizer is None or progress.last_factors != progress.step or not self._second.needed(self._stacks):
             return
-        replay = Replay.of(self._stacks, self._capture, closure, share=self._gains(count)[0], scaling=self._scaling)
+        share, runtime = self._gains(count)[0], self._runtime
+        replay = Replay.of(self._stacks, self._capture, runtime, closure, share=share, scaling=self._scaling)
         last = progress.last_inverses
-        due = last is not None and (before is None or last > before)
-        damping = progress.damping
-        self._second.await_step(optimizer, lambda: self._look_again(replay, damping if due else None))
+        damping = progress.damping if last is not None and (before is None or last > before) else None
+        self._second.await_step(optimizer, lambda: self._look_again(replay, damping))
 
     @torch.no_grad()
     def _look_again(self, replay: Replay, damping: float | None) -> None:
@@ -317,7 +317,7 @@ class Engine:
         with self._progress.phase("replay", self._runtime), aside(self._early, listens=False):
             sums = replay.sums(self._model, views, self._capture, self._runtime)
         with self._progress.phase("renew", self._runtime):
-            keys = replay.learn(stacks, sums, views, self._watch)
+            keys = replay.learn(stacks, sums, views, self._watch, self._runtime)
             if damping is not None:
                 plan, wire = self._structure.plan, self._precision.wire
                 renew(stacks, plan, self._runtime, keys, (), damping, self._watch, wire, replayed=True)

@@ -21,13 +21,15 @@ from natgrad.capture.again import Chance, Pass, Repetition, as_found
 from natgrad.curvature import Curvature
 from natgrad.damping import Control
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
+from natgrad.exchange.sharded import Rows, slots_of, spread
 from natgrad.gradients.reduction import Scaling
 from natgrad.gradients.stacked import parameters
 from natgrad.layers import Layer
 from natgrad.placement import Placement, Runtime
 from natgrad.stacks.blocks import Stack
 from natgrad.stacks.kept import along
-from natgrad.stacks.shards import is_sharded
+from natgrad.stacks.sharding import reshard
+from natgrad.stacks.shards import rows_of
 from natgrad.sums import Sums
 from natgrad.trouble.guard import Watch
 
@@ -52,8 +54,7 @@ def check_second_pass(
     """Check what a curvature asks for that needs a second pass.
 
     Raises:
-        ValueError: without an optimizer, under FSDP2 or a placement that it does not go with, or with a damping of 1
-            or more.
+        ValueError: without an optimizer, under a placement that it does not go with, or with a damping of 1 or more.
     """
     covered = list(covered)
     damping.check(covered, optimizer)
@@ -64,8 +65,6 @@ def check_second_pass(
     require(optimizer is not None, "optimizer", optimizer, allowed)
     allowed = f"another than 'background': {curvature!r} compares sums over a step, after which they would arrive"
     require(placement.name != "background", "placement", str(placement), allowed)
-    sharded = any(is_sharded(slot.parameter) for one, own in covered if own.replays for slot in one.slots)
-    require(not sharded, "model", "sharded by FSDP2", f"plain or in DistributedDataParallel with {curvature!r}")
     if damping.constant is not None:
         check_damping([(own, damping.factor(one)) for one, own in covered], damping.constant)
 
@@ -165,13 +164,22 @@ class Replay:
 
     @classmethod
     def of(
-        cls, stacks: Iterable[Stack], capture: Capture, closure: Closure | None, *, share: float, scaling: Scaling
+        cls,
+        stacks: Iterable[Stack],
+        capture: Capture,
+        runtime: Runtime,
+        closure: Closure | None,
+        *,
+        share: float,
+        scaling: Scaling,
     ) -> Replay:
-        """Take what the pass before the optimizer's step has shown."""
+        """Take what the pass before the optimizer's step has shown; collective where parameters are sharded."""
+        own = [stack for stack in stacks if stack.curvature.replays]
+        P = _weights(own, runtime)
         shown = {
-            id(stack): stack.curvature.shown(stack.corrected(slice(None), stack.curvature.replays), parameters(stack))
-            for stack in stacks
-            if stack.curvature.replays and stack.role.works
+            id(stack): stack.curvature.shown(stack.corrected(slice(None), stack.curvature.replays), P[id(stack)])
+            for stack in own
+            if stack.role.works
         }
         passes = len(capture.backwards)
         gain = scaling.of_captured(passes)
@@ -196,6 +204,8 @@ class Replay:
             self._repeat(model, sums, capture)
         except Exception as raised:
             error = raised
+        finally:
+            reshard(model.modules())  # FSDP2 may leave whole parameters, in which the shards' next step would not show
         # The ranks meet before they send: whoever has raised would leave the others waiting.
         failed = runtime.any(error is not None) if runtime.ranks > 1 else error is not None
         if error is not None:
@@ -231,17 +241,20 @@ class Replay:
         require(fits, "closure()", describe(loss), "a scalar loss with a graph, or (loss, outputs)")
         capture.replayed_pass(loss, self.scale)
 
-    def learn(self, stacks: Iterable[Stack], sums: Sums, views: Sequence[Stack], watch: Watch) -> set[str]:
-        """Renew what the curvatures of `stacks` remember; return the keys of the layers of which all was finite."""
+    def learn(
+        self, stacks: Sequence[Stack], sums: Sums, views: Sequence[Stack], watch: Watch, runtime: Runtime
+    ) -> set[str]:
+        """Renew what the curvatures of `stacks` remember; return the keys of the layers of which all was finite.
+
+        Collective where parameters are sharded.
+        """
         origins = dict(zip(map(id, views), stacks, strict=True))
-        P: dict[int, Tensor] = {}
+        P = _weights(stacks, runtime)
         flags: list[tuple[Stack, slice, Tensor]] = []
         for piece in sums.arrived():
             stack, blocks = origins[id(piece.stack)], piece.blocks
             if not stack.role.works or stack.fresh is None:
                 continue
-            if id(stack) not in P:
-                P[id(stack)] = parameters(stack)
             rows = piece.rows.clamp(min=1)
             means = {name: (own / along(rows, own.ndim - 1)).to(stack.work_dtype) for name, own in piece.sums.items()}
             after = stack.curvature.shown(means, P[id(stack)][blocks])
@@ -254,6 +267,15 @@ class Replay:
             watch.saw_replays(stack, blocks, seen & ~finite)
             flags.append((stack, blocks, seen & finite))
         return _whole_layers(flags)
+
+
+def _weights(stacks: Sequence[Stack], runtime: Runtime) -> dict[int, Tensor]:
+    """Return the parameters of the stacks that this rank works for as blocks ``[N, o, i]``, by the stack's ``id``."""
+    rows, sharded = Rows(runtime), [stack for stack in stacks if spread(stack)]
+    slots = [slot for stack in sharded for slot in slots_of(stack)]
+    own = {id(slot): rows_of(slot.name, slot.parameter.detach(), rows.held(slot)) for slot in slots}
+    found = rows.whole([(stack, stack.role.seat.workers) for stack in sharded], own, "replay")
+    return found | {id(stack): parameters(stack) for stack in stacks if stack.role.works and not spread(stack)}
 
 
 def _whole_layers(flags: Sequence[tuple[Stack, slice, Tensor]]) -> set[str]:

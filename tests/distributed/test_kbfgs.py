@@ -266,19 +266,6 @@ def test_a_missing_closure_sends_nothing(ranks):
     assert all(not any(traffic.values()) for traffic in ranks.run(2, fail_alike))
 
 
-def shard():
-    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
-
-    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="FSDP2"):
-        natgrad.Preconditioner(model, natgrad.KBFGS(), optimizer=optimizer)
-
-
-def test_sharded_models_are_refused(ranks):
-    ranks.run(2, shard)
-
-
 def look_again_at_what_is_not_finite():
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()  # of one rank, which alone looks at what its second pass shows

@@ -108,7 +108,7 @@ class Model:
                     if gradient is not None:
                         linear += _inner(gradient, D).to(linear) * self.scale
                     curved += (self.damping * stack.factor * _inner(D, D)).to(curved)
-        whole = rows.whole(self.spread, changes, "replay")
+        whole = rows.whole([(stack, (accountant,)) for stack, accountant in self.spread], changes, "replay")
         for stack, _ in self.spread:
             if id(stack) in whole:
                 D = whole[id(stack)]

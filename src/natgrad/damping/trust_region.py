@@ -173,7 +173,11 @@ class _Added:
         """Bring together what those need that account for stacks; collective, but where nothing is added."""
         rows, values = Rows(runtime), dict[int, Tensor]()
         shared = [pair for pair in zip(stacks, accountants(stacks), strict=True) if spread(pair[0])]
-        added = [pair for pair in shared if any(rules[id(slot.parameter)].adds for slot in slots_of(pair[0]))]
+        added = [
+            (stack, (accountant,))
+            for stack, accountant in shared
+            if any(rules[id(slot.parameter)].adds for slot in slots_of(stack))
+        ]
         for stack, _ in shared:
             for slot in slots_of(stack):
                 values[id(slot)] = rules[id(slot.parameter)].added(slot, rows.held(slot))

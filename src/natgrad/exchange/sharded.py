@@ -1,7 +1,8 @@
 """What FSDP2 has sharded: each rank has some rows of the parameters of a layer, and of what is shaped as they are.
 
 Sums over elements are sums over rows. Only for a product with the Fisher block of a layer does one rank, which accounts
-for the layer, need all rows. Of several copies of a model (HSDP) that counts which has this rank.
+for the layer, need all rows, and for its mean outputs each worker. Of several copies of a model (HSDP) that counts in a
+sum which has a part on the rank that accounts for the layer.
 """
 
 from __future__ import annotations
@@ -54,24 +55,26 @@ class Rows:
         """
         return assembled(stack, self._pieces(slots_of(stack), values))
 
-    def whole(self, stacks: Iterable[tuple[Stack, int]], values: Mapping[int, Tensor], kind: str) -> dict[int, Tensor]:
+    def whole(
+        self, stacks: Iterable[tuple[Stack, Sequence[int]]], values: Mapping[int, Tensor], kind: str
+    ) -> dict[int, Tensor]:
         """Bring the rows of all ranks together; collective.
 
         Args:
-            stacks: Stacks, each with the rank that accounts for it and is to have all of its rows.
-            values: The rows of this rank in the dtype of the parameters, by the ``id`` of the slot; of copies that do
-                not count there need be none.
+            stacks: Stacks, each with the ranks that are to have all of its rows.
+            values: The rows of this rank in the dtype of the parameters, by the ``id`` of the slot; there need be none
+                of a copy that no such rank has a part of.
             kind: What they are counted as.
 
         Returns:
-            Of the stacks that this rank accounts for the blocks ``[N, o, i]``, by the ``id`` of the stack.
+            Of the stacks of which this rank has all rows the blocks ``[N, o, i]``, by the ``id`` of the stack.
         """
-        stacks, me = list(stacks), self._runtime.rank
-        wanted = [(slot, (accountant,)) for stack, accountant in stacks for slot in slots_of(stack)]
-        gathered = collect_rows(wanted, lambda slot, rows: values[id(slot)], self._runtime, kind)
+        wanted = [(stack, tuple(receivers)) for stack, receivers in stacks]
+        slots = [(slot, receivers) for stack, receivers in wanted for slot in slots_of(stack)]
+        gathered = collect_rows(slots, lambda slot, rows: values[id(slot)], self._runtime, kind)
         found = {}
-        for stack, accountant in stacks:
-            if accountant == me:
+        for stack, receivers in wanted:
+            if self._runtime.rank in receivers:
                 present = [slot for slot in slots_of(stack) if not is_sharded(slot.parameter)]
                 found[id(stack)] = assembled(stack, {**gathered, **self._pieces(present, values)})
         return found

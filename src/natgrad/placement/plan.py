@@ -203,7 +203,8 @@ class Plan(Printed, Generic[Key]):
             factors["factors"] += sent * layer.sums
             factors["counters"] += sent * 2  # samples and rows
             if layer.replayed:
-                factors["replay"] = factors.get("replay", 0) + sent * layer.replayed
+                weights = 2 * self._lacked(key) if layer.shards else 0  # before the optimizer's step and after it
+                factors["replay"] = factors.get("replay", 0) + sent * layer.replayed + weights
                 factors["counters"] += sent * 2
             owned = [part for part, owner in seat.owners.items() if owner is not None]
             inverses["inverses"] += (n - 1) * sum(layer.results.get(part, 0) for part in owned)
@@ -239,11 +240,14 @@ class Plan(Printed, Generic[Key]):
 
     def _shards_sent(self, key: Key) -> int:
         """Return the elements that a step sends of a layer whose parameters are sharded, to its workers and back."""
-        layer, workers = self.layers[key], self.seats[key].workers
+        layer, served = self.layers[key], set(range(self.ranks)) - set(self.seats[key].workers)
         S = len(layer.shards)
-        lacked = sum(sum(layer.shards) - layer.shards[worker % S] for worker in workers)
-        served = set(range(self.ranks)) - set(workers)
-        return lacked + sum(layer.shards[rank % S] + layer.replicated for rank in served)
+        return self._lacked(key) + sum(layer.shards[rank % S] + layer.replicated for rank in served)
+
+    def _lacked(self, key: Key) -> int:
+        """Return the elements of sharded parameters that the workers of a layer do not hold, all workers together."""
+        shards = self.layers[key].shards
+        return sum(sum(shards) - shards[worker % len(shards)] for worker in self.seats[key].workers)
 
     def _padding(self) -> int:
         """Return the elements by which a step makes all messages as long as that of the largest shard."""
