@@ -16,8 +16,8 @@ kfac-pytorch tells of no such seconds, and without messages it would do other wo
 ranks together. *On the wire*: counters of all interfaces of both nodes, gradients and headers included. Memory is that
 of fresh processes on loopback with an allocator that gives back what is freed.
 
-What the file has of the other workload, and of memory where that is not measured, from earlier runs under the same
-conditions, stays.
+What the file has of the other workload, of other configurations where one alone is run (`--only`), and of memory where
+that is not measured, from earlier runs under the same conditions, stays.
 """
 
 from __future__ import annotations
@@ -115,10 +115,12 @@ def configurations(form: Form, rate: str) -> dict[str, Method]:
     return own | {f"{PEER}{name}": kfac_pytorch(form, fraction=FRACTIONS[name], intervals=CYCLE) for name in FRACTIONS}
 
 
-def attach_all(workload: Name, form: Form, rate: str) -> tuple[dict[str, Trainer], dict[str, str]]:
-    """Return a trainer for each configuration, and why natgrad refuses the others."""
+def attach_all(workload: Name, form: Form, rate: str, only: str) -> tuple[dict[str, Trainer], dict[str, str]]:
+    """Return a trainer for each configuration, or for comm-opt and `only` one, and why natgrad refuses the others."""
     trainers, refused = {}, {}
     for name, attach in configurations(form, rate).items():
+        if only and name not in (only, "comm-opt"):
+            continue
         trainer = Trainer(WORKLOADS[workload])
         try:
             trainer.preconditioner = attach(trainer)
@@ -148,9 +150,9 @@ def bare_work(limit: Limit, form: Form) -> Subject:
     return laps
 
 
-def measure(workload: Name, form: Form, rounds: int, rate: str) -> Measured:
+def measure(workload: Name, form: Form, rounds: int, rate: str, only: str) -> Measured:
     """Run every configuration in turn; to be called on every rank, of which the first returns the figures of all."""
-    trainers, refused = attach_all(workload, form, rate)
+    trainers, refused = attach_all(workload, form, rate, only)
     trainers |= {DDP: Trainer(WORKLOADS[workload]), ALONE: Trainer(WORKLOADS[workload], alone=True)}
     subjects: dict[str, Subject] = {name: partial(cycle, trainer) for name, trainer in trainers.items()}
     subjects["limit"] = bare_work(Limit(Trainer(WORKLOADS[workload], alone=True)), form)
@@ -255,11 +257,12 @@ class Summary:
         return steady
 
 
-def on_two_nodes(workload: Name, form: Form, rounds: int, ranks: int, rate: str) -> Measured:
+def on_two_nodes(workload: Name, form: Form, rounds: int, ranks: int, rate: str, only: str) -> Measured:
     """Call `measure` on the ranks of two nodes."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "measured"
         options = f"--workload {workload} --form {form} --rounds {rounds} --rate {rate} --into {path}".split()
+        options += ["--only", only] if only else []
         nodes = f"--rate {rate} --per-node {ranks // 2} -- -m benchmarks.placement".split()
         command = ["bash", str(HERE / "two_nodes.sh"), *nodes, *options]
         done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, cwd=HERE.parent, check=False)
@@ -269,17 +272,17 @@ def on_two_nodes(workload: Name, form: Form, rounds: int, ranks: int, rate: str)
     return measured
 
 
-def on_one(workload: Name, form: Form, rounds: int, ranks: int, rate: str) -> Measured:
+def on_one(workload: Name, form: Form, rounds: int, ranks: int, rate: str, only: str) -> Measured:
     """Call `measure` on the ranks of this machine."""
-    return launch(ranks, measure, workload, form, rounds, rate)
+    return launch(ranks, measure, workload, form, rounds, rate, only)
 
 
-def write_measured(workload: Name, form: Form, rounds: int, rate: str, path: Path) -> None:
+def write_measured(workload: Name, form: Form, rounds: int, rate: str, only: str, path: Path) -> None:
     """Be one of torchrun's ranks: measure, and have the first write the figures."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        measured = measure(workload, form, rounds, rate)
+        measured = measure(workload, form, rounds, rate, only)
         if dist.get_rank() == 0:
             path.write_bytes(pickle.dumps(measured))
     finally:
@@ -302,6 +305,7 @@ def main(
     workload: Annotated[Name | None, typer.Option(help="The one to run; both unless given.")] = None,
     form: Annotated[Form, typer.Option(help="Of the curvature.")] = "eigen",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over which the medians are taken.")] = 5,
+    only: Annotated[str, typer.Option(help="The one configuration to run beside comm-opt and DDP, by its name.")] = "",
     times: Annotated[bool, typer.Option(help="Whether to measure times; if not, those on file stay.")] = True,
     memory: Annotated[bool, typer.Option(help="Whether to measure memory, which no rate changes.")] = True,
     into: Annotated[Path | None, typer.Option(hidden=True)] = None,
@@ -309,10 +313,12 @@ def main(
     """Measure, print the tables, and write benchmarks/results/placement_<ranks>_<rate>.json."""
     if into is not None:
         assert workload is not None
-        write_measured(workload, form, rounds, rate, into)
+        write_measured(workload, form, rounds, rate, only, into)
         return
     if rate != "none" and ranks % 2:
         raise typer.BadParameter(f"{ranks} ranks do not go on two nodes: give an even number, or --rate none")
+    if only and only not in configurations(form, rate):
+        raise typer.BadParameter(f"{only!r} is none of {', '.join(configurations(form, rate))}", param_hint="--only")
     torch.set_num_threads(1)
     settings = conditions() | {"ranks": ranks, "rate": rate, "form": form}
     settings |= {"kfac-pytorch": KFAC_PYTORCH or "not installed"}
@@ -322,7 +328,7 @@ def main(
         known = {}  # nothing that was measured under other conditions stays
     for name in [workload] if workload else WORKLOADS:
         before = Result.read(known[name]) if name in known else None
-        result = timed(name, form, rounds, ranks, rate) if times else before
+        result = timed(name, form, rounds, ranks, rate, only, before) if times else before
         if result is None:
             raise typer.BadParameter(
                 f"{path.name} has no times of {name} under these conditions", param_hint="--no-times"
@@ -336,12 +342,17 @@ def main(
         typer.echo(f"Written to {save(path.stem, known)}")
 
 
-def timed(name: Name, form: Form, rounds: int, ranks: int, rate: str) -> Result:
-    """Return the times of a workload, without memory."""
+def timed(
+    name: Name, form: Form, rounds: int, ranks: int, rate: str, only: str = "", before: Result | None = None
+) -> Result:
+    """Return the times of a workload, without memory; where `only` one is measured, the others of `before` stay."""
     two_nodes, cores = rate != "none", os.cpu_count() or 1
-    measured = (on_two_nodes if two_nodes else on_one)(name, form, rounds, ranks, rate)
+    measured = (on_two_nodes if two_nodes else on_one)(name, form, rounds, ranks, rate, only)
     # With fewer cores than ranks time measures how these share them.
     rows = Summary(measured.times, ranks, timed=ranks <= cores, wired=two_nodes).rows()
+    if only and before is not None:
+        new = {(row.name, row.intervals): row for row in rows if row.name == only}
+        rows = [new.get((row.name, row.intervals), row) for row in before.rows]
     return Result(
         title=f"{WORKLOADS[name].title}, {ranks} ranks, {rate if two_nodes else 'loopback'}",
         rounds=rounds,

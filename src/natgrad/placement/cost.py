@@ -27,7 +27,7 @@ class Link:
 
     latency: float = 2e-4
     bandwidth: float = 1.25e9
-    speed: float = 3e10
+    speed: float = 5e10
     products: float = 5e10
 
     def __post_init__(self) -> None:
