@@ -350,14 +350,16 @@ def timed(
     measured = (on_two_nodes if two_nodes else on_one)(name, form, rounds, ranks, rate, only)
     # With fewer cores than ranks time measures how these share them.
     rows = Summary(measured.times, ranks, timed=ranks <= cores, wired=two_nodes).rows()
+    aims = WANTED | (WANTED_SLOW if rate == SLOW else {})
     if only and before is not None:
         new = {(row.name, row.intervals): row for row in rows if row.name == only}
         rows = [new.get((row.name, row.intervals), row) for row in before.rows]
+        return replace(before, rows=rows, wanted=wanted(rows, aims))
     return Result(
         title=f"{WORKLOADS[name].title}, {ranks} ranks, {rate if two_nodes else 'loopback'}",
         rounds=rounds,
         rows=rows,
-        wanted=wanted(rows, WANTED | (WANTED_SLOW if rate == SLOW else {})),
+        wanted=wanted(rows, aims),
         refused=measured.refused,
         memory_mib={},
     )
