@@ -60,7 +60,7 @@ def fail(job, where, how, rank):
         if where == "step":
             training.preconditioner.step = lambda: stop(how)
         if where == "clip":
-            training.preconditioner._clip.apply = lambda *args: stop(how)
+            training.preconditioner._clip.apply = lambda *args, **options: stop(how)
     started = time.monotonic()
     with pytest.raises(natgrad.NatgradError) as raised:
         _go_on(training)
