@@ -104,8 +104,9 @@ def _lags_are_cheaper(shape: torch.Size, window: Window, groups: int) -> bool:
 
     Counted in multiply-adds, of which the core that the constants come from does 40 a nanosecond; what is not
     arithmetic is counted by the time it takes. Patches: copying an element costs 64. Lags: an element of the maps costs
-    800 at least; a position that overhangs sees about half of a patch; spreading the lags costs 100 for each of the i²
-    entries, each layer of overhanging positions 5e6, a call 1e7. Groups of fewer than 8 channels convolve slowly.
+    800 at least; a position that overhangs costs each element of a patch 32 and a ninth of the others; spreading the
+    lags costs 100 for each of the i² entries, each layer of overhanging positions 5e6, a call 1e7. Groups of fewer than
+    8 channels convolve slowly.
     """
     batch, channels, *sizes = shape
     per_group, kernel = channels // groups, window.kernel_size
