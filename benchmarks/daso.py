@@ -144,6 +144,8 @@ def contenders(mesh: DeviceMesh) -> dict[str, Contender]:
         "hierarchical(4)": averaged(mesh, HierarchicalSGD, periods=[(4, dist.get_world_size())]),
         "DASO(4, 1)": daso(batches_between=4, batches_to_wait=1, lead=1),
         "DASO(8, 4)": daso(batches_between=8, batches_to_wait=4, lead=4),
+        "DASO(4, 1), bf16": daso(batches_between=4, batches_to_wait=1, lead=1, cycling_wire=torch.bfloat16),
+        "DASO(8, 4), bf16": daso(batches_between=8, batches_to_wait=4, lead=4, cycling_wire=torch.bfloat16),
         "DASO(4, 1) + K-FAC": daso(batches_between=4, batches_to_wait=1, lead=1, kfac=True),
         "DiLoCo(8)": averaged(mesh, DiLoCo, batches_between=8),
         "streaming DiLoCo(8, 3)": streaming(),
@@ -154,7 +156,7 @@ def contenders(mesh: DeviceMesh) -> dict[str, Contender]:
 # How many times as fast as DDP the project wants a step to be, at this rate with one rank a node.
 WANTED_RATE = "200mbit"
 WANTED = {"DDP, fp16 hook": 1.46 / 0.78, "hierarchical(4)": 1.46 / 0.47, "DASO(4, 1)": 1.46 / 0.39}
-WANTED |= {"DASO(8, 4)": 1.46 / 0.25}
+WANTED |= {"DASO(8, 4)": 1.46 / 0.25, "DASO(4, 1), bf16": 1.46 / 0.39, "DASO(8, 4), bf16": 1.46 / 0.25}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ alone, was reached in 1.5 epochs of 16 384: a handful of steps at large batches,
 
 The search is the same for all: at each batch and length at most four learning rates by seed 0, by twos from what was
 best at the batch before, in the direction that is better. What is reported are other seeds. Methods that are run
-replace themselves in the result and leave the others there.
+replace themselves in the result and leave the others there. Where a curve bends is its critical batch size, at which a
+fit of all its points has twice the epochs of its level part.
 
 LARS and LAMB are those of the package pytorch-optimizer (`pip install natgrad[benchmarks]`).
 """
@@ -25,13 +26,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import log
 from statistics import mean
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from scipy.optimize import curve_fit
 
 from benchmarks.common import RESULTS, conditions, save
 from benchmarks.large_batch_training import OWN, POWER, TEST, TRAIN, WARM_UP, Run, train
@@ -40,7 +44,7 @@ TARGET = 0.75
 FIRST, SHORTEST, LONGEST = 1.0, 0.5, 32.0  # epochs of a training: where the smallest batch begins, and the bounds
 TRIALS = 4  # learning rates a search
 FLAT = 1.25  # a curve is flat up to the last batch before its epochs exceed those of the smallest this many times
-WANTED_FLAT, WANTED_SHARE = 4.0, 0.5  # the recipe's flat range over SGD's; its epochs over SGD's at the largest batch
+WANTED_BEND, WANTED_SHARE = 4.0, 0.5  # where the recipe's curve bends over SGD's; its epochs over SGD's at the end
 SEARCH_SEED = 0
 FINE, COARSE = (128, 256, 512, 1024, 2048, 4096, 8192), (128, 1024, 8192)
 BATCHES = {"sgd": FINE, "lars": COARSE, "lamb": COARSE, OWN: FINE}  # each method's
@@ -155,6 +159,21 @@ def flat_to(points: Sequence[Point]) -> int | None:
     return last
 
 
+def bend(points: Sequence[Point]) -> float | None:
+    """Return the critical batch size B_c of a curve, at which its epochs have doubled; None: of fewer than 3 points.
+
+    It is fitted to ``epochs = E (1 + B / B_c)`` by least squares of the logarithms.
+
+    Source: McCandlish et al. 2018, "An empirical model of large-batch training", equation 2.11.
+    """
+    known = [(point.batch, log(point.epochs)) for point in points if point.epochs is not None]
+    if len(known) < 3:
+        return None
+    batches, epochs = np.array(known).T
+    fitted, _ = curve_fit(lambda b, least, bent: least + np.log1p(b / np.exp(bent)), batches, epochs, p0=(0.0, 6.0))
+    return float(np.exp(fitted[1]))
+
+
 def setting(seeds: int) -> dict[str, Any]:
     return {
         "target": TARGET,
@@ -177,15 +196,24 @@ def renew(name: str, seeds: int, method: str, runs: Sequence[Run], points: Seque
     Returns:
         All points by method.
     """
-    path, own = RESULTS / f"{name}.json", json.loads(json.dumps(setting(seeds)))
-    former = json.loads(path.read_text()) if path.exists() else {}
-    if former.get("setting") != own:
-        former = {"points": [], "runs": []}
+    former = result(name, seeds) or {"points": [], "runs": []}
     parts = {"points": points, "runs": runs}
     kept = {part: [each for each in former[part] if each["method"] != method] for part in parts}
     merged = {part: kept[part] + [asdict(each) for each in new] for part, new in parts.items()}
-    save(name, {**conditions("cpu"), "setting": own, **merged})
-    everything = [Point(**each) for each in merged["points"]]
+    save(name, {**conditions("cpu"), "setting": setting(seeds), **merged})
+    return by_method(merged["points"])
+
+
+def result(name: str, seeds: int) -> dict[str, Any] | None:
+    """Return the result that is there; None: there is none of this setting."""
+    path = RESULTS / f"{name}.json"
+    former = json.loads(path.read_text()) if path.exists() else {}
+    return former if former.get("setting") == json.loads(json.dumps(setting(seeds))) else None
+
+
+def by_method(points: Sequence[dict[str, Any]]) -> dict[str, list[Point]]:
+    """Return the points of a result by method."""
+    everything = [Point(**each) for each in points]
     return {each.method: [point for point in everything if point.method == each.method] for each in everything}
 
 
@@ -193,12 +221,11 @@ def wish(curves: dict[str, list[Point]]) -> list[str]:
     """Say what was wanted and what there is, of the recipe's curve beside SGD's."""
     if not {"sgd", OWN} <= set(curves):
         return []
-    flat = {name: flat_to(curves[name]) for name in ("sgd", OWN)}
+    bends, bends_own = bend(curves["sgd"]), bend(curves[OWN])
     lines = []
-    if flat["sgd"] and flat[OWN]:
-        ratio = flat[OWN] / flat["sgd"]
-        ends = f"flat (within {FLAT:g} x) to {flat[OWN]} where SGD is to {flat['sgd']}"
-        lines.append(f"{OWN}: {ends}: {ratio:g} x; wanted >= {WANTED_FLAT:g}")
+    if bends is not None and bends_own is not None:
+        where = f"bends at {bends_own:.0f} where SGD does at {bends:.0f}"
+        lines.append(f"{OWN}: {where}: {bends_own / bends:.1f} x; wanted >= {WANTED_BEND:g}")
     largest = min(curves["sgd"][-1].batch, curves[OWN][-1].batch)
     own, sgd = (next(each.epochs for each in curves[name] if each.batch == largest) for name in (OWN, "sgd"))
     if own is not None:
@@ -209,7 +236,7 @@ def wish(curves: dict[str, list[Point]]) -> list[str]:
 
 def main(
     seeds: Annotated[int, typer.Option(help="Runs whose mean accuracy counts.")] = 3,
-    methods: Annotated[str, typer.Option(help="Methods.")] = ",".join(BATCHES),
+    methods: Annotated[str, typer.Option(help="Methods; empty: show what is known.")] = ",".join(BATCHES),
     batches: Annotated[str, typer.Option(help="Batch sizes; default: each method's own.")] = "",
     name: Annotated[str, typer.Option(help="Of the result.")] = "large_batch",
 ) -> None:
@@ -217,8 +244,8 @@ def main(
     torch.set_num_threads(1)
     console = Console(highlight=False)
     sizes = [int(each) for each in batches.split(",") if each]
-    curves: dict[str, list[Point]] = {}
-    for method in methods.split(","):
+    curves = by_method(known["points"]) if (known := result(name, seeds)) else {}
+    for method in filter(None, methods.split(",")):
         runs, points = list[Run](), list[Point]()
 
         def tell(run: Run, runs: list[Run] = runs) -> None:
@@ -230,10 +257,12 @@ def main(
             points.append(point)
             curves = renew(name, seeds, method, runs, points)
     columns = sorted({point.batch for points in curves.values() for point in points})
-    table = Table("epochs", *map(str, columns), "flat to", title=f"epochs to end at an accuracy of {TARGET:g}")
+    table = Table("epochs", *map(str, columns), "flat to", "bends at", title=f"epochs to end at {TARGET:.0%} accuracy")
     for method, points in curves.items():
         needs = {point.batch: "never" if point.epochs is None else f"{point.epochs:.2g}" for point in points}
-        table.add_row(method, *(needs.get(batch, "") for batch in columns), str(flat_to(points) or ""))
+        bent = bend(points)
+        ends = str(flat_to(points) or ""), "" if bent is None else f"{bent:.0f}"
+        table.add_row(method, *(needs.get(batch, "") for batch in columns), *ends)
     console.print(table, *wish(curves), sep="\n")
 
 

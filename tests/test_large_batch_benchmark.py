@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import common, large_batch, large_batch_training
-from benchmarks.large_batch import Point, climb, crossing, curve, flat_to, needed, renew, wish
+from benchmarks.large_batch import Point, bend, climb, crossing, curve, flat_to, needed, renew, wish
 from benchmarks.large_batch_training import Run
 
 
@@ -104,13 +104,26 @@ def test_a_curve_is_flat_up_to_the_batch_before_the_first_that_exceeds_the_small
     assert flat_to(points("sgd", [None, 4])) is None
 
 
+def bent(method, least, critical, batches=4):
+    return points(method, [least * (1 + 128 * 2**power / critical) for power in range(batches)])
+
+
+def test_a_curve_bends_where_its_epochs_have_doubled():
+    assert bend(bent("sgd", 3.0, 500.0)) == pytest.approx(500, rel=1e-4)
+    noisy = [point.epochs * factor for point, factor in zip(bent("sgd", 3.0, 500.0), [1.1, 0.9, 1.1, 0.9], strict=True)]
+    assert 300 < bend(points("sgd", [*noisy, None])) < 900
+    assert bend(points("sgd", [4, 5, None])) is None
+
+
 def test_the_wish_is_told_with_what_there_is():
-    lines = wish({"sgd": points("sgd", [4, 6, 9, None]), "natgrad": points("natgrad", [2, 2, 2.4, 8])})
-    assert "flat (within 1.25 x) to 512 where SGD is to 128: 4 x; wanted >= 4" in lines[0]
-    assert "< 0.25 of SGD's epochs at 1024; wanted <= 0.5" in lines[1]
+    lines = wish(
+        {"sgd": [*bent("sgd", 4.0, 200.0, 3), *points("sgd", [None] * 4)[3:]], "natgrad": bent("natgrad", 2.0, 900.0)}
+    )
+    assert "bends at 900 where SGD does at 200: 4.5 x; wanted >= 4" in lines[0]
+    assert "< 0.13 of SGD's epochs at 1024; wanted <= 0.5" in lines[1]
     lines = wish({"sgd": points("sgd", [4, 5]), "natgrad": points("natgrad", [2, 4])})
-    assert "to 128 where SGD is to 256: 0.5 x" in lines[0]
-    assert "0.80 of SGD's epochs at 256" in lines[1]
+    assert len(lines) == 1
+    assert "0.80 of SGD's epochs at 256" in lines[0]
     assert wish({"sgd": points("sgd", [4])}) == []
 
 

@@ -28,7 +28,7 @@ from natgrad.layers import Layer
 from natgrad.placement import Placement, Runtime
 from natgrad.stacks.blocks import Stack
 from natgrad.stacks.kept import along
-from natgrad.stacks.sharding import reshard
+from natgrad.stacks.sharding import find_mesh, reshard
 from natgrad.stacks.shards import rows_of
 from natgrad.sums import Sums
 from natgrad.trouble.guard import Watch
@@ -195,7 +195,8 @@ class Replay:
             runtime: The ranks.
 
         Raises:
-            Exception: what the closure raises; on the other ranks a `NatgradError`.
+            Exception: what the closure raises; on the other ranks a `NatgradError`. Of a sharded model these wait in
+                its own messages until this rank ends.
             ValueError: if it returns no loss.
             NatgradError: if it ran a backward pass, or its loss is of another batch.
         """
@@ -203,6 +204,8 @@ class Replay:
         try:
             self._repeat(model, sums, capture)
         except Exception as raised:
+            if find_mesh(model) is not None:
+                raise  # the others wait in the model's own passes, where this rank will not meet them
             error = raised
         finally:
             reshard(model.modules())  # FSDP2 may leave whole parameters, in which the shards' next step would not show

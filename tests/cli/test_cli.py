@@ -76,6 +76,7 @@ def test_a_run_leaves_what_resuming_needs(tmp_path):
         (("train", "tabular", *DASO, "--averaging-option", "average_factors=True"), "--averaging-option average_fac"),
         (("train", "tabular", *DASO, "--averaging-option", "patience=0"), "--averaging-option patience=0"),
         (("train", "tabular", *DASO, "--averaging-option", "wire=float8"), "--wire='float8'"),
+        (("train", "tabular", *DASO, "--averaging-option", "cycling_wire=float8"), "option cycling_wire='float8'"),
         (("train", "tabular", *DASO, "--averaging-option", "merge=mean"), "--merge='mean'"),
         (("train", "tabular", *DASO, "--warmup-epochs", "99"), "--warmup-epochs + --cooldown-epochs="),
         (("train", "tabular", *HIERARCHICAL, "periods=[(1, 3)]"), "--averaging-option periods=[[1, 3]]"),

@@ -44,6 +44,12 @@ RUNS = {
     "momenta": Run(options={"batches_between": 3, "batches_to_wait": 2, "momentum": "average"}),
     "blocking": Run(options={"warmup_epochs": 2, "momentum": "average"}, dtype=torch.float32),
     "shards": Run(options={"batches_between": 3, "batches_to_wait": 2, "momentum": "average"}, wrapper="fsdp"),
+    "narrow": Run(
+        options={"batches_between": 3, "batches_to_wait": 2, "merge": "delta", "cycling_wire": torch.bfloat16}
+    ),
+    "narrow shares": Run(
+        options={"batches_between": 3, "batches_to_wait": 2, "duty": "sharded", "cycling_wire": torch.bfloat16}
+    ),
     "curvature": Run(
         options={"batches_between": 3, "batches_to_wait": 2},
         curvature={"refresh": natgrad.Refresh(factors=1, inverses=2), "placement": "mem-opt"},
@@ -102,6 +108,7 @@ def test_ranks_that_come_late_many_times(ranks):
 def check_chaos(ranks, seed, epochs):
     between, wait = [(1, 1), (2, 1), (3, 3), (4, 2), (2, 0)][seed % 5]
     options = {"batches_between": between, "batches_to_wait": wait, "warmup_epochs": seed % 2, "merge": "delta"}
+    options |= {"cycling_wire": [None, None, torch.bfloat16][seed % 3]}
     calm = Run(sizes=[(2, 2), (2, 1)][seed // 5 % 2], epochs=epochs, options=options, wrapper="none")
     late = replace(calm, delays=0.02, seed=10 * seed)
     world = sum(calm.sizes)
@@ -127,7 +134,11 @@ def poisoned(run, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("options", [{"batches_between": 2}, {"warmup_epochs": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [{"batches_between": 2}, {"batches_between": 2, "cycling_wire": torch.bfloat16}, {"warmup_epochs": 1}],
+    ids=["wide", "narrow", "blocking"],
+)
 @pytest.mark.parametrize("wrapper", ["none", "fsdp"])
 def test_a_nan_on_one_rank_ends_all(ranks, rank, options, wrapper):
     run = Run(options=options, wrapper=wrapper)

@@ -1,9 +1,11 @@
 """What compares or bounds the optimizer's steps, on sharded models: each rank has some rows of them, no one has all."""
 
+import os
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -14,6 +16,9 @@ from tests.distributed.sharded_jobs import Case, Training, Zoo, error
 
 RULE = ByKind(LevenbergMarquardt(0.1, interval=2, decay=0.6), layers={"head": 2.0, "norm": 3.0})
 TRIED = Case(options={"damping": RULE}, closure=True, kl_clip=None, optimizer_options={"weight_decay": 0.1})
+KBFGS = Case(
+    kind="KBFGS", closure=True, kl_clip=0.1, lr=0.05, options={"refresh": natgrad.Refresh(factors=1, inverses=1)}
+)
 HELD = Case(kl_clip=natgrad.TrustRegion(1e-4), optimizer_options={"momentum": 0.9, "weight_decay": 0.01})
 WAYS = [
     (1, None, "comm-opt"),
@@ -119,3 +124,37 @@ def verified():
 
 def test_verify_knows_it(ranks):
     assert max(ranks.run(2, verified)) < 1e-9
+
+
+def fail_on_one(case, early):
+    """One rank's closure raises, and what it raises ends its process."""
+    training = Training(case)
+    training.step(0)
+    compute, calls = training._loss, []
+
+    def closure(x, y):
+        calls.append(None)
+        fails = dist.get_rank() == 1 and len(calls) > 1  # the first call is the step's own pass
+        if fails and early:
+            raise KeyError("here")
+        loss = compute(x, y)
+        if fails:
+            raise KeyError("here")
+        return loss
+
+    training._loss = closure
+    try:
+        training.step(1)
+        training.step(2)
+    except KeyError:
+        os._exit(1)
+    except (RuntimeError, natgrad.NatgradError) as error:
+        return repr(error)
+    return ""
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("case", [TRIED, KBFGS], ids=["tried", "K-BFGS"])
+def test_a_closure_that_raises_on_one_rank_ends_it_at_once(ranks, case, early):
+    """The others wait for it in FSDP2's own messages: only its end reaches them there."""
+    assert ranks.outlive(2, 1, fail_on_one, case, early, limit=100)[0]

@@ -210,10 +210,10 @@ class Averager(ABC):
             [buffer for buffer in found if not buffer.is_floating_point()],
         )
 
-    def exchange(self, kind: str, *, everyone: bool | None = None) -> Exchange:
+    def exchange(self, kind: str, *, everyone: bool | None = None, told: bool = False) -> Exchange:
         """Return a new exchange of replicated tensors, or of what each rank holds alone; default: as the model is."""
         everyone = self._sharded if everyone is None else everyone
-        return EXCHANGES[self._duty](self.grid, kind, everyone=everyone, budget=self._budget)
+        return EXCHANGES[self._duty](self.grid, kind, everyone=everyone, told=told, budget=self._budget)
 
     def _settle(self) -> None:
         """Have nothing under way before all ranks are made equal."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.averaging.exchange import Exchange, Flight
 from natgrad.averaging.merge import Merge, merge_delta_, merge_paper_
+from natgrad.averaging.vector import Packing
 from natgrad.errors import AveragingError, require
 
 
@@ -34,11 +35,12 @@ class Cargo:
         """
         self.name, self.tensors = name, tensors
         self._exchange, self._merge = exchange, merge
+        self._wire: torch.dtype | None = None
         self._flight: Flight | None = None
 
     def send(self, turn: int) -> None:
         """Begin to average a copy."""
-        self._flight = self._exchange.send(turn, self.tensors(), keep=self._merge == "delta")
+        self._flight = self._exchange.send(turn, self._outgoing(), keep=self._merge == "delta", wire=self._wire)
 
     def settle(self, waited: int | None) -> None:
         """Wait for what is under way, and join it with the tensors of now; collective in the node.
@@ -56,11 +58,13 @@ class Cargo:
         if waited is None:
             return
         tensors = self.tensors()
-        if not flight.packing.fits(tensors):
+        packing = self._packing(flight)
+        if not packing.fits(tensors):
             raise AveragingError(f"{self.name} have changed while they were under way: drain() before such a change")
         if flight.summed:
-            own, summed = flight.packing.pieces(tensors), flight.packing.views(flight.summed)
-            sent = flight.packing.views(flight.sent) if flight.sent else summed
+            self._arrived(flight)
+            own, summed = packing.pieces(tensors), packing.views(flight.summed)
+            sent = packing.views(flight.sent) if flight.sent else summed
             for pieces in zip(own, sent, summed, strict=True):
                 self._join(*pieces, waited, flight.weights)
         self._exchange.spread(flight.turn, tensors)
@@ -89,7 +93,8 @@ class Cargo:
         self._flight = None
         if state is None:
             return
-        flight = self._exchange.flight(state["turn"], self.tensors(), keep=self._merge == "delta")
+        require("anchor" not in state, f"state ({self.name})", sorted(state), "of a training without cycling_wire")
+        flight = self._exchange.flight(state["turn"], self._outgoing(), keep=self._merge == "delta")
         for name in ("sent", "summed"):
             ours, theirs = getattr(flight, name), state[name]
             sizes = [vector.numel() for vector in theirs]
@@ -98,6 +103,17 @@ class Cargo:
             for vector, loaded in zip(ours, theirs, strict=True):
                 vector.copy_(loaded)
         self._flight = flight
+
+    def _outgoing(self) -> Sequence[Tensor]:
+        """Return what is sent of the tensors."""
+        return self.tensors()
+
+    def _packing(self, flight: Flight) -> Packing:
+        """Return where in the messages which of the tensors lies."""
+        return flight.packing
+
+    def _arrived(self, flight: Flight) -> None:
+        """See the sums that have arrived, in front of `_join`."""
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
         """Take back what `tensors` returned, averaged by now; where those are the tensors themselves they are there."""
@@ -109,68 +125,3 @@ class Cargo:
             merge_delta_(own, sent, summed, senders)
         else:
             merge_paper_(own, summed, waited, senders)
-
-
-class Anchored:
-    """Averages tensors over nodes at once, as narrow differences from what all ranks had in common last.
-
-    Parameters that are cast to 16 bits themselves cannot follow steps below their own rounding: at a small learning
-    rate training stops. Their differences are rounded relative to themselves, and the anchor stays in full precision.
-    """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        differences: Exchange,
-        tensors: Callable[[], Sequence[Tensor]],
-        wire: torch.dtype | None,
-    ) -> None:
-        """Take no memory yet.
-
-        Args:
-            exchange: Exchanges the tensors, where there is no anchor.
-            differences: Exchanges the differences.
-            tensors: Returns the tensors.
-            wire: The dtype of the differences on the wire; None: the tensors themselves travel as they are.
-        """
-        self._exchange, self._differences = exchange, differences
-        self._tensors, self._wire = tensors, wire
-        self._anchor: list[Tensor] = []
-        self._moved: list[Tensor] = []
-
-    def drop(self) -> None:
-        """Give up the memory of the anchor, where ranks go their own ways."""
-        self._anchor, self._moved = [], []
-        self._differences.release()
-
-    def anchor(self) -> None:
-        """Take the tensors of now, which are equal on all ranks, for the anchor."""
-        if self._wire is None:
-            return
-        tensors = self._tensors()
-        packing = self._exchange.packing(tensors)
-        self._anchor = packing.empty()
-        packing.pack(tensors, self._anchor)
-
-    @property
-    def anchored(self) -> bool:
-        """Whether there is an anchor."""
-        return bool(self._anchor)
-
-    def mean_(self, turn: int) -> None:
-        """Average: all ranks are equal afterwards, and what they have is the next anchor."""
-        tensors = self._tensors()
-        packing = self._exchange.packing(tensors)
-        if not packing.messages:
-            return  # this rank holds no row of any shard, nor does its like on another node
-        if [vector.numel() for vector in self._anchor] != [message.numel for message in packing.messages]:
-            self._exchange.mean_(turn, tensors)
-            self._moved = []
-            self.anchor()
-            return
-        moved = self._moved = self._moved or packing.empty()
-        packing.pack(tensors, moved)
-        torch._foreach_sub_(moved, self._anchor)
-        self._differences.mean_(turn, moved, self._wire)
-        torch._foreach_add_(self._anchor, moved)
-        packing.unpack(self._anchor, tensors)

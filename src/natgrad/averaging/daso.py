@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from natgrad.averaging.anchor import Anchored
 from natgrad.averaging.base import Averager, check_parts
-from natgrad.averaging.cargo import Anchored, Cargo
+from natgrad.averaging.cargo import Cargo
 from natgrad.averaging.duty import Duty, check_duty
 from natgrad.averaging.factors import Factors, check_owners, described, replicated
 from natgrad.averaging.finite import Finite, Witnessed
+from natgrad.averaging.freight import Freight
 from natgrad.averaging.losses import MeanLoss
 from natgrad.averaging.merge import Merge
 from natgrad.averaging.momentum import Momenta, Momentum, reset
+from natgrad.averaging.narrow import Narrow
 from natgrad.averaging.nodes import Nodes
 from natgrad.averaging.options import check_options, chosen_preconditioner, phases_of
 from natgrad.averaging.order import Order
@@ -65,6 +68,7 @@ class DASO(Averager):
         cooldown_epochs: float | None = None,
         merge: Merge = "paper",
         wire: torch.dtype | None = torch.bfloat16,
+        cycling_wire: torch.dtype | None = None,
         momentum: Momentum = "keep",
         duty: Duty = "rotating",
         patience: int = 2,
@@ -93,6 +97,8 @@ class DASO(Averager):
             merge: "paper": x = (2 S x + Σ x_sent) / (2 S + P); "delta": x += Σ x_sent / P - x_sent.
             wire: What travels in warm-up and cool-down: differences from the last synchronisation in this dtype; None:
                 parameters as they are.
+            cycling_wire: What travels of parameters in between: differences from the mean of the last exchange in this
+                dtype, for which each rank holds that mean; None: parameters as they are, as the paper has it.
             momentum: What becomes of the optimizer's momenta and second moments: "keep": each node has its own;
                 "average": they are averaged wherever parameters are; "reset": after each merge and each epoch the
                 optimizer begins anew.
@@ -111,13 +117,15 @@ class DASO(Averager):
             ValueError: if an argument is not allowed; then nothing was changed.
             AveragingError: on all ranks, if their models or options differ; likewise.
         """
-        check_options(
-            batches_between=batches_between,
-            batches_to_wait=batches_to_wait,
-            merge=merge,
-            wire=wire,
-            momentum=momentum,
-        )
+        compared: dict[str, Any] = {
+            "batches_between": batches_between,
+            "batches_to_wait": batches_to_wait,
+            "merge": merge,
+            "wire": wire,
+            "cycling_wire": cycling_wire,
+            "momentum": momentum,
+        }
+        check_options(**compared)
         check_duty(duty)
         self._duty = duty
         self._epochs = Epochs(phases_of(epochs, steps_per_epoch, warmup_epochs, cooldown_epochs), steps_per_epoch)
@@ -130,16 +138,12 @@ class DASO(Averager):
             nodes=nodes,
             scaler=scaler,
             message_bytes=message_bytes,
-            options={
+            options=compared
+            | {
                 "epochs": epochs,
                 "steps_per_epoch": steps_per_epoch,
-                "batches_between": batches_between,
-                "batches_to_wait": batches_to_wait,
                 "warmup_epochs": warmup_epochs,
                 "cooldown_epochs": cooldown_epochs,
-                "merge": merge,
-                "wire": wire,
-                "momentum": momentum,
                 "duty": duty,
                 "patience": patience,
                 "threshold": threshold,
@@ -152,19 +156,21 @@ class DASO(Averager):
         self._equal = True
         """Whether all ranks have the same parameters, so that an anchor may be taken."""
         self._momenta = Momenta(optimizer, self.named_parameters)
-        self._witnessed = Witnessed("parameters", self.exchange("parameters"), self.parameters, merge)
-        self._cargo: list[Cargo] = [self._witnessed]
+        exchange, narrow = self.exchange("parameters", told=cycling_wire is not None), cycling_wire
+        self._narrow = None if narrow is None else Narrow(exchange, self.parameters, merge, narrow, self._budget)
+        self._witnessed = self._narrow or Witnessed("parameters", exchange, self.parameters, merge)
         self._scale: LossScale | None = None
         if scaler is not None and scaler.is_enabled():
             device = next(self._root.parameters()).device
             self._scale = LossScale(self.exchange("scale", everyone=False), scaler, self.grid, device)
-            self._cargo.append(self._scale)
-        if momentum == "average":
-            self._cargo.append(Cargo("momenta", self.exchange("momenta"), self._momenta.tensors))
-        self._anchored = Anchored(self._parameters, self.exchange("parameters"), self._averaged_tensors, wire)
-        self._factors: list[Cargo] = []
-        if preconditioner is not None:
-            self._factors.append(self._take(preconditioner))
+        averaged = momentum == "average"
+        momenta = Cargo("momenta", self.exchange("momenta"), self._momenta.tensors) if averaged else None
+        self._anchored = Anchored(
+            self._parameters, self.exchange("parameters"), self._averaged_tensors, wire, self._budget
+        )
+        self._factors = None if preconditioner is None else self._take(preconditioner)
+        others = (self._scale, momenta, self._factors)
+        self._freight = Freight(self._witnessed, *(cargo for cargo in others if cargo is not None))
         self._order = Order(preconditioner)
 
     # --- The life of a step -------------------------------------------------------------------------------------
@@ -187,8 +193,9 @@ class DASO(Averager):
         if self._gradients is not None and self.grid.inside.ranks > 1 and not self._averaged:
             self._order.check()
         blocking = self.grid.nodes > 1 and self.phase != "cycling"
-        if blocking and self._equal and not self._anchored.anchored:
-            self._anchored.anchor()
+        differing = self._anchored if blocking else self._narrow
+        if differing is not None and self._equal and self.grid.nodes > 1:
+            differing.anchor()
         self.step_optimizer()
         self._order.note()
         self._losses.add(loss)
@@ -223,11 +230,12 @@ class DASO(Averager):
         super().synchronize()
         if self._momentum == "average":
             self._momenta.agree(self.grid)
-        for cargo in (*self._cargo[1:], *self._factors):
-            cargo.mean_(0)
+        self._freight.mean_others_(0)
         if self._momentum == "reset":
             reset(self.optimizer, self.parameters())
         self._anchored.drop()
+        if self._narrow is not None:
+            self._narrow.drop()
         self._cycle.restart()
         self._equal = True
         self._finite.look(self.parameters())
@@ -279,7 +287,7 @@ class DASO(Averager):
             "cycle": self._cycle.state_dict(),
             "losses": self._losses.state_dict(),
             "momenta": list(self._momenta.known),
-            "flights": {cargo.name: cargo.state_dict() for cargo in (*self._cargo, *self._factors)},
+            "flights": self._freight.state_dict(),
             "place": (self.grid.sizes, self.grid.node, self.grid.local),
         }
 
@@ -298,8 +306,7 @@ class DASO(Averager):
         allowed = f"that of this rank ({own}), or one taken after an epoch's end or synchronize()"
         require(state["equal"] or place == own, "state['place']", place, allowed)
         self._momenta.known = [(name, key) for name, key in state["momenta"]]
-        for cargo in (*self._cargo, *self._factors):
-            cargo.load_state_dict(state["flights"].get(cargo.name))
+        self._freight.load_state_dict(state["flights"])
         self._epochs.load_state_dict(state["epochs"])
         self._turn, self._merges, self._equal = state["turn"], state["merges"], state["equal"]
         self._cycle.load_state_dict(state["cycle"])
@@ -334,8 +341,8 @@ class DASO(Averager):
         self._anchored.mean_(self._turn)
         if self._scale is not None:
             self._scale.settle(0)
-        if self._factors and self._epochs.batches % self._cycle.between == 0:
-            self._factors[0].mean_(self._turn)
+        if self._factors is not None and self._epochs.batches % self._cycle.between == 0:
+            self._factors.mean_(self._turn)
         self._turn += 1
         self._equal = True
         self._finite.look(self.parameters())
@@ -351,19 +358,14 @@ class DASO(Averager):
         if not sends:
             return
         self._look_for_momenta()
-        for cargo in (*self._cargo, *self._factors):
-            if self._cycle.wait:
-                cargo.send(self._turn)
-            else:
-                cargo.mean_(self._turn)
+        self._freight.exchange(self._turn, at_once=not self._cycle.wait)
         self._turn += 1
         if not self._cycle.wait:
             self._equal = True
             self._after_merge(self.parameters())
 
     def _merge(self, waited: int) -> None:
-        for cargo in (*self._cargo, *self._factors):
-            cargo.settle(waited)
+        self._freight.settle(waited)
         self._after_merge([] if self._witnessed.witness is None else [self._witnessed.witness])
 
     def _after_merge(self, arrived: Sequence[Tensor]) -> None:
@@ -373,8 +375,7 @@ class DASO(Averager):
         self._finite.look(arrived)
 
     def _settle(self) -> None:
-        for cargo in (*self._cargo, *self._factors):
-            cargo.settle(None)
+        self._freight.settle(None)
 
     def _look_for_momenta(self) -> None:
         """Agree on the momenta as long as there are none: in the first epoch, later at the end of each; it waits."""

@@ -30,8 +30,10 @@ class ShardedExchange(Exchange):
     i-th share is that of local index i. Indices that not every node has send no share.
     """
 
-    def __init__(self, grid: Grid, kind: str, *, everyone: bool = False, budget: int = MESSAGE_BYTES) -> None:
-        """Take the same arguments; tensors that each rank holds alone (`everyone`) are shares already."""
+    def __init__(
+        self, grid: Grid, kind: str, *, everyone: bool = False, told: bool = True, budget: int = MESSAGE_BYTES
+    ) -> None:
+        """Take the same; all ranks are `told` always, and what each holds alone (`everyone`) are shares already."""
         super().__init__(grid, kind, everyone=everyone, budget=budget)
         self._replicated = not everyone
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ class Flight:
     Attributes:
         turn: Whose duty it is.
         packing: Where in the messages which tensor lies.
-        sent: What this node has sent, by message; empty unless this rank is on duty and was told to keep it.
-        summed: What the nodes have sent, summed by weight, once `wait` has returned; empty unless on duty.
+        sent: What this node has sent, by message; empty unless it was to be kept, and where the sums are not known.
+        summed: What the nodes have sent, summed by weight, once `wait` has returned; empty where it is not known.
         weights: The weights of all nodes together: P.
     """
 
@@ -45,16 +46,21 @@ class Exchange:
     Of replicated tensors one local index a node is on duty. Where each rank holds its own shards, each is always.
     """
 
-    def __init__(self, grid: Grid, kind: str, *, everyone: bool = False, budget: int = MESSAGE_BYTES) -> None:
+    def __init__(
+        self, grid: Grid, kind: str, *, everyone: bool = False, told: bool = False, budget: int = MESSAGE_BYTES
+    ) -> None:
         """Take no memory yet.
 
         Args:
             grid: The nodes.
             kind: What `Grid.traffic` calls the tensors.
             everyone: Whether each rank is always on duty, for what it holds alone.
+            told: Whether those that are not on duty are told the sums, too, in `Flight.wait`, which is then collective
+                in the node; `spread` has nothing left to do.
             budget: The bytes of a message at most.
         """
         self._grid, self._kind, self._everyone, self._budget = grid, kind, everyone, budget
+        self._told = told and not everyone and grid.inside.ranks > 1
         self._packing = Packing([])
         self._sent: list[Tensor] = []
         self._summed: list[Tensor] = []
@@ -88,40 +94,49 @@ class Exchange:
                 more, together with all ranks on duty.
         """
         flight = self.flight(turn, tensors, keep=keep)
-        runtime, packing = self._grid.between, flight.packing
+        runtime, packing, on_duty = self._grid.between, flight.packing, self.on_duty(turn)
         for index, (vector, pieces) in enumerate(zip(flight.summed, packing.pieces(tensors), strict=False)):
             torch._foreach_copy_(packing.views(flight.summed)[index], pieces)
             if keep:
                 flight.sent[index].copy_(vector)
+            if not on_duty:
+                continue
             if self._weight != 1:
                 vector.mul_(self._weight)
             # The first message is on its way while the next one is packed.
             flight.posted.append(runtime.post_sum(vector, {self._kind: vector.numel()}, wire, runtime.group))
+        if self._told:
+            flight.posted.append(Posted(self._grid.inside, finish=partial(self._tell, turn, flight.summed)))
         return flight
 
     def flight(self, turn: int, tensors: Sequence[Tensor], *, keep: bool = False) -> Flight:
         """Return the memory of what `send` begins, with nothing under way."""
-        packing, on_duty = self.packing(tensors), self.on_duty(turn)
-        if on_duty:
+        packing, holds = self.packing(tensors), self._told or self.on_duty(turn)
+        if holds:
             self._summed = self._summed or packing.empty()
             self._sent = (self._sent or packing.empty()) if keep else []
         return Flight(
-            turn, packing, self._sent if on_duty and keep else [], self._summed if on_duty else [], self._grid.nodes
+            turn, packing, self._sent if holds and keep else [], self._summed if holds else [], self._grid.nodes
         )
 
     def spread(self, turn: int, tensors: Sequence[Tensor]) -> None:
         """Give the ranks of the node what the one on duty has; collective in the node."""
         runtime = self._grid.inside
-        if self._everyone or runtime.ranks == 1:
+        if self._everyone or self._told or runtime.ranks == 1:
             return
         packing = self.packing(tensors)
         self._summed = self._summed or packing.empty()
-        duty = self._grid.duty(turn)
-        if duty == runtime.rank:
+        on_duty = self.on_duty(turn)
+        if on_duty:
             packing.pack(tensors, self._summed)
-        runtime.broadcast_((duty, vector, {self._kind: vector.numel()}) for vector in self._summed)
-        if duty != runtime.rank:
+        self._tell(turn, self._summed)
+        if not on_duty:
             packing.unpack(self._summed, tensors)
+
+    def _tell(self, turn: int, vectors: Sequence[Tensor]) -> None:
+        """Give the ranks of the node the messages of the one on duty."""
+        duty = self._grid.duty(turn)
+        self._grid.inside.broadcast_((duty, vector, {self._kind: vector.numel()}) for vector in vectors)
 
     def mean_(self, turn: int, tensors: Sequence[Tensor], wire: torch.dtype | None = None) -> None:
         """Average `tensors` over the nodes, in place, and wait: afterwards all ranks hold the same bits."""

@@ -15,7 +15,13 @@ from natgrad.preconditioner import Preconditioner
 
 
 def check_options(
-    *, batches_between: object, batches_to_wait: object, merge: object, wire: object, momentum: object
+    *,
+    batches_between: object,
+    batches_to_wait: object,
+    merge: object,
+    wire: object,
+    cycling_wire: object,
+    momentum: object,
 ) -> None:
     """Check the arguments of `natgrad.DASO` of these names.
 
@@ -25,8 +31,9 @@ def check_options(
     for name, value in (("batches_between", batches_between), ("batches_to_wait", batches_to_wait)):
         require(isinstance(value, int) and not isinstance(value, bool), name, value, "a whole number")
     require_one_of("merge", merge, "paper", "delta")
-    fits = wire is None or (isinstance(wire, torch.dtype) and wire.is_floating_point)
-    require(fits, "wire", wire, "a floating dtype such as torch.bfloat16, or None")
+    for name, dtype in (("wire", wire), ("cycling_wire", cycling_wire)):
+        fits = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+        require(fits, name, dtype, "a floating dtype such as torch.bfloat16, or None")
     require_one_of("momentum", momentum, "keep", "average", "reset")
 
 

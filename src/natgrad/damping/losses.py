@@ -13,14 +13,15 @@ from natgrad.aside import aside
 from natgrad.capture import Capture
 from natgrad.capture.again import Chance, Pass, Repetition, as_found
 from natgrad.errors import NatgradError, describe, require
-from natgrad.stacks.sharding import reshard
+from natgrad.stacks.sharding import find_mesh, reshard
 
 
 class Losses:
     """What a closure returns of this rank's batch, each time with the random numbers of the step's own passes.
 
     All ranks weigh alike where their gradients are averaged as they are, by their samples where natgrad weighs them so,
-    and are summed where the loss is a sum. What the closure raises is kept until all ranks have met.
+    and are summed where the loss is a sum. What the closure raises is kept until all ranks have met, unless the model
+    is sharded.
     """
 
     def __init__(
@@ -39,7 +40,11 @@ class Losses:
         self._error: Exception | None = None
 
     def compute(self, model: nn.Module, capture: Capture) -> None:
-        """Compute the loss with the parameters as they are now; all else stays as it is found."""
+        """Compute the loss with the parameters as they are now; all else stays as it is found.
+
+        Raises:
+            Exception: what the closure raises, where the model is sharded.
+        """
         if self._closure is None or self._error is not None:
             self._values.append(0.0)
             return
@@ -51,6 +56,8 @@ class Losses:
             require(isinstance(number, float), "closure()", describe(loss), "a scalar loss, or (loss, outputs)")
             self._values.append(number)
         except Exception as error:
+            if find_mesh(model) is not None:
+                raise  # the others wait in the model's own passes, where this rank will not meet them
             self._error = error
             self._values.append(0.0)
         finally:

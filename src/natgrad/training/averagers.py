@@ -30,6 +30,7 @@ _CLASSES: dict[str, Callable[..., Averager]] = {
 _APART = ("model", "optimizer", "mesh", "nodes", "epochs", "steps_per_epoch", "preconditioner", "scaler")
 # Whether the averager is told of the curvature, whose factors nodes then average too.
 _FACTORS = "average_factors"
+_WIRED = ("wire", "cycling_wire")  # options that are dtypes
 _WIRES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -56,8 +57,9 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     for option in options:
         what = f"one of {name}'s: {', '.join(allowed)}" if allowed else f"left out: {name} has none"
         require(option in allowed, "averaging option", option, what)
-    wire = options.get("wire", "none")
-    require(wire in _WIRES, "averaging option wire", wire, f"one of {', '.join(_WIRES)}")
+    for option in _WIRED:
+        wire = options.get(option, "none")
+        require(wire in _WIRES, f"averaging option {option}", wire, f"one of {', '.join(_WIRES)}")
 
 
 def wraps(name: str) -> bool:
@@ -93,8 +95,7 @@ def build(
     """
     check(name, options)
     given = dict(options)
-    if "wire" in given:
-        given["wire"] = _WIRES[given["wire"]]
+    given |= {option: _WIRES[given[option]] for option in _WIRED if option in given}
     averages = given.pop(_FACTORS, False)
     require(isinstance(averages, bool), f"averaging option {_FACTORS}", averages, "True or False")
     if averages:

@@ -1,0 +1,137 @@
+"""DASO's cycling phase in 16 bits: differences from the mean that all nodes agreed on last."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import natgrad
+from natgrad.averaging import Nodes
+from tests.distributed.daso_jobs import Run, Training, by_hand, identical, largest, train
+
+CYCLES = [(4, 1), (2, 2), (2, 0)]
+ELSEWHERE = {
+    "rotating": Run(),
+    "unequal": Run(sizes=(1, 3)),
+    "sharded": Run(options={"duty": "sharded"}),
+    "fsdp": Run(wrapper="fsdp"),
+    "ddp": Run(wrapper="ddp"),
+}
+
+
+def cycling(run, between, wait, merge="paper", wire=torch.bfloat16, **options):
+    own = {"batches_between": between, "batches_to_wait": wait, "merge": merge, "cycling_wire": wire}
+    return replace(run, options={**run.options, **own, **options})
+
+
+@pytest.mark.parametrize("merge", ["paper", "delta"])
+@pytest.mark.parametrize(("between", "wait"), CYCLES)
+def test_differences_are_no_other_rule(ranks, between, wait, merge):
+    """In a dtype that is not narrower nothing is rounded, and every step is what it is without."""
+    run = cycling(Run(), between, wait, merge, torch.float64, message_bytes=64)
+    everyone, expected = ranks.run(4, train, run), by_hand(run, between, wait, merge)
+    for step, parameters in enumerate(expected):
+        assert largest(everyone[0][step], parameters) < 1e-13
+        assert identical(everyone[0][step], everyone[1][step])
+        assert identical(everyone[2][step], everyone[3][step])
+
+
+@pytest.mark.parametrize("merge", ["paper", "delta"])
+@pytest.mark.parametrize("name", list(ELSEWHERE))
+def test_wherever_parameters_are(ranks, name, merge):
+    run = ELSEWHERE[name]
+    for wire, least, most in ((torch.float64, 0.0, 1e-13), (torch.float32, 1e-12, 1e-7), (torch.bfloat16, 1e-6, 3e-3)):
+        narrow = cycling(run, 2, 1, merge, wire)
+        everyone, expected = ranks.run(4, train, narrow), by_hand(narrow, 2, 1, merge)
+        errors = [largest(found, parameters) for found, parameters in zip(everyone[0], expected, strict=True)]
+        assert least <= max(errors) <= most
+        assert all(identical(found[-1], everyone[0][-1]) for found in everyone)
+        first = run.sizes[0]
+        for node in (everyone[:first], everyone[first:]):
+            assert all(identical(one, other) for own in node for one, other in zip(own, node[0], strict=True))
+
+
+def far_from_zero(wire, steps):
+    """Steps of 1e-4 of parameters around 1, of which bfloat16 holds 8 bits."""
+    model = nn.Linear(300, 1, bias=False)
+    nn.init.ones_(model.weight)
+    daso = natgrad.DASO(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-4),
+        nodes=Nodes((2, 2)),
+        batches_between=2,
+        batches_to_wait=0,
+        merge="delta",
+        cycling_wire=wire,
+    )
+    for _ in range(steps):
+        model.weight.grad = torch.full_like(model.weight, 0.7 + 0.1 * dist.get_rank())
+        daso.step()
+    traffic = daso.traffic()
+    daso.detach()
+    return model.weight.detach(), traffic["between/parameters"], traffic["inside/parameters"]
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
+def test_small_steps_are_not_lost(ranks, wire):
+    everyone = ranks.run(4, far_from_zero, wire, 40)
+    assert float((everyone[0][0] - (1 - 40 * 1e-4 * 0.85)).abs().max()) < 3e-5
+
+
+def test_what_travels_between_nodes_is_halved(ranks):
+    narrow, wide = (ranks.run(4, far_from_zero, wire, 8) for wire in (torch.bfloat16, None))
+    sums, told = ([sum(sent[kind] for sent in own) for own in (narrow, wide)] for kind in (1, 2))
+    # Four exchanges of 300 parameters and the witness over two ranks, each of which sends all; pieces are padded.
+    assert sums[1] == 4 * 2 * 301 * 4
+    assert sums[1] / 2 <= sums[0] <= sums[1] / 2 + 4 * 2 * 8
+    assert told[0] == told[1]
+
+
+def change(free):
+    """A layer is unfrozen after a drain, in mid-cycle: what nodes have in common last says nothing of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).double()
+    model[0].requires_grad_(not free)
+    options = {"batches_between": 2, "cycling_wire": torch.float64}
+    daso = natgrad.DASO(model, torch.optim.SGD(model.parameters(), lr=0.1), nodes=Nodes((1, 1)), **options)
+    for step in range(7):
+        if step == 3:
+            daso.drain()
+            model[0].requires_grad_(True)
+        torch.manual_seed(step + 10 * dist.get_rank())
+        model.zero_grad()
+        model(torch.randn(3, 2, dtype=torch.float64)).square().sum().backward()
+        daso.step()
+    found = [p.detach().clone() for p in model.parameters()]
+    daso.next_epoch()
+    same = [p.detach().clone() for p in model.parameters()]
+    daso.detach()
+    return found, same
+
+
+def test_layers_that_are_unfrozen(ranks):
+    first, second = ranks.run(2, change, True)
+    assert not identical(first[0], second[0])
+    assert identical(first[1], second[1])
+    for own in (first, second):
+        assert all(p.isfinite().all() and p.abs().max() < 10 for p in own[0])
+
+
+def load_other(saved, loaded):
+    """Load, in mid-cycle, what another kind of message has left."""
+    training = Training(saved)
+    for _ in range(5):
+        training.step()
+    state = training.state()
+    training.daso.detach()
+    other = Training(loaded)
+    with pytest.raises(ValueError, match="cycling_wire"):
+        other.load(state)
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_a_state_of_the_other_kind(ranks, narrow):
+    own, other = (cycling(Run(), 4, 3, wire=torch.bfloat16 if one else None) for one in (narrow, not narrow))
+    ranks.run(4, load_other, own, other)
