@@ -1,11 +1,12 @@
 """Renewals that begin with the last result against those from scratch, on factors of a real training.
 
-    python -m benchmarks.eigenbasis [--rounds 9] [--device cpu|cuda]
+    python -m benchmarks.eigenbasis [--rounds 9] [--device cpu|cuda] [--network linear --network resnet32]
 
-A network of linear layers learns to read characters (the task "glyphs") with K-FAC; the running averages of its factors
-are kept after 100 steps, and 1, 10 and 100 steps later. What decomposes the earlier ones is brought forward to the
-later ones. One thread and its CPU time, or on an accelerator wall time; all ways are timed in turn, round by round,
-ratios are taken to `torch.linalg.eigh` within a round, then their median.
+A network learns to read characters (the task "glyphs") with K-FAC: linear layers, of each width one, or a ResNet-32,
+whose factors of equal size are renewed together, as the library has them. The running averages of its factors are kept
+after 100 steps, and 1, 10 and 100 steps later. What decomposes the earlier ones is brought forward to the later ones.
+One thread and its CPU time, or on an accelerator wall time; all ways are timed in turn, round by round, ratios are
+taken to `torch.linalg.eigh` within a round, then their median. *All*: the sum over the factors of a network.
 """
 
 from __future__ import annotations
@@ -30,28 +31,35 @@ from natgrad.numerics.iterative import Warm, symmetric
 from natgrad.numerics.products import quick_products
 from natgrad.tasks.glyphs import Glyphs
 
+NETWORKS = ("linear", "resnet32")
 WIDTHS = (1024, 512, 256, 128, 64, 36)
 WARMUP, DRIFTS = 100, (1, 10, 100)
 BATCH, DECAY, DAMPING = 256, 0.95, 1e-2
 TOLERANCES = (0.1, 0.01)
+KINDS = ("stays", "turned", "scratch")
 SKIPPED, RENEWED = 0.35, 1.1  # what the project wants of a renewal that stays and of one that does not, on the CPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One factor after one drift.
+    """The factors of one size that are renewed together, after one drift.
 
     Attributes:
-        factor: Its name.
+        network: Whose.
+        factor: The name of the first.
+        count: How many.
         size: d.
         drift: The steps between the two averages.
         eigh_ms: What `torch.linalg.eigh` takes.
         residual: Of the old basis on the new factor, relative.
         ratios: For each way the time over that of eigh.
-        outcomes: For each tolerance "stays", "turned" or "scratch", and the residual at the end.
+        outcomes: For each tolerance "stays", "turned" or "scratch", of some that differ the last of these that one of
+            them has, and the residual at the end.
     """
 
+    network: str
     factor: str
+    count: int
     size: int
     drift: int
     eigh_ms: float
@@ -60,14 +68,25 @@ class Result:
     outcomes: dict[str, tuple[str, float]]
 
 
-def averages() -> dict[int, dict[str, Tensor]]:
-    """Train, and return the factors ``[1, d, d]`` by name, after `WARMUP` steps (0) and after each drift."""
-    torch.manual_seed(0)
+def linear() -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a network of linear layers, its inputs and labels."""
     images, labels = Glyphs().load()[0].tensors[:2]
     inputs = images.float().mean(1).flatten(1)
-    inputs = (inputs - inputs.mean()) / inputs.std()
     layers = [each for sizes in pairwise(WIDTHS) for each in (nn.Linear(*sizes), nn.ReLU())]
-    model = nn.Sequential(*layers[:-1])
+    return nn.Sequential(*layers[:-1]), (inputs - inputs.mean()) / inputs.std(), labels
+
+
+def resnet32() -> tuple[nn.Module, Tensor, Tensor]:
+    """Return the ResNet-32, its inputs and labels."""
+    task = Glyphs(depth=32)
+    images, labels = task.load()[0].tensors[:2]
+    return task.model(), images, labels
+
+
+def averages(network: str) -> dict[int, dict[str, Tensor]]:
+    """Train, and return the factors ``[N, d, d]`` by name, after `WARMUP` steps (0) and after each drift."""
+    torch.manual_seed(0)
+    model, inputs, labels = {"linear": linear, "resnet32": resnet32}[network]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     preconditioner = natgrad.Preconditioner(
         model,
@@ -94,10 +113,10 @@ def _factors(preconditioner: natgrad.Preconditioner) -> Iterator[tuple[str, Tens
             yield f"{stack.members[0].layer.name}.{side}", symmetric(lower)
 
 
-def measure(factor: str, drift: int, old: Tensor, new: Tensor, rounds: int, device: str) -> Result:
-    """Time all ways on one factor after one drift."""
+def measure(network: str, factor: str, drift: int, old: Tensor, new: Tensor, rounds: int, device: str) -> Result:
+    """Time all ways on factors after one drift."""
     old, new = old.to(device), new.to(device)
-    damping = torch.full((1,), DAMPING**0.5, device=device)
+    damping = torch.full((len(new),), DAMPING**0.5, device=device)
     values, basis, _ = linalg.eigh(old)
     inverse, _ = linalg.damped_inverse(old, damping)
     newton = Warm(tolerance=0.01, iterations=12)
@@ -107,9 +126,8 @@ def measure(factor: str, drift: int, old: Tensor, new: Tensor, rounds: int, devi
         warm = Warm(tolerance=tolerance, iterations=2)
         ways[f"iterative {tolerance}"] = lambda warm=warm: warm.eigh(new, basis)  # type: ignore[misc]
         found, vectors, _ = warm.eigh(new, basis)
-        left = residual(new, found, vectors)
-        kept = torch.equal(vectors, basis)
-        outcomes[str(tolerance)] = "stays" if kept else "scratch" if left < 1e-4 else "turned", left
+        kinds = [kind_of(*each) for each in zip(new, found, vectors, basis, strict=True)]
+        outcomes[str(tolerance)] = max(kinds, key=KINDS.index), residual(new, found, vectors)
     ways["cholesky"] = lambda: linalg.damped_inverse(new, damping)
     ways["newton-schulz"] = lambda: newton.damped_inverse(new, damping, inverse)
     clock = CLOCKS["cpu" if device == "cpu" else "wall"]
@@ -129,7 +147,9 @@ def measure(factor: str, drift: int, old: Tensor, new: Tensor, rounds: int, devi
     exact = (basis.mT @ new @ basis).diagonal(dim1=1, dim2=2)
     del values
     return Result(
+        network=network,
         factor=factor,
+        count=len(new),
         size=new.shape[-1],
         drift=drift,
         eigh_ms=1e3 * median(times["eigh/run"]),
@@ -137,6 +157,13 @@ def measure(factor: str, drift: int, old: Tensor, new: Tensor, rounds: int, devi
         ratios={name: float(np.median(times[f"{name}/run"] / times["eigh/run"])) for name in ways if name != "eigh"},
         outcomes=outcomes,
     )
+
+
+def kind_of(factor: Tensor, values: Tensor, vectors: Tensor, basis: Tensor) -> str:
+    """Tell what a renewal has done to the basis of one factor."""
+    if torch.equal(vectors, basis):
+        return "stays"
+    return "scratch" if residual(factor[None], values[None], vectors[None]) < 1e-4 else "turned"
 
 
 def residual(factor: Tensor, values: Tensor, vectors: Tensor) -> float:
@@ -147,7 +174,7 @@ def residual(factor: Tensor, values: Tensor, vectors: Tensor) -> float:
 def table(results: list[Result]) -> Table:
     """Show the results."""
     ways = list(results[0].ratios)
-    shown = Table("factor", "d", "drift", "eigh [ms]", "residual", *ways)
+    shown = Table("network", "factor", "N", "d", "drift", "eigh [ms]", "residual", *ways)
     for result in results:
         cells = []
         for way in ways:
@@ -156,38 +183,53 @@ def table(results: list[Result]) -> Table:
                 outcome, left = result.outcomes[way.split()[1]]
                 text += f" {outcome} {left:.4f}"
             cells.append(text)
-        numbers = (result.factor, result.size, result.drift, f"{result.eigh_ms:.2f}", f"{result.residual:.4f}")
-        shown.add_row(*map(str, numbers), *cells)
+        numbers = (result.network, result.factor, result.count, result.size, result.drift)
+        shown.add_row(*map(str, numbers), f"{result.eigh_ms:.2f}", f"{result.residual:.4f}", *cells)
     return shown
 
 
 def summary(results: list[Result]) -> dict[str, Any]:
-    """Return the largest and the median ratio of renewals that stay, and of the others, by tolerance and size."""
+    """Return the median ratio by tolerance, outcome and size, and that of all factors of a network by drift."""
     found: dict[str, Any] = {"wanted": {"stays": SKIPPED, "else": RENEWED}}
     for tolerance in map(str, TOLERANCES):
-        for kind in ("stays", "turned", "scratch"):
+        for kind in KINDS:
             own = [each for each in results if each.outcomes[tolerance][0] == kind]
             ratios = {each.size: [] for each in own}  # type: ignore[var-annotated]
             for each in own:
                 ratios[each.size].append(each.ratios[f"iterative {tolerance}"])
             found[f"{tolerance} {kind}"] = {str(size): float(np.median(some)) for size, some in sorted(ratios.items())}
+        for network in dict.fromkeys(each.network for each in results):
+            whole = {str(drift): together(results, network, drift, tolerance) for drift in DRIFTS}
+            found[f"{tolerance} all of {network}"] = whole
     return found
+
+
+def together(results: list[Result], network: str, drift: int, tolerance: str) -> dict[str, float]:
+    """Return the ratio of all factors of a network together, and the share of eigh's time in those that stay."""
+    own = [each for each in results if (each.network, each.drift) == (network, drift)]
+    exact = sum(each.eigh_ms for each in own)
+    stays = sum(each.eigh_ms for each in own if each.outcomes[tolerance][0] == "stays")
+    taken = sum(each.eigh_ms * each.ratios[f"iterative {tolerance}"] for each in own)
+    return {"ratio": taken / exact, "stays": stays / exact}
 
 
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over which the medians are taken.")] = 9,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where it is measured.")] = "cpu",
+    network: Annotated[list[str] | None, typer.Option(help="Whose factors; repeatable; both unless given.")] = None,
 ) -> None:
     """Measure, print the table, and write benchmarks/results/eigenbasis_<device>.json."""
     torch.set_num_threads(1)
-    found = averages()
-    with torch.no_grad():
-        results = [
-            measure(factor, drift, old, found[drift][factor], rounds, device)
-            for factor, old in found[0].items()
-            for drift in DRIFTS
-            if old.shape[-1] > min(WIDTHS)
-        ]
+    results = []
+    for name in network or NETWORKS:
+        found = averages(name)
+        with torch.no_grad():
+            results += [
+                measure(name, factor, drift, old, found[drift][factor], rounds, device)
+                for factor, old in found[0].items()
+                for drift in DRIFTS
+                if old.shape[-1] > min(WIDTHS)
+            ]
     console = Console(width=160)
     console.print(table(results))
     about = summary(results)

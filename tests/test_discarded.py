@@ -96,3 +96,24 @@ def test_gradients_that_are_added_by_hand_are_not_thrown_away(way):
         preconditioner.step()
         results.append({"gradients": gradients(model), "blocks": blocks(preconditioner)})
     assert_same(*results)
+
+
+def step_after(thrown):
+    """Train; before the last step a pass may come whose gradients are thrown away, and no other."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preconditioner = precondition(model, optimizer=optimizer)
+    inputs, targets = batch(0)
+    for step in range(3):
+        optimizer.zero_grad()
+        if step != 1 or thrown:
+            cross_entropy(model(inputs * (step + 1)), targets).backward()
+        if step == 1:
+            optimizer.zero_grad()
+        preconditioner.step()
+        optimizer.step()
+    return {"parameters": vector(model)}
+
+
+def test_a_step_after_a_pass_that_was_thrown_away():
+    assert_same(step_after(thrown=True), step_after(thrown=False), 0)

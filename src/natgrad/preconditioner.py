@@ -204,9 +204,9 @@ class Preconditioner(Engine):
             CurvatureError: if a layer has been in trouble for longer than the guard allows, or a renewal in the
                 background has raised an error on any rank.
         """
-        if isinstance(closure, int):
-            closure, count = None, closure
+        closure, count = (None, closure) if isinstance(closure, int) else (closure, count)
         self._check_step(count, closure)
+        self._capture.forget_thrown_away()
         self._refresh.check(self._progress.step)
         damping = self._progress.damping = self._damping_now()
         self._follow()
@@ -243,8 +243,8 @@ class Preconditioner(Engine):
     def discard(self) -> None:
         """Forget the backward passes since the last step, whose gradients were thrown away.
 
-        Where ``zero_grad`` has set all ``.grad`` to None before the next pass this happens by itself. It is to be
-        called under FSDP2 and with ``zero_grad(set_to_none=False)``: after another model's loss was differentiated
+        Where ``zero_grad`` has set all ``.grad`` to None before the next pass or step this happens by itself. It is to
+        be called under FSDP2 and with ``zero_grad(set_to_none=False)``: after another model's loss was differentiated
         through this one (GANs), after the first pass of SAM, and after attacks that call ``backward``.
         """
         self._capture.discard()

@@ -302,3 +302,39 @@ def test_ranks_weigh_by_samples_also_where_no_layer_is_covered(ranks, placement,
     for found in ranks.run(2, train_uncovered, placement, parts):
         for p, q in zip(found, expected, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+def skip_a_batch(discard):
+    """All ranks throw a pass away; in the next one only the first rank has samples, as one process has them."""
+    rank, ranks = place()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = {"gradients": "reduce"} if ranks > 1 else {}
+    refresh = natgrad.Refresh(factors=1, inverses=1)
+    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, damping=0.05, refresh=refresh, **own)
+    x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
+
+    def differentiate(some):
+        cross_entropy(model(x[some]), y[some]).backward()
+
+    share = slice(6 * rank, 6 * rank + 6) if ranks > 1 else slice(12)
+    differentiate(share)
+    preconditioner.step()
+    optimizer.step()
+    optimizer.zero_grad()
+    differentiate(share)
+    optimizer.zero_grad()
+    if discard:
+        preconditioner.discard()
+    if rank == 0:
+        differentiate(slice(6))
+    preconditioner.step()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("discard", [True, False])
+def test_a_pass_thrown_away_on_a_rank_that_has_no_other(ranks, discard):
+    for found in ranks.run(2, skip_a_batch, discard):
+        for own, expected in zip(found, skip_a_batch(True), strict=True):
+            torch.testing.assert_close(own, expected, rtol=1e-10, atol=0)

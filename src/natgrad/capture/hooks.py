@@ -293,8 +293,8 @@ class Capture:
             raise NatgradError(_REENTRANT)
         started = perf_counter()
         primary, inputs, first = use.primary, use.inputs, use.first_task(task)
-        if first not in self._terms and self._thrown_away():
-            self.discard()
+        if first not in self._terms:
+            self.forget_thrown_away()
         if not self.sampling:
             if begins:
                 self._loss, self._fills = task, taken == "grad"
@@ -310,12 +310,13 @@ class Capture:
         spent = perf_counter() - started
         self.seconds, primary.seconds = self.seconds + spent, primary.seconds + spent
 
-    def _thrown_away(self) -> bool:
-        """Tell whether the gradients of all passes counted so far were set to None since (``zero_grad``)."""
+    def forget_thrown_away(self) -> None:
+        """Forget the passes counted so far if all their gradients were set to None since (``zero_grad``)."""
         if not self.backwards or not self._fills or self._owners:  # FSDP2 may have them elsewhere in between
-            return False
+            return
         slots = (slot for layer, _ in self._layers.values() for slot in layer.slots)
-        return all(slot.parameter.grad is None for slot in slots)
+        if all(slot.parameter.grad is None for slot in slots):
+            self.discard()
 
     def _gather(self, slot: Slot) -> None:
         """Have FSDP2 gather the layer's parameters now: its own hook may come after, and the pass is told by them."""
