@@ -34,7 +34,8 @@ from natgrad.tasks.glyphs import Glyphs
 NETWORKS = ("linear", "resnet32")
 WIDTHS = (1024, 512, 256, 128, 64, 36)
 WARMUP, DRIFTS = 100, (1, 10, 100)
-BATCH, DECAY, DAMPING = 256, 0.95, 1e-2
+BATCHES = {"linear": 256, "resnet32": 64}
+DECAY, DAMPING = 0.95, 1e-2
 TOLERANCES = (0.1, 0.01)
 KINDS = ("stays", "turned", "scratch")
 SKIPPED, RENEWED = 0.35, 1.1  # what the project wants of a renewal that stays and of one that does not, on the CPU
@@ -97,7 +98,7 @@ def averages(network: str) -> dict[int, dict[str, Tensor]]:
     )
     found = {}
     for step in range(WARMUP + max(DRIFTS) + 1):
-        some = torch.randint(len(inputs), (BATCH,))
+        some = torch.randint(len(inputs), (BATCHES[network],))
         optimizer.zero_grad()
         torch.autograd.backward(functional.cross_entropy(model(inputs[some]), labels[some]))
         preconditioner.step()
