@@ -7,7 +7,7 @@ import pytest
 import natgrad
 from natgrad.renewal import Background
 from tests.every import Training, batch
-from tests.refresh.test_adaptive import Seconds
+from tests.refresh.test_capped import Seconds
 
 
 class Beside(Background):
