@@ -222,6 +222,9 @@ def main(
     """Measure, print the table, and write benchmarks/results/eigenbasis_<device>.json."""
     torch.set_num_threads(1)
     results = []
+    unknown = sorted(set(network or ()) - set(NETWORKS))
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]}: one of {', '.join(NETWORKS)}", param_hint="--network")
     for name in network or NETWORKS:
         found = averages(name)
         with torch.no_grad():

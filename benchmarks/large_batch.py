@@ -29,13 +29,14 @@ from dataclasses import asdict, dataclass
 from math import log
 from statistics import mean
 from typing import Annotated, Any
+from warnings import catch_warnings
 
 import numpy as np
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from scipy.optimize import curve_fit
+from scipy.optimize import OptimizeWarning, curve_fit
 
 from benchmarks.common import RESULTS, conditions, save
 from benchmarks.large_batch_training import OWN, POWER, TEST, TRAIN, WARM_UP, Run, train
@@ -160,9 +161,10 @@ def flat_to(points: Sequence[Point]) -> int | None:
 
 
 def bend(points: Sequence[Point]) -> float | None:
-    """Return the critical batch size B_c of a curve, at which its epochs have doubled; None: of fewer than 3 points.
+    """Return the critical batch size B_c of a curve, at which its epochs have doubled.
 
-    It is fitted to ``epochs = E (1 + B / B_c)`` by least squares of the logarithms.
+    It is fitted to ``epochs = E (1 + B / B_c)`` by least squares of the logarithms. None: fewer than 3 points are
+    known, or they do not bend between the first and the last.
 
     Source: McCandlish et al. 2018, "An empirical model of large-batch training", equation 2.11.
     """
@@ -170,8 +172,10 @@ def bend(points: Sequence[Point]) -> float | None:
     if len(known) < 3:
         return None
     batches, epochs = np.array(known).T
-    fitted, _ = curve_fit(lambda b, least, bent: least + np.log1p(b / np.exp(bent)), batches, epochs, p0=(0.0, 6.0))
-    return float(np.exp(fitted[1]))
+    with catch_warnings(action="ignore", category=OptimizeWarning):  # where nothing bends
+        fitted, _ = curve_fit(lambda b, least, bent: least + np.log1p(b / np.exp(bent)), batches, epochs, p0=(0.0, 6.0))
+    found = float(np.exp(fitted[1]))
+    return found if batches[0] <= found <= batches[-1] else None
 
 
 def setting(seeds: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, softplus
 
+import natgrad
 from tests.classifier import FISHERS, assert_same, batch, blocks, gradients, network, precondition
 
 
@@ -117,3 +118,32 @@ def step_after(thrown):
 
 def test_a_step_after_a_pass_that_was_thrown_away():
     assert_same(step_after(thrown=True), step_after(thrown=False), 0)
+
+
+def watched(curvature):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, natgrad.Preconditioner(model, curvature, optimizer=optimizer, damping=0.1)
+
+
+@pytest.mark.parametrize("curvature", [natgrad.KFAC(fisher="sampled", likelihood="categorical"), natgrad.KBFGS()])
+def test_a_step_asks_nothing_of_a_pass_that_was_thrown_away(curvature):
+    """Neither sampled labels nor a closure, which are for what is to be stepped with."""
+    model, optimizer, preconditioner = watched(curvature)
+    inputs, targets = batch(0)
+    cross_entropy(model(inputs), targets).backward()
+    optimizer.zero_grad()
+    preconditioner.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("discard", [False, True])
+def test_a_pass_counts_that_has_left_gradients_to_the_optimizer_alone(discard):
+    model, _, preconditioner = watched({"0": natgrad.KFAC()})
+    inputs, targets = batch(0)
+    cross_entropy(model(inputs), targets).backward()
+    model[0].weight.grad = model[0].bias.grad = None
+    if discard:
+        preconditioner.discard()
+    preconditioner.step()
+    assert (preconditioner._progress.last_factors is None) == discard

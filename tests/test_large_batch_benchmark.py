@@ -113,6 +113,8 @@ def test_a_curve_bends_where_its_epochs_have_doubled():
     noisy = [point.epochs * factor for point, factor in zip(bent("sgd", 3.0, 500.0), [1.1, 0.9, 1.1, 0.9], strict=True)]
     assert 300 < bend(points("sgd", [*noisy, None])) < 900
     assert bend(points("sgd", [4, 5, None])) is None
+    assert bend(points("sgd", [4, 4, 4])) is None
+    assert bend(points("sgd", [1, 4, 16])) is None
 
 
 def test_the_wish_is_told_with_what_there_is():

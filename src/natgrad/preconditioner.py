@@ -205,8 +205,8 @@ class Preconditioner(Engine):
                 background has raised an error on any rank.
         """
         closure, count = (None, closure) if isinstance(closure, int) else (closure, count)
+        self._capture.forget_thrown_away(self._model.parameters())
         self._check_step(count, closure)
-        self._capture.forget_thrown_away()
         self._refresh.check(self._progress.step)
         damping = self._progress.damping = self._damping_now()
         self._follow()

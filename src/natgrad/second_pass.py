@@ -28,7 +28,7 @@ from natgrad.layers import Layer
 from natgrad.placement import Placement, Runtime
 from natgrad.stacks.blocks import Stack
 from natgrad.stacks.kept import along
-from natgrad.stacks.sharding import find_mesh, reshard
+from natgrad.stacks.sharding import reshard
 from natgrad.stacks.shards import rows_of
 from natgrad.sums import Sums
 from natgrad.trouble.guard import Watch
@@ -201,10 +201,11 @@ class Replay:
             NatgradError: if it ran a backward pass, or its loss is of another batch.
         """
         sums, error = Sums(views, fused=runtime.ranks > 1, kind="replay"), None
+        sharded = reshard(model.modules())
         try:
             self._repeat(model, sums, capture)
         except Exception as raised:
-            if find_mesh(model) is not None:
+            if sharded:
                 raise  # the others wait in the model's own passes, where this rank will not meet them
             error = raised
         finally:

@@ -1,5 +1,6 @@
 """DASO's cycling phase in 16 bits: differences from the mean that all nodes agreed on last."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -135,3 +136,74 @@ def load_other(saved, loaded):
 def test_a_state_of_the_other_kind(ranks, narrow):
     own, other = (cycling(Run(), 4, 3, wire=torch.bfloat16 if one else None) for one in (narrow, not narrow))
     ranks.run(4, load_other, own, other)
+
+
+def go_ahead(path, nodes):
+    """The last node merges only once the first has merged what both have sent."""
+    training = Training(cycling(Run(sizes=(1,) * nodes), 2, 1))
+    for _ in range(2):
+        training.step()
+    if dist.get_rank() == nodes - 1:
+        while not path.exists():
+            time.sleep(0.01)
+    training.step()
+    if dist.get_rank() == 0:
+        path.touch()
+    training.daso.detach()
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_a_node_waits_for_no_more_than_that_the_others_have_sent(ranks, tmp_path, nodes):
+    ranks.run(nodes, go_ahead, tmp_path / "merged", nodes, limit=60)
+
+
+def go_far(steps):
+    """Constant gradients, of each node another; return how far the mean of the nodes is from where it should be."""
+    model = nn.Linear(300, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    options = {"batches_between": 4, "merge": "delta", "cycling_wire": torch.bfloat16}
+    daso = natgrad.DASO(model, torch.optim.SGD(model.parameters(), lr=1e-3), nodes=Nodes((1, 1)), **options)
+    gradient = torch.linspace(0.5, 1.0, 300, dtype=torch.float64)
+    for _ in range(steps):
+        model.weight.grad = (gradient + 0.3 * dist.get_rank()).view(1, -1)
+        daso.step()
+    daso.drain()
+    mean = model.weight.detach().clone()
+    dist.all_reduce(mean)
+    daso.detach()
+    return float((mean / 2 - (1 - 1e-3 * steps * (gradient + 0.15))).abs().max())
+
+
+@pytest.mark.parametrize("steps", [22, 202])
+def test_what_delta_rounds_off_leaves_later(ranks, steps):
+    assert 0 < max(ranks.run(2, go_far, steps)) < 1e-3 * 8 * 1.3 / 256  # of one exchange
+
+
+def without_parameters():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.requires_grad_(False)
+    daso = natgrad.DASO(model, optimizer, nodes=Nodes((1, 1)), batches_between=2, cycling_wire=torch.bfloat16)
+    for _ in range(4):
+        daso.step()
+    daso.next_epoch()
+    daso.detach()
+
+
+def test_a_model_that_is_frozen(ranks):
+    ranks.run(2, without_parameters)
+
+
+def kept(run):
+    """Cycling turns into cool-down in the middle of an epoch."""
+    training = Training(run)
+    for _ in range(5):
+        training.step()
+    state = training.daso.state_dict()
+    training.daso.detach()
+    return state["equal"], state["flights"]["parameters"]
+
+
+def test_nothing_is_kept_in_blocking_phases(ranks):
+    run = cycling(replace(Run(), epochs=1), 2, 1, cooldown_epochs=0.5)
+    assert ranks.run(4, kept, run) == [(True, None)] * 4

@@ -126,15 +126,15 @@ def test_verify_knows_it(ranks):
     assert max(ranks.run(2, verified)) < 1e-9
 
 
-def fail_on_one(case, early):
-    """One rank's closure raises, and what it raises ends its process."""
+def fail_on_one(case, early, call):
+    """One rank's closure raises at its first or second call, and what it raises ends its process."""
     training = Training(case)
     training.step(0)
     compute, calls = training._loss, []
 
     def closure(x, y):
         calls.append(None)
-        fails = dist.get_rank() == 1 and len(calls) > 1  # the first call is the step's own pass
+        fails = dist.get_rank() == 1 and len(calls) == call
         if fails and early:
             raise KeyError("here")
         loss = compute(x, y)
@@ -153,8 +153,9 @@ def fail_on_one(case, early):
     return ""
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("early", "call"), [(False, 1), (False, 2), (True, 2)])
+@pytest.mark.parametrize("wrapper", ["layers", "root"])
 @pytest.mark.parametrize("case", [TRIED, KBFGS], ids=["tried", "K-BFGS"])
-def test_a_closure_that_raises_on_one_rank_ends_it_at_once(ranks, case, early):
+def test_a_closure_that_raises_on_one_rank_ends_it_at_once(ranks, case, wrapper, early, call):
     """The others wait for it in FSDP2's own messages: only its end reaches them there."""
-    assert ranks.outlive(2, 1, fail_on_one, case, early, limit=100)[0]
+    assert ranks.outlive(2, 1, fail_on_one, replace(case, wrapper=wrapper), early, call, limit=100)[0]

@@ -28,7 +28,6 @@ class Anchor:
         self._budget = budget
         self.packing = Packing([], budget)
         self.vectors: list[Tensor] = []
-        self._moved: list[Tensor] = []
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Tell whether it is one of such tensors."""
@@ -42,25 +41,27 @@ class Anchor:
     def zero(self, tensors: Sequence[Tensor]) -> None:
         """Be zero, which all ranks have in common always: what such tensors move from there is they themselves."""
         if not self.fits(tensors):
-            self.packing, self._moved = Packing(tensors, self._budget), []
+            self.packing = Packing(tensors, self._budget)
             self.vectors = self.packing.empty()
         for vector in self.vectors:
             vector.zero_()
 
     def drop(self) -> None:
         """Give up the memory."""
-        self.vectors, self._moved = [], []
+        self.vectors = []
 
-    def moved(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return how far tensors have gone, as messages, in memory that the next call uses again."""
-        self._moved = self._moved or self.packing.empty()
-        self.packing.pack(tensors, self._moved)
-        torch._foreach_sub_(self._moved, self.vectors)
-        return self._moved
+    def moved(self, tensors: Sequence[Tensor], into: list[Tensor] | None = None) -> list[Tensor]:
+        """Return how far tensors have gone, as messages, in memory of their own or of such an earlier answer."""
+        moved = into if into and self.packing.fits(tensors) else self.packing.empty()
+        self.packing.pack(tensors, moved)
+        if moved:
+            torch._foreach_sub_(moved, self.vectors)
+        return moved
 
     def move_(self, by: Sequence[Tensor], scale: float = 1.0) -> None:
         """Go by messages that are equal on all ranks, times `scale`."""
-        torch._foreach_add_(self.vectors, list(by), alpha=scale)
+        if self.vectors:
+            torch._foreach_add_(self.vectors, list(by), alpha=scale)
 
     def put(self, tensors: Sequence[Tensor]) -> None:
         """Copy it into tensors."""
@@ -106,10 +107,12 @@ class Anchored:
         self._exchange, self._differences = exchange, differences
         self._tensors, self._wire = tensors, wire
         self._anchor = Anchor(budget)
+        self._moved: list[Tensor] = []
 
     def drop(self) -> None:
         """Give up the memory of the anchor, where ranks go their own ways."""
         self._anchor.drop()
+        self._moved = []
         self._differences.release()
 
     def anchor(self) -> None:
@@ -130,9 +133,10 @@ class Anchored:
         if not self._anchor.fits(tensors):
             self._exchange.mean_(turn, tensors)
             self._anchor.drop()
+            self._moved = []
             self.anchor()
             return
-        moved = self._anchor.moved(tensors)
+        moved = self._moved = self._anchor.moved(tensors, self._moved)
         self._differences.mean_(turn, moved, self._wire)
         self._anchor.move_(moved)
         self._anchor.put(tensors)

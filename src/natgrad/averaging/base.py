@@ -211,7 +211,7 @@ class Averager(ABC):
         )
 
     def exchange(self, kind: str, *, everyone: bool | None = None, told: bool = False) -> Exchange:
-        """Return a new exchange of replicated tensors, or of what each rank holds alone; default: as the model is."""
+        """Return a new exchange of replicated tensors, or of what each rank holds alone; see `Exchange`."""
         everyone = self._sharded if everyone is None else everyone
         return EXCHANGES[self._duty](self.grid, kind, everyone=everyone, told=told, budget=self._budget)
 

@@ -35,12 +35,12 @@ class Cargo:
         """
         self.name, self.tensors = name, tensors
         self._exchange, self._merge = exchange, merge
-        self._wire: torch.dtype | None = None
         self._flight: Flight | None = None
 
     def send(self, turn: int) -> None:
         """Begin to average a copy."""
-        self._flight = self._exchange.send(turn, self._outgoing(), keep=self._merge == "delta", wire=self._wire)
+        outgoing, wire = self._outgoing()
+        self._flight = self._exchange.send(turn, outgoing, keep=self._merge == "delta", wire=wire)
 
     def settle(self, waited: int | None) -> None:
         """Wait for what is under way, and join it with the tensors of now; collective in the node.
@@ -93,8 +93,9 @@ class Cargo:
         self._flight = None
         if state is None:
             return
-        require("anchor" not in state, f"state ({self.name})", sorted(state), "of a training without cycling_wire")
-        flight = self._exchange.flight(state["turn"], self._outgoing(), keep=self._merge == "delta")
+        allowed = "of a training with the same options (cycling_wire)"
+        require(state.keys() == {"turn", "sent", "summed"}, f"state ({self.name})", sorted(state), allowed)
+        flight = self._exchange.flight(state["turn"], self._outgoing()[0], keep=self._merge == "delta")
         for name in ("sent", "summed"):
             ours, theirs = getattr(flight, name), state[name]
             sizes = [vector.numel() for vector in theirs]
@@ -104,9 +105,9 @@ class Cargo:
                 vector.copy_(loaded)
         self._flight = flight
 
-    def _outgoing(self) -> Sequence[Tensor]:
-        """Return what is sent of the tensors."""
-        return self.tensors()
+    def _outgoing(self) -> tuple[Sequence[Tensor], torch.dtype | None]:
+        """Return what is sent of the tensors, and in which dtype if in a narrower one."""
+        return self.tensors(), None
 
     def _packing(self, flight: Flight) -> Packing:
         """Return where in the messages which of the tensors lies."""

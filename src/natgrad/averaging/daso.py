@@ -98,7 +98,8 @@ class DASO(Averager):
             wire: What travels in warm-up and cool-down: differences from the last synchronisation in this dtype; None:
                 parameters as they are.
             cycling_wire: What travels of parameters in between: differences from the mean of the last exchange in this
-                dtype, for which each rank holds that mean; None: parameters as they are, as the paper has it.
+                dtype, for which each rank holds that mean; None: parameters as they are, as the paper has it. `drain`
+                and, with messages under way, `state_dict` are then collective in the node.
             momentum: What becomes of the optimizer's momenta and second moments: "keep": each node has its own;
                 "average": they are averaged wherever parameters are; "reset": after each merge and each epoch the
                 optimizer begins anew.
@@ -156,8 +157,8 @@ class DASO(Averager):
         self._equal = True
         """Whether all ranks have the same parameters, so that an anchor may be taken."""
         self._momenta = Momenta(optimizer, self.named_parameters)
-        exchange, narrow = self.exchange("parameters", told=cycling_wire is not None), cycling_wire
-        self._narrow = None if narrow is None else Narrow(exchange, self.parameters, merge, narrow, self._budget)
+        exchange, wired = self.exchange("parameters", told=cycling_wire is not None), cycling_wire
+        self._narrow = None if wired is None else Narrow(exchange, self.parameters, merge, wired, self._budget)
         self._witnessed = self._narrow or Witnessed("parameters", exchange, self.parameters, merge)
         self._scale: LossScale | None = None
         if scaler is not None and scaler.is_enabled():
@@ -193,9 +194,9 @@ class DASO(Averager):
         if self._gradients is not None and self.grid.inside.ranks > 1 and not self._averaged:
             self._order.check()
         blocking = self.grid.nodes > 1 and self.phase != "cycling"
-        differing = self._anchored if blocking else self._narrow
-        if differing is not None and self._equal and self.grid.nodes > 1:
-            differing.anchor()
+        by_differences = self._anchored if blocking else self._narrow
+        if by_differences is not None and self._equal and self.grid.nodes > 1:
+            by_differences.anchor()
         self.step_optimizer()
         self._order.note()
         self._losses.add(loss)
@@ -234,8 +235,6 @@ class DASO(Averager):
         if self._momentum == "reset":
             reset(self.optimizer, self.parameters())
         self._anchored.drop()
-        if self._narrow is not None:
-            self._narrow.drop()
         self._cycle.restart()
         self._equal = True
         self._finite.look(self.parameters())
@@ -376,6 +375,8 @@ class DASO(Averager):
 
     def _settle(self) -> None:
         self._freight.settle(None)
+        if self._narrow is not None:
+            self._narrow.drop()
 
     def _look_for_momenta(self) -> None:
         """Agree on the momenta as long as there are none: in the first epoch, later at the end of each; it waits."""

@@ -42,21 +42,24 @@ class ShardedExchange(Exchange):
         return True
 
     def send(
-        self, turn: int, tensors: Sequence[Tensor], *, keep: bool = False, wire: torch.dtype | None = None
+        self,
+        turn: int,
+        tensors: Sequence[Tensor],
+        *,
+        keep: bool = False,
+        wire: torch.dtype | None = None,
+        at_once: bool = False,
     ) -> Flight:
         """Begin to sum a copy of `tensors`; waiting for it is collective in the node."""
         if not self._replicated:
-            return super().send(turn, tensors, keep=keep, wire=wire)
-        flight, between = self.flight(turn, tensors, keep=keep), self._grid.between
+            return super().send(turn, tensors, keep=keep, wire=wire, at_once=at_once)
+        flight = self.flight(turn, tensors, keep=keep)
         flight.packing.pack(tensors, flight.summed)
-        if keep:
-            torch._foreach_copy_(flight.sent, flight.summed)
-        for vector in flight.summed:
+        for index, vector in enumerate(flight.summed):
+            self._weigh(vector, flight.sent[index] if keep else None, wire)
             share = self._share(vector)
-            if self._weight != 1:
-                share.mul_(self._weight)
             if len(share):
-                flight.posted.append(between.post_sum(share, {self._kind: len(share)}, wire, between.group))
+                flight.posted.append(self._post(share, wire, at_once=at_once))
         if flight.summed:
             flight.posted.append(Posted(self._grid.inside, finish=partial(self._gather, flight.summed)))
         return flight

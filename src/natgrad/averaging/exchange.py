@@ -11,6 +11,7 @@ from torch import Tensor
 from natgrad.averaging.nodes import Grid
 from natgrad.averaging.vector import MESSAGE_BYTES, Packing
 from natgrad.placement import Posted
+from natgrad.placement.wire import narrower
 
 
 class Flight:
@@ -31,6 +32,8 @@ class Flight:
 
     def wait(self) -> None:
         """Wait until the sums are there; free on ranks that are not on duty.
+
+        Where these are told, or have a share of the duty, it is collective in the node.
 
         Raises:
             NatgradError: if another rank has stopped.
@@ -82,7 +85,13 @@ class Exchange:
         return self._everyone or self._grid.on_duty(turn)
 
     def send(
-        self, turn: int, tensors: Sequence[Tensor], *, keep: bool = False, wire: torch.dtype | None = None
+        self,
+        turn: int,
+        tensors: Sequence[Tensor],
+        *,
+        keep: bool = False,
+        wire: torch.dtype | None = None,
+        at_once: bool = False,
     ) -> Flight:
         """Begin to sum a copy of `tensors` over the nodes; they may change meanwhile. One flight at a time.
 
@@ -90,24 +99,37 @@ class Exchange:
             turn: Whose duty it is.
             tensors: The same on the ranks of a node, and alike on all.
             keep: Whether `Flight.sent` is asked for.
-            wire: The dtype in which they travel, if narrower than their own: whoever waits for the flight then sends
-                more, together with all ranks on duty.
+            wire: The dtype in which they travel, if narrower than their own; so rounded they are what was sent.
+            at_once: Whether all ranks on duty wait at once: they may send more then, and round less.
         """
         flight = self.flight(turn, tensors, keep=keep)
-        runtime, packing, on_duty = self._grid.between, flight.packing, self.on_duty(turn)
+        packing, on_duty = flight.packing, self.on_duty(turn)
         for index, (vector, pieces) in enumerate(zip(flight.summed, packing.pieces(tensors), strict=False)):
-            torch._foreach_copy_(packing.views(flight.summed)[index], pieces)
-            if keep:
-                flight.sent[index].copy_(vector)
-            if not on_duty:
-                continue
-            if self._weight != 1:
-                vector.mul_(self._weight)
-            # The first message is on its way while the next one is packed.
-            flight.posted.append(runtime.post_sum(vector, {self._kind: vector.numel()}, wire, runtime.group))
+            if keep or on_duty:
+                torch._foreach_copy_(packing.views(flight.summed)[index], pieces)
+            self._weigh(vector, flight.sent[index] if keep else None, wire)
+            if on_duty:  # the first message is on its way while the next one is packed
+                flight.posted.append(self._post(vector, wire, at_once=at_once))
         if self._told:
             flight.posted.append(Posted(self._grid.inside, finish=partial(self._tell, turn, flight.summed)))
         return flight
+
+    def _weigh(self, vector: Tensor, sent: Tensor | None, wire: torch.dtype | None) -> None:
+        """Weigh a message by what this node counts, and keep in `sent` what of it the others will see."""
+        rounds = narrower(wire, vector.dtype) != vector.dtype
+        if sent is not None and not rounds:
+            sent.copy_(vector)
+        if self._weight != 1:
+            vector.mul_(self._weight)
+        if sent is not None and rounds:
+            sent.copy_(vector.to(wire)).div_(self._weight)
+
+    def _post(self, vector: Tensor, wire: torch.dtype | None, *, at_once: bool) -> Posted:
+        """Begin to sum a message, or a share of it, over the nodes."""
+        runtime, kinds = self._grid.between, {self._kind: len(vector)}
+        if at_once or wire is None or runtime.ranks == 1 or narrower(wire, vector.dtype) == vector.dtype:
+            return runtime.post_sum(vector, kinds, wire, runtime.group)
+        return runtime.post_rounded(vector, kinds, wire)
 
     def flight(self, turn: int, tensors: Sequence[Tensor], *, keep: bool = False) -> Flight:
         """Return the memory of what `send` begins, with nothing under way."""
@@ -140,7 +162,7 @@ class Exchange:
 
     def mean_(self, turn: int, tensors: Sequence[Tensor], wire: torch.dtype | None = None) -> None:
         """Average `tensors` over the nodes, in place, and wait: afterwards all ranks hold the same bits."""
-        flight = self.send(turn, tensors, wire=wire)
+        flight = self.send(turn, tensors, wire=wire, at_once=True)
         flight.wait()
         if flight.summed:
             if flight.weights > 1:

@@ -19,8 +19,10 @@ from natgrad.errors import require
 class Narrow(Witnessed):
     """Parameters of which the differences from the mean of the last exchange travel, in a narrow dtype.
 
-    All nodes know that mean, though each has gone on by itself since, and every rank of a node is told the sums.
-    Each exchange rounds anew how far a node is from the mean of the last one: roundings do not add up.
+    All nodes know that mean, though each has gone on by itself since, and every rank of a node is told the sums: to
+    wait for what is under way is collective in the node. Each exchange rounds how far a node has gone since the last
+    one, as narrow gradients are rounded step by step; with the merge "delta" what was rounded off stays in the node's
+    own parameters, and leaves with the next exchange.
     """
 
     def __init__(
@@ -56,10 +58,11 @@ class Narrow(Witnessed):
 
     def mean_(self, turn: int) -> None:
         """Average at once: all ranks are equal afterwards."""
-        moved = list(self._outgoing())
-        self._exchange.mean_(turn, moved, self._wire)
+        moved, wire = self._outgoing()
+        self._exchange.mean_(turn, moved, wire)
         self._anchor.move_(moved)
         self._anchor.put(self.tensors())
+        self.drop()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the anchor, too; None: there is neither."""
@@ -80,13 +83,12 @@ class Narrow(Witnessed):
             flight = {name: part for name, part in state.items() if name != "anchor"}
         super().load_state_dict(None if flight is None or flight["turn"] is None else flight)
 
-    def _outgoing(self) -> Sequence[Tensor]:
+    def _outgoing(self) -> tuple[Sequence[Tensor], torch.dtype | None]:
         tensors = self.tensors()
-        self._wire = self._narrow
-        if not self._anchor.fits(tensors):  # others than before: they themselves travel, as they are
-            self._anchor.zero(tensors)
-            self._wire = None
-        return self._anchor.moved(tensors)
+        if self._anchor.fits(tensors):
+            return self._anchor.moved(tensors), self._narrow
+        self._anchor.zero(tensors)  # others than before: they themselves travel, as they are
+        return self._anchor.moved(tensors), None
 
     def _packing(self, flight: Flight) -> Packing:
         return self._anchor.packing

@@ -7,7 +7,7 @@ nothing is kept once the gradient has come: activations are never hoarded.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -294,7 +294,7 @@ class Capture:
         started = perf_counter()
         primary, inputs, first = use.primary, use.inputs, use.first_task(task)
         if first not in self._terms:
-            self.forget_thrown_away()
+            self.forget_thrown_away(slot.parameter for layer, _ in self._layers.values() for slot in layer.slots)
         if not self.sampling:
             if begins:
                 self._loss, self._fills = task, taken == "grad"
@@ -310,12 +310,11 @@ class Capture:
         spent = perf_counter() - started
         self.seconds, primary.seconds = self.seconds + spent, primary.seconds + spent
 
-    def forget_thrown_away(self) -> None:
-        """Forget the passes counted so far if all their gradients were set to None since (``zero_grad``)."""
+    def forget_thrown_away(self, parameters: Iterable[Tensor]) -> None:
+        """Forget the passes counted so far if they wrote gradients and those of `parameters` are all None by now."""
         if not self.backwards or not self._fills or self._owners:  # FSDP2 may have them elsewhere in between
             return
-        slots = (slot for layer, _ in self._layers.values() for slot in layer.slots)
-        if all(slot.parameter.grad is None for slot in slots):
+        if all(parameter.grad is None for parameter in parameters):
             self.discard()
 
     def _gather(self, slot: Slot) -> None:

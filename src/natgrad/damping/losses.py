@@ -13,7 +13,7 @@ from natgrad.aside import aside
 from natgrad.capture import Capture
 from natgrad.capture.again import Chance, Pass, Repetition, as_found
 from natgrad.errors import NatgradError, describe, require
-from natgrad.stacks.sharding import find_mesh, reshard
+from natgrad.stacks.sharding import reshard
 
 
 class Losses:
@@ -48,6 +48,7 @@ class Losses:
         if self._closure is None or self._error is not None:
             self._values.append(0.0)
             return
+        sharded = reshard(model.modules())
         try:
             with as_found(model), _unseen(capture, Repetition(self._recorded)), torch.enable_grad():
                 result = self._closure()
@@ -56,7 +57,7 @@ class Losses:
             require(isinstance(number, float), "closure()", describe(loss), "a scalar loss, or (loss, outputs)")
             self._values.append(number)
         except Exception as error:
-            if find_mesh(model) is not None:
+            if sharded:
                 raise  # the others wait in the model's own passes, where this rank will not meet them
             self._error = error
             self._values.append(0.0)
