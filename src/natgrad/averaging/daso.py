@@ -270,7 +270,7 @@ class DASO(Averager):
     # --- State --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, with what is under way once it has arrived; sends nothing.
+        """Return this rank's state, with what is under way once it has arrived; sends nothing between nodes.
 
         Between two synchronisations each node has a model and an optimizer of its own: save them, too, on a rank of
         each node, and this on every rank. After an epoch's end, or `synchronize`, those of rank 0 serve for all, on any
