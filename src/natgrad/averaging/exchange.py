@@ -127,9 +127,9 @@ class Exchange:
     def _post(self, vector: Tensor, wire: torch.dtype | None, *, at_once: bool) -> Posted:
         """Begin to sum a message, or a share of it, over the nodes."""
         runtime, kinds = self._grid.between, {self._kind: len(vector)}
-        if at_once or wire is None or runtime.ranks == 1 or narrower(wire, vector.dtype) == vector.dtype:
+        if at_once or runtime.ranks == 1:
             return runtime.post_sum(vector, kinds, wire, runtime.group)
-        return runtime.post_rounded(vector, kinds, wire)
+        return runtime.post_sum_as(vector, kinds, narrower(wire, vector.dtype))
 
     def flight(self, turn: int, tensors: Sequence[Tensor], *, keep: bool = False) -> Flight:
         """Return the memory of what `send` begins, with nothing under way."""

@@ -145,33 +145,27 @@ class Runtime:
 
         return Posted(self, scattered, group, finish)
 
-    def post_rounded(self, message: Tensor, kinds: dict[str, int], wire: torch.dtype) -> Posted:
-        """Begin to sum what `message` is in a narrower dtype, in one message: no rank waits for more than its begin.
+    def post_sum_as(self, message: Tensor, kinds: dict[str, int], wire: torch.dtype) -> Posted:
+        """Begin to sum what `message` is in a dtype: no rank waits for more than that the others have begun.
 
-        (`post_sum` rounds less where there are many ranks, but sends a second message when it is waited for.) Two ranks
-        exchange their numbers, and sum them in the message's dtype; of more the partial sums are rounded, too.
+        (In a narrow dtype `post_sum` rounds less where there are many ranks, but sends more when it is waited for.) Two
+        ranks exchange their numbers, and sum them in the message's dtype; of more the partial sums are rounded, too.
 
         Args:
             message: As in `sum_`; what travels is rounded, what stays is not until the sum is there.
             kinds: As in `sum_`.
-            wire: The dtype.
+            wire: The dtype, narrower than the message's or its own.
         """
         codes = message.to(wire)
         self.count(kinds, codes.element_size() * 2 * (self.ranks - 1) / self.ranks)
-        with self.talking():
-            if self.ranks != 2:
+        if self.ranks != 2:
+            with self.talking():
                 work = dist.all_reduce(codes, group=self.group, async_op=True)
-            else:
-                arrived = codes.new_empty(2 * len(codes))
-                work = _all_gather(arrived, codes, self.group, async_op=True)
-        addends = [codes] if self.ranks != 2 else arrived.chunk(2)
-
-        def finish() -> None:
-            message.copy_(addends[0])
-            for addend in addends[1:]:
-                message.add_(addend)
-
-        return Posted(self, work, self.group, finish)
+            return Posted(self, work, self.group, lambda: _write(message, codes))
+        sizes = [0 if rank == self.rank else codes.nbytes for rank in range(2)]
+        exchange = Exchange(self, sizes, codes.device, self.group)
+        exchange.send(codes.view(torch.uint8), sizes)
+        return Posted(self, finish=lambda: _write(message, codes, exchange.wait()[1 - self.rank].view(wire)))
 
     def sum_to_(self, messages: Sequence[tuple[int, Tensor, dict[str, int]]], wire: torch.dtype | None = None) -> None:
         """Sum each message over all ranks, in place, on one of them; on the others it stays as it is.
@@ -305,10 +299,17 @@ class Runtime:
             self._sent[kind] = self._sent.get(kind, 0.0) + elements * weight
 
 
-def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
+def _write(message: Tensor, *addends: Tensor) -> None:
+    """Write the sum of narrow numbers, in the message's own dtype."""
+    if addends[0] is not message:
+        message.copy_(addends[0])
+    for addend in addends[1:]:
+        message.add_(addend)
+
+
+def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | None) -> None:
     """Collect the messages of all ranks: torch's call, by the name that it has in this version."""
-    call = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    return call(arrived, message, group=group, async_op=async_op)
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(arrived, message, group=group)
 
 
 def joined(outgoing: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Tensor, list[int]]:
