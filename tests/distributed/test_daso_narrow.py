@@ -11,6 +11,7 @@ from torch import nn
 import natgrad
 from natgrad.averaging import Nodes
 from tests.distributed.daso_jobs import Run, Training, by_hand, identical, largest, train
+from tests.distributed.test_daso_wire import small_steps
 
 CYCLES = [(4, 1), (2, 2), (2, 0)]
 ELSEWHERE = {
@@ -54,47 +55,31 @@ def test_wherever_parameters_are(ranks, name, merge):
             assert all(identical(one, other) for own in node for one, other in zip(own, node[0], strict=True))
 
 
-def far_from_zero(wire, steps):
-    """Steps of 1e-4 of parameters around 1, of which bfloat16 holds 8 bits."""
-    model = nn.Linear(300, 1, bias=False)
-    nn.init.ones_(model.weight)
-    daso = natgrad.DASO(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1e-4),
-        nodes=Nodes((2, 2)),
-        batches_between=2,
-        batches_to_wait=0,
-        merge="delta",
-        cycling_wire=wire,
-    )
-    for _ in range(steps):
-        model.weight.grad = torch.full_like(model.weight, 0.7 + 0.1 * dist.get_rank())
-        daso.step()
-    traffic = daso.traffic()
-    daso.detach()
-    return model.weight.detach(), traffic["between/parameters"], traffic["inside/parameters"]
+def at_once(wire):
+    return {"batches_between": 2, "batches_to_wait": 0, "merge": "delta", "cycling_wire": wire}
 
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
 def test_small_steps_are_not_lost(ranks, wire):
-    everyone = ranks.run(4, far_from_zero, wire, 40)
+    everyone = ranks.run(4, small_steps, at_once(wire), 40)
     assert float((everyone[0][0] - (1 - 40 * 1e-4 * 0.85)).abs().max()) < 3e-5
 
 
 def test_what_travels_between_nodes_is_halved(ranks):
-    narrow, wide = (ranks.run(4, far_from_zero, wire, 8) for wire in (torch.bfloat16, None))
-    sums, told = ([sum(sent[kind] for sent in own) for own in (narrow, wide)] for kind in (1, 2))
+    answers = [ranks.run(4, small_steps, at_once(wire), 8) for wire in (torch.bfloat16, None)]
+    between = [sum(sent["between/parameters"] for _, sent in own) for own in answers]
+    inside = [sum(sent["inside/parameters"] for _, sent in own) for own in answers]
     # Four exchanges of 300 parameters and the witness over two ranks, each of which sends all; pieces are padded.
-    assert sums[1] == 4 * 2 * 301 * 4
-    assert sums[1] / 2 <= sums[0] <= sums[1] / 2 + 4 * 2 * 8
-    assert told[0] == told[1]
+    assert between[1] == 4 * 2 * 301 * 4
+    assert between[1] / 2 <= between[0] <= between[1] / 2 + 4 * 2 * 8
+    assert inside[0] == inside[1]
 
 
-def change(free):
+def change():
     """A layer is unfrozen after a drain, in mid-cycle: what nodes have in common last says nothing of it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).double()
-    model[0].requires_grad_(not free)
+    model[0].requires_grad_(False)
     options = {"batches_between": 2, "cycling_wire": torch.float64}
     daso = natgrad.DASO(model, torch.optim.SGD(model.parameters(), lr=0.1), nodes=Nodes((1, 1)), **options)
     for step in range(7):
@@ -113,7 +98,7 @@ def change(free):
 
 
 def test_layers_that_are_unfrozen(ranks):
-    first, second = ranks.run(2, change, True)
+    first, second = ranks.run(2, change)
     assert not identical(first[0], second[0])
     assert identical(first[1], second[1])
     for own in (first, second):

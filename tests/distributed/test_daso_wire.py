@@ -14,39 +14,40 @@ from natgrad.averaging.vector import local
 from natgrad.stacks.sharding import whole
 from tests.distributed.daso_jobs import Run, batch, identical, train
 
+BLOCKING = {"epochs": 2, "steps_per_epoch": 20, "warmup_epochs": 2, "cooldown_epochs": 0}
 
-def small_steps(wire):
-    """Ten blocking steps with updates of 1e-4 of parameters around 1, of which bfloat16 holds 8 bits."""
+
+def small_steps(options, steps=10):
+    """Updates of 1e-4 of parameters around 1, of which bfloat16 holds 8 bits; return these and the traffic."""
     model = nn.Linear(300, 1, bias=False)
     nn.init.ones_(model.weight)
     daso = natgrad.DASO(
         model,
         torch.optim.SGD(model.parameters(), lr=1e-4),
         nodes=Nodes((2, 2)),
-        epochs=2,
-        steps_per_epoch=20,
-        warmup_epochs=2,
-        cooldown_epochs=0,
-        wire=wire,
+        **options,
     )
-    for _ in range(10):
+    for _ in range(steps):
         model.weight.grad = torch.full_like(model.weight, 0.7 + 0.1 * dist.get_rank())
         daso.step()
     traffic = daso.traffic()
     daso.detach()
-    return model.weight.detach(), traffic["between/parameters"], traffic["between"]
+    return model.weight.detach(), traffic
 
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16, None])
 def test_small_steps_are_not_lost_in_16_bits(ranks, wire):
-    everyone = ranks.run(4, small_steps, wire)
+    everyone = ranks.run(4, small_steps, BLOCKING | {"wire": wire})
     expected = 1 - 10 * 1e-4 * 0.85
     assert float((everyone[0][0] - expected).abs().max()) < (3e-6 if wire else 1e-7)
     assert all(torch.equal(weights, everyone[0][0]) for weights, *_ in everyone)
 
 
 def test_16_bits_halve_what_travels_between_nodes(ranks):
-    narrow, wide = (sum(sent for _, sent, _ in ranks.run(4, small_steps, wire)) for wire in (torch.bfloat16, None))
+    narrow, wide = (
+        sum(sent["between/parameters"] for _, sent in ranks.run(4, small_steps, BLOCKING | {"wire": wire}))
+        for wire in (torch.bfloat16, None)
+    )
     assert wide == 10 * 2 * 300 * 4  # ten all-reduces over two ranks, each of which sends its 300 elements
     assert narrow == wide / 2
 
