@@ -106,7 +106,13 @@ def test_layers_that_are_unfrozen_meanwhile(ranks):
 
 
 @pytest.mark.parametrize(
-    "options", [{"batches_between": 2}, {"warmup_epochs": 2}, {"warmup_epochs": 1, "momentum": "average"}]
+    "options",
+    [
+        {"batches_between": 2},
+        {"batches_between": 2, "cycling_wire": torch.bfloat16},
+        {"warmup_epochs": 2},
+        {"warmup_epochs": 1, "momentum": "average"},
+    ],
 )
 def test_parameters_in_16_bits(ranks, options):
     everyone = ranks.run(4, train, Run(dtype=torch.bfloat16, options=options))
@@ -133,7 +139,15 @@ def without_rows(options):
     return whole(model.weight)
 
 
-@pytest.mark.parametrize("options", [{"batches_between": 2}, {"warmup_epochs": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batches_between": 2},
+        {"batches_between": 2, "cycling_wire": torch.bfloat16},
+        {"batches_between": 2, "batches_to_wait": 0, "cycling_wire": torch.bfloat16},
+        {"warmup_epochs": 1},
+    ],
+)
 def test_ranks_that_hold_no_row(ranks, options):
     everyone = ranks.run(4, without_rows, options)
     assert all(torch.equal(found, everyone[0]) for found in everyone)
