@@ -8,8 +8,9 @@ pass. The *limit* of a refresh is the bare calls of BLAS and LAPACK that its mat
 *Kept* are the bytes of all tensors that live between two steps beyond those of SGD. On several ranks a layer's work is
 done by its owner, and *sent* counts what all ranks together send for a refresh.
 
-Every run times its methods beside KFAC's eigen form. What its file has of other networks and methods, from earlier runs
-under the same conditions, stays.
+Every run times its methods beside KFAC's eigen form, round by round; with ``--apart`` one after the other, each in
+processes of its own, where memory does not hold them together. What its file has of other networks and methods, from
+earlier runs under the same conditions, stays.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -136,7 +137,7 @@ def tensor_bytes() -> int:
 
 
 def measure(network: str, rounds: int, clock: Clock, chosen: tuple[str, ...]) -> list[Figures]:
-    """Time the chosen methods and their limits on a network; to be called on every rank of a process group, if any."""
+    """Time methods and their limits, and compare them with the first; to be called on every rank of a group, if any."""
     trainers = {}
     for name in chosen:
         trainers[name] = Trainer(network, METHODS[name](), CLOCKS[clock])
@@ -147,8 +148,7 @@ def measure(network: str, rounds: int, clock: Clock, chosen: tuple[str, ...]) ->
         if name in LIMITS and _ranks() == 1:
             subjects[f"limit {name}"] = partial(_timed, LIMITS[name], bare, CLOCKS[clock])
     times = interleave(subjects, rounds=rounds, title=network, warm=True)
-    reference = _refresh(times, REFERENCE)
-    rows = []
+    reference, rows = _refresh(times, chosen[0]), []
     for name, trainer in trainers.items():
         refresh, limit = _refresh(times, name), times.get(f"limit {name}/bare")
         sent = torch.tensor(trainer.sent)
@@ -162,11 +162,18 @@ def measure(network: str, rounds: int, clock: Clock, chosen: tuple[str, ...]) ->
                 reference_over=median(reference / refresh),
                 over_limit=None if limit is None else median(refresh / limit),
                 kept_mib=trainer.kept / 2**20,
-                kept_share=trainer.kept / trainers[REFERENCE].kept,
+                kept_share=trainer.kept / trainers[chosen[0]].kept,
                 sent_mib=float(sent) / 2**20,
             )
         )
     return rows
+
+
+def measure_apart(network: str, ranks: int, rounds: int, clock: Clock, chosen: tuple[str, ...]) -> list[Figures]:
+    """Do as `measure` on so many ranks, but hold one method in memory at a time."""
+    rows = [row for name in chosen for row in launch(ranks, measure, network, rounds, clock, (name,))]
+    refresh, kept = rows[0].refresh_ms, rows[0].kept_mib
+    return [replace(row, reference_over=refresh / row.refresh_ms, kept_share=row.kept_mib / kept) for row in rows]
 
 
 def _refresh(times: Mapping[str, Seconds], name: str) -> Seconds:
@@ -210,6 +217,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over which the medians are taken.")] = 3,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks, on one machine.")] = 1,
     clock: Annotated[Clock, typer.Option(help="Wall time or, on a busy machine, processor time.")] = "wall",
+    apart: Annotated[bool, typer.Option("--apart", help="One method after the other, for less memory.")] = False,
 ) -> None:
     """Measure, print a table a network, and write benchmarks/results/curvature_RANKS.json."""
     torch.set_num_threads(1)
@@ -217,7 +225,10 @@ def main(
     console = Console(width=120)
     settings = conditions(clock) | {"rounds": rounds, "ranks": ranks, "samples": SAMPLES, "chosen": CHOSEN}
     for name in network or NETWORKS:
-        rows = launch(ranks, measure, name, rounds, clock, chosen)
+        if apart:
+            rows = measure_apart(name, ranks, rounds, clock, chosen)
+        else:
+            rows = launch(ranks, measure, name, rounds, clock, chosen)
         console.print(show(name, ranks, rows))
         path = RESULTS / f"curvature_{ranks}.json"
         known = json.loads(path.read_text()) if path.exists() else {}
