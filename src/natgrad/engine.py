@@ -15,7 +15,7 @@ from natgrad.capture import Capture
 from natgrad.damping import Control
 from natgrad.damping.losses import Losses
 from natgrad.damping.quadratic import Model
-from natgrad.damping.sizes import sizes
+from natgrad.damping.sizes import extent
 from natgrad.errors import NatgradError, describe, require
 from natgrad.exchange import Early, Left, collect, deliver
 from natgrad.gradients.clip import Clip
@@ -247,25 +247,25 @@ class Engine:
         """Return the seconds that preconditioning has taken so far."""
         return sum(self._progress.seconds.values()) + self._capture.seconds
 
-    def _renew(self, count: int | None, damping: float, closure: Closure | None) -> float:
+    def _renew(self, count: int | None, damping: float, scale: float | Tensor, closure: Closure | None) -> float:
         """Renew what is due, have the rest renewed after the optimizer's step, and return γ by what was seen."""
         before = self._progress.last_factors
         if self._capture.wanted:
             self._update_factors(count)
         if self._inverses_due:
-            damping = self._sized(damping)
+            damping = self._sized(damping, scale)
             with self._agenda.timed("renewing", self._spent):
                 self._update_inverses(count, damping)
         self._prepare_second_pass(count, closure, before)
         return damping
 
-    def _sized(self, damping: float) -> float:
+    def _sized(self, damping: float, scale: float | Tensor) -> float:
         """Return γ of this step, where it goes by the size of the Fisher as it is now."""
         if not self._damping.awaits_sizes or self._progress.last_factors is None:
             return damping
         with self._progress.phase("renew", self._runtime):
             device = next(parameter.device for parameter in self._root.parameters())
-            self._damping.measure(*sizes(self._stacks, self._runtime, device, self._clip.bound))
+            self._damping.measure(extent(self._stacks, self._runtime, device, self._clip, scale))
         self._progress.damping = self._damping_now()
         return self._progress.damping
 
@@ -365,7 +365,7 @@ class Engine:
                 self._agenda.hear_times(deliver(gradients, solve, plan, self._runtime, self._watch, left, rider))
             else:
                 gradients.solve(damping, self._runtime)
-            finite = self._clip.apply(gradients, scale, self._runtime, apart=self._exchanges)
+            finite = self._clip.apply(gradients, self._runtime, apart=self._exchanges)
             for entry, fine in zip(gradients.entries, finite, strict=True):
                 self._watch.saw_gradients(entry.stack, entry.places(), ~fine)
                 self._watch.saw_rungs(entry.stack, entry.members, entry.told())

@@ -224,7 +224,7 @@ class Preconditioner(Engine):
             self._compare(damping)
         self._collect(early=self._behind and self._inverses_due)
         scale, left = self._scale_gradients(count)
-        damping = self._renew(count, damping, closure)
+        damping = self._renew(count, damping, scale, closure)
         self._precondition(damping, scale, left, count, closure)
         progress.step += 1
         self._agenda.lap(self._spent(), self._background.seconds)

@@ -185,6 +185,15 @@ def test_autopilot(ranks, name, placement, count):
     assert len({damping for damping, *_ in found}) == 1
 
 
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "reduce-scatter"])
+def test_autopilot_goes_by_the_gradient_of_all_ranks(ranks, placement):
+    """Which each layer's owner alone has, where it is summed on its way there."""
+    damping = natgrad.Autopilot(share=1e9)  # so that it is by the length of the parameters
+    options = {"placement": placement, "damping": damping, "gradients": "reduce", "kl_clip": 1e-3}
+    _, found, _ = check(ranks, 4, "kfac inverse", options, ragged=True)
+    assert len({damping for damping, *_ in found}) == 1
+
+
 def test_autopilot_where_each_layer_has_a_batch_of_its_own(ranks):
     options = {"placement": "dp", "damping": natgrad.Autopilot(), "kl_clip": None}
     first, second = ranks.run(2, train, "kfac inverse", options, 4)

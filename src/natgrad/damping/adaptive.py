@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import nan
+from math import inf, nan
 
 
 class Adaptive(ABC):
@@ -46,6 +46,24 @@ class Outcome:
         return 1 - (self.change - self.predicted) / abs(self.predicted) if self.predicted else nan
 
 
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """How large Fisher, gradient and parameters are before a renewal, of layers with curvature; alike on all ranks.
+
+    Attributes:
+        sizes: ``tr F / d`` of each layer, of d parameters; 0 where there are no statistics.
+        coherence: ``‖∇‖² / tr F`` of all layers whose F and gradient are known, ∇ being that of the mean loss; not a
+            number if there are none.
+        room: ``κ / ‖θ‖²``, the KL clip over the squared length of the parameters; infinite without a number as clip.
+        pace: ``lr² / κ``, of the learning rate that schedulers begin from, for the mean loss; None without one.
+    """
+
+    sizes: Sequence[float]
+    coherence: float
+    room: float = inf
+    pace: float | None = None
+
+
 class Adaptation(ABC):
     """A rule in one training.
 
@@ -64,13 +82,8 @@ class Adaptation(ABC):
         """Whether the next renewal is to tell it how large the Fisher is."""
         return False
 
-    def measure(self, sizes: Sequence[float], room: float) -> None:
-        """Take in how large Fisher and parameters are, before a renewal; alike on all ranks.
-
-        Args:
-            sizes: ``tr F / d`` of each layer with statistics.
-            room: ``κ / ‖θ‖²``, the KL clip over the squared length of the parameters with curvature; infinite without.
-        """
+    def measure(self, extent: Extent) -> None:
+        """Take in how large all is, before a renewal."""
         raise NotImplementedError
 
     @abstractmethod

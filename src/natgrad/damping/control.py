@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from natgrad.curvature import Curvature
-from natgrad.damping.adaptive import Adaptation, Adaptive, Outcome
+from natgrad.damping.adaptive import Adaptation, Adaptive, Extent, Outcome
 from natgrad.damping.kinds import ByKind
 from natgrad.errors import require
 from natgrad.layers import Layer
@@ -98,10 +98,10 @@ class Control:
         """See `Adaptation.awaits_sizes`."""
         return self._adaptation is not None and self._adaptation.awaits_sizes
 
-    def measure(self, sizes: Sequence[float], room: float) -> None:
+    def measure(self, extent: Extent) -> None:
         """See `Adaptation.measure`."""
         if self._adaptation is not None:
-            self._adaptation.measure(sizes, room)
+            self._adaptation.measure(extent)
 
     def learn(self, outcome: Outcome) -> None:
         """See `Adaptation.learn`."""

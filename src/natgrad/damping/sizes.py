@@ -1,53 +1,96 @@
-"""How large the Fisher of each layer is, and how long the parameters are."""
+"""How large Fisher and gradient of each layer are, how long the parameters, and how fast they may move."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import inf, isfinite
+from math import inf, isfinite, nan
 
 import torch
 from torch import Tensor
 
-from natgrad.damping.quadratic import accounted
-from natgrad.damping.trust_region import TrustRegion
+from natgrad.damping.adaptive import Extent
+from natgrad.damping.quadratic import accountants
+from natgrad.exchange.sharded import Rows, spread
+from natgrad.gradients.clip import Clip
+from natgrad.gradients.stacked import stacked
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime
 from natgrad.renewal.measure import measured
 from natgrad.stacks.blocks import Stack
-from natgrad.stacks.shards import Spread, is_sharded
+from natgrad.stacks.shards import Spread, held_rows, is_sharded
 
 
-def sizes(
-    stacks: Sequence[Stack], runtime: Runtime, device: torch.device, bound: float | TrustRegion | None
-) -> tuple[list[float], float]:
-    """Return what `Adaptation.measure` takes: the layers' mean eigenvalues, and κ over the parameters' squared length.
+def extent(
+    stacks: Sequence[Stack], runtime: Runtime, device: torch.device, clip: Clip, scale: float | Tensor
+) -> Extent:
+    """Return what `Adaptation.measure` takes.
 
-    The former are ``tr F / d`` of the running averages as they are now, 0 where there are none. Each layer's is told by
-    one of its workers; of the parameters each rank tells its part. Collective, in one message on `device`.
+    The sizes are those of the running averages as they are now, 0 where there are none. Each layer's, and its
+    gradient's, is told by one of its workers, of shards by all ranks of its copy; of the parameters each rank tells its
+    part, of the learning rate the first. Collective, in one message on `device`.
 
     Args:
         stacks: All layers with curvature.
         runtime: The ranks.
         device: Where the message is made.
-        bound: The KL clip; the second is infinite unless it is a number, and where the length is 0 or no number.
+        clip: Of the step.
+        scale: What makes raw gradients those of the mean loss.
     """
-    layers = sum(len(stack.members) for stack in stacks)
-    message, start = torch.zeros(layers + 1, dtype=torch.float64, device=device), 0
-    mine = {id(stack) for stack in accounted(stacks, runtime.rank)}
-    for stack in stacks:
+    counts = [stack.parameters(member) for stack in stacks for member in stack.members]
+    layers, start, rows = len(counts), 0, Rows(runtime)
+    message = torch.zeros(2 * layers + 2, dtype=torch.float64, device=device)
+    for stack, accountant in zip(stacks, accountants(stacks), strict=True):
         stop = start + len(stack.members)
-        if id(stack) in mine and stack.weight is not None:
-            numbers = [stack.parameters(member) for member in stack.members]
-            own = measured(stack, "trace")[0].double() / tensor_on(stack.device, numbers)
+        if accountant == runtime.rank and stack.weight is not None:
+            own = measured(stack, "trace")[0].double() / tensor_on(stack.device, counts[start:stop])
             message[start:stop] = own.nan_to_num(0.0, 0.0, 0.0).to(device)
+        for index, square in enumerate(_squares(stack, accountant, runtime, rows), layers + start):
+            message[index] = (square * scale**2).to(device)
         start = stop
     for part, copies in _parts(stacks, runtime.ranks):
-        message[layers] += part.double().square().sum().to(device) / copies
+        message[-2] += part.double().square().sum().to(device) / copies
+    message[-1] = float(runtime.rank == 0) * _rate(stacks, clip) / scale
     if runtime.ranks > 1 and layers:
-        runtime.sum_(message, {"counters": layers + 1})
-    *found, square = message.tolist()
-    known = isinstance(bound, (int, float)) and isfinite(square) and square > 0
-    return found, bound / square if known else inf
+        runtime.sum_(message, {"counters": len(message)})
+    *told, length, rate = message.tolist()
+    sizes, squares = told[:layers], told[layers:]
+    counted = [index for index in range(layers) if sizes[index] > 0 and isfinite(squares[index])]
+    trace = sum(sizes[index] * counts[index] for index in counted)
+    bound = clip.bound if isinstance(clip.bound, (int, float)) else None
+    return Extent(
+        sizes=sizes,
+        coherence=sum(squares[index] for index in counted) / trace if trace else nan,
+        room=inf if bound is None or not isfinite(length) or length <= 0 else bound / length,
+        pace=None if bound is None or not isfinite(rate) or rate <= 0 else rate**2 / bound,
+    )
+
+
+def _squares(stack: Stack, accountant: int, runtime: Runtime, rows: Rows) -> Iterator[Tensor]:
+    """Yield what this rank is to tell of the squared raw gradient of each layer."""
+    if spread(stack):
+        for member in stack.members:
+            own = [held_rows(slot, rows.held(slot)) for slot in member.layer.slots if rows.counts(slot, accountant)]
+            yield sum((_square(part) for part in own if part is not None), start=torch.zeros((), device=stack.device))
+    elif accountant == runtime.rank:
+        W = stacked(stack, lambda slot: slot.parameter.grad)
+        yield from (_square(W[member.start : member.stop]) for member in stack.members)
+
+
+def _square(part: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.float64)
+    return norm.square()
+
+
+def _rate(stacks: Sequence[Stack], clip: Clip) -> float:
+    """Return the largest learning rate of layers with curvature, as far as schedulers tell; 0 where it is of no use."""
+    if clip.optimizer is None or not isinstance(clip.bound, (int, float)):
+        return 0.0
+    covered = {id(slot.parameter) for stack in stacks for member in stack.members for slot in member.layer.slots}
+    groups = [
+        one for one in clip.optimizer.param_groups if any(id(parameter) in covered for parameter in one["params"])
+    ]
+    rates = (group.get(name) for group in groups for name in ("lr", "initial_lr", "max_lr"))
+    return max((float(rate) for rate in rates if rate is not None), default=0.0)
 
 
 def _parts(stacks: Sequence[Stack], ranks: int) -> Iterator[tuple[Tensor, float]]:
