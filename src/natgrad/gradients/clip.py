@@ -58,11 +58,12 @@ class Clip:
             return f"KL clip {self.bound:g}" if isinstance(self.bound, float) else str(self.bound)
         return "KL clip off" + (": no optimizer to read the learning rate from" if self.optimizer is None else "")
 
-    def apply(self, gradients: Gradients, runtime: Runtime, *, apart: bool) -> list[Tensor]:
+    def apply(self, gradients: Gradients, scale: float | Tensor, runtime: Runtime, *, apart: bool) -> list[Tensor]:
         """Scale the preconditioned gradients by ν; what is not finite becomes zero.
 
         Args:
             gradients: Raw and preconditioned gradients of all stacks.
+            scale: What makes the raw gradients those of the mean loss.
             runtime: The ranks.
             apart: Whether each of them holds the curvature of some layers only.
 
@@ -77,9 +78,9 @@ class Clip:
                     entry.clear_(fine)
             self.last = self.bound.hold(gradients, self.optimizer, runtime, apart=apart)
             return finite
-        return self._scale(gradients, self.bound)
+        return self._scale(gradients, scale, self.bound)
 
-    def _scale(self, gradients: Gradients, bound: float | None) -> list[Tensor]:
+    def _scale(self, gradients: Gradients, scale: float | Tensor, bound: float | None) -> list[Tensor]:
         rates = self._rates() if bound is not None else {}
         total: Tensor | None = None
         finite = []
@@ -94,7 +95,7 @@ class Clip:
                 total = share if total is None else total + share.to(total)
         nu: float | Tensor = 1.0
         if total is not None and bound is not None:
-            nu = (bound / total).sqrt_().clamp_(max=1.0)
+            nu = (bound / (total * scale * scale)).sqrt_().clamp_(max=1.0)
             self.last = nu
         for entry, fine in zip(gradients.entries, finite, strict=True):
             entry.scale_(nu.to(fine.device) if isinstance(nu, Tensor) else nu, fine)
