@@ -224,3 +224,26 @@ def test_autopilot_knows_the_length_of_sharded_parameters(ranks, mesh):
     first, *others = ranks.run(4, autopilot_of_shards, mesh)
     assert first == pytest.approx(autopilot_of_shards(mesh), rel=1e-12)
     assert others == [first] * 3
+
+
+def autopilot_in_16_bits():
+    """The squares of these gradients overflow what the parameters are kept in."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).half()
+    if torch.distributed.is_initialized():
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    damping = natgrad.Autopilot(share=1e9)
+    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, damping=damping)
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(16, 6, generator=generator), torch.randint(3, (16,), generator=generator)
+    (2000 * torch.nn.functional.cross_entropy(model(jobs.share(x).half()), jobs.share(y))).backward()
+    preconditioner.step()
+    return preconditioner.metrics()["damping"], preconditioner.state_dict()["damping"]["known"]
+
+
+def test_autopilot_of_shards_in_16_bits(ranks):
+    gamma, known = autopilot_in_16_bits()
+    assert known
+    everyone = ranks.run(2, autopilot_in_16_bits)
+    assert everyone[0] == everyone[1] == (pytest.approx(gamma, rel=0.02), 1)
