@@ -13,6 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from natgrad import lapack
+
 
 def tensor_on(device: torch.device, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
     """Return `values` as a tensor on `device`; unlike ``torch.tensor(values, device=...)`` the host does not wait."""
@@ -30,7 +32,7 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         decomposition succeeded ``[N]`` (bool). What failed holds zeros. Cost: about 9 N d³ operations.
     """
     try:
-        values, vectors = torch.linalg.eigh(matrices)
+        values, vectors = lapack.eigh(matrices)
         fine = _finite(values) & _finite(vectors)
         if bool(fine.all()):
             return values.clamp_(min=0), vectors, fine
@@ -40,11 +42,11 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for index in (~fine).nonzero().flatten().tolist():
         values[index], vectors[index] = 0, 0
         try:
-            retried = torch.linalg.eigh(matrices[index].double())
+            retried = lapack.eigh(matrices[index, None].double())
         except RuntimeError:  # torch.linalg.LinAlgError is one
             continue
         if bool(retried[0].isfinite().all() & retried[1].isfinite().all()):
-            values[index], vectors[index], fine[index] = retried[0], retried[1], True
+            values[index], vectors[index], fine[index] = retried[0][0], retried[1][0], True
     return values.clamp_(min=0), vectors, fine
 
 
@@ -66,7 +68,7 @@ def off_diagonal(matrices: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 def _finite(stacked: Tensor) -> Tensor:
     # A sum is finite only if its terms are, and is far cheaper than a test of each; eigenvectors cannot overflow one.
-    return stacked.flatten(1).sum(1).isfinite()
+    return stacked.sum(tuple(range(1, stacked.ndim))).isfinite()
 
 
 def equal_shares(size: int, count: int) -> list[slice]:
@@ -121,19 +123,20 @@ def _projected_inverse(damped: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _spd_inverse(matrices: Tensor, columns: slice | None) -> tuple[Tensor, Tensor]:
-    factor, info = torch.linalg.cholesky_ex(matrices)
+    size = matrices.shape[-1]
+    factor, info = lapack.cholesky(matrices)
     # cholesky_inverse raises where a diagonal entry is 0, as a failed factorisation may leave it.
     factor.diagonal(dim1=-2, dim2=-1).masked_fill_((info != 0)[:, None], 1)
     if columns is None:
-        inverses = torch.cholesky_inverse(factor)
+        inverses = torch.cholesky_inverse(factor)[:, :size, :size]
         return inverses, (info == 0) & inverses.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
     # What lies below and right of a diagonal entry of the inverse is the inverse of that part's Schur complement, of
     # which the same part of the Cholesky factor is one.
     start, width = columns.start, columns.stop - columns.start
     rest = factor[:, start:, start:]
     unit = torch.eye(rest.shape[-1], width, dtype=factor.dtype, device=factor.device).expand(len(factor), -1, -1)
-    own = torch.cholesky_solve(unit, rest)
-    inverses = torch.zeros_like(factor)
+    own = torch.cholesky_solve(unit, rest)[:, : size - start]
+    inverses = torch.zeros_like(matrices)
     inverses[:, start:, columns] = own
     return inverses, (info == 0) & own.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
 

@@ -269,7 +269,7 @@ def test_a_failed_basis_keeps_its_moments(monkeypatch):
         step(index)
     before = copy.deepcopy(dense_ekfac.blocks(preconditioner, "3"))
 
-    def fail(matrices):
+    def fail(matrices, **options):
         raise torch.linalg.LinAlgError("broken")
 
     with monkeypatch.context() as patch:

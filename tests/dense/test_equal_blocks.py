@@ -166,10 +166,10 @@ def test_blocks_equal_to_one_that_fails_keep_what_they_had(monkeypatch):
     before = state(preconditioner)
     eigh = torch.linalg.eigh
 
-    def failing(matrices, *args):
+    def failing(matrices, **options):
         if matrices.shape[-1] == WIDTH:
             raise torch.linalg.LinAlgError("did not converge")
-        return eigh(matrices, *args)
+        return eigh(matrices, **options)
 
     monkeypatch.setattr(torch.linalg, "eigh", failing)
     train(model, preconditioner, range(2, 3))

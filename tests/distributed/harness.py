@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import sizes
+
 GRACE = 5.0  # seconds the other ranks get to end once one has failed
 
 
@@ -153,6 +155,11 @@ class Ranks:
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
+    with sizes.treated_alike():
+        _answer(connection)
+
+
+def _answer(connection: Connection) -> None:
     while True:
         try:
             rank, ranks, rendezvous, limit, last, function, args = pickle.loads(connection.recv_bytes())

@@ -39,7 +39,7 @@ def train_with_broken_lapack(job, steps, broken, rank):
     training = Training(job)
     eigh, cholesky_ex = torch.linalg.eigh, torch.linalg.cholesky_ex
 
-    def failing_eigh(matrix):
+    def failing_eigh(matrix, **options):
         raise torch.linalg.LinAlgError("the algorithm failed to converge")
 
     def failing_cholesky(matrix):

@@ -57,10 +57,10 @@ class broken:  # noqa: N801
     def __enter__(self):
         self.eigh = torch.linalg.eigh
 
-        def failing(matrix):
+        def failing(matrix, **options):
             if matrix.shape[-1] in (13, 6):
                 raise torch.linalg.LinAlgError("the algorithm failed to converge")
-            return self.eigh(matrix)
+            return self.eigh(matrix, **options)
 
         if self.active:
             torch.linalg.eigh = failing

@@ -86,7 +86,7 @@ def exhaust(job, kind, rank):
         training.model[0].register_forward_pre_hook(lambda module, inputs: (inputs[0] * float("nan"),))
     eigh = torch.linalg.eigh
 
-    def fail(matrix):
+    def fail(matrix, **options):
         raise torch.linalg.LinAlgError("the algorithm failed to converge")
 
     if mine and kind == "decompositions":

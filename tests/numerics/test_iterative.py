@@ -95,6 +95,55 @@ def test_a_long_drift_stays_within_the_tolerance(case, dtype, tolerance, large, 
         assert (skews(basis) <= 200 * small).all()
 
 
+def test_a_basis_beyond_reach_is_left_at_its_leading_vectors(monkeypatch):
+    """Unless they are not orthogonal, in which case the whole basis is made so, and tested then."""
+    monkeypatch.setattr(iterative, "_LARGE", 16)
+    first, *_, last = drift(32, 32, 6.0, steps=2, blocks=2)
+    _, basis, _ = linalg.eigh(first)
+    straightened = mock.Mock(side_effect=iterative._straightened)
+    monkeypatch.setattr(iterative, "_straightened", straightened)
+    tested = mock.Mock(side_effect=iterative._rayleigh)
+    monkeypatch.setattr(iterative, "_rayleigh", tested)
+    far = torch.linalg.qr(torch.randn(2, 32, 32, dtype=torch.float64))[0]
+    for start, calls in ((basis, 2), (far, 1), (far.bfloat16(), 3)):
+        tested.reset_mock()
+        with Counted("eigh", 32) as counted:
+            values, vectors, fine = Warm(tolerance=0.1, iterations=0).eigh(last, start)
+        assert counted.blocks == (0 if start is basis else 2)
+        assert tested.call_count == calls
+        assert fine.all()
+        assert (residuals(last, values, vectors) <= 0.1).all()
+    assert straightened.call_count == 1
+    # One within reach: the whole of both is tested.
+    tested.reset_mock()
+    Warm(tolerance=0.1, iterations=0).eigh(last, torch.stack([basis[0], far[1]]))
+    assert tested.call_count == 2
+
+
+def test_small_matrices_are_decomposed_at_once_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(iterative, "_SMALL", 25)
+    for size, blocks in ((24, 2), (25, 0)):
+        first, *_, last = drift(size, size, 6.0, steps=2)
+        with Counted("eigh", size) as counted:
+            values, vectors, _ = WARM.eigh(lower(last), linalg.eigh(first)[1])
+        assert counted.blocks == blocks
+        assert (residuals(last, values, vectors) <= 0.1).all()
+
+
+def test_matrices_of_middle_size_are_turned_once_on_a_cpu(monkeypatch):
+    first, *_, last = drift(32, 32, 6.0, steps=9, blocks=1)
+    _, basis, _ = linalg.eigh(first)
+    turn = mock.Mock(side_effect=iterative._turn)
+    monkeypatch.setattr(iterative, "_turn", turn)
+    for middle, turns, scratch in ((0, 2, 0), (32, 2, 0), (33, 1, 1)):
+        monkeypatch.setattr(iterative, "_MIDDLE", middle)
+        turn.reset_mock()
+        with Counted("eigh", 32) as counted:  # a third of where it begins
+            values, vectors, _ = Warm(tolerance=0.0526, iterations=3).eigh(last, basis)
+        assert (turn.call_count, counted.blocks) == (turns, scratch)
+        assert (residuals(last, values, vectors) <= 0.0526).all()
+
+
 def test_few_of_a_slow_drift_are_decomposed_from_scratch():
     size, steps, basis = 48, 100, None
     with Counted("eigh", size) as counted:

@@ -20,8 +20,9 @@ from natgrad.linalg import damped_inverse, eigh, tensor_on
 # a rule.
 _FIRST, _LATER = 8, 4
 _GAIN = 4.0
-# From this size on, a part of a product takes longer than the calls around it.
-_LARGE = 384
+# On a CPU, a decomposition from scratch takes no longer than the calls of a test below the first size, and no longer
+# than a second iteration below the last. From the second on, a test of some vectors takes far less than one of all.
+_SMALL, _LARGE, _MIDDLE = 144, 256, 320
 # How far from orthogonal a basis may be, in units of the rounding of its dtype; LAPACK's are at about 10.
 _SKEW = 1000.0
 
@@ -57,7 +58,7 @@ class Warm:
         Rayleigh-Ritz step within it, then out of it by the angle that diagonalises F on each pair of vectors alone
         (Jacobi 1846), at most 45 degrees, all of them together as the one orthogonal map that moves a subspace least,
         the direct rotation (Davis & Kahan 1970, section 4). What still fails the test, or is too far beyond it from
-        the start, is left to `linalg.eigh`.
+        the start, is left to `linalg.eigh`; so are matrices so small that a CPU decomposes them in no more time.
 
         So ``QDQᵀ`` is always positive semi-definite, and never farther from F than τ‖F‖, τ being the tolerance. Of two
         such factors, ``(G ⊗ A + γI)⁻¹`` is positive definite, at most 1 / γ, and no farther from the exact one than
@@ -72,7 +73,7 @@ class Warm:
             test, about 0.8 for the first iteration and 1.5 for each that follows. The host waits for the device once
             where all bases stay, and three times more in each iteration.
         """
-        if basis is None:
+        if basis is None or (matrices.device.type == "cpu" and matrices.shape[-1] < _SMALL):
             return eigh(matrices)
         F = symmetric(matrices)
         scale = F.diagonal(dim1=-2, dim2=-1).amax(-1)  # no entry is larger; the squares of 1e-25 would be 0
@@ -99,17 +100,21 @@ class Warm:
             rounded: Whether those that are not orthogonal may be so for they were rounded.
         """
         limit = self.tolerance * torch.linalg.vector_norm(F, dim=(1, 2))
-        reach = limit * max(1.0, _GAIN * self.iterations)
-        pieces, values, residual = _tested(F, Q, reach)
+        most = min(self.iterations, 1) if F.device.type == "cpu" and F.shape[-1] < _MIDDLE else self.iterations
+        reach = limit * max(1.0, _GAIN * most)
+        tested = _tested(F, Q, reach)
+        if tested is None:
+            return F.new_zeros(F.shape[:-1]), Q, [False] * len(F)
+        pieces, values, residual = tested
         straight = _is_straight(Q)
         tests = torch.stack([straight, straight & (residual <= limit), straight & (residual <= reach)])
         orthogonal, passed, near = tests.tolist()  # the host waits
         if rounded and not all(orthogonal):
             return self._refined(F, torch.where(straight[:, None, None], Q, _straightened(Q)), rounded=False)
-        if all(passed) or not any(near) or self.iterations == 0:
+        if all(passed) or not any(near) or most == 0:
             return values, Q, passed
         Y = torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
-        for share in (_FIRST, *[_LATER] * (self.iterations - 1)):
+        for share in (_FIRST, *[_LATER] * (most - 1)):
             left = [block for block in range(len(F)) if near[block] and not passed[block]]
             if not left:
                 break
@@ -182,11 +187,10 @@ def symmetric(matrices: Tensor) -> Tensor:
     return whole
 
 
-def _tested(F: Tensor, Q: Tensor, reach: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+def _tested(F: Tensor, Q: Tensor, reach: Tensor) -> tuple[list[Tensor], Tensor, Tensor] | None:
     """Return FQ in pieces that follow each other, the Rayleigh quotients, and the norms of the residuals ``[N]``.
 
-    On a CPU, the leading vectors come first; where these alone are beyond `reach` ``[N]`` in every block, the rest is
-    left out, and the norms are infinite.
+    On a CPU, the leading vectors come first; None: those of every block are orthogonal, but beyond `reach` ``[N]``.
     """
     size = F.shape[-1]
     if F.device.type != "cpu" or size < _LARGE:
@@ -196,8 +200,8 @@ def _tested(F: Tensor, Q: Tensor, reach: Tensor) -> tuple[list[Tensor], Tensor, 
     leading, others = Q[..., rest:], Q[..., :rest]
     last = F @ leading
     last_values, beyond = _rayleigh(leading, last)
-    if bool((beyond > reach).all()):
-        return [], F.new_zeros(F.shape[:-1]), torch.full_like(beyond, torch.inf)
+    if bool(((beyond > reach) & _is_straight(leading)).all()):
+        return None
     first = F @ others
     values, residual = _rayleigh(others, first)
     return [first, last], torch.cat([values, last_values], -1), torch.hypot(residual, beyond)

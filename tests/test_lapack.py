@@ -1,0 +1,105 @@
+"""Decompositions of matrices whose columns would fall together in a cache, and of others, beside torch's own."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from natgrad import lapack, linalg
+
+COLLIDING = {torch.float32: (256, 512), torch.float64: (128, 256)}
+SIZES = [(dtype, size) for dtype, sizes in COLLIDING.items() for size in (*sizes, sizes[0] - 1, 1)]
+
+
+def covariances(count, size, dtype, *, samples=None, scale=1.0, seed=0):
+    """Covariances ``[count, size, size]`` of `samples` rows, their upper triangles overwritten."""
+    rows = torch.randn(count, samples or 2 * size, size, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    whole = rows.mT @ rows * (scale / rows.shape[1])
+    return whole, whole.tril() + torch.full_like(whole, torch.nan).triu(1)
+
+
+@pytest.mark.parametrize(("dtype", "size"), SIZES)
+@pytest.mark.parametrize("samples", [None, 3])
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e20])
+def test_eigenvectors_are_orthogonal_and_give_the_matrix(dtype, size, samples, scale):
+    whole, lower = covariances(2, size, dtype, samples=samples, scale=scale)
+    values, vectors = lapack.eigh(lower)
+    assert values.shape == (2, size)
+    assert vectors.shape == (2, size, size)
+    assert (values.diff() >= 0).all()
+    rounding = 20 * torch.finfo(dtype).eps * size**0.5
+    torch.testing.assert_close(
+        vectors.mT @ vectors, torch.eye(size, dtype=dtype).expand(2, -1, -1), rtol=0, atol=rounding
+    )
+    # Scaled, for the squares of 1e-25 are 0.
+    error = ((vectors * values[:, None]) @ vectors.mT - whole) / scale
+    norm = torch.linalg.matrix_norm(whole / scale)
+    assert (torch.linalg.matrix_norm(error) <= rounding * norm).all()
+
+
+@pytest.mark.parametrize(("dtype", "sizes"), COLLIDING.items())
+def test_columns_that_would_collide_are_set_apart(dtype, sizes, monkeypatch):
+    seen, eigh, cholesky = [], torch.linalg.eigh, torch.linalg.cholesky_ex
+    monkeypatch.setattr(torch.linalg, "eigh", lambda M, **options: seen.append(M.shape[-1]) or eigh(M, **options))
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda M: seen.append(M.shape[-1]) or cholesky(M))
+    for size in (sizes[0], sizes[0] + 1):
+        whole, _ = covariances(1, size, dtype)
+        lapack.eigh(whole)
+        linalg.damped_inverse(whole, torch.ones(1, dtype=dtype))
+    assert [size * dtype.itemsize % 1024 for size in seen[:2]] == [32, 32]
+    assert seen[2:] == [sizes[0] + 1] * 2
+
+
+@pytest.mark.parametrize(("dtype", "size"), SIZES)
+def test_matrices_of_zeros(dtype, size):
+    values, vectors = lapack.eigh(torch.zeros(2, size, size, dtype=dtype))
+    assert (values == 0).all()
+    torch.testing.assert_close((vectors.mT @ vectors)[0], torch.eye(size, dtype=dtype))
+
+
+@pytest.mark.parametrize(("dtype", "size"), SIZES)
+def test_no_matrices(dtype, size):
+    values, vectors = lapack.eigh(torch.zeros(0, size, size, dtype=dtype))
+    assert values.shape == (0, size)
+    assert vectors.shape == (0, size, size)
+
+
+@given(
+    size=st.sampled_from([127, 128, 256]),
+    count=st.integers(1, 3),
+    columns=st.tuples(st.integers(0, 120), st.integers(1, 8)),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=20, deadline=None)
+def test_inverses_are_those_of_the_matrices(size, count, columns, seed):
+    whole, lower = covariances(count, size, torch.float64, seed=seed)
+    damping = torch.linspace(0.1, 1, count, dtype=torch.float64)
+    expected = torch.linalg.inv(whole + damping[:, None, None] * torch.eye(size, dtype=torch.float64))
+    inverses, fine = linalg.damped_inverse(lower, damping)
+    assert fine.all()
+    torch.testing.assert_close(inverses, expected)
+    wanted = slice(columns[0], sum(columns))
+    some, fine = linalg.damped_inverse(lower, damping, wanted)
+    assert fine.all()
+    assert some.shape == whole.shape
+    torch.testing.assert_close(some[:, wanted.start :, wanted].tril(), expected[:, wanted.start :, wanted].tril())
+
+
+@pytest.mark.parametrize("size", [127, 128])
+def test_what_is_not_definite_is_told(size):
+    whole, _ = covariances(2, size, torch.float64)
+    whole[1, 5, 5] = -1
+    _, info = lapack.cholesky(whole)
+    assert info.tolist() == [0, 6]
+
+
+@pytest.mark.parametrize("size", [127, 128])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_harms_no_other(size, bad):
+    whole, _ = covariances(2, size, torch.float64)
+    whole[1, 7, 3] = bad
+    values, vectors, fine = linalg.eigh(whole)
+    assert fine.tolist() == [True, False]
+    assert not values[1].any()
+    assert not vectors[1].any()
+    torch.testing.assert_close((vectors[0] * values[0]) @ vectors[0].mT, whole[0])
