@@ -245,3 +245,19 @@ def test_float32_is_as_near_as_its_rounding():
     expected = dense(A, G, V, 200, 1e-2)
     found = solved([kernel.interpolate(A.float(), G.float(), 200, samples=200, damping=1e-2)], V.float(), 200, 1e-2)
     assert error(found.double(), expected) < 1e-3
+
+
+@pytest.mark.parametrize("exponent", [-25, -16, 0, 16, 25])
+@pytest.mark.parametrize("silent", [False, True])
+def test_scores_of_rows_whose_squares_leave_float32(exponent, silent):
+    A, G = rows(2, 8, 4) * 10.0**exponent, rows(2, 8, 5, 1)
+    if silent:
+        A[1, 3] = 0
+    exact = A.norm(dim=-1) * G.norm(dim=-1)
+    found = kernel.scores(A.float(), G.float())
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, exact, rtol=1e-6, atol=0)
+
+
+def test_scores_of_no_rows():
+    assert kernel.scores(torch.zeros(2, 0, 4), torch.zeros(2, 0, 5)).shape == (2, 0)

@@ -8,6 +8,7 @@ from torch import nn
 
 import natgrad
 import natgrad.trouble.ladder
+from natgrad.trouble.ladder import dots
 from tests.dense import reference as dense
 
 DAMPING = 0.3
@@ -323,3 +324,13 @@ def test_what_a_guard_may_be(options):
     name = next(iter(options))
     with pytest.raises(ValueError, match=f"{name}={options[name]!r} is not allowed"):
         natgrad.Guard(**options)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 5), (1, 4, 5), (2, 64, 128), (1, 64, 128), (3, 91, 91)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_inner_products_of_blocks(shape, strided):
+    X, Y = (torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(k)) for k in (0, 1))
+    X = X.mT.contiguous().mT if strided else X
+    torch.testing.assert_close(dots(X, Y), (X * Y).sum((1, 2)))
+    Y[0, 1, 2] = torch.inf
+    assert dots(X, Y).isfinite().tolist() == [False] + [True] * (shape[0] - 1)

@@ -22,6 +22,9 @@ from torch.nn.functional import pad
 _BATCH = 2**24
 """About how many elements of kernels are decomposed together."""
 
+_SQUARES = (1e-15, 1e15)
+"""Between these, norms of float32 do without squares of float64, for which a CPU needs four times as long."""
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -76,8 +79,8 @@ def precondition(
         ``[N, o, i]``. Cost: N (2 r o i + r²) multiply-adds.
     """
     c = (M @ multiply(A, G, V)[..., None])[..., 0]
-    correction = multiply_transposed(A, G, c)
-    return (V - correction / _last(samples, 2)) / _last(damping, 2)
+    correction = multiply_transposed(A, G, c).div_(_last(samples, 2))
+    return torch.sub(V, correction, out=correction).div_(_last(damping, 2))
 
 
 def inverted(
@@ -236,9 +239,8 @@ def pivoted_cholesky(Q: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def scores(A: Tensor, G: Tensor) -> Tensor:
-    """Return ``‖a_j‖ ‖g_j‖``, the norms of the rows of U ``[N, m]``."""
-    norms: list[Tensor] = [torch.linalg.vector_norm(rows, dim=-1) for rows in (A, G)]
-    return norms[0] * norms[1]
+    """Return ``‖a_j‖ ‖g_j‖``, the norms of the rows of U ``[N, m]``, in float64."""
+    return _norms(A) * _norms(G)
 
 
 def inclusion(scores: Tensor, count: int) -> Tensor:
@@ -278,7 +280,7 @@ def sample(A: Tensor, G: Tensor, count: int, *, starts: Tensor) -> Selection:
         The rows. Cost: N m (i + o) multiply-adds and sorting.
     """
     A, G = _at_least_one(A, G)
-    found, order = scores(A.double(), G.double()).sort(-1, descending=True)
+    found, order = scores(A, G).sort(-1, descending=True)
     fine = found.isfinite().all(-1)
     found = torch.where(fine[:, None], found, 0)
     probability = inclusion(found, count)
@@ -289,6 +291,17 @@ def sample(A: Tensor, G: Tensor, count: int, *, starts: Tensor) -> Selection:
     weight = probability.gather(-1, place).rsqrt().masked_fill(~live, 0).to(G.dtype)
     rows = order.gather(-1, place)
     return Selection(pick(A, rows, live), pick(G, rows, live) * weight[..., None], None, fine)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Return the norms of rows ``[N, m]`` in float64."""
+    if rows.device.type == "cpu":
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+        low, high = norms.aminmax() if norms.numel() else (norms.sum(), norms.sum())
+        if low > _SQUARES[0] and high < _SQUARES[1]:
+            return norms.double()
+    wide: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    return wide
 
 
 def pick(rows: Tensor, indices: Tensor, live: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,14 +83,19 @@ class Collected:
             gain: What makes gradients those of per-sample losses, beside the scale that they were added with.
 
         Returns:
-            ``[n, m, i]`` and ``[n, m, o]``, in at least float32.
+            ``[n, m, i]`` and ``[n, m, o]``, in at least float32; to be read only, for they may be the layer's own.
         """
         dtype, rows = at_least_float32(self._stacks[layer].work_dtype), self._rows.pop(layer)
-        inputs = torch.cat([one.to(dtype) for _, one, _, _ in rows], 1)
-        return inputs, torch.cat([one.to(dtype) * (scale * gain) for _, _, one, scale in rows], 1)
+        inputs = joined([one.to(dtype) for _, one, _, _ in rows], 1)
+        return inputs, joined([one.to(dtype) * (scale * gain) for _, _, one, scale in rows], 1)
 
     def reset(self) -> None:
         """Begin the next step."""
         self._rows.clear()
         for name in self.tallies:
             self.tallies[name] = Tally()
+
+
+def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate tensors; one alone is not copied."""
+    return torch.cat(list(pieces), dim) if len(pieces) > 1 else pieces[0]

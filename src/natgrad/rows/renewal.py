@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from natgrad.curvature import kernel
 from natgrad.numerics.products import full_products, quick_products
 from natgrad.placement import Plan, Runtime
-from natgrad.rows.collected import Collected
+from natgrad.rows.collected import Collected, joined
 from natgrad.rows.epochs import Epochs
 from natgrad.rows.messages import gather, give
 from natgrad.rows.stack import SQUARES, RowStack
@@ -131,7 +131,7 @@ class Renewal:
         # Drawn labels know nothing of the loss, its scale and its mean.
         factor = 1.0 if stack.curvature.likelihood is not None else gain * share
         taken = [rows.take(_name(one), factor) if rows.count(_name(one)) else _none(one) for one in alike]
-        A, G = (torch.cat(each) for each in zip(*taken, strict=True))
+        A, G = (joined(each, 0) for each in zip(*taken, strict=True))
         finite = A.flatten(1).sum(1).isfinite() & G.flatten(1).sum(1).isfinite()
         options = {"samples": alike[0].samples, "damping": self.damping * stack.factor}
         found, start = [], 0
@@ -208,7 +208,7 @@ class Renewal:
 def _joined(found: Sequence[kernel.Selection]) -> kernel.Selection:
     """Return the selections of some ranks as one, with Y ``[n, ranks, r, r]``."""
     links = [one.Y for one in found if one.Y is not None]
-    A, G = (torch.cat([getattr(one, side) for one in found], 1) for side in ("A", "G"))
+    A, G = (joined([getattr(one, side) for one in found], 1) for side in ("A", "G"))
     Y = torch.stack(links, 1) if links else None
     return kernel.Selection(A, G, Y, torch.stack([one.fine for one in found]).all(0))
 

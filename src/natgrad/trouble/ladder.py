@@ -24,6 +24,9 @@ _DECAY = 0.9
 # Where looking makes the host wait, it looks once in so many steps.
 _PATIENCE = 32
 
+# From so many elements on, a CPU's inner products are quickest one by one.
+_LONG = 8192
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -145,7 +148,7 @@ class Ladder:
         """Remember the norms of preconditioned gradients, of the blocks that are `natural` ``[N]``; None: of all."""
         if not self.measures:
             return
-        norms, seen = stack.rungs.allocate_norm(V), dots(V, V).sqrt()
+        norms, seen = stack.rungs.allocate_norm(V), torch.linalg.vector_norm(V, dim=(1, 2))
         before = norms[blocks]
         after = torch.where(before > 0, torch.lerp(seen, before, _DECAY), seen)
         counts = (seen > 0) & (seen < math.inf)
@@ -156,7 +159,13 @@ class Ladder:
 
 def dots(X: Tensor, Y: Tensor) -> Tensor:
     """Return the inner product of each block ``[N]`` of two tensors ``[N, o, i]``."""
-    return torch.bmm(X.flatten(1)[:, None, :], Y.flatten(1)[:, :, None])[:, 0, 0]
+    X, Y = X.flatten(1), Y.flatten(1)
+    if X.device.type != "cpu":
+        return torch.bmm(X[:, None, :], Y[:, :, None])[:, 0, 0]
+    if X.shape[1] < _LONG:
+        products: Tensor = torch.linalg.vecdot(X, Y)
+        return products
+    return torch.stack(list(map(torch.dot, X, Y)))  # MKL's batched product takes 5 to 8 times as long
 
 
 def _waits(device: torch.device) -> bool:
