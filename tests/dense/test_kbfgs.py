@@ -83,6 +83,15 @@ class Positions(nn.Module):
         return self.head(self.shared(self.shared(x).tanh()).tanh().mean(1))
 
 
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
 class Images(nn.Module):
     """Convolutions in two and three dimensions."""
 
@@ -130,7 +139,7 @@ def summed(rows):
 
 
 def held(preconditioner, name):
-    blocks = preconditioner.state_dict()["blocks"][f"{name}.weight"]
+    blocks = preconditioner.state_dict()["blocks"][name if name.endswith("]") else f"{name}.weight"]
     if "S" not in blocks:
         return blocks["H_A"], blocks["H_G"]
     unit = torch.eye(blocks["S"].shape[-1]).to(blocks["S"]).expand(len(blocks["S"]), -1, -1)
@@ -216,6 +225,38 @@ def test_in_front_of_a_batch_normalisation_no_pair_is_made_of_rounding(dtype, me
     (_, H_convolution), (_, H_head) = held(preconditioner, "0"), held(preconditioner, "6")
     assert torch.equal(H_convolution[0], torch.eye(5).to(H_convolution))
     assert (H_head[0] - torch.eye(3).to(H_head)).norm() > 0.1
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("memory", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_of_the_keys_of_attention_no_pair_is_made_of_rounding(dtype, memory, sharing):
+    """A softmax does not see what all keys share, so that their gradients cancel within each sample."""
+    torch.manual_seed(0)
+    model = Attention().to(torch.promote_types(dtype, torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    preconditioner = natgrad.Preconditioner(
+        model, natgrad.KBFGS(memory=memory, sharing=sharing), optimizer=optimizer, damping=1e-3, refresh=EVERY_STEP
+    )
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 5, 6, generator=generator).to(model.head.weight) + 0.3
+        y = torch.randint(3, (8,), generator=generator)
+
+        def loss(x=x, y=y):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                return nn.functional.cross_entropy(model(x), y)
+
+        optimizer.zero_grad()
+        loss().backward()
+        preconditioner.step(loss)
+        optimizer.step()
+    changes = {}
+    for name in ("query", "key", "value"):
+        _, H = held(preconditioner, f"attention.in_proj_weight[{name}]")
+        changes[name] = float((H[0] - torch.eye(6).to(H)).norm())
+    assert changes["key"] == 0
+    assert min(changes["query"], changes["value"]) > 0.1
 
 
 @pytest.mark.parametrize("memory", [None, 6])

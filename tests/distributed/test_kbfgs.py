@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from tests.dense import reference as dense
-from tests.dense.test_kbfgs import DAMPING, EVERY_STEP, Positions, Reference, seen
+from tests.dense.test_kbfgs import DAMPING, EVERY_STEP, Attention, Positions, Reference, seen
 
 SAMPLES = 12
 RAGGED = {1: [12], 2: [9, 3], 3: [2, 6, 4], 4: [5, 1, 4, 2]}
@@ -117,6 +117,41 @@ def test_placements(ranks, placement):
     results = ranks.run(4, call, 5, RAGGED, {"placement": placement, "gradients": "reduce"})
     assert_same(results)
     dense.assert_equal(results[0][0], train(5, RAGGED)[0], 1e-10)
+
+
+def attend(steps, memory):
+    """Parameters and what is made of them after some steps on ragged batches, of which each rank has its part."""
+    rank, ranks = place()
+    torch.manual_seed(0)
+    model = Attention().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    preconditioner = natgrad.Preconditioner(
+        model,
+        natgrad.KBFGS(memory=memory, sharing="reduce"),
+        optimizer=optimizer,
+        damping=0.05,
+        refresh=EVERY_STEP,
+        gradients="reduce" if ranks > 1 else "averaged",
+    )
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(SAMPLES, 5, 6, generator=generator, dtype=torch.float64) + 0.3
+        y = torch.randint(3, (SAMPLES,), generator=generator)
+        x, y = (tensor.split(RAGGED[ranks])[rank] for tensor in (x, y))
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        preconditioner.step(lambda x=x, y=y: cross_entropy(model(x), y))
+        optimizer.step()
+    return {name: own.detach() for name, own in model.named_parameters()}
+
+
+@pytest.mark.parametrize("memory", [None, 3])
+@pytest.mark.parametrize("count", [2, 4])
+def test_attention_by_its_sums_over_positions(ranks, count, memory):
+    """Of the keys, whose gradients cancel within each sample, nothing is made of what rounding leaves."""
+    results = ranks.run(count, attend, 5, memory)
+    for found in results:
+        dense.assert_equal(found, attend(5, memory), 1e-10)
 
 
 # --- Under "dp" each layer's worker goes by its own samples -----------------------------------------------------------

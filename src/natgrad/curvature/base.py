@@ -89,6 +89,7 @@ class Curvature(ABC):
     Attributes:
         likelihood: The distribution that labels are drawn from, or None when the true labels serve (empirical Fisher).
         pools: Whether rows are summed over positions before they are seen (SPEC: *reduce*).
+        weighs: Whether it asks how large gradients are, also before they are summed (`Rows.magnitude`).
         rows: Whether it keeps rows and no sums over them (`natgrad.curvature.rows`).
         looks: Which of what the parts write `observe` needs: then only workers can capture.
         live: Which statistics `solve` needs, as they are at that step.
@@ -103,6 +104,7 @@ class Curvature(ABC):
 
     likelihood: Likelihood | None = None
     pools: bool = False
+    weighs: bool = False
     rows: bool = False
     looks: tuple[str, ...] = ()
     live: tuple[str, ...] = ()

@@ -36,11 +36,13 @@ class KBFGS(Curvature):
     ``sharing="reduce"``, Σ_t Σ_t' of its blocks, and no other: convolutions want "reduce".
 
     Where mean(g) is zero, H_G stays as it is. So it is in front of a batch normalisation, which takes back all shared
-    changes: what rounding leaves of ``mean(g⁺) - mean(g)`` says nothing. Where rounding has cost an inverse its
-    definiteness, or made it not finite, it begins anew.
+    changes, and for the keys of attention, of which a softmax does the same: what rounding leaves of
+    ``mean(g⁺) - mean(g)`` says nothing. Where rounding has cost an inverse its definiteness, or made it not finite, it
+    begins anew.
     """
 
     replays = ("a", "g", "size")
+    weighs = True
     definite = False  # V is made of a running average of gradients
 
     def __init__(
@@ -154,7 +156,7 @@ class KBFGS(Curvature):
         """See `Curvature.observe`; a replay has no use for A."""
         if "A" in sums:
             inputs.add_gram_(sums["A"], overwrite=first)
-        totals = {"a": inputs.pool().sum(1), "g": gradients.pool().sum(1), "size": _size(gradients.dense())}
+        totals = {"a": inputs.pool().sum(1), "g": gradients.pool().sum(1), "size": gradients.magnitude()}
         for name, total in totals.items():
             if first:
                 sums[name].zero_()
@@ -246,13 +248,6 @@ class KBFGS(Curvature):
         if self.limit is None:
             return linalg.product(held["H_G"], right)
         return Compact(held["S"], held["Y"]).multiply(right)
-
-
-def _size(rows: Tensor) -> Tensor:
-    """Return Σ|g| of each block ``[n, 1]``, in at least float32."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    size: Tensor = torch.linalg.vector_norm(rows, 1, dim=(1, 2, 3), dtype=dtype)
-    return size[:, None]
 
 
 def _finite(*stacked: Tensor) -> Tensor:

@@ -49,6 +49,13 @@ class Rows(ABC):
     def dense(self) -> Tensor:
         """Return the rows themselves ``[n, B, T, d]``, a view where possible."""
 
+    def magnitude(self) -> Tensor:
+        """Return Σ|x| of each block ``[n, 1]``, in at least float32; of rows that were pooled, what it was before."""
+        rows = self.dense()
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        magnitude: Tensor = torch.linalg.vector_norm(rows, 1, dim=(1, 2, 3), dtype=dtype)
+        return magnitude[:, None]
+
     def part(self, start: int, stop: int) -> Rows:
         """Return these rows of the samples `start` to `stop` only."""
         return DenseRows(self.dense()[:, start:stop], one_hot=self.one_hot)
@@ -70,14 +77,18 @@ class Rows(ABC):
 class DenseRows(Rows):
     """Rows that exist as one tensor ``[n, B, T, d]``."""
 
-    def __init__(self, values: Tensor, *, one_hot: bool = False) -> None:
-        """Wrap `values`."""
-        self.values, self.one_hot = values, one_hot
+    def __init__(self, values: Tensor, *, one_hot: bool = False, magnitude: Tensor | None = None) -> None:
+        """Wrap `values`, whose `magnitude` is known where they were pooled."""
+        self.values, self.one_hot, self._magnitude = values, one_hot, magnitude
         self.samples, self.positions = values.shape[1], values.shape[2]
 
     def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
         """See `Rows.add_gram_`."""
         gram.add_row_gram_(out, self.values.flatten(1, 2), scale=scale, overwrite=overwrite)
+
+    def magnitude(self) -> Tensor:
+        """See `Rows.magnitude`."""
+        return super().magnitude() if self._magnitude is None else self._magnitude
 
     def pool(self) -> Tensor:
         """See `Rows.pool`."""
