@@ -69,6 +69,7 @@ class Figures:
         kept_mib: What stays between steps.
         kept_share: Over what KFAC keeps.
         sent_mib: What all ranks send for a refresh.
+        rounds: Over which its medians are.
     """
 
     method: str
@@ -79,6 +80,7 @@ class Figures:
     kept_mib: float
     kept_share: float
     sent_mib: float
+    rounds: int
 
 
 class Trainer:
@@ -164,6 +166,7 @@ def measure(network: str, rounds: int, clock: Clock, chosen: tuple[str, ...]) ->
                 kept_mib=trainer.kept / 2**20,
                 kept_share=trainer.kept / trainers[chosen[0]].kept,
                 sent_mib=float(sent) / 2**20,
+                rounds=rounds,
             )
         )
     return rows
@@ -223,7 +226,7 @@ def main(
     torch.set_num_threads(1)
     chosen = tuple(dict.fromkeys([REFERENCE, *(method or METHODS)]))
     console = Console(width=120)
-    settings = conditions(clock) | {"rounds": rounds, "ranks": ranks, "samples": SAMPLES, "chosen": CHOSEN}
+    settings = conditions(clock) | {"ranks": ranks, "samples": SAMPLES, "chosen": CHOSEN}
     for name in network or NETWORKS:
         if apart:
             rows = measure_apart(name, ranks, rounds, clock, chosen)

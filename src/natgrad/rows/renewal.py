@@ -223,8 +223,9 @@ def _links(chosen: kernel.Selection, damping: float) -> Tensor:
 
 def _write(fresh: Kept, name: str, one: Seen, values: Tensor, rows: int) -> None:
     more = rows - one.chosen.A.shape[1]
-    values = pad(values, (0, more, 0, more)).flatten(1) if name in SQUARES else pad(values, (0, 0, 0, more))
-    fresh.write(name, one.member.blocks, values)
+    if more:
+        values = pad(values, (0, more if name in SQUARES else 0, 0, more))
+    fresh.write(name, one.member.blocks, values.flatten(1) if name in SQUARES else values)
 
 
 def _groups(seen: Iterable[Seen], key: Callable[[Seen], tuple[object, ...]]) -> list[list[Seen]]:
