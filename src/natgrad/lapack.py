@@ -18,13 +18,14 @@ _COLLIDE, _APART = 1024, 32
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what ``torch.linalg.eigh`` does, for symmetric positive semi-definite matrices ``[N, d, d]``.
+    """Do what ``torch.linalg.eigh`` does.
 
     Args:
-        matrices: Only the lower triangles are read. Eigenvalues below 0 are to be those of rounding.
+        matrices: Symmetric ``[N, d, d]``; only the lower triangles are read. What is not positive semi-definite may be
+            decomposed twice.
 
     Returns:
-        Eigenvalues ``[N, d]``, ascending, and eigenvectors ``[N, d, d]`` in columns, in any order in memory.
+        Eigenvalues ``[N, d]``, ascending, and eigenvectors ``[N, d, d]`` in columns, these in any order in memory.
 
     Raises:
         torch.linalg.LinAlgError: if one does not converge.
@@ -35,9 +36,12 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     if more:
         # Rows of zeros take no part. An eigenvalue below all others, on the diagonal, comes first, and goes again.
         trace = matrices.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
-        matrices = _padded(matrices, more, torch.where(trace > 0, -trace, -1))
+        least = torch.where(trace > 0, -trace, -1)
+        values, vectors = torch.linalg.eigh(_padded(matrices, more, least).mT, UPLO="U")
+        if not bool((values[:, more] <= least[:, 0] / 2).any()):
+            return values[:, more:].contiguous(), vectors[:, :size, more:]
     values, vectors = torch.linalg.eigh(matrices.mT, UPLO="U")
-    return values[:, more:], vectors[:, :size, more:]
+    return values, vectors
 
 
 def cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:

@@ -259,5 +259,13 @@ def test_scores_of_rows_whose_squares_leave_float32(exponent, silent):
     torch.testing.assert_close(found, exact, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("odd", [0.0, 1e-25, 1e25, float("nan")])
+def test_scores_of_a_block_hang_on_no_other(odd):
+    A, G = rows(3, 8, 40).float(), rows(3, 8, 50, 1).float()
+    alone = kernel.scores(A[:1], G[:1])
+    A[1, 3] = odd
+    assert torch.equal(kernel.scores(A, G)[:1], alone)
+
+
 def test_scores_of_no_rows():
     assert kernel.scores(torch.zeros(2, 0, 4), torch.zeros(2, 0, 5)).shape == (2, 0)

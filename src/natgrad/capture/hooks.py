@@ -358,12 +358,12 @@ class Capture:
             self._flush(name)
         dtype = self._places[name][0].dtype
         a, g, positions = inputs.pool().to(dtype), gradients.pool().to(dtype), inputs.positions
-        magnitude = gradients.magnitude() if use.curvature.weighs else None
+        rounding = gradients.rounding() if use.curvature.weighs else None
         kinds = self._pooled.setdefault(name, {})
         if inputs.one_hot not in kinds:
-            kinds[inputs.one_hot] = Pooled(task, a, g, positions, scale, magnitude)
+            kinds[inputs.one_hot] = Pooled(task, a, g, positions, scale, rounding)
         else:
-            kinds[inputs.one_hot].add(a, g, positions, magnitude)
+            kinds[inputs.one_hot].add(a, g, positions, rounding)
 
     def _awaits(self, use: Use) -> bool:
         """Tell whether other uses of the layer may show more of the same samples."""

@@ -19,7 +19,7 @@ class Pooled:
         gradients: The same ``[n, B, o]``.
         positions: How many were summed.
         scale: What makes the gradients those of per-sample losses.
-        magnitude: Of the gradients before they were summed, where it is asked for (`Curvature.weighs`).
+        rounding: Of the gradients before they were summed, where it is asked for (`Curvature.weighs`).
     """
 
     task: int
@@ -27,16 +27,16 @@ class Pooled:
     gradients: Tensor
     positions: int
     scale: float
-    magnitude: Tensor | None = None
+    rounding: Tensor | None = None
 
-    def add(self, inputs: Tensor, gradients: Tensor, positions: int, magnitude: Tensor | None) -> None:
+    def add(self, inputs: Tensor, gradients: Tensor, positions: int, rounding: Tensor | None) -> None:
         """Add those of another use."""
         self.inputs, self.gradients = self.inputs + inputs, self.gradients + gradients
         self.positions += positions
-        if self.magnitude is not None and magnitude is not None:
-            self.magnitude = self.magnitude + magnitude
+        if self.rounding is not None and rounding is not None:
+            self.rounding = self.rounding + rounding
 
     def rows(self, *, one_hot: bool) -> tuple[DenseRows, DenseRows]:
         """Return the mean of a and the sum of g over positions, in memory of their own as far as a goes."""
         inputs = DenseRows((self.inputs / self.positions)[:, :, None], one_hot=one_hot)
-        return inputs, DenseRows(self.gradients[:, :, None], magnitude=self.magnitude)
+        return inputs, DenseRows(self.gradients[:, :, None], rounding=self.rounding)

@@ -18,10 +18,6 @@ from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.sampling.likelihood import Likelihood
 
-# A mean of gradients that is smaller, as a share of their mean size, is what rounding has left of zero: 1e-8 in
-# float32, up to 2e-4 in bfloat16. Of N gradients with nothing in common it would still be about 1 / √N.
-_ROUNDING = 1e-3
-
 
 class KBFGS(Curvature):
     """Preconditions by ``H_G Ŵ H_A``, Ŵ being a running average of the gradient W (SPEC 3).
@@ -41,7 +37,7 @@ class KBFGS(Curvature):
     begins anew.
     """
 
-    replays = ("a", "g", "size")
+    replays = ("a", "g", "rounding")
     weighs = True
     definite = False  # V is made of a running average of gradients
 
@@ -115,12 +111,12 @@ class KBFGS(Curvature):
         return self
 
     def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
-        """See `Curvature.statistics`: Ā, and of the last batch the means of a, of g and of the norm ``Σ|g|``."""
+        """See `Curvature.statistics`: Ā; of the last batch the means of a and g, and what of that may be rounding."""
         return (
             Spec(name="A", shape=(inputs, inputs), symmetric=True, mean="rows"),
             Spec(name="a", shape=(inputs,), mean="rows", fresh=True),
             Spec(name="g", shape=(outputs,), mean="rows", degree=1, fresh=True),
-            Spec(name="size", shape=(1,), mean="rows", degree=1, fresh=True),
+            Spec(name="rounding", shape=(1,), mean="rows", degree=1, fresh=True),
         )
 
     def memory(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
@@ -156,7 +152,7 @@ class KBFGS(Curvature):
         """See `Curvature.observe`; a replay has no use for A."""
         if "A" in sums:
             inputs.add_gram_(sums["A"], overwrite=first)
-        totals = {"a": inputs.pool().sum(1), "g": gradients.pool().sum(1), "size": gradients.magnitude()}
+        totals = {"a": inputs.pool().sum(1), "g": gradients.pool().sum(1), "rounding": gradients.rounding()}
         for name, total in totals.items():
             if first:
                 sums[name].zero_()
@@ -176,7 +172,7 @@ class KBFGS(Curvature):
         A frozen bias is in no difference.
         """
         g = means["g"]
-        some = g.abs().sum(1, keepdim=True) > _ROUNDING * means["size"]
+        some = g.abs().sum(1, keepdim=True) > means["rounding"]
         return {"z": multiply(parameters, means["a"]), "g": g, "some": some}
 
     def replayed(

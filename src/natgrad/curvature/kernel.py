@@ -79,8 +79,7 @@ def precondition(
         ``[N, o, i]``. Cost: N (2 r o i + r²) multiply-adds.
     """
     c = (M @ multiply(A, G, V)[..., None])[..., 0]
-    correction = multiply_transposed(A, G, c).div_(_last(samples, 2))
-    return torch.sub(V, correction, out=correction).div_(_last(damping, 2))
+    return multiply_transposed(A, G, c).div_(-_last(samples, 2)).add_(V).div_(_last(damping, 2))
 
 
 def inverted(
@@ -294,14 +293,19 @@ def sample(A: Tensor, G: Tensor, count: int, *, starts: Tensor) -> Selection:
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Return the norms of rows ``[N, m]`` in float64."""
-    if rows.device.type == "cpu":
-        norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
-        low, high = norms.aminmax() if norms.numel() else (norms.sum(), norms.sum())
-        if low > _SQUARES[0] and high < _SQUARES[1]:
-            return norms.double()
-    wide: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
-    return wide
+    """Return the norms of rows ``[N, m]`` in float64; those of a block hang on no other."""
+    if rows.device.type != "cpu":
+        return _wide_norms(rows)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1).double()
+    odd = ~((norms > _SQUARES[0]) & (norms < _SQUARES[1])).all(-1)
+    if bool(odd.any()):
+        norms[odd] = _wide_norms(rows[odd])
+    return norms
+
+
+def _wide_norms(rows: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    return norms
 
 
 def pick(rows: Tensor, indices: Tensor, live: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ def dots(X: Tensor, Y: Tensor) -> Tensor:
     X, Y = X.flatten(1), Y.flatten(1)
     if X.device.type != "cpu":
         return torch.bmm(X[:, None, :], Y[:, :, None])[:, 0, 0]
-    if X.shape[1] < _LONG:
+    if X.shape[1] < _LONG or not len(X):
         products: Tensor = torch.linalg.vecdot(X, Y)
         return products
     return torch.stack(list(map(torch.dot, X, Y)))  # MKL's batched product takes 5 to 8 times as long
