@@ -5,9 +5,7 @@ import torch
 from torch import nn
 
 import natgrad
-from natgrad.capture.pooled import Pooled
 from natgrad.curvature import quasi_newton
-from natgrad.layers.rows import DenseRows
 from tests.dense import reference as dense
 
 EVERY_STEP = natgrad.Refresh(factors=1, inverses=1)
@@ -259,20 +257,6 @@ def test_of_the_keys_of_attention_no_pair_is_made_of_rounding(dtype, memory, sha
         changes[name] = float((H[0] - torch.eye(6).to(H)).norm())
     assert changes["key"] == 0
     assert min(changes["query"], changes["value"]) > 0.1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_rounding_may_leave_of_a_sum(dtype):
-    """Known to the last terms of a long sum; gradients with nothing in common are more, over millions of positions."""
-    ones = DenseRows(torch.ones(1, 40, 2**19, 1, dtype=dtype))
-    share = 1e-3 if dtype == torch.bfloat16 else 1e-4
-    torch.testing.assert_close(ones.rounding(), torch.full((1, 1), share * 40 * 2**19), rtol=1e-5, atol=0)
-    noise = torch.randn(1, 8, 2**18, 1, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found, limit = noise.float().sum().abs(), DenseRows(noise).rounding()
-    assert dtype == torch.bfloat16 or found > limit  # about 1 / √2M = 7e-4
-    pooled = Pooled(0, noise, noise.float().sum(2), 1, 1.0, limit)
-    pooled.add(noise, noise.float().sum(2), 1, limit)
-    assert torch.equal(pooled.rows(one_hot=False)[1].rounding(), 2 * limit)
 
 
 @pytest.mark.parametrize("memory", [None, 6])
