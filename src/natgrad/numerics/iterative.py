@@ -181,10 +181,8 @@ class Warm:
 
 def symmetric(matrices: Tensor) -> Tensor:
     """Return matrices ``[N, d, d]`` of which the lower triangles are given, in memory of their own."""
-    lower = matrices.tril(-1)
-    whole = lower + lower.mT
-    whole.diagonal(dim1=-2, dim2=-1).copy_(matrices.diagonal(dim1=-2, dim2=-1))
-    return whole
+    given = matrices.new_ones(matrices.shape[-2:], dtype=torch.bool).tril_()
+    return torch.where(given, matrices, matrices.mT)
 
 
 def _tested(F: Tensor, Q: Tensor, reach: Tensor) -> tuple[list[Tensor], Tensor, Tensor] | None:
