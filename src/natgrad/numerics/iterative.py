@@ -17,9 +17,9 @@ from natgrad.errors import require
 from natgrad.linalg import damped_inverse, eigh, tensor_on
 
 # An iteration turns one in so many eigenvectors, the first and those after it; and divides the residual by so much, as
-# a rule.
+# a rule, and hardly ever by less than that.
 _FIRST, _LATER = 8, 4
-_GAIN = 4.0
+_GAIN, _SURE = 4.0, 3.0
 # On a CPU, a decomposition from scratch takes no longer than the calls of a test below the first size, and no longer
 # than a second iteration below the last. From the second on, a test of some vectors takes far less than one of all.
 _SMALL, _LARGE, _MIDDLE = 144, 256, 320
@@ -100,8 +100,9 @@ class Warm:
             rounded: Whether those that are not orthogonal may be so for they were rounded.
         """
         limit = self.tolerance * torch.linalg.vector_norm(F, dim=(1, 2))
-        most = min(self.iterations, 1) if F.device.type == "cpu" and F.shape[-1] < _MIDDLE else self.iterations
-        reach = limit * max(1.0, _GAIN * most)
+        once = F.device.type == "cpu" and F.shape[-1] < _MIDDLE
+        most = min(self.iterations, 1) if once else self.iterations
+        reach = limit * max(1.0, (_SURE if once else _GAIN) * most)
         tested = _tested(F, Q, reach)
         if tested is None:
             return F.new_zeros(F.shape[:-1]), Q, [False] * len(F)
