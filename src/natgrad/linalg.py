@@ -7,7 +7,7 @@ gradient block is ``W [N, o, i]``; a Fisher block is ``G [N, o, o]`` ⊗ ``A [N,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -155,7 +155,7 @@ def trace_balance(mean_a: Tensor, mean_g: Tensor) -> Tensor:
     return torch.where(balanced, mean_a / torch.where(balanced, mean_g, 1), 1).sqrt()
 
 
-def solve_rotated(W: Tensor, QA: Tensor, QG: Tensor, divisor: Tensor) -> Tensor:
+def solve_rotated(W: Tensor, QA: Tensor, QG: Tensor, divisor: Callable[[], Tensor]) -> Tensor:
     """Return ``Q_G [(Q_Gᵀ W Q_A) / divisor] Q_Aᵀ``: W times the inverse of what Q_G ⊗ Q_A makes diagonal.
 
     With the divisor v_G v_Aᵀ + γ it is ``(G ⊗ A + γI)⁻¹ W``, exactly (Pauloski 2022, eq. 13-15).
@@ -164,14 +164,15 @@ def solve_rotated(W: Tensor, QA: Tensor, QG: Tensor, divisor: Tensor) -> Tensor:
         W: ``[N, o, i]``.
         QA: Eigenvectors of A in columns ``[N, i, i]``.
         QG: Eigenvectors of G in columns ``[N, o, o]``.
-        divisor: Damped eigenvalues ``[N, o, i]``.
+        divisor: Makes the damped eigenvalues ``[N, o, i]``, which are needed for a moment.
 
     Returns:
-        ``[N, o, i]``. Cost: 2 N (o² i + o i²) multiply-adds.
+        ``[N, o, i]``. Cost: 2 N (o² i + o i²) multiply-adds, in memory for two more such tensors.
     """
     rotated = product(product(QG.mT, W), QA)
-    rotated /= divisor
-    return product(product(QG, rotated), QA.mT)
+    rotated /= divisor()
+    half = product(QG, rotated)
+    return product(half, QA.mT, out=rotated)
 
 
 def solve_inverse(W: Tensor, inverse_A: Tensor, inverse_G: Tensor) -> Tensor:
@@ -233,9 +234,12 @@ def solve_rank_one(W: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
     return torch.baddbmm(W, g * share, a.mT, alpha=-1).div_(damping)
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left @ right`` in the wider dtype of both; the factors are rounded to the narrower."""
+def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return ``left @ right`` in the wider dtype of both; the factors are rounded to the narrower.
+
+    Where no gradients are recorded and both have the same dtype, it is written into `out`.
+    """
     if left.dtype == right.dtype:
-        return left @ right
+        return left @ right if torch.is_grad_enabled() else torch.matmul(left, right, out=out)
     narrow, wide = sorted((left.dtype, right.dtype), key=lambda dtype: dtype.itemsize)
     return (left.to(narrow) @ right.to(narrow)).to(wide)

@@ -136,7 +136,12 @@ def test_matrices_of_middle_size_are_turned_once_on_a_cpu(monkeypatch):
     turn = mock.Mock(side_effect=iterative._turn)
     monkeypatch.setattr(iterative, "_turn", turn)
     # A third of where it begins and less would be left to chance.
-    for middle, tolerance, turns, scratch in ((0, 0.056, 2, 0), (32, 0.056, 2, 0), (33, 0.056, 1, 1), (33, 0.049, 0, 1)):
+    for middle, tolerance, turns, scratch in (
+        (0, 0.056, 2, 0),
+        (32, 0.056, 2, 0),
+        (33, 0.056, 1, 1),
+        (33, 0.049, 0, 1),
+    ):
         monkeypatch.setattr(iterative, "_MIDDLE", middle)
         turn.reset_mock()
         with Counted("eigh", 32) as counted:

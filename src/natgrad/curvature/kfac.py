@@ -238,10 +238,9 @@ class KFAC(Curvature):
             if A == G == Full():
                 return linalg.solve_inverse(W, held["inverse_A"], held["inverse_G"])
             return A.multiply(G.multiply(W.mT, held, "G").mT, held, "A").contiguous()
-        divisor = self.spectrum(held).add_(damping)
         if A == G == Full():
-            return linalg.solve_rotated(W, held["QA"], held["QG"], divisor)
-        rotated = A.rotate(G.rotate(W.mT, held, "G").mT, held, "A") / divisor
+            return linalg.solve_rotated(W, held["QA"], held["QG"], lambda: self.spectrum(held).add_(damping))
+        rotated = A.rotate(G.rotate(W.mT, held, "G").mT, held, "A") / self.spectrum(held).add_(damping)
         # A diagonal side multiplies what may be a transpose, which the blocks of a grouped convolution must not be.
         return A.rotate_back(G.rotate_back(rotated.mT, held, "G").mT, held, "A").contiguous()
 
