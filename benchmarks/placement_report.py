@@ -68,6 +68,7 @@ class Result:
         wanted: What the project wants.
         refused: Why natgrad does not know a configuration yet, by name.
         memory_mib: Peak resident memory of the rank that needs most, by configuration.
+        figures: How they were written down, where not by the run itself.
     """
 
     title: str
@@ -76,6 +77,7 @@ class Result:
     wanted: list[Wanted]
     refused: dict[str, str]
     memory_mib: dict[str, float]
+    figures: str | None = None
 
     @staticmethod
     def read(stored: Mapping[str, Any]) -> Result:

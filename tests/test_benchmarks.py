@@ -1,5 +1,6 @@
 """What the benchmarks claim to time: the right mixture of steps, in turn, on the right matrices."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -11,13 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import natgrad
 from benchmarks import curvature, curvature_limit, daso, daso_training
-from benchmarks.common import interleave
+from benchmarks.common import RESULTS, interleave
 from benchmarks.limit import Limit
-from benchmarks.models import Workload
+from benchmarks.models import WORKLOADS, Workload
 from benchmarks.peers import NEVER, PHASES, Trainer, factor_interval, inverse_interval, natgrad_kfac
 from benchmarks.placement import ALONE, DDP, WANTED_SLOW, Shares, Summary
 from benchmarks.placement_cycle import CYCLE, KINDS, SPANS, STEPS, Intervals, cycle, merge
-from benchmarks.placement_report import wanted
+from benchmarks.placement_report import Result, wanted
 from benchmarks.step import SETTINGS
 from natgrad.numerics.iterative import Warm
 
@@ -256,3 +257,13 @@ def test_daso_training_reaches_what_a_mean_of_losses_says():
     rows = {row.name: row for row in daso_training.rows({daso_training.DDP: [slow], "fast": [fast]})}
     assert (rows["fast"].steps, rows["fast"].faster, rows["fast"].reached) == (window, 2.0, 1)
     assert (rows[daso_training.DDP].steps, rows[daso_training.DDP].faster) == (2 * window, 1.0)
+
+
+def test_results_on_file_are_read():
+    """A later run of a part keeps what its file has of the others."""
+    files = sorted(RESULTS.glob("placement_*.json"))
+    assert len(files) >= 6
+    for path in files:
+        stored = json.loads(path.read_text())
+        for name in WORKLOADS:
+            assert Result.read(stored[name]).rows
