@@ -17,7 +17,7 @@ from natgrad.errors import require
 from natgrad.linalg import damped_inverse, eigh, tensor_on
 
 # An iteration turns one in so many eigenvectors, the first and those after it; and divides the residual by so much, as
-# a rule, and hardly ever by less than that.
+# a rule. Where there is only one, it is tried where the second number would do.
 _FIRST, _LATER = 8, 4
 _GAIN, _SURE = 4.0, 3.0
 # On a CPU, a decomposition from scratch takes no longer than the calls of a test below the first size, and no longer
