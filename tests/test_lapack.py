@@ -42,13 +42,25 @@ def test_eigenvectors_are_orthogonal_and_give_the_matrix(dtype, size, samples, s
 def test_columns_that_would_collide_are_set_apart(dtype, sizes, monkeypatch):
     seen, eigh, cholesky = [], torch.linalg.eigh, torch.linalg.cholesky_ex
     monkeypatch.setattr(torch.linalg, "eigh", lambda M, **options: seen.append(M.shape[-1]) or eigh(M, **options))
-    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda M: seen.append(M.shape[-1]) or cholesky(M))
+    monkeypatch.setattr(
+        torch.linalg, "cholesky_ex", lambda M, **options: seen.append(M.shape[-1]) or cholesky(M, **options)
+    )
     for size in (sizes[0], sizes[0] + 1):
         whole, _ = covariances(1, size, dtype)
         lapack.eigh(whole)
         linalg.damped_inverse(whole, torch.ones(1, dtype=dtype))
     assert [size * dtype.itemsize % 1024 for size in seen[:2]] == [32, 32]
     assert seen[2:] == [sizes[0] + 1] * 2
+
+
+@pytest.mark.parametrize(("dtype", "size"), SIZES)
+def test_what_is_decomposed_stays_as_it_was(dtype, size):
+    """Though copies of it are decomposed in place."""
+    whole, _ = covariances(2, size, dtype)
+    before = whole.clone()
+    lapack.eigh(whole)
+    lapack.invert_by_(lapack.cholesky(whole)[0])
+    assert torch.equal(whole, before)
 
 
 @pytest.mark.parametrize(("dtype", "size"), SIZES)

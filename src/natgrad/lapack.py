@@ -37,7 +37,8 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
         # Rows of zeros take no part. An eigenvalue below all others, on the diagonal, comes first, and goes again.
         trace = matrices.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
         least = torch.where(trace > 0, -trace, -1)
-        values, vectors = torch.linalg.eigh(_padded(matrices, more, least).mT, UPLO="U")
+        padded = _padded(matrices, more, least).mT
+        values, vectors = torch.linalg.eigh(padded, UPLO="U", out=(padded.new_empty(padded.shape[:-1]), padded))
         if not bool((values[:, more] <= least[:, 0] / 2).any()):
             return values[:, more:].contiguous(), vectors[:, :size, more:]
     values, vectors = torch.linalg.eigh(matrices.mT, UPLO="U")
@@ -54,9 +55,19 @@ def cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
         Lower factors ``[N, d + p, d + p]`` of the matrices bordered by p rows of the identity, p >= 0, and LAPACK's
         report ``[N]``: 0 where it succeeded. A solve or an inverse by them is that by the matrices', bordered likewise.
     """
-    more = _more(matrices) if matrices.device.type == "cpu" else 0
-    factors, info = torch.linalg.cholesky_ex(_padded(matrices, more, 1.0) if more else matrices)
-    return factors, info
+    if matrices.device.type != "cpu":
+        return tuple(torch.linalg.cholesky_ex(matrices))
+    more = _more(matrices)
+    copies = _padded(matrices, more, 1.0) if more else matrices.clone(memory_format=torch.contiguous_format)
+    report = torch.empty(len(matrices), dtype=torch.int32, device=matrices.device)
+    return tuple(torch.linalg.cholesky_ex(copies, out=(copies, report)))
+
+
+def invert_by_(factors: Tensor) -> Tensor:
+    """Return the inverses of matrices whose lower factors `cholesky` has returned, where possible in their memory."""
+    if factors.device.type != "cpu":
+        return torch.cholesky_inverse(factors)
+    return torch.cholesky_inverse(factors.mT, upper=True, out=factors.mT)
 
 
 def _more(matrices: Tensor) -> int:

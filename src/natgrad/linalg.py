@@ -128,7 +128,7 @@ def _spd_inverse(matrices: Tensor, columns: slice | None) -> tuple[Tensor, Tenso
     # cholesky_inverse raises where a diagonal entry is 0, as a failed factorisation may leave it.
     factor.diagonal(dim1=-2, dim2=-1).masked_fill_((info != 0)[:, None], 1)
     if columns is None:
-        inverses = torch.cholesky_inverse(factor)[:, :size, :size]
+        inverses = lapack.invert_by_(factor)[:, :size, :size]
         return inverses, (info == 0) & inverses.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
     # What lies below and right of a diagonal entry of the inverse is the inverse of that part's Schur complement, of
     # which the same part of the Cholesky factor is one.
@@ -239,7 +239,9 @@ def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor
 
     Where no gradients are recorded and both have the same dtype, it is written into `out`.
     """
+    # `matmul` copies the transpose of a single matrix.
+    multiply = torch.bmm if left.ndim == right.ndim == 3 and len(left) == len(right) else torch.matmul
     if left.dtype == right.dtype:
-        return left @ right if torch.is_grad_enabled() else torch.matmul(left, right, out=out)
+        return multiply(left, right) if torch.is_grad_enabled() else multiply(left, right, out=out)
     narrow, wide = sorted((left.dtype, right.dtype), key=lambda dtype: dtype.itemsize)
-    return (left.to(narrow) @ right.to(narrow)).to(wide)
+    return multiply(left.to(narrow), right.to(narrow)).to(wide)

@@ -62,6 +62,7 @@ class Part:
     Attributes:
         name: Its name among the parts of the block.
         reads: The statistics that it needs, and what of the memory.
+        diagonals: Those of the statistics of which the diagonals are enough: it gets ``[N, d]``, in any order.
         writes: What it makes, held until the next renewal.
         cost: Its work in multiply-adds, up to a factor common to all parts.
         repeated: Where several ranks may share the work, by columns of the one symmetric matrix that is written: the
@@ -76,6 +77,7 @@ class Part:
     reads: tuple[str, ...]
     writes: tuple[Spec, ...]
     cost: float
+    diagonals: tuple[str, ...] = ()
     repeated: float | None = None
     warm: bool = False
     restarts: tuple[str, ...] = ()
@@ -220,7 +222,8 @@ class Curvature(ABC):
 
         Args:
             part: The name of the part.
-            averages: What the part reads ``[N, *shape]``: of statistics the running averages, bias-corrected.
+            averages: What the part reads ``[N, *shape]``: of statistics the running averages, bias-corrected, or
+                their diagonals.
             damping: γ at this renewal.
             columns: Of a part that ranks share, which columns are wanted, from the diagonal down; None: all.
             before: What a warm part has written last ``[N, *shape]``, not to be changed; None: it never has.

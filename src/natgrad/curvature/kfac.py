@@ -183,12 +183,13 @@ class KFAC(Curvature):
             Part(
                 name=name,
                 reads=("A", "G") if balanced else (name,),
+                diagonals=(other,) if balanced else (),
                 writes=side.writes(self._made, name, size),
                 cost=side.cost(size) * _COST[self.form],
                 repeated=side.repeated(self._made) if self.warm is None else None,
                 warm=self.warm is not None and side.matrices,
             )
-            for name, side, size in (("A", self.A, inputs), ("G", self.G, outputs))
+            for name, other, side, size in (("A", "G", self.A, inputs), ("G", "A", self.G, outputs))
         )
 
     def observe(

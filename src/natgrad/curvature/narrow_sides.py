@@ -159,7 +159,7 @@ class Blocks(Side):
 
     def mean_eigenvalue(self, factor: Tensor) -> Tensor:
         """See `Side.mean_eigenvalue`: what pads the last block is no part of it."""
-        return self.trace(factor) / self.size
+        return (factor if factor.ndim == 2 else self.diagonal(factor)).sum(-1) / self.size
 
     def decompose(
         self, factor: Tensor, warm: Warm | None = None, before: Tensor | None = None

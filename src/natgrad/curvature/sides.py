@@ -63,8 +63,9 @@ class Side(ABC):
         """Return the trace ``[N]``."""
 
     def mean_eigenvalue(self, factor: Tensor) -> Tensor:
-        """Return the trace over d ``[N]``."""
-        return self.trace(factor) / factor.shape[-1]
+        """Return the trace over d ``[N]``, also of a factor of which only the diagonal ``[N, d]`` is given."""
+        diagonal = factor if factor.ndim == 2 else self.diagonal(factor)
+        return diagonal.sum(-1) / factor.shape[-1]
 
     @abstractmethod
     def decompose(

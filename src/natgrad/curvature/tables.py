@@ -88,7 +88,7 @@ class TableKFAC(Curvature):
     def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
         """See `Curvature.parts`: those of K-FAC."""
         reads = tuple(spec.name for spec in self.statistics(outputs, inputs))
-        return tuple(replace(part, reads=reads) for part in self._factors.parts(outputs, inputs))
+        return tuple(replace(part, reads=reads, diagonals=()) for part in self._factors.parts(outputs, inputs))
 
     def observe(
         self,

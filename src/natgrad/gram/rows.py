@@ -52,11 +52,16 @@ def add_lower_product_(
     if out.ndim == 3 and len(out) == 1:
         out, left, right = out[0], left[0], right[0]
     product = Tensor.addmm_ if out.ndim == 2 else Tensor.baddbmm_
-    whole, panel = _CPU if out.device.type == "cpu" else _GPU
+    on_cpu = out.device.type == "cpu"
+    whole, panel = _CPU if on_cpu else _GPU
+    # A product times a number is another kind; what has just been written is still in a cache.
+    factor, scale = (scale, 1.0) if on_cpu and overwrite else (1.0, scale)
     with quick_products(out.device, right.shape[-2:].numel() * panel):
         for rows, columns in _pieces(0, out.shape[-1], whole, panel):
             piece = out[..., rows, columns]
             product(piece, left[..., rows, :], right[..., columns], beta=float(not overwrite), alpha=scale)
+            if factor != 1.0:
+                piece.mul_(factor)
 
 
 def add_column_grams_(out: Tensor, pieces: Iterable[Tensor], *, scale: float = 1.0, overwrite: bool = False) -> None:

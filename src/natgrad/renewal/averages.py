@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from natgrad.curvature import Spec
-from natgrad.numerics import triangle
+from natgrad.stacks.kept import diagonals
 from natgrad.sums import Departed, Sums
 from natgrad.trouble.guard import Watch
 
@@ -78,6 +78,4 @@ def blend_(average: Tensor, fresh: Tensor, decay: float, share: Tensor, fine: Te
 
 def _finite(spec: Spec, sums: Tensor) -> Tensor:
     # No entry of a sum of x xᵀ exceeds its diagonal (Cauchy-Schwarz), so the diagonal tells of all.
-    if spec.symmetric:
-        sums = triangle.diagonals(sums.reshape(-1, sums.shape[-1]), spec.shape[-1]).view(len(sums), -1)
-    return sums.flatten(1).sum(1).isfinite()
+    return diagonals(sums, spec).sum(1).isfinite()

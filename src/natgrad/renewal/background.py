@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.curvature import Curvature, Spec
+from natgrad.curvature import Curvature, Part, Spec
 from natgrad.errors import CurvatureError
 from natgrad.numerics.products import leave_alone_for
 from natgrad.placement import Plan, Runtime
@@ -234,11 +234,11 @@ class Background:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="natgrad")
             # A preconditioner that is deleted takes its thread along.
             weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
-        stack, pieces = job.stack, []
-        snapshots = [(blocks, stack.snapshot(blocks, job.part.reads), _before(job, blocks)) for blocks in job.pieces()]
+        stack, pieces, read = job.stack, [], (job.part.reads, job.part.diagonals)
+        snapshots = [(blocks, stack.snapshot(blocks, *read), _before(job, blocks)) for blocks in job.pieces()]
         stream = self._stream(stack.device)
         for blocks, averages, before in snapshots:
-            work = stack.curvature, job.part.name, stack.statistics, averages, damping * stack.factor, before, stream
+            work = stack.curvature, job.part, stack.statistics, averages, damping * stack.factor, before, stream
             pieces.append((blocks, self._thread.submit(_decompose, *work)))
         return pieces
 
@@ -262,7 +262,7 @@ def _before(job: Job, blocks: slice) -> dict[str, Any]:
 
 def _decompose(
     curvature: Curvature,
-    part: str,
+    part: Part,
     statistics: tuple[Spec, ...],
     averages: Mapping[str, Tensor],
     damping: float,
@@ -277,7 +277,7 @@ def _decompose(
     started = perf_counter()
     beside: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
     with torch.no_grad(), beside:
-        written, fine = curvature.renew(part, unpacked(averages, statistics), damping, **before)
+        written, fine = curvature.renew(part.name, unpacked(averages, statistics, part.diagonals), damping, **before)
         if stream is not None:
             stream.synchronize()  # what was read may go, what was written may be read
     return _Outcome(written, fine, perf_counter() - started)

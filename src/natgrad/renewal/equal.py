@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from natgrad.curvature import Spec
-from natgrad.numerics import triangle
 from natgrad.stacks.blocks import Stack
+from natgrad.stacks.kept import diagonals
 
 if TYPE_CHECKING:
     from natgrad.renewal.renew import Job
@@ -78,17 +76,13 @@ def _marks(jobs: Sequence[Job]) -> Iterator[tuple[float, ...]]:
     sums = []
     for job in jobs:
         specs = (spec for spec in job.stack.statistics if spec.name in job.part.reads)
-        sums += [_diagonal_sums(job.stack.averages[spec.name][job.start : job.stop], spec) for spec in specs]
+        for spec in specs:
+            averages = diagonals(job.stack.averages[spec.name][job.start : job.stop], spec)
+            sums.append(averages.sum(1, dtype=torch.promote_types(averages.dtype, torch.float32)))
     numbers = iter(torch.cat([own.to(sums[0]) for own in sums]).tolist())
     for job in jobs:
         rows = [[next(numbers) for _ in range(job.start, job.stop)] for _ in job.part.reads]
         yield from zip(*rows, strict=True)
-
-
-def _diagonal_sums(averages: Tensor, spec: Spec) -> Tensor:
-    if spec.symmetric:
-        averages = triangle.diagonals(averages.reshape(-1, averages.shape[-1]), spec.shape[-1]).view(len(averages), -1)
-    return averages.flatten(1).sum(1, dtype=torch.promote_types(averages.dtype, torch.float32))
 
 
 def _are_equal(left: tuple[Job, int], right: tuple[Job, int]) -> bool:

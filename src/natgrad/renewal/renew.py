@@ -76,8 +76,9 @@ class Job:
 
     def pieces(self) -> Iterator[slice]:
         """Yield the blocks that are decomposed together."""
-        size = sum(spec.numel for spec in self.part.writes)
-        step = max(1, _BATCH // size)
+        whole = set(self.part.reads) - set(self.part.diagonals)
+        read = sum(spec.numel for spec in self.stack.statistics if spec.name in whole)
+        step = max(1, _BATCH // max(read, sum(spec.numel for spec in self.part.writes)))
         good = self.stack.good[self.part.name]
         start = self.start
         for stop in range(self.start + 1, self.stop + 1):
@@ -91,20 +92,24 @@ class Job:
 
     def run(self, damping: float) -> list[float]:
         """Do the work into what is held, and return what became of each block; those that fail keep what they had."""
-        shared = () if self.columns is None else (self.columns,)  # which only curvatures with such parts know
-        started, damping = perf_counter(), damping * self.stack.factor
+        started = perf_counter()
         for blocks in self.pieces():
-            averages = self.stack.corrected(blocks, self.part.reads)
-            warm: dict[str, Any] = {"before": self.stack.before(self.part, blocks)} if self.part.warm else {}
-            side = max((average.shape[-1] for average in averages.values()), default=0)
-            # Some of the products have only a part of the columns.
-            with full_products(self.stack.device), quick_products(self.stack.device, side**3 / 8):
-                written, fine = self.stack.curvature.renew(self.part.name, averages, damping, *shared, **warm)
-            flags = self.keep(blocks, written, fine)
-            self.done.update(zip(range(blocks.start, blocks.stop), map(float, flags), strict=True))
+            self._renew(blocks, damping * self.stack.factor)
         success = self.take_over()
         self.stack.charge(self.members, perf_counter() - started)
         return success
+
+    def _renew(self, blocks: slice, damping: float) -> None:
+        stack, part = self.stack, self.part
+        shared = () if self.columns is None else (self.columns,)  # which only curvatures with such parts know
+        averages = stack.corrected(blocks, part.reads, part.diagonals)
+        warm: dict[str, Any] = {"before": stack.before(part, blocks)} if part.warm else {}
+        side = max((average.shape[-1] for average in averages.values()), default=0)
+        # Some of the products have only a part of the columns.
+        with full_products(stack.device), quick_products(stack.device, side**3 / 8):
+            written, fine = stack.curvature.renew(part.name, averages, damping, *shared, **warm)
+        flags = self.keep(blocks, written, fine)
+        self.done.update(zip(range(blocks.start, blocks.stop), map(float, flags), strict=True))
 
     def take_over(self) -> list[float]:
         """Hold what was made of equal blocks, and return what became of each block."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.numerics.precision import Precision, at_least_float32
 from natgrad.numerics.products import quick_products
-from natgrad.placement import Plan
-from natgrad.stacks.kept import Kept, along, packed_shape, spec_dtype, unpack
+from natgrad.stacks.kept import Kept, along, diagonals, packed_shape, spec_dtype, unpack
+from natgrad.stacks.pieces import even_pieces, within
 from natgrad.stacks.roles import Role
 from natgrad.stacks.rungs import Rungs
 from natgrad.stacks.shards import is_sharded
@@ -186,12 +186,15 @@ class Stack:
             self.memory = Kept(self.memories, self.size, self._solve_dtype, self.device)
         return self.memory
 
-    def corrected(self, blocks: slice | Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
+    def corrected(
+        self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()
+    ) -> dict[str, Tensor]:
         """Return what parts read of some blocks: bias-corrected running averages in their dtype, and memory.
 
-        Of symmetric matrices only the lower triangles are there; what is above is undefined.
+        Of symmetric matrices only the lower triangles are there; what is above is undefined. Of those that are to be
+        `diagonal` there is the diagonal.
         """
-        averages = unpacked(self.snapshot(blocks, names), self.statistics)
+        averages = unpacked(self.snapshot(blocks, names, diagonal), self.statistics, diagonal)
         own = [spec.name for spec in self.memories if spec.name in names]
         return {**averages, **{name: self.allocate_memory().read(name, blocks) for name in own}}
 
@@ -202,6 +205,15 @@ class Stack:
 
     def solve(self, blocks: slice | Tensor, W: Tensor, damping: float) -> Tensor:
         """Return the preconditioned gradients of some blocks; what is remembered of finite ones is renewed by them."""
+        pieces = even_pieces(len(W), W[:1].nbytes, self.device)
+        if len(pieces) == 1:
+            return self._solve(blocks, W, damping)
+        V = torch.empty_like(W)
+        for piece in pieces:
+            V[piece] = self._solve(within(blocks, piece), W[piece], damping)
+        return V
+
+    def _solve(self, blocks: slice | Tensor, W: Tensor, damping: float) -> Tensor:
         known: dict[str, Tensor] = {}
         if self.memories:
             memory = self.allocate_memory()
@@ -256,13 +268,16 @@ class Stack:
             return None
         return {spec.name: self.held.read(spec.name, blocks) for spec in part.writes}
 
-    def snapshot(self, blocks: slice | Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
+    def snapshot(
+        self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()
+    ) -> dict[str, Tensor]:
         """Return the same in memory of its own, packed."""
         result = {}
         for spec in self.statistics:
             if spec.name in names:
                 average, weight = self.averages.read(spec.name, blocks), self.weight_of(spec.name)
                 assert weight is not None
+                average = diagonals(average, spec) if spec.name in diagonal else average
                 divisor = torch.ones_like(weight[blocks]) if spec.fresh else weight[blocks]
                 result[spec.name] = torch.div(average, along(divisor, average.ndim - 1)).to(self.work_dtype)
         return result
@@ -354,32 +369,12 @@ class Stack:
         self.ready = [all(all(good[member.blocks]) for good in self.good.values()) for member in self.members]
 
 
-def unpacked(averages: Mapping[str, Tensor], statistics: Sequence[Spec]) -> dict[str, Tensor]:
+def unpacked(
+    averages: Mapping[str, Tensor], statistics: Sequence[Spec], diagonal: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Return what `Stack.snapshot` has packed, with lower triangles alone."""
-    return {spec.name: unpack(averages[spec.name], spec, lower=True) for spec in statistics if spec.name in averages}
-
-
-def stack(
-    layers: list[tuple[Layer, Curvature]],
-    precision: Precision,
-    plan: Plan[str],
-    rank: int,
-    make: Callable[[Curvature], type[Stack]] = lambda _: Stack,
-    factor: Callable[[Layer], float] = lambda _: 1.0,
-) -> list[Stack]:
-    """Put layers with the same curvature, sizes, dtype, device, workers and damping into one stack, in their order.
-
-    Args:
-        layers: The layers.
-        precision: The dtypes.
-        plan: Their workers.
-        rank: This process's rank.
-        make: What the stacks of a curvature are.
-        factor: What γ is multiplied by for a layer.
-    """
-    groups: dict[tuple[object, ...], tuple[Curvature, list[Layer], Role, float]] = {}
-    for layer, curvature in layers:
-        parameter, role, own = layer.slots[0].parameter, Role.of(plan, layer.key, rank), factor(layer)
-        key = (id(curvature), layer.outputs, layer.inputs, parameter.dtype, parameter.device, *role.shape, own)
-        groups.setdefault(key, (curvature, [], role, own))[1].append(layer)
-    return [make(one[0])(one[0], one[1], precision, *one[2:]) for one in groups.values()]
+    own = {spec.name: spec for spec in statistics if spec.name in averages}
+    return {
+        name: averages[name] if name in diagonal else unpack(averages[name], spec, lower=True)
+        for name, spec in own.items()
+    }

@@ -126,6 +126,14 @@ def unpack(packed: Tensor, spec: Spec, *, lower: bool = False) -> Tensor:
     return undo(packed.reshape(-1, packed.shape[-1]), spec.shape[-1]).view(len(packed), *spec.shape)
 
 
+def diagonals(packed: Tensor, spec: Spec) -> Tensor:
+    """Return the diagonals ``[n, d]``, in an order of their own, of symmetric matrices; of others all entries."""
+    if spec.symmetric:
+        packed = triangle.diagonals(packed.reshape(-1, packed.shape[-1]), spec.shape[-1])
+        return packed.view(-1, spec.numel // spec.shape[-1])
+    return packed.flatten(1)
+
+
 def spec_dtype(spec: Spec, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which the tensor of `spec` is kept among those in `dtype`."""
     return dtype if len(spec.shape) > 1 and not spec.recurrent else at_least_float32(dtype)

@@ -19,9 +19,10 @@ from natgrad.renewal.record import Record
 from natgrad.renewal.routes import check_clock, check_use
 from natgrad.rows import RowStack
 from natgrad.stacks import state as states
-from natgrad.stacks.blocks import Stack, stack
+from natgrad.stacks.blocks import Stack
 from natgrad.stacks.coverage import cover
 from natgrad.stacks.demand import work
+from natgrad.stacks.roles import Role
 from natgrad.stacks.sharding import reshard
 
 
@@ -167,3 +168,29 @@ class Structure:
         """Move all tensors to where the parameters are now; tell whether any was elsewhere."""
         moved = [one.follow() for one in self.stacks]  # all of them, not only up to the first
         return any(moved)
+
+
+def stack(
+    layers: list[tuple[Layer, Curvature]],
+    precision: Precision,
+    plan: Plan[str],
+    rank: int,
+    make: Callable[[Curvature], type[Stack]] = lambda _: Stack,
+    factor: Callable[[Layer], float] = lambda _: 1.0,
+) -> list[Stack]:
+    """Put layers with the same curvature, sizes, dtype, device, workers and damping into one stack, in their order.
+
+    Args:
+        layers: The layers.
+        precision: The dtypes.
+        plan: Their workers.
+        rank: This process's rank.
+        make: What the stacks of a curvature are.
+        factor: What γ is multiplied by for a layer.
+    """
+    groups: dict[tuple[object, ...], tuple[Curvature, list[Layer], Role, float]] = {}
+    for layer, curvature in layers:
+        parameter, role, own = layer.slots[0].parameter, Role.of(plan, layer.key, rank), factor(layer)
+        key = (id(curvature), layer.outputs, layer.inputs, parameter.dtype, parameter.device, *role.shape, own)
+        groups.setdefault(key, (curvature, [], role, own))[1].append(layer)
+    return [make(one[0])(one[0], one[1], precision, *one[2:]) for one in groups.values()]

@@ -8,12 +8,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from natgrad.curvature import Spec
 from natgrad.placement import Posted, Runtime
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import pack
 from natgrad.sums.choice import WHOLE, Choice
 from natgrad.sums.histories import Histories
 from natgrad.sums.messages import Arrived, Departed, Message, Portion, Tally, neighbours, portion_of
+
+_WIDE, _STEP = 128, 16  # columns from which on `_new` sets rows apart, and what their distance is a multiple of
 
 
 class Observe(Protocol):
@@ -202,7 +205,7 @@ class Sums:
         stack, member = self._members[layer]
         blocks, like = member.stop - member.start, next(iter(self.of(layer).values()))
         specs = portion_of(stack, self._portions[layer])
-        return {spec.name: like.new_empty(blocks, *spec.shape) for spec in specs if spec.name not in known}
+        return {spec.name: _new(like, blocks, spec) for spec in specs if spec.name not in known}
 
     def _pack(self, layer: str) -> None:
         """Add the whole sums of a layer, if there are any, to those that travel."""
@@ -296,6 +299,20 @@ class Sums:
         self.spoilt = None
         for message in self._messages:
             message.release()
+
+
+def _new(like: Tensor, blocks: int, spec: Spec) -> Tensor:
+    """Return uninitialised memory ``[blocks, *shape]`` for whole sums.
+
+    Rows of wide matrices begin as far apart in those of 256 columns as in those of 257, so that products write both in
+    the same way (`natgrad.gram.rows`), and not a multiple of 1024 bytes, so that columns do not share lines of caches.
+    """
+    columns = spec.shape[-1] if spec.symmetric and like.device.type == "cpu" else 0
+    if columns < _WIDE:
+        return like.new_empty(blocks, *spec.shape)
+    apart = _STEP * (columns // _STEP + 1)
+    apart += _STEP if apart * like.itemsize % 1024 == 0 else 0
+    return like.new_empty(blocks, *spec.shape[:-1], apart)[..., :columns]
 
 
 def _kind(stack: Stack) -> Hashable:
