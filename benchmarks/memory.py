@@ -1,6 +1,6 @@
 """What memory a preconditioner adds to SGD's: at its peak, between steps, and with every further micro-batch.
 
-    python -m benchmarks.memory [--workload resnet32|encoder] [--runs 3]
+    python -m benchmarks.memory [--workload resnet32|encoder] [--runs 9]
 
 Each figure is the greatest resident memory of a fresh process over two cycles of three steps (all renewed, factors
 renewed, nothing renewed) minus that over SGD's steps alone. *Resident* is with the system's allocator as it is, whose
@@ -129,7 +129,7 @@ def show(title: str, rows: list[Memory]) -> Table:
 
 def main(
     workload: Annotated[Name | None, typer.Option(help="The one to run; both unless given.")] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Processes a figure.")] = 3,
+    runs: Annotated[int, typer.Option(min=1, help="Processes a figure.")] = 9,
 ) -> None:
     """Measure, print the tables, and write benchmarks/results/memory.json."""
     results = {}

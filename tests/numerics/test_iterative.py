@@ -82,9 +82,9 @@ SPECTRA = {
 
 @pytest.mark.parametrize("case", SPECTRA)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(("tolerance", "large"), [(0.1, 384), (0.01, 384), (0.01, 1)])
-def test_a_long_drift_stays_within_the_tolerance(case, dtype, tolerance, large, monkeypatch):
-    monkeypatch.setattr(iterative, "_LARGE", large)  # from which on the leading vectors are tested first
+@pytest.mark.parametrize(("tolerance", "stepwise"), [(0.1, False), (0.01, False), (0.01, True)])
+def test_a_long_drift_stays_within_the_tolerance(case, dtype, tolerance, stepwise, monkeypatch):
+    monkeypatch.setattr(iterative, "_STEPWISE", ("cpu",) if stepwise else ())  # the leading vectors are tested first
     warm, basis = Warm(tolerance=tolerance, iterations=2), None
     small = 1e-5 if dtype == torch.float32 else 1e-12
     for matrices in drift(*SPECTRA[case], steps=150):
@@ -96,8 +96,7 @@ def test_a_long_drift_stays_within_the_tolerance(case, dtype, tolerance, large, 
 
 
 def test_a_basis_beyond_reach_is_left_at_its_leading_vectors(monkeypatch):
-    """Unless they are not orthogonal, in which case the whole basis is made so, and tested then."""
-    monkeypatch.setattr(iterative, "_LARGE", 16)
+    """And so is none that is within reach, though rounding has left it not orthogonal: the whole is made so then."""
     first, *_, last = drift(32, 32, 6.0, steps=2, blocks=2)
     _, basis, _ = linalg.eigh(first)
     straightened = mock.Mock(side_effect=iterative._straightened)
@@ -105,15 +104,20 @@ def test_a_basis_beyond_reach_is_left_at_its_leading_vectors(monkeypatch):
     tested = mock.Mock(side_effect=iterative._rayleigh)
     monkeypatch.setattr(iterative, "_rayleigh", tested)
     far = torch.linalg.qr(torch.randn(2, 32, 32, dtype=torch.float64))[0]
-    for start, calls in ((basis, 2), (far, 1), (far.bfloat16(), 3)):
+    for matrices, start, calls, blocks in (
+        (last, basis, 2, 0),
+        (last, far, 1, 2),
+        (last, far.bfloat16(), 1, 2),
+        (first, basis.bfloat16(), 4, 0),
+    ):
         tested.reset_mock()
         with Counted("eigh", 32) as counted:
-            values, vectors, fine = Warm(tolerance=0.1, iterations=0).eigh(last, start)
-        assert counted.blocks == (0 if start is basis else 2)
+            values, vectors, fine = Warm(tolerance=0.1, iterations=0).eigh(matrices, start)
+        assert counted.blocks == blocks
         assert tested.call_count == calls
         assert fine.all()
-        assert (residuals(last, values, vectors) <= 0.1).all()
-    assert straightened.call_count == 1
+        assert (residuals(matrices, values, vectors) <= 0.1).all()
+        assert straightened.call_count == (matrices is first)
     # One within reach: the whole of both is tested.
     tested.reset_mock()
     Warm(tolerance=0.1, iterations=0).eigh(last, torch.stack([basis[0], far[1]]))
@@ -130,18 +134,12 @@ def test_small_matrices_are_decomposed_at_once_on_a_cpu(monkeypatch):
         assert (residuals(last, values, vectors) <= 0.1).all()
 
 
-def test_matrices_of_middle_size_are_turned_once_on_a_cpu(monkeypatch):
+def test_matrices_of_middle_size_are_not_turned_on_a_cpu(monkeypatch):
     first, *_, last = drift(32, 32, 6.0, steps=9, blocks=1)
     _, basis, _ = linalg.eigh(first)
     turn = mock.Mock(side_effect=iterative._turn)
     monkeypatch.setattr(iterative, "_turn", turn)
-    # A third of where it begins and less would be left to chance.
-    for middle, tolerance, turns, scratch in (
-        (0, 0.056, 2, 0),
-        (32, 0.056, 2, 0),
-        (33, 0.056, 1, 1),
-        (33, 0.049, 0, 1),
-    ):
+    for middle, tolerance, turns, scratch in ((0, 0.056, 2, 0), (32, 0.056, 2, 0), (33, 0.056, 0, 1), (33, 0.5, 0, 0)):
         monkeypatch.setattr(iterative, "_MIDDLE", middle)
         turn.reset_mock()
         with Counted("eigh", 32) as counted:

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import require
-from natgrad.linalg import damped_inverse, eigh, tensor_on
+from natgrad.linalg import damped_inverse, eigh, product, tensor_on
 
 # An iteration turns one in so many eigenvectors, the first and those after it; and divides the residual by so much, as
-# a rule. Where there is only one, it is tried where the second number would do.
+# a rule.
 _FIRST, _LATER = 8, 4
-_GAIN, _SURE = 4.0, 3.0
-# On a CPU, a decomposition from scratch takes no longer than the calls of a test below the first size, and no longer
-# than a second iteration below the last. From the second on, a test of some vectors takes far less than one of all.
-_SMALL, _LARGE, _MIDDLE = 144, 256, 320
+_GAIN = 4.0
+# On a CPU, a decomposition from scratch takes little longer than the calls of a test below the first size, and than
+# those of an iteration below the second.
+_SMALL, _MIDDLE = 256, 320
+# Where a test of all vectors takes far longer than one of the leading ones, which come first there.
+_STEPWISE = ("cpu",)
 # How far from orthogonal a basis may be, in units of the rounding of its dtype; LAPACK's are at about 10.
 _SKEW = 1000.0
 
@@ -79,7 +81,10 @@ class Warm:
         scale = F.diagonal(dim1=-2, dim2=-1).amax(-1)  # no entry is larger; the squares of 1e-25 would be 0
         scale = torch.where(scale > 0, scale, 1)[:, None]
         F /= scale[:, :, None]
-        values, vectors, passed = self._refined(F, basis.to(F.dtype))
+        refined = self._refined(F, basis.to(F.dtype))
+        if refined is None:
+            return eigh(matrices)
+        values, vectors, passed = refined
         values = (values * scale).clamp_(min=0)
         fine = torch.ones(len(F), dtype=torch.bool, device=F.device)
         failed = [block for block, each in enumerate(passed) if not each]
@@ -91,8 +96,10 @@ class Warm:
         exact = eigh(matrices[index])
         return tuple(old.index_copy(0, index, new) for old, new in zip((values, vectors, fine), exact, strict=True))  # type: ignore[return-value]
 
-    def _refined(self, F: Tensor, Q: Tensor, *, rounded: bool = True) -> tuple[Tensor, Tensor, list[bool]]:
+    def _refined(self, F: Tensor, Q: Tensor, *, rounded: bool = True) -> tuple[Tensor, Tensor, list[bool]] | None:
         """Return eigenvalues, vectors, and which blocks pass the test; of the others nothing means anything.
+
+        None: none passes it.
 
         Args:
             F: ``[N, d, d]``.
@@ -100,12 +107,11 @@ class Warm:
             rounded: Whether those that are not orthogonal may be so for they were rounded.
         """
         limit = self.tolerance * torch.linalg.vector_norm(F, dim=(1, 2))
-        once = F.device.type == "cpu" and F.shape[-1] < _MIDDLE
-        most = min(self.iterations, 1) if once else self.iterations
-        reach = limit * max(1.0, (_SURE if once else _GAIN) * most)
+        most = 0 if F.device.type == "cpu" and F.shape[-1] < _MIDDLE else self.iterations
+        reach = limit * max(1.0, _GAIN * most)
         tested = _tested(F, Q, reach)
         if tested is None:
-            return F.new_zeros(F.shape[:-1]), Q, [False] * len(F)
+            return None
         pieces, values, residual = tested
         straight = _is_straight(Q)
         tests = torch.stack([straight, straight & (residual <= limit), straight & (residual <= reach)])
@@ -165,8 +171,8 @@ class Warm:
                 continue
             own, x = F[index], X[index]
             for _ in range(count):
-                x = torch.baddbmm(x, x, own @ x, beta=2, alpha=-1)
-            X[index], fine[index] = (x + x.mT) / 2, _distance(own @ x, 1.0) <= self.tolerance
+                x = torch.baddbmm(x, x, product(own, x), beta=2, alpha=-1)
+            X[index], fine[index] = (x + x.mT) / 2, _distance(product(own, x), 1.0) <= self.tolerance
         if not bool(fine.all()):
             index = (~fine).nonzero().flatten()
             X[index], fine[index] = damped_inverse(matrices[index], damping[index])
@@ -189,19 +195,19 @@ def symmetric(matrices: Tensor) -> Tensor:
 def _tested(F: Tensor, Q: Tensor, reach: Tensor) -> tuple[list[Tensor], Tensor, Tensor] | None:
     """Return FQ in pieces that follow each other, the Rayleigh quotients, and the norms of the residuals ``[N]``.
 
-    On a CPU, the leading vectors come first; None: those of every block are orthogonal, but beyond `reach` ``[N]``.
+    None: the leading vectors, where they come first, are beyond `reach` ``[N]`` in every block.
     """
     size = F.shape[-1]
-    if F.device.type != "cpu" or size < _LARGE:
-        Y = F @ Q
+    if F.device.type not in _STEPWISE:
+        Y = product(F, Q)
         return [Y], *_rayleigh(Q, Y)
     rest = size - max(1, size // _FIRST)
     leading, others = Q[..., rest:], Q[..., :rest]
-    last = F @ leading
+    last = product(F, leading)
     last_values, beyond = _rayleigh(leading, last)
-    if bool(((beyond > reach) & _is_straight(leading)).all()):
+    if bool((beyond > reach).all()):
         return None
-    first = F @ others
+    first = product(F, others)
     values, residual = _rayleigh(others, first)
     return [first, last], torch.cat([values, last_values], -1), torch.hypot(residual, beyond)
 
@@ -224,21 +230,21 @@ def _turn(Q: Tensor, Y: Tensor, values: Tensor, leading: int) -> tuple[Tensor, T
         leading: How many of the last vectors are brought to where the Jacobi angles to the others vanish.
     """
     rest = Q.shape[-1] - leading
-    B = Q.mT @ Y[..., rest:]
+    B = product(Q.mT, Y[..., rest:])
     ritz, U = _eigh(B[:, rest:])
-    twice = (2 * B[:, :rest]) @ U
+    twice = product(2 * B[:, :rest], U)
     gap = ritz[:, None, :] - values[:, :rest, None]
     root = (gap * gap).addcmul_(twice, twice).sqrt_()
     X = (twice / torch.where(gap < 0, gap - root, gap + root)).nan_to_num_(posinf=0.0, neginf=0.0)
     # The direct rotation of the leading vectors S and the rest R takes S to the span of S + R X:
     # S <- (S + R X) c and R <- R (I + X Xt)^(-1/2) - S c Xt with c = (I + Xt X)^(-1/2).
-    squares, V = _eigh(X.mT @ X)
+    squares, V = _eigh(product(X.mT, X))
     secant = (1 + squares).sqrt()[:, None, :]
-    c, h = (V / secant) @ V.mT, (V / (secant * (1 + secant))) @ V.mT
-    c_of_S, turned = U @ c, []
+    c, h = product(V / secant, V.mT), product(V / (secant * (1 + secant)), V.mT)
+    c_of_S, turned = product(U, c), []
     for each in (Q, Y):
         R, S = each[..., :rest], each[..., rest:]
-        RX, Sc = R @ X, S @ c_of_S
+        RX, Sc = product(R, X), product(S, c_of_S)
         turned.append(torch.cat([torch.baddbmm(R, torch.baddbmm(Sc, RX, h), X.mT, alpha=-1), Sc.baddbmm_(RX, c)], -1))
     return turned[0], turned[1]
 
@@ -252,14 +258,14 @@ def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
 def _is_straight(Q: Tensor) -> Tensor:
     """Tell which bases are orthogonal ``[N]``, by what QᵀQ does to the vector of ones."""
     limit = _SKEW * torch.finfo(Q.dtype).eps * Q.shape[-1] ** 0.5
-    error: Tensor = torch.linalg.vector_norm(Q.mT @ Q.sum(-1, keepdim=True) - 1, dim=(1, 2))
+    error: Tensor = torch.linalg.vector_norm(product(Q.mT, Q.sum(-1, keepdim=True)) - 1, dim=(1, 2))
     return error.le(limit)
 
 
 def _straightened(Q: Tensor) -> Tensor:
     """Return the nearest orthogonal bases of those that were rounded, by Newton's iteration (Björck & Bowie 1971)."""
     for _ in range(3):  # an error e becomes 3/4 e²: 2⁻⁸, that of bfloat16, is gone even in float64
-        Q = torch.baddbmm(Q, Q, Q.mT @ Q, beta=1.5, alpha=-0.5)
+        Q = torch.baddbmm(Q, Q, product(Q.mT, Q), beta=1.5, alpha=-0.5)
     return Q
 
 
@@ -270,16 +276,16 @@ def _start(F: Tensor, damping: Tensor, inverses: Tensor | None) -> tuple[Tensor,
     error = (bound - damping) / (bound + damping)
     if inverses is None:
         return X, error
-    product = F @ inverses
-    share = product.diagonal(dim1=-2, dim2=-1).sum(-1) / product.square().sum((1, 2))
-    warm = _distance(product, share)
+    made = product(F, inverses)
+    share = made.diagonal(dim1=-2, dim2=-1).sum(-1) / made.square().sum((1, 2))
+    warm = _distance(made, share)
     nearer = warm < error
     return torch.where(nearer[:, None, None], inverses * share[:, None, None], X), torch.where(nearer, warm, error)
 
 
-def _distance(product: Tensor, share: Tensor | float) -> Tensor:
-    """Return ‖share · product - I‖ ``[N]``, having overwritten `product`."""
-    product = product.mul_(share[:, None, None] if isinstance(share, Tensor) else share)
-    product.diagonal(dim1=-2, dim2=-1).sub_(1)
-    distance: Tensor = torch.linalg.vector_norm(product, dim=(1, 2))
+def _distance(made: Tensor, share: Tensor | float) -> Tensor:
+    """Return ‖share · made - I‖ ``[N]``, having overwritten `made`."""
+    made = made.mul_(share[:, None, None] if isinstance(share, Tensor) else share)
+    made.diagonal(dim1=-2, dim2=-1).sub_(1)
+    distance: Tensor = torch.linalg.vector_norm(made, dim=(1, 2))
     return distance
