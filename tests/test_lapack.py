@@ -144,3 +144,27 @@ def test_what_is_not_finite_harms_no_other(size, bad):
     assert not values[1].any()
     assert not vectors[1].any()
     torch.testing.assert_close((vectors[0] * values[0]) @ vectors[0].mT, whole[0])
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(dtype, size) for dtype, size in SIZES if size > 1])
+def test_inverses_take_the_memory_of_one_copy(dtype, size, monkeypatch):
+    """All that is given to LAPACK is in its order, columns first: torch would work on a copy of anything else."""
+    whole, _ = covariances(2, size, dtype)
+    places = []
+
+    def watched(function):
+        def call(matrices, *, out, **options):
+            written = out[0] if isinstance(out, tuple) else out
+            assert written.mT.is_contiguous()
+            assert written.data_ptr() == matrices.data_ptr() != whole.data_ptr()
+            places.append(written.data_ptr())
+            return function(matrices, out=out, **options)
+
+        return call
+
+    for place, name in ((torch.linalg, "cholesky_ex"), (torch, "cholesky_inverse")):
+        monkeypatch.setattr(place, name, watched(getattr(place, name)))
+    factors, _ = lapack.cholesky(whole)
+    assert not factors.triu(1).any()
+    inverses = lapack.invert_by_(factors)
+    assert places == [inverses.data_ptr()] * 2

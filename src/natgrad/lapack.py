@@ -59,12 +59,14 @@ def cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
         return tuple(torch.linalg.cholesky_ex(matrices))
     more = _more(matrices)
     copies = _padded(matrices, more, 1.0) if more else matrices.clone(memory_format=torch.contiguous_format)
+    columns = copies.mT  # in LAPACK's order, else torch would work on another copy
     report = torch.empty(len(matrices), dtype=torch.int32, device=matrices.device)
-    return tuple(torch.linalg.cholesky_ex(copies, out=(copies, report)))
+    torch.linalg.cholesky_ex(columns, upper=True, out=(columns, report))
+    return copies, report
 
 
 def invert_by_(factors: Tensor) -> Tensor:
-    """Return the inverses of matrices whose lower factors `cholesky` has returned, where possible in their memory."""
+    """Return the inverses of matrices whose lower factors `cholesky` has returned; on a CPU, in the memory of these."""
     if factors.device.type != "cpu":
         return torch.cholesky_inverse(factors)
     return torch.cholesky_inverse(factors.mT, upper=True, out=factors.mT)

@@ -124,6 +124,19 @@ def test_a_basis_beyond_reach_is_left_at_its_leading_vectors(monkeypatch):
     assert tested.call_count == 2
 
 
+@pytest.mark.parametrize(("iterations", "tolerance"), [(0, 1e-3), (1, 3e-4), (2, 1e-4), (0, 1e-4)])
+def test_what_becomes_of_a_rounded_basis_hangs_on_no_neighbour(iterations, tolerance):
+    """Though rounding alone has left it beyond reach."""
+    rows = torch.randn(1, 768, 384, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, -3, 384)
+    matrices = rows.mT @ rows / 768
+    basis = linalg.eigh(matrices)[1].bfloat16()
+    warm = Warm(tolerance=tolerance, iterations=iterations)
+    neighbour = torch.diag(torch.linspace(0.1, 1, 384))[None]
+    alone = rebuilt(*warm.eigh(matrices, basis)[:2])
+    both = warm.eigh(torch.cat([matrices, neighbour]), torch.cat([basis, torch.eye(384)[None].bfloat16()]))
+    torch.testing.assert_close(rebuilt(*both[:2])[:1], alone, rtol=1e-4, atol=2e-6)
+
+
 def test_small_matrices_are_decomposed_at_once_on_a_cpu(monkeypatch):
     monkeypatch.setattr(iterative, "_SMALL", 25)
     for size, blocks in ((24, 2), (25, 0)):

@@ -1,12 +1,17 @@
 """Blocks that are solved for piece by piece."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from natgrad import KFAC, Preconditioner
+from natgrad.curvature import Spec
 from natgrad.stacks import pieces
 from natgrad.stacks.blocks import Stack
+from natgrad.sums.sums import _new
 from tests.every import EVERY, Training, batch
 
 LIMIT = 2**21
@@ -45,3 +50,34 @@ def test_a_training_is_that_without_pieces(make, monkeypatch):
         solved.clear()
     for one, other in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("placement", ["auto", "background"])
+def test_renewals_read_a_few_blocks_at_a_time_and_of_what_balances_them_the_diagonals(placement, monkeypatch):
+    monkeypatch.setattr(import_module("natgrad.renewal.renew"), "_BATCH", 2 * 21**2)
+    seen, make = [], KFAC.renew
+    monkeypatch.setattr(
+        KFAC, "renew", lambda self, part, read, *a, **k: seen.append(read) or make(self, part, read, *a, **k)
+    )
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(20, 20) for _ in range(5)])
+    preconditioner = Preconditioner(model, KFAC(form="inverse"), placement=placement, damping=0.1)
+    model(torch.randn(30, 20)).square().sum().backward()
+    preconditioner.step()
+    preconditioner.state_dict()  # in which what is under way ends
+    shapes = [{name: tuple(own.shape) for name, own in read.items()} for read in seen]
+    blocks = (2, 2, 1)
+    assert shapes == [
+        *({"A": (n, 21, 21), "G": (n, 20)} for n in blocks),
+        *({"A": (n, 21), "G": (n, 20, 20)} for n in blocks),
+    ]
+
+
+@pytest.mark.parametrize("size", [128, 129, 255, 256, 257])
+def test_rows_of_wide_sums_begin_as_far_apart_whatever_the_bias_adds(size):
+    spec = Spec(name="A", shape=(size, size), symmetric=True)
+    own = _new(torch.empty(0), 2, spec)
+    assert own.shape == (2, size, size)
+    assert own.stride(-1) == 1
+    assert own.stride(-2) == {128: 144, 129: 144, 255: 272, 256: 272, 257: 272}[size]
+    assert _new(torch.empty(0), 2, Spec(name="A", shape=(127, 127), symmetric=True)).is_contiguous()

@@ -27,6 +27,8 @@ _SMALL, _MIDDLE = 256, 320
 _STEPWISE = ("cpu",)
 # How far from orthogonal a basis may be, in units of the rounding of its dtype; LAPACK's are at about 10.
 _SKEW = 1000.0
+# Rounding to bfloat16 moves vectors by at most 2⁻⁹ of their length: what is left of F beyond so much is not for that.
+_ROUNDED = 2.0**-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,8 @@ class Warm:
         Rayleigh-Ritz step within it, then out of it by the angle that diagonalises F on each pair of vectors alone
         (Jacobi 1846), at most 45 degrees, all of them together as the one orthogonal map that moves a subspace least,
         the direct rotation (Davis & Kahan 1970, section 4). What still fails the test, or is too far beyond it from
-        the start, is left to `linalg.eigh`; so are matrices so small that a CPU decomposes them in no more time.
+        the start, is left to `linalg.eigh`; so are, on a CPU, matrices so small that it decomposes them in no more
+        time, and those whose basis does not stay where that is so of an iteration.
 
         So ``QDQᵀ`` is always positive semi-definite, and never farther from F than τ‖F‖, τ being the tolerance. Of two
         such factors, ``(G ⊗ A + γI)⁻¹`` is positive definite, at most 1 / γ, and no farther from the exact one than
@@ -106,10 +109,11 @@ class Warm:
             Q: The bases.
             rounded: Whether those that are not orthogonal may be so for they were rounded.
         """
-        limit = self.tolerance * torch.linalg.vector_norm(F, dim=(1, 2))
+        norm = torch.linalg.vector_norm(F, dim=(1, 2))
+        limit = self.tolerance * norm
         most = 0 if F.device.type == "cpu" and F.shape[-1] < _MIDDLE else self.iterations
         reach = limit * max(1.0, _GAIN * most)
-        tested = _tested(F, Q, reach)
+        tested = _tested(F, Q, reach, reach + _ROUNDED * norm if rounded else reach)
         if tested is None:
             return None
         pieces, values, residual = tested
@@ -192,10 +196,17 @@ def symmetric(matrices: Tensor) -> Tensor:
     return torch.where(given, matrices, matrices.mT)
 
 
-def _tested(F: Tensor, Q: Tensor, reach: Tensor) -> tuple[list[Tensor], Tensor, Tensor] | None:
+def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tensor], Tensor, Tensor] | None:
     """Return FQ in pieces that follow each other, the Rayleigh quotients, and the norms of the residuals ``[N]``.
 
-    None: the leading vectors, where they come first, are beyond `reach` ``[N]`` in every block.
+    Args:
+        F: ``[N, d, d]``.
+        Q: The bases.
+        reach: What a residual may be ``[N]``.
+        far: What it may be where it is rounding that leaves a basis not orthogonal ``[N]``.
+
+    Returns:
+        None where the leading vectors, if they come first, are beyond that in every block.
     """
     size = F.shape[-1]
     if F.device.type not in _STEPWISE:
@@ -205,7 +216,9 @@ def _tested(F: Tensor, Q: Tensor, reach: Tensor) -> tuple[list[Tensor], Tensor, 
     leading, others = Q[..., rest:], Q[..., :rest]
     last = product(F, leading)
     last_values, beyond = _rayleigh(leading, last)
-    if bool((beyond > reach).all()):
+    if bool((beyond > reach).all()) and (
+        bool((beyond > far).all()) or bool(((beyond > far) | _is_straight(leading)).all())
+    ):
         return None
     first = product(F, others)
     values, residual = _rayleigh(others, first)
