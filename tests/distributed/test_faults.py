@@ -42,9 +42,9 @@ def train_with_broken_lapack(job, steps, broken, rank):
     def failing_eigh(matrix, **options):
         raise torch.linalg.LinAlgError("the algorithm failed to converge")
 
-    def failing_cholesky(matrix):
-        factor, info = cholesky_ex(matrix)
-        return factor, torch.ones_like(info)
+    def failing_cholesky(matrix, **options):
+        factor, info = cholesky_ex(matrix, **options)
+        return factor, info.fill_(1)
 
     for step in steps:
         if step in broken and place()[0] == rank:
