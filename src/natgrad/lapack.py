@@ -72,10 +72,15 @@ def invert_by_(factors: Tensor) -> Tensor:
     return torch.cholesky_inverse(factors.mT, upper=True, out=factors.mT)
 
 
+def collide(columns: int, dtype: torch.dtype) -> bool:
+    """Tell whether the columns of matrices with so many, one row behind the other, share a few lines of a cache."""
+    return columns * dtype.itemsize % _COLLIDE == 0
+
+
 def _more(matrices: Tensor) -> int:
     """Return by how many columns matrices are to be wider."""
-    itemsize = matrices.dtype.itemsize
-    return 0 if not matrices.numel() or matrices.shape[-1] * itemsize % _COLLIDE else _APART // itemsize
+    apart = matrices.numel() and collide(matrices.shape[-1], matrices.dtype)
+    return _APART // matrices.dtype.itemsize if apart else 0
 
 
 def _padded(matrices: Tensor, more: int, diagonal: Tensor | float) -> Tensor:

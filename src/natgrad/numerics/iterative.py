@@ -216,9 +216,8 @@ def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tens
     leading, others = Q[..., rest:], Q[..., :rest]
     last = product(F, leading)
     last_values, beyond = _rayleigh(leading, last)
-    if bool((beyond > reach).all()) and (
-        bool((beyond > far).all()) or bool(((beyond > far) | _is_straight(leading)).all())
-    ):
+    lost = beyond > far  # mostly all of them are, or none: then nobody asks whether they are orthogonal
+    if bool(lost.all()) or (bool((beyond > reach).all()) and bool((lost | _is_straight(leading)).all())):
         return None
     first = product(F, others)
     values, residual = _rayleigh(others, first)

@@ -271,7 +271,7 @@ class Stack:
     def snapshot(
         self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Return the same in memory of its own, packed."""
+        """Return the averages that `corrected` does in memory of their own, packed."""
         result = {}
         for spec in self.statistics:
             if spec.name in names:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.curvature import Spec
+from natgrad.lapack import collide
 from natgrad.placement import Posted, Runtime
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import pack
@@ -305,13 +306,13 @@ def _new(like: Tensor, blocks: int, spec: Spec) -> Tensor:
     """Return uninitialised memory ``[blocks, *shape]`` for whole sums.
 
     Rows of wide matrices begin as far apart in those of 256 columns as in those of 257, so that products write both in
-    the same way (`natgrad.gram.rows`), and not a multiple of 1024 bytes, so that columns do not share lines of caches.
+    the same way (`natgrad.gram.rows`), and so that columns do not `collide` in caches.
     """
     columns = spec.shape[-1] if spec.symmetric and like.device.type == "cpu" else 0
     if columns < _WIDE:
         return like.new_empty(blocks, *spec.shape)
     apart = _STEP * (columns // _STEP + 1)
-    apart += _STEP if apart * like.itemsize % 1024 == 0 else 0
+    apart += _STEP if collide(apart, like.dtype) else 0
     return like.new_empty(blocks, *spec.shape[:-1], apart)[..., :columns]
 
 
