@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved timing, fresh processes, peak memory, the machine, and the result file."""
+"""What every benchmark shares: interleaved timing, clocks, fresh processes, peak memory, machine, and result file."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+import typer
 from numpy.typing import NDArray
 from rich.progress import track
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -27,9 +28,35 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Clock = Literal["wall", "cpu"]
+Device = Literal["cpu", "cuda"]
 
 RESULTS = Path(__file__).parent / "results"
 CLOCKS: dict[Clock, Callable[[], float]] = {"wall": perf_counter, "cpu": process_time}
+CPU = torch.device("cpu")
+
+
+def chosen_device(device: Device, clock: Clock = "wall") -> torch.device:
+    """Return the device that the command line names.
+
+    Raises:
+        typer.BadParameter: if a GPU's time is to be the processor's.
+    """
+    if device == "cuda" and clock != "wall":
+        raise typer.BadParameter(f"{clock}: a GPU is timed by the wall clock alone", param_hint="--clock")
+    return torch.device(device)
+
+
+def timer(clock: Clock, device: torch.device) -> Callable[[], float]:
+    """Return a clock in seconds, which is read when a GPU has done all that it was given."""
+    read = CLOCKS[clock]
+    if device.type != "cuda":
+        return read
+
+    def settled() -> float:
+        torch.cuda.synchronize(device)
+        return read()
+
+    return settled
 
 
 def interleave(
@@ -131,8 +158,9 @@ def installed(module: str, distribution: str) -> str | None:
         return "unknown"
 
 
-def conditions(clock: Clock = "wall") -> dict[str, Any]:
-    """Return the machine, versions and settings that a result belongs to."""
+def conditions(clock: Clock = "wall", device: torch.device = CPU) -> dict[str, Any]:
+    """Return the machine, with its GPU where that is measured, versions and settings that a result belongs to."""
+    cuda = device.type == "cuda"
     information = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = [line.split(":")[1].strip() for line in information.splitlines() if line.startswith("model name")]
     return {
@@ -141,10 +169,12 @@ def conditions(clock: Clock = "wall") -> dict[str, Any]:
             "cores": os.cpu_count(),
             "system": platform.system(),
             "instructions": torch.backends.cpu.get_cpu_capability(),
+            **({"gpu": torch.cuda.get_device_name(device)} if cuda else {}),
         },
         "versions": {
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in ("natgrad", "torch", "numpy")},
+            **({"cuda": torch.version.cuda} if cuda else {}),
         },
         "threads": torch.get_num_threads(),
         "clock": clock,

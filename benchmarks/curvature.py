@@ -1,12 +1,12 @@
 """What each curvature costs in the shapes of known networks: a refresh, a step between two, memory and bytes.
 
-    python -m benchmarks.curvature [--network resnet50] [--rounds 3] [--ranks 4] [--clock cpu]
+    python -m benchmarks.curvature [--network resnet50] [--rounds 3] [--ranks 4] [--clock cpu] [--device cuda]
 
 Every method is given the same rows, 128 samples a rank (`benchmarks.shapes`), of which HyLo chooses 32. A *refresh* is
 what a step in which all is due takes beyond one in which nothing is; a *step* is one of the latter without its backward
 pass. The *limit* of a refresh is the bare calls of BLAS and LAPACK that its mathematics needs, timed in the same round.
 *Kept* are the bytes of all tensors that live between two steps beyond those of SGD. On several ranks a layer's work is
-done by its owner, and *sent* counts what all ranks together send for a refresh.
+done by its owner, and *sent* counts what all ranks together send for a refresh. A GPU holds one rank.
 
 Every run times its methods beside KFAC's eigen form, round by round; with ``--apart`` one after the other, each in
 processes of its own, where memory does not hold them together. What its file has of other networks and methods, from
@@ -30,7 +30,20 @@ from rich.table import Table
 from torch import Tensor
 
 import natgrad
-from benchmarks.common import CLOCKS, RESULTS, Clock, Seconds, Subject, conditions, interleave, launch, median, save
+from benchmarks.common import (
+    RESULTS,
+    Clock,
+    Device,
+    Seconds,
+    Subject,
+    chosen_device,
+    conditions,
+    interleave,
+    launch,
+    median,
+    save,
+    timer,
+)
 from benchmarks.curvature_limit import LIMITS, Layer, layers
 from benchmarks.shapes import NETWORKS, Layers
 from natgrad.curvature import Curvature
@@ -86,13 +99,13 @@ class Figures:
 class Trainer:
     """A network's layers in training under one curvature."""
 
-    def __init__(self, network: str, curvature: Curvature, clock: Callable[[], float]) -> None:
+    def __init__(self, network: str, curvature: Curvature, clock: Clock, device: torch.device) -> None:
         """Build them; every second step is one in which all is due."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self.model = Layers(NETWORKS[network](), SAMPLES, rank=rank)
+        self.model = Layers(NETWORKS[network](), SAMPLES, rank=rank, device=device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
-        self.samples, self.clock = torch.ones(SAMPLES, 1), clock
-        self.before, self.kept, self.sent = tensor_bytes(), 0, 0.0
+        self.samples, self.clock = torch.ones(SAMPLES, 1, device=device), timer(clock, device)
+        self.device, self.before, self.kept, self.sent = device, tensor_bytes(device), 0, 0.0
         self.preconditioner = natgrad.Preconditioner(
             self.model,
             curvature,
@@ -106,7 +119,7 @@ class Trainer:
         """Take the first cycle, and note what it leaves and has sent."""
         self.cycle()
         self.optimizer.zero_grad()
-        self.kept = tensor_bytes() - self.before
+        self.kept = tensor_bytes(self.device) - self.before
         self.sent = float(sum(self.preconditioner.traffic().values()))
 
     def loss(self) -> Tensor:
@@ -129,26 +142,27 @@ class Trainer:
         return laps
 
 
-def tensor_bytes() -> int:
-    """Return the bytes of all tensors that Python knows."""
+def tensor_bytes(device: torch.device) -> int:
+    """Return the bytes of all tensors on a device that Python knows."""
     gc.collect()
     # A look at what pretends to be something else may fail.
     tensors = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    own = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in own}
     return sum(storages.values())
 
 
-def measure(network: str, rounds: int, clock: Clock, chosen: tuple[str, ...]) -> list[Figures]:
+def measure(network: str, rounds: int, clock: Clock, device: torch.device, chosen: tuple[str, ...]) -> list[Figures]:
     """Time methods and their limits, and compare them with the first; to be called on every rank of a group, if any."""
     trainers = {}
     for name in chosen:
-        trainers[name] = Trainer(network, METHODS[name](), CLOCKS[clock])
+        trainers[name] = Trainer(network, METHODS[name](), clock, device)
         trainers[name].settle()
     subjects: dict[str, Subject] = {name: trainer.cycle for name, trainer in trainers.items()}
-    bare = layers(network, SAMPLES, CHOSEN)
+    bare = layers(network, SAMPLES, CHOSEN, device)
     for name in chosen:
         if name in LIMITS and _ranks() == 1:
-            subjects[f"limit {name}"] = partial(_timed, LIMITS[name], bare, CLOCKS[clock])
+            subjects[f"limit {name}"] = partial(_timed, LIMITS[name], bare, timer(clock, device))
     times = interleave(subjects, rounds=rounds, title=network, warm=True)
     reference, rows = _refresh(times, chosen[0]), []
     for name, trainer in trainers.items():
@@ -172,9 +186,11 @@ def measure(network: str, rounds: int, clock: Clock, chosen: tuple[str, ...]) ->
     return rows
 
 
-def measure_apart(network: str, ranks: int, rounds: int, clock: Clock, chosen: tuple[str, ...]) -> list[Figures]:
+def measure_apart(
+    network: str, ranks: int, rounds: int, clock: Clock, device: torch.device, chosen: tuple[str, ...]
+) -> list[Figures]:
     """Do as `measure` on so many ranks, but hold one method in memory at a time."""
-    rows = [row for name in chosen for row in launch(ranks, measure, network, rounds, clock, (name,))]
+    rows = [row for name in chosen for row in launch(ranks, measure, network, rounds, clock, device, (name,))]
     refresh, kept = rows[0].refresh_ms, rows[0].kept_mib
     return [replace(row, reference_over=refresh / row.refresh_ms, kept_share=row.kept_mib / kept) for row in rows]
 
@@ -221,19 +237,23 @@ def main(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks, on one machine.")] = 1,
     clock: Annotated[Clock, typer.Option(help="Wall time or, on a busy machine, processor time.")] = "wall",
     apart: Annotated[bool, typer.Option("--apart", help="One method after the other, for less memory.")] = False,
+    device: Annotated[Device, typer.Option(help="Where it is measured.")] = "cpu",
 ) -> None:
-    """Measure, print a table a network, and write benchmarks/results/curvature_RANKS.json."""
+    """Measure, print a table a network, and write benchmarks/results/curvature_RANKS.json, or curvature_cuda.json."""
+    place = chosen_device(device, clock)
+    if device == "cuda" and ranks > 1:
+        raise typer.BadParameter(f"{ranks}: a GPU holds one rank", param_hint="--ranks")
     torch.set_num_threads(1)
     chosen = tuple(dict.fromkeys([REFERENCE, *(method or METHODS)]))
     console = Console(width=120)
-    settings = conditions(clock) | {"ranks": ranks, "samples": SAMPLES, "chosen": CHOSEN}
+    settings = conditions(clock, place) | {"ranks": ranks, "samples": SAMPLES, "chosen": CHOSEN}
     for name in network or NETWORKS:
         if apart:
-            rows = measure_apart(name, ranks, rounds, clock, chosen)
+            rows = measure_apart(name, ranks, rounds, clock, place, chosen)
         else:
-            rows = launch(ranks, measure, name, rounds, clock, chosen)
+            rows = launch(ranks, measure, name, rounds, clock, place, chosen)
         console.print(show(name, ranks, rows))
-        path = RESULTS / f"curvature_{ranks}.json"
+        path = RESULTS / f"curvature_{ranks if device == 'cpu' else device}.json"
         known = json.loads(path.read_text()) if path.exists() else {}
         typer.echo(f"Written to {save(path.stem, merged(known, settings, name, [asdict(row) for row in rows]))}")
 

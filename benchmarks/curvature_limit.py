@@ -31,13 +31,14 @@ class Layer:
     @cached_property
     def factors(self) -> tuple[Tensor, Tensor]:
         """Damped factors, which have inverses."""
-        A, G = (X.mT @ X / len(X) + 0.1 * torch.eye(X.shape[1]) for X in self.rows)
+        A, G = (X.mT @ X / len(X) + 0.1 * torch.eye(X.shape[1], device=X.device) for X in self.rows)
         return A, G
 
     @cached_property
     def kernel(self) -> Tensor:
         """The damped kernel ``[m, m]``."""
-        return self.gram(len(self.rows[0])) + 0.1 * torch.eye(len(self.rows[0]))
+        kernel = self.gram(len(self.rows[0]))
+        return kernel + 0.1 * torch.eye(len(kernel), device=kernel.device)
 
     def gram(self, count: int) -> Tensor:
         """Return the kernel of the first `count` rows."""
@@ -149,9 +150,9 @@ LIMITS: dict[str, Callable[[Layer], None]] = {
 }
 
 
-def layers(network: str, samples: int, chosen: int) -> list[Layer]:
+def layers(network: str, samples: int, chosen: int, device: torch.device) -> list[Layer]:
     """Return the layers of a network, with their factors and kernels ready."""
-    made = [Layer(rows, chosen) for rows in Layers(NETWORKS[network](), samples).rows]
+    made = [Layer(rows, chosen) for rows in Layers(NETWORKS[network](), samples, device=device).rows]
     for layer in made:
         assert layer.factors
         assert layer.kernel is not None

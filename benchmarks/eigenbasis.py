@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import natgrad
-from benchmarks.common import CLOCKS, conditions, interleave, median, save
+from benchmarks.common import Clock, Device, chosen_device, conditions, interleave, median, save, timer
 from natgrad import linalg
-from natgrad.numerics.iterative import Warm, symmetric
+from natgrad.lapack import symmetric
+from natgrad.numerics.iterative import Warm
 from natgrad.numerics.products import quick_products
 from natgrad.tasks.glyphs import Glyphs
 
@@ -114,10 +115,11 @@ def _factors(preconditioner: natgrad.Preconditioner) -> Iterator[tuple[str, Tens
             yield f"{stack.members[0].layer.name}.{side}", symmetric(lower)
 
 
-def measure(network: str, factor: str, drift: int, old: Tensor, new: Tensor, rounds: int, device: str) -> Result:
+def measure(
+    network: str, factor: str, drift: int, old: Tensor, new: Tensor, rounds: int, clock: Callable[[], float]
+) -> Result:
     """Time all ways on factors after one drift."""
-    old, new = old.to(device), new.to(device)
-    damping = torch.full((len(new),), DAMPING**0.5, device=device)
+    damping = torch.full((len(new),), DAMPING**0.5, device=new.device)
     values, basis, _ = linalg.eigh(old)
     inverse, _ = linalg.damped_inverse(old, damping)
     newton = Warm(tolerance=0.01, iterations=12)
@@ -131,15 +133,12 @@ def measure(network: str, factor: str, drift: int, old: Tensor, new: Tensor, rou
         outcomes[str(tolerance)] = max(kinds, key=KINDS.index), residual(new, found, vectors)
     ways["cholesky"] = lambda: linalg.damped_inverse(new, damping)
     ways["newton-schulz"] = lambda: newton.damped_inverse(new, damping, inverse)
-    clock = CLOCKS["cpu" if device == "cpu" else "wall"]
 
     def timed(run: Callable[[], object]) -> Callable[[], dict[str, float]]:
         def subject() -> dict[str, float]:
             start = clock()
             with quick_products(new.device, new.shape[-1] ** 3 / 8):  # as the library renews
                 run()
-            if device != "cpu":
-                torch.cuda.synchronize()
             return {"run": clock() - start}
 
         return subject
@@ -216,7 +215,7 @@ def together(results: list[Result], network: str, drift: int, tolerance: str) ->
 
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over which the medians are taken.")] = 9,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where it is measured.")] = "cpu",
+    device: Annotated[Device, typer.Option(help="Where it is measured.")] = "cpu",
     network: Annotated[list[str] | None, typer.Option(help="Whose factors; repeatable; both unless given.")] = None,
 ) -> None:
     """Measure, print the table, and write benchmarks/results/eigenbasis_<device>.json."""
@@ -225,11 +224,14 @@ def main(
     unknown = sorted(set(network or ()) - set(NETWORKS))
     if unknown:
         raise typer.BadParameter(f"{unknown[0]}: one of {', '.join(NETWORKS)}", param_hint="--network")
+    clock: Clock = "cpu" if device == "cpu" else "wall"
+    place = chosen_device(device, clock)
+    read = timer(clock, place)
     for name in network or NETWORKS:
         found = averages(name)
         with torch.no_grad():
             results += [
-                measure(name, factor, drift, old, found[drift][factor], rounds, device)
+                measure(name, factor, drift, old.to(place), found[drift][factor].to(place), rounds, read)
                 for factor, old in found[0].items()
                 for drift in DRIFTS
                 if old.shape[-1] > min(WIDTHS)
@@ -238,8 +240,7 @@ def main(
     console.print(table(results))
     about = summary(results)
     console.print(about)
-    settings = {"rounds": rounds, "device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
-    shown = {**conditions("cpu" if device == "cpu" else "wall"), **settings, "summary": about}
+    shown = {**conditions(clock, place), "rounds": rounds, "device": device, "summary": about}
     path = save(f"eigenbasis_{device}", {**shown, "results": [asdict(result) for result in results]})
     console.print(f"Written to {path.relative_to(path.parents[2])}")
 

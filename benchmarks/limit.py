@@ -91,11 +91,16 @@ def _matrices(rows_A: Tensor, rows_G: Tensor, gradient: Tensor) -> Matrices:
     return Matrices(
         rows=rows,
         factors=(A, G),
-        damped=(A + DAMPING**0.5 * torch.eye(len(A)), G + DAMPING**0.5 * torch.eye(len(G))),
+        damped=(_damped(A), _damped(G)),
         gradient=gradient,
         products=(torch.empty_like(A), torch.empty_like(G)),
         rotated=(torch.empty_like(gradient), torch.empty_like(gradient)),
     )
+
+
+def _damped(factor: Tensor) -> Tensor:
+    damped: Tensor = factor + DAMPING**0.5 * torch.eye(len(factor), device=factor.device)
+    return damped
 
 
 def _rows(trainer: Trainer) -> list[tuple[Tensor, Tensor, Tensor]]:

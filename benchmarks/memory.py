@@ -1,19 +1,22 @@
 """What memory a preconditioner adds to SGD's: at its peak, between steps, and with every further micro-batch.
 
-    python -m benchmarks.memory [--workload resnet32|encoder] [--runs 9]
+    python -m benchmarks.memory [--workload resnet32|encoder] [--runs 9] [--device cpu|cuda]
 
 Each figure is the greatest resident memory of a fresh process over two cycles of three steps (all renewed, factors
 renewed, nothing renewed) minus that over SGD's steps alone. *Resident* is with the system's allocator as it is, whose
 holes move the figure by some MiB from run to run: the median of several processes. *Live* is with an allocator that
 gives every tensor back when it is freed (glibc's ``MALLOC_MMAP_THRESHOLD_``): what the method needs but for holes.
 *Kept* is what stays between steps. More backward passes a step, each on as large a batch, may add nothing.
+
+On a GPU torch's own allocator counts, the same in every run: *resident* is what it has reserved, *live* what of that
+is allocated; and the latter is judged.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,14 +29,25 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import conditions, launch, median, peak_memory, resident_memory, save
+from benchmarks.common import (
+    Device,
+    chosen_device,
+    conditions,
+    launch,
+    median,
+    peak_memory,
+    resident_memory,
+    save,
+)
 from benchmarks.models import WORKLOADS, Name
 from benchmarks.peers import FORMS, KFAC_PYTORCH, Form, Trainer, methods
 
 OVER_PEER = 0.7
+RUNS: dict[Device, int] = {"cpu": 9, "cuda": 1}
 MICRO_BATCHES = 4
 PEERS = ("natgrad", "kfac-pytorch") if KFAC_PYTORCH else ("natgrad",)
 Allocator = Literal["resident", "live"]
+JUDGED: dict[Device, Allocator] = {"cpu": "resident", "cuda": "live"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +57,7 @@ class Memory:
     Attributes:
         method: Whose.
         form: Of its curvature.
-        resident: At the peak, as the system counts it.
+        resident: At the peak, as the system counts it, or on a GPU reserved by torch.
         live: At the peak, without holes of freed memory.
         accumulated: Likewise, with `MICRO_BATCHES` backward passes a step.
         kept: Between steps, without such holes.
@@ -57,29 +71,46 @@ class Memory:
     kept: float
 
 
-def measure(workload: Name, method: str, micro_batches: int) -> tuple[float, float]:
+def measure(
+    workload: Name, method: str, micro_batches: int, kind: Allocator, device: torch.device
+) -> tuple[float, float]:
     """Return the MiB that a method adds at its peak and between steps; to be called in a fresh process."""
     torch.set_num_threads(1)
-    trainer = Trainer(WORKLOADS[workload], micro_batches=micro_batches)
+    trainer = Trainer(WORKLOADS[workload], device=device, micro_batches=micro_batches)
     trainer.cycle()
-    peak_alone, kept_alone = peak_memory(trainer.cycle), settled_memory(trainer)
+    peak_alone, kept_alone = peak_on(device, kind, trainer.cycle), settled_memory(trainer)
     trainer.preconditioner = methods()[method](trainer)
-    peak = peak_memory(lambda: (trainer.cycle(), trainer.cycle()))
+    peak = peak_on(device, kind, lambda: (trainer.cycle(), trainer.cycle()))
     return (peak - peak_alone) / 2**20, (settled_memory(trainer) - kept_alone) / 2**20
 
 
+def peak_on(device: torch.device, kind: Allocator, run: Callable[[], object]) -> int:
+    """Return the greatest memory of a device in bytes while `run` runs.
+
+    Args:
+        device: Which; the CPU's memory is the resident one, whatever the kind.
+        kind: Whether what torch has reserved of a GPU counts ("resident"), or what is allocated ("live").
+        run: What may need it.
+    """
+    if device.type == "cpu":
+        return peak_memory(run)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_reserved(device) if kind == "resident" else torch.cuda.max_memory_allocated(device)
+
+
 def settled_memory(trainer: Trainer) -> int:
-    """Return the resident memory between steps, gradients dropped."""
+    """Return the resident memory between steps, or a GPU's allocated one, gradients dropped."""
     trainer.optimizer.zero_grad()
     gc.collect()
-    return resident_memory()
+    return resident_memory() if trainer.device.type == "cpu" else torch.cuda.memory_allocated(trainer.device)
 
 
 @contextmanager
-def allocator(kind: Allocator) -> Iterator[None]:
-    """Have processes started meanwhile use an allocator of that kind."""
+def allocator(kind: Allocator, device: torch.device) -> Iterator[None]:
+    """Have processes started meanwhile use an allocator of that kind; that of a GPU counts both."""
     name = "MALLOC_MMAP_THRESHOLD_"
-    if kind == "live":
+    if kind == "live" and device.type == "cpu":
         os.environ[name] = str(2**16)
     try:
         yield
@@ -87,19 +118,21 @@ def allocator(kind: Allocator) -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-def fresh(workload: Name, method: str, micro_batches: int, kind: Allocator, runs: int) -> tuple[float, float]:
+def fresh(
+    device: torch.device, workload: Name, method: str, micro_batches: int, kind: Allocator, runs: int
+) -> tuple[float, float]:
     """Return the medians of `measure` over fresh processes."""
-    with allocator(kind):
-        values = [launch(1, measure, workload, method, micro_batches) for _ in range(runs)]
+    with allocator(kind, device):
+        values = [launch(1, measure, workload, method, micro_batches, kind, device) for _ in range(runs)]
     peaks, kept = zip(*values, strict=True)
     return median(np.array(peaks)), median(np.array(kept))
 
 
-def compare(workload: Name, runs: int) -> list[Memory]:
+def compare(workload: Name, runs: int, device: torch.device) -> list[Memory]:
     """Measure every method on a workload."""
     rows = []
     for form, peer in product(FORMS, PEERS):
-        added = partial(fresh, workload, f"{peer} {form}")
+        added = partial(fresh, device, workload, f"{peer} {form}")
         resident, _ = added(1, "resident", runs)
         live, kept = added(1, "live", 1)
         accumulated, _ = added(MICRO_BATCHES, "live", 1)
@@ -108,11 +141,11 @@ def compare(workload: Name, runs: int) -> list[Memory]:
     return rows
 
 
-def show(title: str, rows: list[Memory]) -> Table:
-    """Return the table of a workload, with natgrad's shares of kfac-pytorch's figures."""
+def show(title: str, rows: list[Memory], judged: Allocator) -> Table:
+    """Return the table of a workload, with natgrad's shares of kfac-pytorch's figures of the kind that is judged."""
     table = Table(
         *("form", "method", "resident MiB", "live MiB", f"live, {MICRO_BATCHES} backwards", "kept MiB"),
-        "resident / kfac-pytorch's",
+        f"{judged} / kfac-pytorch's",
         title=f"{title}: memory added to SGD's",
     )
     peers = {row.form: row for row in rows if row.method != "natgrad"}
@@ -120,8 +153,8 @@ def show(title: str, rows: list[Memory]) -> Table:
         peer = peers.get(row.form)
         share = ""
         if row.method == "natgrad" and peer:
-            met = row.resident <= OVER_PEER * peer.resident
-            share = f"{row.resident / peer.resident:.2f} (≤ {OVER_PEER}: {'met' if met else 'not met'})"
+            over = getattr(row, judged) / getattr(peer, judged)
+            share = f"{over:.2f} (≤ {OVER_PEER}: {'met' if over <= OVER_PEER else 'not met'})"
         figures = (f"{value:.0f}" for value in (row.resident, row.live, row.accumulated, row.kept))
         table.add_row(row.form, row.method, *figures, share)
     return table
@@ -129,16 +162,18 @@ def show(title: str, rows: list[Memory]) -> Table:
 
 def main(
     workload: Annotated[Name | None, typer.Option(help="The one to run; both unless given.")] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Processes a figure.")] = 9,
+    runs: Annotated[int | None, typer.Option(min=1, help="Processes a figure; unless given 9, on a GPU 1.")] = None,
+    device: Annotated[Device, typer.Option(help="Whose memory is measured.")] = "cpu",
 ) -> None:
-    """Measure, print the tables, and write benchmarks/results/memory.json."""
-    results = {}
+    """Measure, print the tables, and write benchmarks/results/memory.json, or memory_cuda.json."""
+    results, place, runs = {}, chosen_device(device), runs or RUNS[device]
     for name in get_args(Name):
         if workload in (None, name):
-            results[name] = compare(name, runs)
-            Console(width=120).print(show(WORKLOADS[name].title, results[name]))
+            results[name] = compare(name, runs, place)
+            Console(width=120).print(show(WORKLOADS[name].title, results[name], JUDGED[device]))
     rows = {name: [asdict(row) for row in result] for name, result in results.items()}
-    path = save("memory", conditions() | {"runs": runs, "kfac-pytorch": KFAC_PYTORCH or "not installed"} | rows)
+    settings = {"runs": runs, "kfac-pytorch": KFAC_PYTORCH or "not installed"}
+    path = save("memory" if device == "cpu" else "memory_cuda", conditions(device=place) | settings | rows)
     typer.echo(f"Written to {path}")
 
 

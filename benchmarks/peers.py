@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from importlib import import_module
-from time import perf_counter
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from benchmarks.common import installed
+from benchmarks.common import CPU, Clock, installed, timer
 from benchmarks.models import Workload
 
 PHASES = ("inverses", "factors", "plain")
@@ -56,8 +55,9 @@ class Trainer:
     def __init__(
         self,
         workload: Workload,
-        clock: Callable[[], float] = perf_counter,
+        clock: Clock = "wall",
         *,
+        device: torch.device = CPU,
         micro_batches: int = 1,
         alone: bool = False,
     ) -> None:
@@ -66,15 +66,16 @@ class Trainer:
         Args:
             workload: Its model and batch.
             clock: Times the steps.
+            device: Where it trains; weights and batch are drawn on the CPU, the same everywhere.
             micro_batches: How often a step runs forward and backward, each time on the whole batch.
             alone: Whether to send nothing though there are other ranks: no `DistributedDataParallel`.
         """
-        self.workload, self.clock, self.micro_batches = workload, clock, micro_batches
-        self.model = workload.model()
+        self.workload, self.clock, self.micro_batches = workload, timer(clock, device), micro_batches
+        self.device, self.model = device, workload.model().to(device)
         if dist.is_initialized() and not alone:
             self.model = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=0.9)
-        self.inputs, self.labels = workload.data()
+        self.inputs, self.labels = (each.to(device) for each in workload.data())
         self.preconditioner: Preconditioner | None = None
 
     def step(self) -> None:
@@ -97,7 +98,7 @@ class Trainer:
         return laps
 
     def parts(self) -> dict[str, float]:
-        """Return the seconds that natgrad says it has spent in each of its parts; nothing for others."""
+        """Return the host's seconds that natgrad says it has spent in each of its parts; nothing for others."""
         if not isinstance(self.preconditioner, natgrad.Preconditioner):
             return {}
         metrics = self.preconditioner.metrics()

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import CLOCKS, Clock, Seconds, Subject, conditions, interleave, median, save
+from benchmarks.common import Clock, Seconds, Subject, conditions, interleave, median, save
 from benchmarks.models import WORKLOADS, Name
 from benchmarks.peers import KFAC_PYTORCH, Form, Interval, Method, Trainer, kfac_pytorch, natgrad_kfac
 
@@ -62,7 +62,7 @@ def methods() -> dict[str, Method | None]:
 
 def subject(workload: Name, clock: Clock, attach: Method | None, steps: int) -> Subject:
     """Return a method's training, ready to be timed."""
-    trainer = Varied(WORKLOADS[workload], CLOCKS[clock])
+    trainer = Varied(WORKLOADS[workload], clock)
     trainer.draw()
     if attach is not None:
         trainer.preconditioner = attach(trainer)

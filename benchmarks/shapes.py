@@ -76,8 +76,8 @@ NETWORKS: dict[str, Callable[[], Iterator[Shape]]] = {
 class Layers(nn.Module):
     """Layers side by side, each with its own rows ``a [B, i]`` and, from the loss, ``g [B, o]``."""
 
-    def __init__(self, shapes: Iterator[Shape], samples: int, *, rank: int = 0) -> None:
-        """Draw parameters, the same on all ranks, and the rows of one of them."""
+    def __init__(self, shapes: Iterator[Shape], samples: int, *, rank: int = 0, device: torch.device) -> None:
+        """Draw parameters, the same on all ranks, and the rows of one of them, on the CPU; then move them."""
         super().__init__()
         torch.manual_seed(0)
         shapes = iter(list(shapes))
@@ -86,9 +86,9 @@ class Layers(nn.Module):
         generator = torch.Generator().manual_seed(1 + rank)
         for shape in shapes:
             self.layers.append(nn.Linear(shape.inputs - shape.bias, shape.outputs, bias=shape.bias))
-            self.rows.append(
-                (_rows(samples, shape.inputs - shape.bias, generator), _rows(samples, shape.outputs, generator))
-            )
+            a, g = (_rows(samples, size, generator) for size in (shape.inputs - shape.bias, shape.outputs))
+            self.rows.append((a.to(device), g.to(device)))
+        self.to(device)
         self.samples = samples
 
     def forward(self, samples: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """What a step costs: SGD, natgrad and kfac-pytorch side by side, and the limit that the mathematics sets.
 
     python -m benchmarks.step [--workload resnet32|encoder] [--rounds 10] [--clock wall|cpu]
+                             [--device cpu|cuda]
 
 Every method runs cycles of three steps: one that renews everything, one that renews the factors, one that renews
 nothing. The mean step at the intervals (factors, inverses) is the average of those three in their proportions, so that
 (10, 100) needs no runs of hundreds of steps. All methods and the limit's bare calls are timed in turn, round by round,
 in one process on one thread; ratios are taken within a round, then their median. What natgrad's time goes to, by its
-own metrics, is shown for two gloo ranks too, since one rank sends nothing. Memory is `benchmarks.memory`'s.
+own metrics, is shown for two gloo ranks too, since one rank sends nothing. On a GPU it is not shown: those seconds are
+the host's. Memory is `benchmarks.memory`'s.
 """
 
 from __future__ import annotations
@@ -19,7 +21,19 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.common import CLOCKS, Clock, Seconds, Subject, conditions, interleave, launch, median, save
+from benchmarks.common import (
+    CPU,
+    Clock,
+    Device,
+    Seconds,
+    Subject,
+    chosen_device,
+    conditions,
+    interleave,
+    launch,
+    median,
+    save,
+)
 from benchmarks.limit import Limit
 from benchmarks.models import WORKLOADS, Name
 from benchmarks.peers import FORMS, KFAC_PYTORCH, PARTS, PHASES, Method, Trainer, methods
@@ -54,12 +68,11 @@ class Intervals:
 SETTINGS = (Intervals(1, 1), Intervals(1, 10), Intervals(10, 100))
 
 
-def measure(workload: Name, rounds: int, clock: Clock) -> dict[str, Seconds]:
+def measure(workload: Name, rounds: int, clock: Clock, device: torch.device) -> dict[str, Seconds]:
     """Time SGD, every method and the limit on a workload; return lap times in seconds by "subject/lap"."""
-    limit = Limit(Trainer(WORKLOADS[workload], CLOCKS[clock]))
-    times = interleave(
-        cycles(workload, clock, methods()) | {"limit": limit.laps}, rounds=rounds, title=WORKLOADS[workload].title
-    )
+    limit = Limit(Trainer(WORKLOADS[workload], clock, device=device))
+    subjects = cycles(workload, clock, methods(), device) | {"limit": limit.laps}
+    times = interleave(subjects, rounds=rounds, title=WORKLOADS[workload].title)
     for form, decomposition in {"eigen": "eigh", "inverse": "cholesky"}.items():
         plain = times[f"limit/{form}_gemms"]
         factors = plain + times["limit/products"]
@@ -71,12 +84,12 @@ def measure(workload: Name, rounds: int, clock: Clock) -> dict[str, Seconds]:
 def measure_on_ranks(workload: Name, rounds: int) -> dict[str, Seconds]:
     """Time SGD and natgrad alone, under DistributedDataParallel; to be called on every rank of a process group."""
     own = {name: attach for name, attach in methods().items() if name.startswith("natgrad")}
-    return interleave(cycles(workload, "wall", own), rounds=rounds, title=f"{RANKS} ranks")
+    return interleave(cycles(workload, "wall", own, CPU), rounds=rounds, title=f"{RANKS} ranks")
 
 
-def cycles(workload: Name, clock: Clock, chosen: Mapping[str, Method]) -> dict[str, Subject]:
+def cycles(workload: Name, clock: Clock, chosen: Mapping[str, Method], device: torch.device) -> dict[str, Subject]:
     """Return the cycle of SGD and of each chosen method, ready to be timed."""
-    trainers = {name: Trainer(WORKLOADS[workload], CLOCKS[clock]) for name in ("SGD", *chosen)}
+    trainers = {name: Trainer(WORKLOADS[workload], clock, device=device) for name in ("SGD", *chosen)}
     for name, attach in chosen.items():
         trainers[name].preconditioner = attach(trainers[name])
     return {name: trainer.cycle for name, trainer in trainers.items()}
@@ -127,13 +140,16 @@ def main(
     clock: Annotated[
         Clock, typer.Option(help="Wall time; or, on a busy machine, processor time, without shares.")
     ] = "wall",
+    device: Annotated[Device, typer.Option(help="Where it is measured.")] = "cpu",
 ) -> None:
-    """Measure, print the tables, and write benchmarks/results/step.json."""
+    """Measure, print the tables, and write benchmarks/results/step.json, or step_cuda.json."""
+    place = chosen_device(device, clock)
     torch.set_num_threads(1)
     results = {}
     for name in [workload] if workload else WORKLOADS:
-        times = measure(name, rounds, clock)
-        ranked = {1: times, RANKS: launch(RANKS, measure_on_ranks, name, rounds)} if clock == "wall" else {}
+        times, ranked = measure(name, rounds, clock, place), {}
+        if clock == "wall" and device == "cpu":
+            ranked = {1: times, RANKS: launch(RANKS, measure_on_ranks, name, rounds)}
         results[name] = Result(
             title=WORKLOADS[name].title,
             sgd_ms=1e3 * median(sgd_seconds(times)),
@@ -143,7 +159,8 @@ def main(
         )
         print_result(results[name])
     settings = {"rounds": rounds, "kfac-pytorch": KFAC_PYTORCH or "not installed"}
-    path = save("step", conditions(clock) | settings | {name: asdict(result) for name, result in results.items()})
+    rows = {name: asdict(result) for name, result in results.items()}
+    path = save("step" if device == "cpu" else "step_cuda", conditions(clock, place) | settings | rows)
     typer.echo(f"Written to {path}")
 
 

@@ -1,14 +1,39 @@
 """What all tests have in common."""
 
+import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
-from tests import sizes
+from tests import device, sizes
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where tests put their tensors, by themselves and on ranks")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[device.VARIABLE] = config.getoption("--device")
+    tensors = device.chosen()  # those that tests make while they are imported too
+    tensors.__enter__()
+    config.add_cleanup(lambda: tensors.__exit__(None, None, None))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def small_is_as_large() -> Iterator[None]:
     """Have the small matrices of tests renewed as large ones are."""
     with sizes.treated_alike():
+        yield
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if device.name() != "cpu" and item.get_closest_marker("cpu"):
+        pytest.skip("what is done on a CPU alone")
+
+
+@pytest.fixture(autouse=True)
+def tensors_of_compiled_models(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave tensors to torch where it compiles."""
+    with device.as_torch_does() if request.node.get_closest_marker("compiles") else nullcontext():
         yield

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import natgrad
-from benchmarks import curvature, curvature_limit, daso, daso_training
-from benchmarks.common import RESULTS, interleave
+from benchmarks import curvature, curvature_limit, daso, daso_training, memory, step
+from benchmarks.common import CPU, RESULTS, interleave, timer
 from benchmarks.limit import Limit
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.peers import NEVER, PHASES, Trainer, factor_interval, inverse_interval, natgrad_kfac
@@ -103,6 +104,56 @@ def test_limits_of_warm_renewals_multiply_as_often_as_a_test_that_passes(form):
         layer.sums()
     vectors = 2 * (9**2 + 6**2) if form == "iterative" else 0  # Qᵀ(Q 1)
     assert limit.get_total_flops() - sums.get_total_flops() == own.get_total_flops() - vectors == 2 * (9**3 + 6**3)
+
+
+def test_what_is_timed_is_where_it_is_told():
+    """On "meta", which every machine has and whose tensors go with no others."""
+    meta = torch.device("meta")
+    trainer = Trainer(small(), device=meta)
+    trainer.cycle()
+    limit = Limit(trainer)
+    limit.laps()
+    for layer in limit.layers:
+        assert {each.device for pair in (layer.rows, layer.damped, layer.rotated) for each in pair} == {meta}
+    for layer in curvature_limit.layers("resnet32", 8, 4, meta)[:2]:
+        for run in curvature_limit.LIMITS.values():
+            run(layer)
+        assert {each.device for each in (*layer.rows, *layer.factors, layer.kernel)} == {meta}
+
+
+def test_bytes_are_those_of_one_device():
+    before = {device: curvature.tensor_bytes(torch.device(device)) for device in ("cpu", "meta")}
+    kept = torch.ones(1000)
+    assert curvature.tensor_bytes(CPU) - before["cpu"] == kept.nbytes
+    assert curvature.tensor_bytes(torch.device("meta")) == before["meta"]
+
+
+def test_clock_of_a_gpu_is_read_when_that_has_settled(monkeypatch):
+    seen = []
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: seen.append(device.type))
+    monkeypatch.setattr("benchmarks.common.CLOCKS", {"wall": lambda: seen.append("read")})
+    timer("wall", torch.device("cuda"))()
+    timer("wall", CPU)()
+    assert seen == ["cuda", "read", "read"]
+
+
+def test_what_a_gpu_cannot_do_is_refused():
+    with pytest.raises(typer.BadParameter, match="wall clock"):
+        step.main(clock="cpu", device="cuda")
+    with pytest.raises(typer.BadParameter, match="wall clock"):
+        curvature.main(clock="cpu", device="cuda")
+    with pytest.raises(typer.BadParameter, match="one rank"):
+        curvature.main(ranks=2, device="cuda")
+
+
+@pytest.mark.parametrize(("device", "share"), [("cpu", "0.50 (≤ 0.7: met)"), ("cuda", "0.80 (≤ 0.7: not met)")])
+def test_memory_is_judged_by_what_its_device_counts(device, share):
+    rows = [
+        memory.Memory(method=method, form="eigen", resident=resident, live=live, accumulated=1.0, kept=1.0)
+        for method, resident, live in (("natgrad", 5.0, 4.0), ("kfac-pytorch", 10.0, 5.0))
+    ]
+    shown = memory.show("", rows, memory.JUDGED[device])
+    assert list(shown.columns[-1].cells) == [share, ""]
 
 
 def test_a_file_keeps_what_was_measured_before_under_the_same_conditions():

@@ -12,6 +12,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import natgrad
+from tests import device
+
+pytestmark = pytest.mark.compiles
 
 FISHERS = [{}, {"sharing": "reduce"}, {"fisher": "sampled", "likelihood": "categorical"}]
 
@@ -57,7 +60,7 @@ def network(**options):
 
 
 def batch(step, samples=6):
-    generator = torch.Generator().manual_seed(step)
+    generator = device.generator(step)
     x = torch.randn(samples, 2, 5, generator=generator, dtype=torch.float64)
     return x, torch.randint(3, (samples,), generator=generator)
 

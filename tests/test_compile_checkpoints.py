@@ -6,6 +6,8 @@ import torch
 import natgrad
 from tests.test_compile import FISHERS, Training, assert_same, blocks_only, network
 
+pytestmark = pytest.mark.compiles
+
 EMPIRICAL, SAMPLED = FISHERS[:2], FISHERS[2]
 COMPILED = {"backend": "aot_eager", "fullgraph": True}
 

@@ -38,6 +38,7 @@ def test_eigenvectors_are_orthogonal_and_give_the_matrix(dtype, size, samples, s
     assert (torch.linalg.matrix_norm(error) <= rounding * norm).all()
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(("dtype", "sizes"), COLLIDING.items())
 def test_columns_that_would_collide_are_set_apart(dtype, sizes, monkeypatch):
     seen, eigh, cholesky = [], torch.linalg.eigh, torch.linalg.cholesky_ex
@@ -51,6 +52,15 @@ def test_columns_that_would_collide_are_set_apart(dtype, sizes, monkeypatch):
         linalg.damped_inverse(whole, torch.ones(1, dtype=dtype))
     assert [size * dtype.itemsize % 1024 for size in seen[:2]] == [32, 32]
     assert seen[2:] == [sizes[0] + 1] * 2
+
+
+@pytest.mark.parametrize(("dtype", "size"), [*SIZES, (torch.float64, 7)])
+def test_inverses_are_symmetric_to_the_last_bit(dtype, size):
+    """Ranks send one triangle of them, and all have to have the same."""
+    _, lower = covariances(3, size, dtype)
+    inverses, fine = linalg.damped_inverse(lower, torch.ones(3, dtype=dtype))
+    assert fine.all()
+    assert torch.equal(inverses, inverses.mT)
 
 
 @pytest.mark.parametrize(("dtype", "size"), SIZES)
@@ -146,6 +156,7 @@ def test_what_is_not_finite_harms_no_other(size, bad):
     torch.testing.assert_close((vectors[0] * values[0]) @ vectors[0].mT, whole[0])
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(("dtype", "size"), [(dtype, size) for dtype, size in SIZES if size > 1])
 def test_inverses_take_the_memory_of_one_copy(dtype, size, monkeypatch):
     """All that is given to LAPACK is in its order, columns first: torch would work on a copy of anything else."""

@@ -3,12 +3,14 @@
 import copy
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import natgrad
+from tests import device
 from tests.dense import reference as dense
 
 EVERY_STEP = natgrad.Refresh(factors=1, inverses=1)
@@ -20,7 +22,7 @@ def network(dtype=torch.float64):
 
 
 def batch(step, samples=8, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(step)
+    generator = device.generator(step)
     return torch.randn(samples, 4, generator=generator, dtype=dtype), torch.randint(3, (samples,), generator=generator)
 
 
@@ -240,6 +242,7 @@ def test_checkpointed_layers():
     assert_alike({f"layers.{name}": own for name, own in plain.blocks.items()}, other.blocks)
 
 
+@pytest.mark.compiles
 def test_compiled_models():
     plain, compiled = Training(), Training()
     forward = torch.compile(compiled.model, backend="aot_eager")

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from natgrad import cusolver
+
 # Columns whose distance is a multiple of so many bytes fall together; so many more bytes set them apart.
 _COLLIDE, _APART = 1024, 32
 
@@ -31,7 +33,7 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
         torch.linalg.LinAlgError: if one does not converge.
     """
     if matrices.device.type != "cpu":
-        return tuple(torch.linalg.eigh(matrices))
+        return cusolver.eigh(matrices) or tuple(torch.linalg.eigh(matrices))
     size, more = matrices.shape[-1], _more(matrices)
     if more:
         # Rows of zeros take no part. An eigenvalue below all others, on the diagonal, comes first, and goes again.
@@ -68,8 +70,14 @@ def cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
 def invert_by_(factors: Tensor) -> Tensor:
     """Return the inverses of matrices whose lower factors `cholesky` has returned; on a CPU, in the memory of these."""
     if factors.device.type != "cpu":
-        return torch.cholesky_inverse(factors)
+        return symmetric(torch.cholesky_inverse(factors))  # of solves: symmetric but for rounding
     return torch.cholesky_inverse(factors.mT, upper=True, out=factors.mT)
+
+
+def symmetric(matrices: Tensor) -> Tensor:
+    """Return matrices ``[N, d, d]`` of which the lower triangles are given, in memory of their own."""
+    given = matrices.new_ones(matrices.shape[-2:], dtype=torch.bool).tril_()
+    return torch.where(given, matrices, matrices.mT)
 
 
 def collide(columns: int, dtype: torch.dtype) -> bool:

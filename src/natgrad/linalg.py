@@ -119,7 +119,7 @@ def damped_inverse(matrices: Tensor, damping: Tensor, columns: slice | None = No
 def _projected_inverse(damped: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     """Invert what rounding to a narrow dtype has left indefinite: eigenvalues below the damping are raised to it."""
     values, vectors, fine = eigh(damped)
-    return (vectors / values.clamp(min=damping)[:, None, :]) @ vectors.mT, fine
+    return lapack.symmetric((vectors / values.clamp(min=damping)[:, None, :]) @ vectors.mT), fine
 
 
 def _spd_inverse(matrices: Tensor, columns: slice | None) -> tuple[Tensor, Tensor]:

@@ -91,6 +91,7 @@ def test_the_exact_direction_solves_with_the_dense_fisher_block():
     torch.testing.assert_close(exact(A, G, W, 0.03), expected)
 
 
+@pytest.mark.cpu
 def test_both_methods_are_exact_with_all_rows_and_kid_with_as_many_as_the_rank():
     A, G = rows(5, rank=6)
     W = torch.einsum("nmo,nmi->noi", G, A) / 24
@@ -109,6 +110,7 @@ def test_both_methods_are_exact_with_all_rows_and_kid_with_as_many_as_the_rank()
     assert by["kid", 6].least == by["kid", 6].greatest
 
 
+@pytest.mark.cpu
 def test_errors_are_relative_norms_over_all_blocks():
     A, G = rows(6)
     W = torch.einsum("nmo,nmi->noi", G, A) / 24

@@ -48,6 +48,7 @@ def per_sample(model, x, y):
     return vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
 
 
+@pytest.mark.cpu
 def test_rows_of_a_layer_without_positions_make_its_per_sample_gradients(case):
     model, x, y = case
     seen = Probe(build, F.cross_entropy).look(model.state_dict(), x, y)
@@ -59,6 +60,7 @@ def test_rows_of_a_layer_without_positions_make_its_per_sample_gradients(case):
     torch.testing.assert_close(head.factors["G"][0], head.G[0].mT @ head.G[0] / 6)
 
 
+@pytest.mark.cpu
 def test_a_convolutions_rows_are_mean_inputs_and_summed_gradients_block_by_block(case):
     model, x, y = case
     first = Probe(build, F.cross_entropy).look(model.state_dict(), x, y)["first"]
@@ -73,6 +75,7 @@ def test_a_convolutions_rows_are_mean_inputs_and_summed_gradients_block_by_block
     torch.testing.assert_close(first.W, torch.cat([weight, bias[..., None]], -1))
 
 
+@pytest.mark.cpu
 def test_uses_of_shared_weights_are_positions(case):
     model, x, y = case
     shared = Probe(build, F.cross_entropy).look(model.state_dict(), x, y)["shared"]

@@ -203,6 +203,7 @@ def test_tensors_that_are_kept_elsewhere_come_back_one_by_one(monkeypatch):
     assert compare(Block, monkeypatch, context=context) == (18, 18)
 
 
+@pytest.mark.cpu
 def test_token_losses_share_where_all_positions_count(monkeypatch):
     """Masks may differ from layer to layer: only gradients tell."""
     every = torch.ones(4, 5, dtype=torch.float64)

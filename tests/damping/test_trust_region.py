@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 import natgrad
 from natgrad import TrustRegion
 from tests.dense import reference as dense
+from tests.device import here
 
 F64 = torch.float64
 EVERY_STEP = natgrad.Refresh(factors=1, inverses=1)
@@ -66,7 +67,7 @@ class Run:
 
     def divergence(self, delta):
         total = 0.0
-        blocks = self.preconditioner.state_dict()["blocks"]
+        blocks = here(self.preconditioner.state_dict()["blocks"])
         for name in ("convolution", "first", "head"):
             module = self.model.get_submodule(name)
             D = dense.to_matrix(module, {"weight": delta[f"{name}.weight"], "bias": delta[f"{name}.bias"]})

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.dense import reference as dense
 from tests.dense.reference import Rows
+from tests.device import here
 
 
 def fisher(uses: Rows | Iterable[Rows], sharing: str = "expand") -> Tensor:
@@ -50,7 +51,7 @@ def blocks(preconditioner, module: str) -> dict[str, Tensor]:
     """What a preconditioner keeps of a module's layer."""
     (own,) = (
         own
-        for key, own in preconditioner.state_dict()["blocks"].items()
+        for key, own in here(preconditioner.state_dict()["blocks"]).items()
         if key.rpartition(".")[0] == module or key == module
     )
     return own

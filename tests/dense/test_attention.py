@@ -197,6 +197,7 @@ def assert_same_steps(model, other, x, run, tolerance=1e-9):
             torch.testing.assert_close(two, one, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.cpu
 def test_under_torch_compile():
     model = SelfAttending(packed(dropout=0.0))
     other = copy.deepcopy(model)
@@ -309,6 +310,7 @@ def test_the_forward_is_given_back_with_the_last_handle():
     assert "forward" not in attn.__dict__
 
 
+@pytest.mark.cpu
 def test_evaluation_keeps_the_fast_path(monkeypatch):
     attn, x, calls = packed(), torch.randn(3, 5, 4).double(), []
     native = torch._native_multi_head_attention

@@ -139,6 +139,7 @@ def one_step(model, x, run=None):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("kind", list(CELLS))
 def test_cells_compiled_and_copied(kind):
     torch.manual_seed(0)

@@ -21,6 +21,7 @@ from tests.dense.test_cells import Explicit, Unrolled, make_cell
 from tests.dense.test_cells import matrices as cell_matrices
 from tests.dense.test_embedding import Largest
 from tests.dense.test_transposed import transposed
+from tests.device import here
 
 ONCE = natgrad.Refresh(factors=1, inverses=1000)
 DAMPING = 0.3
@@ -35,7 +36,7 @@ def measured(model, run, samples):
         (total_loss(run(), samples) / samples).backward()
         raw = {name: p.grad.clone() for name, p in model.named_parameters()}
         preconditioner.step()
-    return preconditioner.state_dict()["blocks"], raw
+    return here(preconditioner.state_dict()["blocks"]), raw
 
 
 def assert_measured(own, uses, W, V):
@@ -176,7 +177,7 @@ def test_captures_see_the_basis_that_the_last_step_has_made(monkeypatch):
                 assert held.keys() == {"QA", "QG"}
                 assert all(torch.equal(held[name], own[name]) for name in held)
         preconditioner.step()
-        made.append(preconditioner.state_dict()["blocks"])
+        made.append(here(preconditioner.state_dict()["blocks"]))
     assert seen[:2] == [None, None]
     assert not torch.equal(made[0]["0.weight"]["QA"], made[2]["0.weight"]["QA"])
 
@@ -227,6 +228,7 @@ def test_solves_read_live_statistics_beside_what_parts_have_made():
 # --- Memory -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu
 def test_per_sample_gradients_are_never_all_there_at_once():
     """Of 64 samples the patches have 64 · 256 · 145 elements, the gradients 64 · 32 · 145 · 2."""
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ import natgrad
 from natgrad.layers.embedding import OneHotRows
 from tests.dense import reference as dense
 from tests.dense.drawn import DRAWN, curvatures, total_loss
+from tests.device import here
 
 V, D = 7, 3
 
@@ -198,7 +199,7 @@ def test_positions_and_sampled_labels(batched, reduction, samples):
     loss = cross_entropy(outputs.flatten(0, 1), ids.flatten() % 4, reduction="sum") / samples
     preconditioner.backward(loss, outputs)
     preconditioner.step()
-    kept = preconditioner.state_dict()["blocks"]["positions.weight"]
+    kept = here(preconditioner.state_dict()["blocks"])["positions.weight"]
     torch.testing.assert_close(kept["D"] / kept["weight"][:, None], torch.full((1, 5), 1 / samples).double())
 
 

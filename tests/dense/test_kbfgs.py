@@ -7,6 +7,7 @@ from torch import nn
 import natgrad
 from natgrad.curvature import quasi_newton
 from tests.dense import reference as dense
+from tests.device import here
 
 EVERY_STEP = natgrad.Refresh(factors=1, inverses=1)
 DAMPING = 0.05
@@ -139,7 +140,7 @@ def summed(rows):
 
 
 def held(preconditioner, name):
-    blocks = preconditioner.state_dict()["blocks"][name if name.endswith("]") else f"{name}.weight"]
+    blocks = here(preconditioner.state_dict()["blocks"])[name if name.endswith("]") else f"{name}.weight"]
     if "S" not in blocks:
         return blocks["H_A"], blocks["H_G"]
     unit = torch.eye(blocks["S"].shape[-1]).to(blocks["S"]).expand(len(blocks["S"]), -1, -1)

@@ -7,6 +7,7 @@ from torch import nn
 import natgrad
 from tests.dense import reference as dense
 from tests.dense.drawn import assert_preconditioned, total_loss
+from tests.device import here
 
 
 @pytest.mark.parametrize("moved", [0, 2])
@@ -28,7 +29,7 @@ def test_a_model_may_be_moved_after_the_preconditioner_was_built(moved):
             rows = dense.capture(reference, lambda model, x=x: total_loss(model(x), 5))
             first = expected.step(rows, {name: W.double() for name, W in raw.items()})
             dense.assert_equal({name: V.double() for name, V in dense.gradients(model).items()}, first, 1e-4)
-    state = preconditioner.state_dict()["blocks"]["0.weight"]
+    state = here(preconditioner.state_dict()["blocks"])["0.weight"]
     assert all(state[name].dtype == torch.float64 for name in ("A", "QA", "weight"))
 
 

@@ -21,6 +21,7 @@ from tests.dense.drawn import (
     linears,
     total_loss,
 )
+from tests.device import here
 
 
 @DRAWN
@@ -120,7 +121,7 @@ def test_positions_are_pooled_in_full_precision(dtype, layer):
     preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(sharing="reduce", factor_decay=0.0))
     model(x.to(dtype)).mean().backward()
     preconditioner.step()
-    assert torch.allclose(preconditioner.state_dict()["blocks"]["weight"]["A"], torch.ones(1, 3, 3), rtol=1e-6)
+    assert torch.allclose(here(preconditioner.state_dict()["blocks"])["weight"]["A"], torch.ones(1, 3, 3), rtol=1e-6)
 
 
 def test_a_lazy_layer_is_covered_once_its_sizes_are_known():

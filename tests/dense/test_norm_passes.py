@@ -12,6 +12,7 @@ from tests.dense import norm as dense_norm
 from tests.dense import reference as dense
 from tests.dense.norm import Norm
 from tests.dense.norm_network import FORMS, assert_solved, data, network, references, shake
+from tests.device import here
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -148,7 +149,7 @@ def test_sampled_labels_converge_to_the_exact_fisher():
     outputs = model(many)
     preconditioner.backward(cross_entropy(outputs, torch.zeros(len(many), dtype=torch.int64)), outputs)
     preconditioner.step()
-    state = preconditioner.state_dict()["blocks"]["norm.weight"]
+    state = here(preconditioner.state_dict()["blocks"])["norm.weight"]
     assert dense.relative_error(state["F"][0] / state["weight"], expected) < 0.05
 
 
@@ -175,7 +176,7 @@ def test_a_bare_sampled_kfac_draws_the_labels_of_norms_too():
     outputs = model(x)
     preconditioner.backward(cross_entropy(outputs, y), outputs)
     preconditioner.step()
-    blocks = preconditioner.state_dict()["blocks"]
+    blocks = here(preconditioner.state_dict()["blocks"])
     assert all(bool(own["renewed"].all()) for own in blocks.values())
     assert float(blocks["6.weight"]["weight"]) == pytest.approx(0.2)
 

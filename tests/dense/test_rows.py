@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
+from tests import device
 from tests.dense import reference as dense
 
 DAMPING = 0.2
@@ -20,7 +21,7 @@ def network():
 
 
 def batch(samples=9, seed=1):
-    generator = torch.Generator().manual_seed(seed)
+    generator = device.generator(seed)
     x = torch.randn(samples, 2, 7, generator=generator, dtype=torch.float64)
     return x, torch.randint(3, (samples,), generator=generator)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests import sizes
+from tests import device, sizes
 
 GRACE = 5.0  # seconds the other ranks get to end once one has failed
 
@@ -155,7 +155,7 @@ class Ranks:
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
-    with sizes.treated_alike():
+    with sizes.treated_alike(), device.chosen():
         _answer(connection)
 
 

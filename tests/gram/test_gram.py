@@ -263,6 +263,7 @@ def test_lags_are_chosen_where_they_pay():
     assert chosen == {"ResNet-32 stem", "ResNet-32 stage 1", "ResNet-32 stage 3", "ResNeXt"}
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("stride", [1, 2])
 def test_products_compile_into_one_graph(stride):
     """Hooks that call them may be traced with the model."""

@@ -95,6 +95,7 @@ def test_a_long_drift_stays_within_the_tolerance(case, dtype, tolerance, stepwis
         assert (skews(basis) <= 200 * small).all()
 
 
+@pytest.mark.cpu
 def test_a_basis_beyond_reach_is_left_at_its_leading_vectors(monkeypatch):
     """And so is none that is within reach, though rounding has left it not orthogonal: the whole is made so then."""
     first, *_, last = drift(32, 32, 6.0, steps=2, blocks=2)
@@ -137,6 +138,7 @@ def test_what_becomes_of_a_rounded_basis_hangs_on_no_neighbour(iterations, toler
     torch.testing.assert_close(rebuilt(*both[:2])[:1], alone, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.cpu
 def test_small_matrices_are_decomposed_at_once_on_a_cpu(monkeypatch):
     monkeypatch.setattr(iterative, "_SMALL", 25)
     for size, blocks in ((24, 2), (25, 0)):
@@ -147,6 +149,7 @@ def test_small_matrices_are_decomposed_at_once_on_a_cpu(monkeypatch):
         assert (residuals(last, values, vectors) <= 0.1).all()
 
 
+@pytest.mark.cpu
 def test_matrices_of_middle_size_are_not_turned_on_a_cpu(monkeypatch):
     first, *_, last = drift(32, 32, 6.0, steps=9, blocks=1)
     _, basis, _ = linalg.eigh(first)

@@ -13,6 +13,7 @@ from natgrad.linalg import damped_inverse
 from natgrad.numerics.narrow import power_of_two, round_stochastically
 from natgrad.placement import Layout
 from natgrad.stacks.kept import Kept
+from tests import device
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -121,7 +122,7 @@ def test_what_rounding_leaves_indefinite_is_inverted_all_the_same():
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(500, 16, generator=generator) @ torch.randn(16, 300, generator=generator)
     factor = (rows.relu().T @ rows.relu() / 500)[None]
-    kept = round_stochastically(factor, BF16, generator).float()
+    kept = round_stochastically(factor, BF16, device.generator(0)).float()
     kept = kept.tril() + kept.tril(-1).mT
     values, vectors = torch.linalg.eigh(kept[0].double())
     damping = torch.tensor([1e-3 * float(factor[0].diagonal().mean())])
@@ -144,6 +145,7 @@ def test_narrow_factors_take_half_the_memory(dtype):
     assert 0.5 < memory[1] / memory[0] < 0.52  # eigenvalues stay wide
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_running_averages_do_not_stall(dtype):
     """To the nearest, with a decay of 0.999, bfloat16 would stay at a third of what it averages."""
@@ -165,13 +167,14 @@ def test_stochastic_rounding():
     values = torch.tensor([1 + 2**-9, -(1 + 3 * 2**-9), 2**-10, 0.0, 3.0])
     for dtype, step in ((BF16, 2**-7), (FP16, 2**-10)):
         draws = torch.stack(
-            [round_stochastically(values, dtype, torch.Generator().manual_seed(seed)).float() for seed in range(2000)]
+            [round_stochastically(values, dtype, device.generator(seed)).float() for seed in range(2000)]
         )
         assert torch.allclose(draws.mean(0), values, atol=step / 10)
         assert (draws - values).abs().max() < step
         assert torch.equal(draws[:, 2:], values[2:].expand(2000, 3))  # what is exact stays
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16, FP16])
 @pytest.mark.parametrize("size", [1e-25, 1e-10, 1.0, 1e10, 1e25])
 def test_what_is_kept_comes_back(dtype, size):
@@ -201,7 +204,7 @@ def test_messages(dtype, wire):
     # Neighbours in a message may differ by any factor: those of a group of 512 share a scale.
     sizes = torch.tensor([1e-25] * 512 + [1e25] * 512 + [1.0] * 276, dtype=dtype)
     values = torch.randn(2, 1300, dtype=dtype) * sizes
-    message = layout.empty(2, torch.device("cpu"))
+    message = layout.empty(2, torch.device(device.name()))
     layout.write(message, wide, [values[:, :700], values[:, 700:]])
     arrived, numbers = layout.read(message.clone())
     assert torch.equal(arrived, wide)
@@ -215,7 +218,7 @@ def test_what_is_not_finite_arrives_as_such_and_harms_no_neighbour():
     layout = Layout(wide=1, narrow=512, dtype=FP32, wire=FP16)
     values = torch.full((1, 512), 1e-10)
     values[0, 3], values[0, 4] = float("nan"), float("inf")
-    message = layout.empty(1, torch.device("cpu"))
+    message = layout.empty(1, torch.device(device.name()))
     layout.write(message, torch.zeros(1, 1), [values])
     _, numbers = layout.read(message)
     assert not numbers[0, 3].isfinite()

@@ -44,6 +44,7 @@ def error():
     return worst
 
 
+@pytest.mark.cpu
 def test_products_are_full_and_settings_return(quicker, allowed):
     places = (MATMUL, torch.backends.cuda.matmul, torch.backends.cudnn.conv)
     chosen = [place.fp32_precision for place in places]
@@ -75,6 +76,7 @@ def test_quick_products_are_what_the_user_allows(quicker, allowed):
             assert MATMUL.fp32_precision == before
 
 
+@pytest.mark.cpu
 def test_no_autocast_inside():
     with torch.autocast("cpu", BF16):
         with full_products(CPU):
@@ -82,6 +84,7 @@ def test_no_autocast_inside():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == BF16
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_gram_products_are_full(sharing, quicker, allowed):
     model = nn.Linear(256, 128)

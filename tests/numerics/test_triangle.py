@@ -8,6 +8,7 @@ from torch import nn
 
 import natgrad
 from natgrad.numerics import triangle
+from tests.device import here
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 128, 129])
@@ -60,7 +61,7 @@ def test_a_layer_is_preconditioned_by_its_whole_factors(form):
     g, W = 20 * output.grad, layer.weight.grad.clone()
     preconditioner.step()
     A, G = x.T @ x / 20, g.T @ g / 20
-    block = preconditioner.state_dict()["blocks"]["weight"]
+    block = here(preconditioner.state_dict()["blocks"])["weight"]
     torch.testing.assert_close(block["A"][0], 0.05 * A)
     torch.testing.assert_close(block["G"][0], 0.05 * G)
     if form == "inverse":

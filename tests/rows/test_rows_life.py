@@ -247,6 +247,7 @@ def test_scaled_losses_and_steps_that_the_scaler_skips():
     assert preconditioner.metrics()["skipped_factors"] == 0
 
 
+@pytest.mark.compiles
 def test_a_compiled_model():
     model, (x, y) = token_model(), batch()
     x = x.flatten(1)[:, :4]

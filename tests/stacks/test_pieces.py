@@ -36,6 +36,7 @@ def test_pieces_of_some_blocks(blocks, piece):
     torch.testing.assert_close(every[pieces.within(blocks, piece)], every[blocks][piece])
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
 def test_a_training_is_that_without_pieces(make, monkeypatch):
     whole, cut = Training(make), Training(make)
@@ -73,6 +74,7 @@ def test_renewals_read_a_few_blocks_at_a_time_and_of_what_balances_them_the_diag
     ]
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("size", [128, 129, 255, 256, 257])
 def test_rows_of_wide_sums_begin_as_far_apart_whatever_the_bias_adds(size):
     spec = Spec(name="A", shape=(size, size), symmetric=True)

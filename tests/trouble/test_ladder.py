@@ -196,6 +196,7 @@ def test_a_layer_that_fails_from_the_start():
         near(take(model, preconditioner, xs[2]), reference.see(xs[2]))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("values", [{"QA": math.nan}, {"vG": math.inf}, {"vA": -1e3, "vG": 1.0}])
 def test_curvature_that_is_unusable_falls_in_the_same_step_until_the_next_renewal(values):
     """V is not finite, or zero, or leads uphill."""

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
+from tests import device
 
 SAMPLED = natgrad.KFAC(fisher="sampled", likelihood="categorical")
 
@@ -21,7 +22,7 @@ def network():
 
 
 def batch(samples=6, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = device.generator(seed)
     return torch.randn(samples, 2, 5, 5, generator=generator), torch.randint(3, (samples,), generator=generator)
 
 
@@ -147,6 +148,7 @@ def test_what_was_frozen_meanwhile():
     assert {"0.weight", "7.weight"} <= preconditioner.state_dict()["blocks"].keys()
 
 
+@pytest.mark.compiles
 def test_a_compiled_model():
     model = network()
     compiled = torch.compile(model, backend="aot_eager")

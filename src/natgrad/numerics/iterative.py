@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import require
+from natgrad.lapack import symmetric
 from natgrad.linalg import damped_inverse, eigh, product, tensor_on
 
 # An iteration turns one in so many eigenvectors, the first and those after it; and divides the residual by so much, as
@@ -188,12 +189,6 @@ class Warm:
             return 0
         goal = self.tolerance / (2 * size**0.5)  # of the largest eigenvalue, which may be what is known
         return ceil(log2(max(1.0, log(goal) / log(error)))) or 1 if error < 1 else self.iterations + 1
-
-
-def symmetric(matrices: Tensor) -> Tensor:
-    """Return matrices ``[N, d, d]`` of which the lower triangles are given, in memory of their own."""
-    given = matrices.new_ones(matrices.shape[-2:], dtype=torch.bool).tril_()
-    return torch.where(given, matrices, matrices.mT)
 
 
 def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tensor], Tensor, Tensor] | None:

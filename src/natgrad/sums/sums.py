@@ -39,7 +39,8 @@ class Sums:
 
     Memory is taken when a layer is first captured, and dropped when it has been read: at the end of a forward pass,
     when memory is scarcest, the sums would be in the way. With `fused` all sums of one dtype and device are one
-    message to each destination; otherwise each layer has its own, which exists no sooner than it must.
+    message to each destination; otherwise each layer has its own, which exists no sooner than it must, and on an
+    accelerator each stack, whose averages take a few calls for all of its layers.
 
     Attributes:
         spoilt: Whether a ``GradScaler`` skips this step (a lazy bool, the same on all ranks); None: it cannot.
@@ -89,7 +90,10 @@ class Sums:
         groups: dict[object, list[tuple[Stack, Member, Portion]]] = {}
         for name, portion in portions.items():
             stack, member = self._members[name]
-            key = (stack.dtype, stack.device, *_destination(stack)) if self._fused else name
+            if self._fused:
+                key: object = (stack.dtype, stack.device, *_destination(stack))
+            else:
+                key = name if stack.device.type == "cpu" else id(stack)
             groups.setdefault(key, []).append((stack, member, portion))
         messages, riders = [], self._riders
         for layers in groups.values():

@@ -1,0 +1,102 @@
+"""cuSOLVER's eigendecomposition of many matrices at once, which torch has for matrices of up to 32 columns alone.
+
+Beyond that torch decomposes one matrix after the other (torch 2.11). The library that torch has loaded is called
+itself; where it is none, or an older one than CUDA 12.6's, there is nothing here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from threading import local
+
+import torch
+from torch import Tensor
+
+_NAMES = ("libcusolver.so.12", "libcusolver.so.11")  # CUDA 13's and 12's
+_WITH_VECTORS, _UPPER = 1, 1  # CUSOLVER_EIG_MODE_VECTOR, CUBLAS_FILL_MODE_UPPER
+_KINDS = {torch.float32: 0, torch.float64: 1}  # CUDA_R_32F, CUDA_R_64F
+_MOST = 2**31 - 1  # elements of all matrices
+_own = local()  # handles are no two threads'
+
+
+def eigh(matrices: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Decompose matrices on a GPU, all of them in one call, for which the host does not wait.
+
+    Args:
+        matrices: Symmetric ``[N, d, d]`` of float32 or float64; only the lower triangles are read.
+
+    Returns:
+        Eigenvalues ``[N, d]``, ascending, and eigenvectors ``[N, d, d]`` in columns; NaN where it did not converge.
+        None: it cannot be done here.
+    """
+    if matrices.device.type != "cuda" or matrices.dtype not in _KINDS or not 0 < matrices.numel() <= _MOST:
+        return None
+    library = _library(matrices.device)
+    if library is None:
+        return None
+    with torch.cuda.device(matrices.device):
+        return _solver(library, matrices.device).eigh(matrices)
+
+
+class _Solver:
+    """A handle of the library, for one thread and device."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library, self._handle, self._parameters = library, ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cusolverDnCreate", ctypes.byref(self._handle))
+        self._call("cusolverDnCreateParams", ctypes.byref(self._parameters))
+        self._room = ctypes.create_string_buffer(1)
+
+    def eigh(self, matrices: Tensor) -> tuple[Tensor, Tensor]:
+        """See `natgrad.cusolver.eigh`."""
+        count, size, kind = len(matrices), matrices.shape[-1], ctypes.c_int(_KINDS[matrices.dtype])
+        columns = matrices.clone(memory_format=torch.contiguous_format)  # of which rows are what it calls columns
+        values, report = matrices.new_empty(count, size), matrices.new_empty(count, dtype=torch.int32)
+        on_device, on_host = ctypes.c_size_t(), ctypes.c_size_t()
+        stream = torch.cuda.current_stream(matrices.device).cuda_stream
+        self._call("cusolverDnSetStream", self._handle, ctypes.c_void_p(stream))
+        what = (
+            *(self._handle, self._parameters, ctypes.c_int(_WITH_VECTORS), ctypes.c_int(_UPPER), ctypes.c_int64(size)),
+            *(kind, _address(columns), ctypes.c_int64(size), kind, _address(values), kind),
+        )
+        sizes = ctypes.byref(on_device), ctypes.byref(on_host)
+        self._call("cusolverDnXsyevBatched_bufferSize", *what, *sizes, ctypes.c_int64(count))
+        room = matrices.new_empty(on_device.value, dtype=torch.uint8)
+        if on_host.value > len(self._room):
+            self._room = ctypes.create_string_buffer(on_host.value)
+        rooms = _address(room), on_device, ctypes.cast(self._room, ctypes.c_void_p), on_host
+        self._call("cusolverDnXsyevBatched", *what, *rooms, _address(report), ctypes.c_int64(count))
+        return values.masked_fill_((report != 0)[:, None], torch.nan), columns.mT
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status != 0:
+            raise RuntimeError(f"{name} failed with status {status}")
+
+
+def _address(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _solver(library: ctypes.CDLL, device: torch.device) -> _Solver:
+    solvers = _own.__dict__.setdefault("solvers", {})
+    if device not in solvers:
+        solvers[device] = _Solver(library)
+    solver: _Solver = solvers[device]
+    return solver
+
+
+@cache
+def _library(device: torch.device) -> ctypes.CDLL | None:
+    """Return the library that torch has loaded, if it is one that can do it."""
+    if torch.version.cuda is None:
+        return None
+    torch.linalg.eigh(torch.eye(2, device=device))  # torch loads it no sooner than it must
+    for name in _NAMES:
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        return library if hasattr(library, "cusolverDnXsyevBatched") else None
+    return None
