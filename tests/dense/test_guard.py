@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import natgrad
+from natgrad import cusolver
 from natgrad.trouble.guard import Watch
 from tests.dense import reference as dense
 
@@ -166,6 +167,7 @@ def break_decompositions(monkeypatch, dtypes):
         return factor, info
 
     monkeypatch.setattr(torch.linalg, "eigh", failing_eigh)
+    monkeypatch.setattr(cusolver, "eigh", lambda matrices: None)
     monkeypatch.setattr(torch.linalg, "cholesky_ex", failing_cholesky)
 
 

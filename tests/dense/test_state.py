@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
+from tests import device
 
 VARIANTS = {
     "eigen": {},
@@ -102,7 +103,7 @@ def test_a_state_may_be_loaded_before_the_model_has_data():
     resumed.model.to("meta")
     assert not any(tensor.any() for tensor in tensors(resumed.preconditioner.state_dict()["blocks"]).values())
     resumed.preconditioner.load_state_dict(straight.preconditioner.state_dict())
-    resumed.model.to_empty(device="cpu").load_state_dict(straight.model.state_dict())
+    resumed.model.to_empty(device=device.name()).load_state_dict(straight.model.state_dict())
     resumed.optimizer.param_groups[0]["params"] = list(resumed.model.parameters())  # those of before are no more
     resumed.optimizer.load_state_dict(copy.deepcopy(straight.optimizer.state_dict()))
     for run in (straight, resumed):

@@ -86,12 +86,14 @@ class Clip:
         finite = []
         for entry in gradients.entries:
             inner = entry.inner
-            finite.append(inner.isfinite())
+            size = inner.abs()
+            finite.append(size < torch.inf)
             if bound is not None and entry.ready is not False:
                 firsts = [member.layer.slots[0].parameter for member in entry.members]
                 rate = _rate(rates, firsts, entry.blocks, inner)
-                counted = finite[-1] if entry.ready is True else finite[-1] & (entry.ready > 0)
-                share = torch.where(counted, inner.abs(), 0).mul_(rate * rate).sum()
+                plain = entry.plain and isinstance(entry.ready, Tensor)
+                counted = finite[-1] & (entry.ready > 0) if plain else finite[-1]
+                share = torch.where(counted, size, 0).mul_(rate * rate).sum()
                 total = share if total is None else total + share.to(total)
         nu: float | Tensor = 1.0
         if total is not None and bound is not None:

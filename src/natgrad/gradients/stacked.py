@@ -51,6 +51,7 @@ class Entry:
         members: The layers.
         ladder: What serves those whose curvature has failed.
         ready: Whether they have curvature: all, none, or the rung of each block's layer ``[N]``, above 0 where it has.
+        plain: Whether any of them may have none.
         V: Preconditioned gradients ``[N, o, i]``, once solved; the raw ones W where there is no curvature yet.
         shares: In place of V, where the parameters are sharded and this rank does not work for the layers: what it
             holds of V.
@@ -61,6 +62,7 @@ class Entry:
     members: list[Member]
     ladder: Ladder
     ready: bool | Tensor = False
+    plain: bool = True
     V: Tensor = field(init=False)
     shares: list[Share] | None = None
     inner: Tensor = field(init=False)
@@ -89,7 +91,7 @@ class Entry:
         stack.saw(W, self.places())
         V = self._solved(W, damping)
         outcome = self.ladder.descend(stack, self.members, self.places(), W, V, damping)
-        self.V, self.inner, self.ready = outcome.V, outcome.inner, outcome.rungs
+        self.V, self.inner, self.ready, self.plain = outcome.V, outcome.inner, outcome.rungs, outcome.plain
         stack.charge(self.members, perf_counter() - started)
 
     def _solved(self, W: Tensor, damping: float) -> Tensor:
@@ -140,9 +142,9 @@ class Entry:
                 share.values.mul_(torch.where(self.ready[share.block] > 0, scale, 1.0))
             return
         self.clear_(fine)
-        if isinstance(self.ready, Tensor):
+        if self.plain and isinstance(self.ready, Tensor):
             self.V.mul_(torch.where(self.ready > 0, scale, 1.0)[:, None, None])
-        elif self.ready and (isinstance(scale, Tensor) or scale != 1.0):
+        elif self.ready is not False and (isinstance(scale, Tensor) or scale != 1.0):
             self.V.mul_(scale)
 
     def clear_(self, fine: Tensor) -> None:

@@ -73,9 +73,9 @@ def blend_(average: Tensor, fresh: Tensor, decay: float, share: Tensor, fine: Te
         average.mul_(decay).addcmul_(fresh, share.view(broadcast))
         return
     blended = torch.addcmul(average * decay, fresh, share.view(broadcast))
-    average.copy_(torch.where(fine.view(broadcast), blended, average))
+    torch.where(fine.view(broadcast), blended, average, out=average)
 
 
 def _finite(spec: Spec, sums: Tensor) -> Tensor:
     # No entry of a sum of x xᵀ exceeds its diagonal (Cauchy-Schwarz), so the diagonal tells of all.
-    return diagonals(sums, spec).sum(1).isfinite()
+    return diagonals(sums, spec).sum(1).abs() < torch.inf

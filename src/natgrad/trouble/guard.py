@@ -70,6 +70,7 @@ class Watch:
         """Start at zero."""
         self.guard = guard
         self._totals: dict[str, float | Tensor] = dict.fromkeys(_KINDS, 0)
+        self._fallen: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._streaks: dict[tuple[str, int], tuple[Stack, Tensor]] = {}
         self._checks = 0
 
@@ -104,8 +105,11 @@ class Watch:
         if isinstance(rungs, bool) or (rungs.device.type == "cpu" and not bool((rungs > Rung.FRESH).any())):
             return
         stack.rungs.last = [member.layer.key for member in members], rungs
-        for total, rung in _FALLBACKS.items():
-            self._add(total, (rungs == rung).sum())
+        if rungs.device not in self._fallen:
+            levels = tensor_on(rungs.device, list(_FALLBACKS.values()), rungs.dtype)[:, None]
+            self._fallen[rungs.device] = levels, torch.zeros(len(levels), dtype=torch.int64, device=rungs.device)
+        levels, counts = self._fallen[rungs.device]
+        counts += (rungs == levels).sum(1)
 
     def trouble(self, stack: Stack) -> Tensor:
         """Return how often in a row the curvature of each layer of a stack could not be renewed ``[M]``."""
@@ -150,15 +154,20 @@ class Watch:
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Return the totals, one for each kind of trouble."""
-        return dict(self._totals)
+        totals = dict(self._totals)
+        for _, counts in self._fallen.values():
+            for kind, more in zip(_FALLBACKS, counts.unbind(), strict=True):
+                totals[kind] = more + _there(totals[kind], more)
+        return totals
 
     def state_dict(self) -> dict[str, int]:
         """Return the totals as plain numbers."""
-        return {kind: int(total) for kind, total in self._totals.items()}
+        return {kind: int(total) for kind, total in self.metrics().items()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the totals; streaks begin anew."""
         self._totals = {kind: int(state[kind]) for kind in _KINDS}
+        self._fallen.clear()
         self._streaks.clear()
 
     def forget(self) -> None:
@@ -172,13 +181,17 @@ class Watch:
             return
         known = self._streaks.get(key)
         streak = known[1] if known else torch.zeros(stack.size, dtype=torch.int32, device=bad.device)
-        streak[blocks] = torch.where(bad, streak[blocks] + 1, 0)
+        streak[blocks] = (streak[blocks] + 1) * bad
         self._streaks[key] = (stack, streak)
         self._add(total, bad.sum())
 
     def _add(self, total: str, more: Tensor) -> None:
         before = self._totals[total]
-        self._totals[total] = more + (before.to(more.device) if isinstance(before, Tensor) else before)
+        self._totals[total] = more + _there(before, more)
+
+
+def _there(total: float | Tensor, more: Tensor) -> float | Tensor:
+    return total.to(more.device) if isinstance(total, Tensor) else total
 
 
 def _is_renewal(kind: str) -> bool:

@@ -36,11 +36,13 @@ class Outcome:
         V: Preconditioned ``[N, o, i]``.
         inner: ⟨V, W⟩ ``[N]``; not finite where W is not.
         rungs: The `Rung` of each block's layer ``[N]``; True: all `FRESH`, False: all `PLAIN`.
+        plain: Whether any of them may be `PLAIN`.
     """
 
     V: Tensor
     inner: Tensor
     rungs: bool | Tensor
+    plain: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Ladder:
         inner, start = dots(V, W), self._start(stack, members)
         if start is False or not self.guard.ladder:
             ready = start if isinstance(start, bool) else tensor_on(W.device, [min(rung, 1) for rung in start], W.dtype)
-            return Outcome(V, inner, ready)
+            return Outcome(V, inner, ready, plain=ready is not True)
         definite = stack.curvature.definite
         blocks = slice(None) if places is None else tensor_on(W.device, places)
         eager = not _waits(W.device)
@@ -84,25 +86,34 @@ class Ladder:
             low, high = map(float, inner.aminmax())
             if (0 if definite else -math.inf) < low and high < math.inf:
                 self._measure(stack, blocks, V)
-                return Outcome(V, inner, True)
+                return Outcome(V, inner, True, plain=False)
         sound = (inner > 0) & (inner < math.inf) if definite else inner.isfinite()
-        first = torch.full_like(inner, Rung.FRESH) if start is True else tensor_on(W.device, start, W.dtype)
-        held, below = (first == Rung.FRESH) | (first == Rung.STALE), first == Rung.DIAGONAL
         square = dots(W, W)
         finite = square < math.inf
         if definite:
             sound |= (inner == 0) & (square < torch.finfo(square.dtype).tiny ** 0.5)  # no gradient, or next to none
+        held, failing = finite, finite & ~sound
+        first: Tensor | float = float(Rung.FRESH)
+        if start is not True:
+            first = tensor_on(W.device, start, W.dtype)
+            held = finite & ((first == Rung.FRESH) | (first == Rung.STALE))
+            failing &= held
         sunk = stack.rungs.allocate_sunk(W.device)
-        failed = sunk[blocks] | (held & finite & ~sound)
+        failed = sunk[blocks] | failing
         sunk[blocks] = failed
-        self._measure(stack, blocks, V, held & finite & ~failed)
-        lost = finite & (below | (held & failed))
+        if self.measures:
+            self._measure(stack, blocks, V, held & ~failed)
+        lost = held & failed
+        if isinstance(first, Tensor):
+            lost |= finite & (first == Rung.DIAGONAL)
         look = bool(lost.any()) if eager else known or (start is not True and Rung.DIAGONAL in start)
         if look or not eager:
             other, own, rungs = self._fallback(stack, blocks, W, square, damping, diagonal=look)
             V = torch.where(lost[:, None, None], other, V)
             inner, first = torch.where(lost, own, inner), torch.where(lost, rungs, first)
-        return Outcome(V, inner, _worst(first, members))
+        elif not isinstance(first, Tensor):
+            first = torch.full_like(inner, first)
+        return Outcome(V, inner, _worst(first, members), plain=start is not True)
 
     def _start(self, stack: Stack, members: list[Member]) -> bool | list[int]:
         """Return the rung that each block begins on, as its renewals allow; True: all `FRESH`, False: all `PLAIN`."""
