@@ -21,6 +21,7 @@ _KINDS = {torch.float32: 0, torch.float64: 1}  # CUDA_R_32F, CUDA_R_64F
 _MOST = 2**31 - 1  # elements of all matrices
 # Wider matrices are decomposed at once, or in a call each where they are fewer: that is a tenth of one for all.
 _WIDE, _MANY = 256, 9
+_ROOM = 2**28  # bytes that a call may take beside its matrices, if it has several: it takes 20 to 200 times theirs
 _own = local()  # handles are no two threads'
 
 
@@ -39,8 +40,15 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor] | None:
     library = _library(matrices.device)
     if library is None:
         return None
-    with torch.cuda.device(matrices.device):
-        return _solver(library, matrices.device).eigh(matrices)
+    try:
+        with torch.cuda.device(matrices.device):
+            return _solver(library, matrices.device).eigh(matrices)
+    except _RefusedError:
+        return None
+
+
+class _RefusedError(Exception):
+    """The library has not done what it was asked to."""
 
 
 class _Solver:
@@ -61,7 +69,8 @@ class _Solver:
         values, report = matrices.new_empty(count, size), matrices.new_empty(count, dtype=torch.int32)
         stream = torch.cuda.current_stream(matrices.device).cuda_stream
         self._call("cusolverDnSetStream", self._handle, ctypes.c_void_p(stream))
-        step = 1 if size > _WIDE and count < _MANY else count
+        fit = count * _ROOM // max(_ROOM, self._rooms(columns, values)[0])
+        step = 1 if size > _WIDE and fit < _MANY else max(1, fit)
         for start in range(0, count, step):
             part = slice(start, start + step)
             self._decompose_(columns[part], values[part], report[part])
@@ -70,24 +79,36 @@ class _Solver:
 
     def _decompose_(self, columns: Tensor, values: Tensor, report: Tensor) -> None:
         """Overwrite matrices by their eigenvectors, and what has room for eigenvalues and for 0 where all went well."""
-        count, size, kind = len(columns), columns.shape[-1], ctypes.c_int(_KINDS[columns.dtype])
-        on_device, on_host = ctypes.c_size_t(), ctypes.c_size_t()
-        what = (
-            *(self._handle, self._parameters, ctypes.c_int(_WITH_VECTORS), ctypes.c_int(_UPPER), ctypes.c_int64(size)),
-            *(kind, _address(columns), ctypes.c_int64(size), kind, _address(values), kind),
+        on_device, on_host = self._rooms(columns, values)
+        room = columns.new_empty(on_device, dtype=torch.uint8)
+        if on_host > len(self._room):
+            self._room = ctypes.create_string_buffer(on_host)
+        rooms = (
+            *(_address(room), ctypes.c_size_t(on_device)),
+            *(ctypes.cast(self._room, ctypes.c_void_p), ctypes.c_size_t(on_host)),
         )
-        sizes = ctypes.byref(on_device), ctypes.byref(on_host)
-        self._call("cusolverDnXsyevBatched_bufferSize", *what, *sizes, ctypes.c_int64(count))
-        room = columns.new_empty(on_device.value, dtype=torch.uint8)
-        if on_host.value > len(self._room):
-            self._room = ctypes.create_string_buffer(on_host.value)
-        rooms = _address(room), on_device, ctypes.cast(self._room, ctypes.c_void_p), on_host
-        self._call("cusolverDnXsyevBatched", *what, *rooms, _address(report), ctypes.c_int64(count))
+        what = self._what(columns, values)
+        self._call("cusolverDnXsyevBatched", *what, *rooms, _address(report), ctypes.c_int64(len(columns)))
+
+    def _rooms(self, columns: Tensor, values: Tensor) -> tuple[int, int]:
+        """Return the bytes that a call takes on the device and on the host."""
+        on_device, on_host = ctypes.c_size_t(), ctypes.c_size_t()
+        sizes = ctypes.byref(on_device), ctypes.byref(on_host), ctypes.c_int64(len(columns))
+        self._call("cusolverDnXsyevBatched_bufferSize", *self._what(columns, values), *sizes)
+        return on_device.value, on_host.value
+
+    def _what(self, columns: Tensor, values: Tensor) -> tuple[object, ...]:
+        """Return the arguments that tell what is decomposed."""
+        size, kind = ctypes.c_int64(columns.shape[-1]), ctypes.c_int(_KINDS[columns.dtype])
+        return (
+            *(self._handle, self._parameters, ctypes.c_int(_WITH_VECTORS), ctypes.c_int(_UPPER), size),
+            *(kind, _address(columns), size, kind, _address(values), kind),
+        )
 
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)
         if status != 0:
-            raise RuntimeError(f"{name} failed with status {status}")
+            raise _RefusedError(f"{name}: status {status}")
 
 
 def _address(tensor: Tensor) -> ctypes.c_void_p:

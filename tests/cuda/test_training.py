@@ -117,6 +117,7 @@ def test_mixed_precision_with_a_loss_scale(narrow):
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_compiled_cells(cell):
     class Unrolled(nn.Module):

@@ -8,7 +8,6 @@ one. Whether and how the gradient counts is decided outside, when it comes.
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -75,17 +74,11 @@ def _(gradient: Tensor, inputs: Tensor, number: Tensor, batch: Tensor) -> None:
     return None
 
 
-def _keep(operator: Any) -> None:
-    """Have compiled graphs call an operator where and as often as the code does."""
-    if hasattr(operator, "register_effect"):
-        operator.register_effect(torch._library.effects.EffectType.ORDERED)
-    else:  # before torch 2.12
-        effects: Any = import_module("torch._higher_order_ops.effects")
-        effects._register_effectful_op(operator._opoverload, effects._EffectType.ORDERED)
-
-
-_keep(_leave)  # without outputs it would be thought idle, and dropped
-_keep(_stamp)  # it would be moved into the backward pass
+if hasattr(_leave, "register_effect"):
+    # Without outputs it would be thought idle, and dropped.
+    _leave.register_effect(torch._library.effects.EffectType.ORDERED)
+    # It would be moved into the backward pass.
+    _stamp.register_effect(torch._library.effects.EffectType.ORDERED)
 
 
 def forget(model: nn.Module) -> None:

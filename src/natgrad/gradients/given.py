@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from natgrad.errors import NatgradWarning
+from natgrad.errors import BLIND, NatgradWarning
 from natgrad.layers import Slot
 from natgrad.stacks.blocks import Stack
 
@@ -57,7 +57,7 @@ class Unseen:
             warnings.warn(
                 "natgrad has seen no backward pass of its layers yet and leaves their gradients as they are: "
                 "differentiate without create_graph=True, and build the Preconditioner before a compiled function "
-                "calls the model",
+                f"calls the model{BLIND}",
                 NatgradWarning,
                 stacklevel=4,  # past the decorator of `step`
             )

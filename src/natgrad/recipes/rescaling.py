@@ -49,7 +49,12 @@ class WeightRescaling:
         torch._foreach_add_(factors, EPSILON)
         torch._foreach_reciprocal_(factors)
         torch._foreach_mul_(factors, targets)
-        torch._foreach_mul_([local(weight) for weight in weights], factors)
+        shards = [local(weight) for weight in weights]
+        whole = [shard.to(at_least_float32(shard.dtype)) for shard in shards]  # a GPU would round the factors to theirs
+        torch._foreach_mul_(whole, factors)
+        narrow = [(shard, own) for shard, own in zip(shards, whole, strict=True) if own is not shard]
+        if narrow:
+            torch._foreach_copy_([shard for shard, _ in narrow], [own for _, own in narrow])
 
 
 def _norms(weights: Sequence[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from natgrad.errors import NatgradWarning
+from natgrad.errors import BLIND, NatgradWarning
 from natgrad.layers import Layer
 from natgrad.placement import Runtime
 from natgrad.stacks.blocks import Member, Stack
@@ -101,7 +101,7 @@ class Inspection:
             "some rows have one without any lookup. Give a functional head a layer of the same weight "
             "(head.weight = embedding.weight), and leave penalties on the weight to the optimizer",
         )
-        self._warn(self._uncalled, "their layers were never called. Call the modules themselves")
+        self._warn(self._uncalled, f"their layers were never called. Call the modules themselves{BLIND}")
 
     def _warn(self, keys: set[str], why: str) -> None:
         news = sorted(keys - self._told)
