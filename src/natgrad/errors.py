@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch.torch_version import TorchVersion
-
-# What warnings add where a model may be a compiled one: the backward graphs of torch 2.11 drop what has no outputs.
-BLIND = "" if TorchVersion(torch.__version__) >= (2, 13) else ". Older torch than 2.13 may not show what it compiles"
-
 
 class NatgradError(Exception):
     """Base of the errors that natgrad raises beside ``ValueError``."""

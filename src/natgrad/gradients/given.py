@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from natgrad.errors import BLIND, NatgradWarning
+from natgrad.errors import NatgradWarning
 from natgrad.layers import Slot
 from natgrad.stacks.blocks import Stack
+from natgrad.versions import BLIND
 
 
 class Given:

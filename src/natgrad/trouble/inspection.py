@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from natgrad.errors import BLIND, NatgradWarning
+from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer
 from natgrad.placement import Runtime
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.shards import is_sharded, own_rows
 from natgrad.sums import Sums
+from natgrad.versions import BLIND
 
 _MISUSED = "its weight serves more than lookups"
 _UNCALLED = "its forward was never called"
