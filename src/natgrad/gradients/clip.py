@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from natgrad.curvature import Curvature
 from natgrad.damping.trust_region import TrustRegion, copied
-from natgrad.gradients.stacked import Gradients
+from natgrad.gradients.stacked import Entry, Gradients, alike
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime
@@ -83,33 +83,56 @@ class Clip:
     def _scale(self, gradients: Gradients, scale: float | Tensor, bound: float | None) -> list[Tensor]:
         rates = self._rates() if bound is not None else {}
         total: Tensor | None = None
-        finite = []
-        for entry in gradients.entries:
-            inner = entry.inner
-            size = inner.abs()
-            finite.append(size < torch.inf)
-            if bound is not None and entry.ready is not False:
-                firsts = [member.layer.slots[0].parameter for member in entry.members]
-                rate = _rate(rates, firsts, entry.blocks, inner)
-                plain = entry.plain and isinstance(entry.ready, Tensor)
-                counted = finite[-1] & (entry.ready > 0) if plain else finite[-1]
-                share = torch.where(counted, size, 0).mul_(rate * rate).sum()
+        finite: dict[int, Tensor] = {}
+        for entries in alike(gradients.entries):
+            size = _joined([entry.inner for entry in entries]).abs()
+            fine = size < torch.inf
+            for entry, own in zip(entries, fine.split([len(entry.inner) for entry in entries]), strict=True):
+                finite[id(entry)] = own
+            if bound is not None and any(entry.ready is not False for entry in entries):
+                share = torch.where(fine, size, 0).mul_(_squares(rates, entries, size)).sum()
                 total = share if total is None else total + share.to(total)
         nu: float | Tensor = 1.0
         if total is not None and bound is not None:
             nu = (bound / (total * scale * scale)).sqrt_().clamp_(max=1.0)
             self.last = nu
-        for entry, fine in zip(gradients.entries, finite, strict=True):
-            entry.scale_(nu.to(fine.device) if isinstance(nu, Tensor) else nu, fine)
-        return finite
+        for entry in gradients.entries:
+            own = finite[id(entry)]
+            entry.scale_(nu.to(own.device) if isinstance(nu, Tensor) else nu, own)
+        return [finite[id(entry)] for entry in gradients.entries]
 
     def _rates(self) -> dict[int, float | Tensor]:
         assert self.optimizer is not None
         return {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
 
 
+def _squares(rates: Mapping[int, float | Tensor], entries: Sequence[Entry], like: Tensor) -> float | Tensor:
+    """Return the squared learning rate of each block of some entries, 0 where it has no curvature; or one for all."""
+    found: list[float | Tensor] = []
+    for entry in entries:
+        firsts = [member.layer.slots[0].parameter for member in entry.members]
+        rate: float | Tensor = _rate(rates, firsts, entry.blocks, like) if entry.ready is not False else 0.0
+        if entry.plain and isinstance(entry.ready, Tensor):
+            rate = (entry.ready > 0).to(like) * rate
+        found.append(rate)
+    first = found[0]
+    numbers = not any(isinstance(rate, Tensor) for rate in found)
+    if all(rate is first or (numbers and rate == first) for rate in found):
+        return first * first
+    counts = [len(entry.inner) for entry in entries]
+    whole = [
+        rate.to(like).expand(count) if isinstance(rate, Tensor) else like.new_full((count,), rate)
+        for rate, count in zip(found, counts, strict=True)
+    ]
+    return _joined(whole).square()
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
 def _rate(
-    rates: dict[int, float | Tensor], parameters: Sequence[object], blocks: list[int], like: Tensor
+    rates: Mapping[int, float | Tensor], parameters: Sequence[object], blocks: list[int], like: Tensor
 ) -> float | Tensor:
     """Return the learning rate of each block: one number where all agree."""
     values = [rates.get(id(parameter), 0.0) for parameter in parameters]

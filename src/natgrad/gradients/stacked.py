@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from time import perf_counter
@@ -16,7 +16,7 @@ from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.shards import Piece, gather, held_rows, is_sharded, own_rows, pairs
-from natgrad.trouble.ladder import Ladder
+from natgrad.trouble.ladder import Case, Ladder, Outcome
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -68,7 +68,15 @@ class Entry:
     inner: Tensor = field(init=False)
 
     def solve(self, damping: float, gathered: Mapping[int, list[Piece]]) -> None:
-        """Collect the raw gradients and precondition them; a missing one of two (weight, bias) counts as zero.
+        """Collect the raw gradients and precondition them, and go down the ladder where that fails: see `solved`."""
+        self.settle(self.ladder.descend([self.solved(damping, gathered)], damping)[0])
+
+    def settle(self, outcome: Outcome) -> None:
+        """Note what the ladder has made of the preconditioned gradients."""
+        self.V, self.inner, self.ready, self.plain = outcome.V, outcome.inner, outcome.rungs, outcome.plain
+
+    def solved(self, damping: float, gathered: Mapping[int, list[Piece]]) -> Case:
+        """Return the raw gradients and what curvature makes of them; a missing one of two (weight, bias) is zero.
 
         Args:
             damping: γ.
@@ -90,9 +98,8 @@ class Entry:
             torch._foreach_copy_(targets, sources)
         stack.saw(W, self.places())
         V = self._solved(W, damping)
-        outcome = self.ladder.descend(stack, self.members, self.places(), W, V, damping)
-        self.V, self.inner, self.ready, self.plain = outcome.V, outcome.inner, outcome.rungs, outcome.plain
         stack.charge(self.members, perf_counter() - started)
+        return Case(stack, self.members, self.places(), W, V)
 
     def _solved(self, W: Tensor, damping: float) -> Tensor:
         stack, places = self.stack, self.places()
@@ -184,8 +191,10 @@ class Gradients:
         """
         for bucket, sharded in self._buckets():
             gathered = dict(zip(sharded, gather(list(sharded.values()), runtime), strict=True))
-            for entry in bucket:
-                entry.solve(damping, gathered)
+            for some in alike(bucket):
+                outcomes = some[0].ladder.descend([entry.solved(damping, gathered) for entry in some], damping)
+                for entry, outcome in zip(some, outcomes, strict=True):
+                    entry.settle(outcome)
             del gathered  # before the next are there
 
     def _buckets(self) -> Iterator[tuple[list[Entry], dict[int, tuple[str, DTensor]]]]:
@@ -224,6 +233,16 @@ class Gradients:
                     sources.append(place)
         if targets:
             torch._foreach_copy_(targets, sources)
+
+
+def alike(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Return entries of one device and dtype together where it is calls that take the time: not on a CPU."""
+    groups: dict[object, list[Entry]] = {}
+    for entry in entries:
+        stack = entry.stack
+        place = id(entry) if stack.device.type == "cpu" else (stack.device, stack.work_dtype)
+        groups.setdefault(place, []).append(entry)
+    return list(groups.values())
 
 
 def stacked(stack: Stack, of: Callable[[Slot], Tensor | None]) -> Tensor:

@@ -8,6 +8,7 @@ same step, and stays down until its next good renewal. A W that is not finite it
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,30 @@ _PATIENCE = 32
 
 # From so many elements on, a CPU's inner products are quickest one by one.
 _LONG = 8192
+
+
+@dataclass(frozen=True)
+class Case:
+    """The gradients of some layers in one step.
+
+    Attributes:
+        stack: Their stack.
+        members: The layers.
+        places: Their blocks in the stack; None: all of it.
+        W: Their gradients ``[N, o, i]``.
+        V: What curvature makes of them; W where there is none.
+    """
+
+    stack: Stack
+    members: list[Member]
+    places: list[int] | None
+    W: Tensor
+    V: Tensor
+
+    @property
+    def blocks(self) -> slice | Tensor:
+        """Return the places as an index."""
+        return slice(None) if self.places is None else tensor_on(self.W.device, self.places)
 
 
 @dataclass(frozen=True)
@@ -61,25 +86,76 @@ class Ladder:
     spoilt: Tensor | None = None
     step: int = 0
 
-    def descend(
-        self, stack: Stack, members: list[Member], places: list[int] | None, W: Tensor, V: Tensor, damping: float
-    ) -> Outcome:
+    def descend(self, cases: Sequence[Case], damping: float) -> list[Outcome]:
         """Replace what is not sound among the preconditioned gradients of some layers.
 
         Args:
-            stack: Their stack.
-            members: The layers.
-            places: Their blocks in the stack; None: all of it.
-            W: Their gradients ``[N, o, i]``.
-            V: What curvature makes of them; W where there is none.
+            cases: The gradients.
             damping: γ.
         """
+        alike: dict[object, list[int]] = {}
+        outcomes: dict[int, Outcome] = {}
+        for index, case in enumerate(cases):
+            if self._is_ordinary(case):
+                alike.setdefault((case.W.device, case.W.dtype), []).append(index)
+            else:
+                outcomes[index] = self._descend(case, damping)
+        for indices in alike.values():
+            outcomes |= zip(indices, self._descend_together([cases[index] for index in indices]), strict=True)
+        return [outcomes[index] for index in range(len(cases))]
+
+    def _is_ordinary(self, case: Case) -> bool:
+        """Tell whether all is well as far as the host knows, where it is calls that take the time."""
+        stack, device = case.stack, case.W.device
+        return (
+            _waits(device)
+            and self.guard.ladder
+            and stack.curvature.definite
+            and self._start(stack, case.members) is True
+            and not self._suspects(stack, eager=False)
+        )
+
+    def _descend_together(self, cases: Sequence[Case]) -> list[Outcome]:
+        """Do what `_descend` does of several stacks of which nothing is known to have failed, in few calls for all."""
+        places, sizes = [case.blocks for case in cases], [len(case.W) for case in cases]
+        rungs = [case.stack.rungs for case in cases]
+        inner = torch.cat([dots(case.V, case.W) for case in cases])
+        square = torch.cat([dots(case.W, case.W) for case in cases])
+        finite = square < math.inf
+        sound = (inner > 0) & (inner < math.inf)
+        sound |= (inner == 0) & (square < torch.finfo(square.dtype).tiny ** 0.5)
+        sunk = [own.allocate_sunk(inner.device) for own in rungs]
+        failed = torch.cat([own[blocks] for own, blocks in zip(sunk, places, strict=True)]) | (finite & ~sound)
+        for own, case, blocks, some in zip(sunk, cases, places, failed.split(sizes), strict=True):
+            own[blocks] = some
+            case.stack.rungs.suspected = False
+        if self.measures:
+            for case, blocks, natural in zip(cases, places, (finite & ~failed).split(sizes), strict=True):
+                self._measure(case.stack, blocks, case.V, natural)
+        lost = finite & failed
+        norms = zip(rungs, cases, places, strict=True)
+        scale = _graft(torch.cat([own.allocate_norm(case.W)[blocks] for own, case, blocks in norms]), square)
+        told = torch.full_like(inner, Rung.FRESH).masked_fill_(lost, Rung.GRAFTED)
+        inner = torch.where(lost, square * scale, inner)
+        split = (each.split(sizes) for each in (lost, scale, inner, told))
+        return [
+            Outcome(
+                torch.where(gone[:, None, None], case.W * share[:, None, None], case.V),
+                own,
+                _worst(rung, case.members),
+                plain=False,
+            )
+            for case, gone, share, own, rung in zip(cases, *split, strict=True)
+        ]
+
+    def _descend(self, case: Case, damping: float) -> Outcome:
+        stack, members, W, V = case.stack, case.members, case.W, case.V
         inner, start = dots(V, W), self._start(stack, members)
         if start is False or not self.guard.ladder:
             ready = start if isinstance(start, bool) else tensor_on(W.device, [min(rung, 1) for rung in start], W.dtype)
             return Outcome(V, inner, ready, plain=ready is not True)
         definite = stack.curvature.definite
-        blocks = slice(None) if places is None else tensor_on(W.device, places)
+        blocks = case.blocks
         eager = not _waits(W.device)
         known = stack.rungs.suspected = self._suspects(stack, eager=eager)
         if eager and not known and start is True:
@@ -143,8 +219,7 @@ class Ladder:
         self, stack: Stack, blocks: slice | Tensor, W: Tensor, square: Tensor, damping: float, *, diagonal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return V, ⟨V, W⟩ and rungs of the two lowest: the diagonal where it can and `diagonal` asks."""
-        norm = stack.rungs.allocate_norm(W)[blocks]
-        scale = torch.where((norm > 0) & (square > 0), norm / square.sqrt(), 1)
+        scale = _graft(stack.rungs.allocate_norm(W)[blocks], square)
         V, inner, rungs = W * scale[:, None, None], square * scale, torch.full_like(square, Rung.GRAFTED)
         D = stack.diagonal(blocks, damping) if diagonal else None
         if D is None:
@@ -166,6 +241,11 @@ class Ladder:
         for condition in (natural, None if self.spoilt is None else ~self.spoilt.to(V.device)):
             counts = counts if condition is None else counts & condition
         norms[blocks] = torch.where(counts, after, before)
+
+
+def _graft(norm: Tensor, square: Tensor) -> Tensor:
+    """Return what gives gradients of the squared norms `square` the norms that V has had lately, where it has any."""
+    return torch.where((norm > 0) & (square > 0), norm / square.sqrt(), 1)
 
 
 def dots(X: Tensor, Y: Tensor) -> Tensor:
