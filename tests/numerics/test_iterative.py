@@ -164,6 +164,20 @@ def test_matrices_of_middle_size_are_not_turned_on_a_cpu(monkeypatch):
         assert (residuals(last, values, vectors) <= tolerance).all()
 
 
+def test_bases_are_turned_where_that_takes_less_than_to_begin_anew(monkeypatch):
+    for name, value in {"_MIDDLE": 320, "_FEW": 256, "_TOGETHER": 512}.items():
+        monkeypatch.setattr(iterative, name, value)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [iterative._turns(cpu, 1, size) for size in (319, 320)] == [False, True]
+    assert not iterative._turns(gpu, 40, 256)
+    assert [iterative._turns(gpu, *each) for each in ((1, 512), (2, 256), (2, 257), (1, 513))] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
 def test_few_of_a_slow_drift_are_decomposed_from_scratch():
     size, steps, basis = 48, 100, None
     with Counted("eigh", size) as counted:

@@ -24,6 +24,9 @@ _GAIN = 4.0
 # On a CPU, a decomposition from scratch takes little longer than the calls of a test below the first size, and than
 # those of an iteration below the second.
 _SMALL, _MIDDLE = 256, 320
+# On a GPU it is calls that take the time, and those of an iteration more than a decomposition of all matrices of up to
+# so many columns, or of so few matrices that they have up to so many together (`natgrad.cusolver`).
+_FEW, _TOGETHER = 256, 512
 # Where a test of all vectors takes far longer than one of the leading ones, which come first there.
 _STEPWISE = ("cpu",)
 # How far from orthogonal a basis may be, in units of the rounding of its dtype; LAPACK's are at about 10.
@@ -64,7 +67,7 @@ class Warm:
         (Jacobi 1846), at most 45 degrees, all of them together as the one orthogonal map that moves a subspace least,
         the direct rotation (Davis & Kahan 1970, section 4). What still fails the test, or is too far beyond it from
         the start, is left to `linalg.eigh`; so are, on a CPU, matrices so small that it decomposes them in no more
-        time, and those whose basis does not stay where that is so of an iteration.
+        time, and, there and on a GPU, those whose basis does not stay where that is so of an iteration.
 
         So ``QDQᵀ`` is always positive semi-definite, and never farther from F than τ‖F‖, τ being the tolerance. Of two
         such factors, ``(G ⊗ A + γI)⁻¹`` is positive definite, at most 1 / γ, and no farther from the exact one than
@@ -112,7 +115,7 @@ class Warm:
         """
         norm = torch.linalg.vector_norm(F, dim=(1, 2))
         limit = self.tolerance * norm
-        most = 0 if F.device.type == "cpu" and F.shape[-1] < _MIDDLE else self.iterations
+        most = self.iterations if _turns(F.device, *F.shape[:2]) else 0
         reach = limit * max(1.0, _GAIN * most)
         tested = _tested(F, Q, reach, reach + _ROUNDED * norm if rounded else reach)
         if tested is None:
@@ -189,6 +192,11 @@ class Warm:
             return 0
         goal = self.tolerance / (2 * size**0.5)  # of the largest eigenvalue, which may be what is known
         return ceil(log2(max(1.0, log(goal) / log(error)))) or 1 if error < 1 else self.iterations + 1
+
+
+def _turns(device: torch.device, count: int, size: int) -> bool:
+    """Tell whether it may be quicker to turn a basis than to decompose its matrix from scratch."""
+    return size >= _MIDDLE if device.type == "cpu" else size > _FEW and count * size > _TOGETHER
 
 
 def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tensor], Tensor, Tensor] | None:
