@@ -21,7 +21,10 @@ _KINDS = {torch.float32: 0, torch.float64: 1}  # CUDA_R_32F, CUDA_R_64F
 _MOST = 2**31 - 1  # elements of all matrices
 # Wider matrices are decomposed at once, or in a call each where they are fewer: that is a tenth of one for all.
 _WIDE, _MANY = 256, 9
-_ROOM = 2**28  # bytes that a call may take beside its matrices, if it has several: it takes 20 to 200 times theirs
+_ROOM = (
+    2**26,
+    2**28,
+)  # bytes that a call for many narrow or wide ones may take beside them: it wants 6 to 200 times theirs
 _own = local()  # handles are no two threads'
 
 
@@ -69,7 +72,8 @@ class _Solver:
         values, report = matrices.new_empty(count, size), matrices.new_empty(count, dtype=torch.int32)
         stream = torch.cuda.current_stream(matrices.device).cuda_stream
         self._call("cusolverDnSetStream", self._handle, ctypes.c_void_p(stream))
-        fit = count * _ROOM // max(_ROOM, self._rooms(columns, values)[0])
+        most = _ROOM[size > _WIDE]
+        fit = count * most // max(most, self._rooms(columns, values)[0])
         step = 1 if size > _WIDE and fit < _MANY else max(1, fit)
         for start in range(0, count, step):
             part = slice(start, start + step)

@@ -4,6 +4,7 @@ import io
 import math
 from itertools import pairwise
 
+import pytest
 from rich.console import Console
 
 from benchmarks import autopilot, reduction_ratio
@@ -11,6 +12,7 @@ from natgrad import tasks
 from natgrad.damping import LevenbergMarquardt
 
 
+@pytest.mark.cpu
 def test_the_reduction_ratio_is_noted_at_every_comparison():
     rule = LevenbergMarquardt(0.1, interval=3)
     rows = reduction_ratio.train(tasks.get("tabular"), 2, rule, 0.05, 0.0, 0)

@@ -70,7 +70,8 @@ class Zoo(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
 
 
-def test_explain_accounts_for_every_parameter():
+def test_explain_accounts_for_every_parameter(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # narrower tables fold names
     model = Zoo()
     explanation = natgrad.Preconditioner(model, {"skipped": None, "*": natgrad.KFAC()}).explain()
     text = str(explanation)
