@@ -21,10 +21,8 @@ _KINDS = {torch.float32: 0, torch.float64: 1}  # CUDA_R_32F, CUDA_R_64F
 _MOST = 2**31 - 1  # elements of all matrices
 # Wider matrices are decomposed at once, or in a call each where they are fewer: that is a tenth of one for all.
 _WIDE, _MANY = 256, 9
-_ROOM = (
-    2**26,
-    2**28,
-)  # bytes that a call for many narrow or wide ones may take beside them: it wants 6 to 200 times theirs
+# Bytes that a call for many narrow or wide matrices may take beside them: it wants 6 to 30 times theirs.
+_ROOM = 2**26, 2**28
 _own = local()  # handles are no two threads'
 
 

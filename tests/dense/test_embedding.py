@@ -241,7 +241,7 @@ def test_patterns_leave_an_embedding():
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation makes."""
+    """Notes the largest tensor that any operation makes, but for bytes, the room that a library asks for."""
 
     def __init__(self):
         super().__init__()
@@ -250,7 +250,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype != torch.uint8:
                 self.elements = max(
                     self.elements, tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size()
                 )
