@@ -11,16 +11,18 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from threading import local
+from weakref import finalize
 
 import torch
 from torch import Tensor
 
-_NAMES = ("libcusolver.so.12", "libcusolver.so.11")  # CUDA 13's and 12's
+_NAMES = {"12": "libcusolver.so.11", "13": "libcusolver.so.12"}  # by the version of CUDA
 _WITH_VECTORS, _UPPER = 1, 1  # CUSOLVER_EIG_MODE_VECTOR, CUBLAS_FILL_MODE_UPPER
 _KINDS = {torch.float32: 0, torch.float64: 1}  # CUDA_R_32F, CUDA_R_64F
 _MOST = 2**31 - 1  # elements of all matrices
 # Wider matrices are decomposed at once, or in a call each where they are fewer: that is a tenth of one for all.
 _WIDE, _MANY = 256, 9
+_JACOBI = 512  # columns up to which torch decomposes matrices of float32 by Jacobi's method; beyond, few as here
 # Bytes that a call for many narrow or wide matrices may take beside them: it wants 6 to 30 times theirs.
 _ROOM = 2**26, 2**28
 _own = local()  # handles are no two threads'
@@ -38,13 +40,13 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor] | None:
     """
     if matrices.device.type != "cuda" or matrices.dtype not in _KINDS or not 0 < matrices.numel() <= _MOST:
         return None
-    library = _library(matrices.device)
-    if library is None:
+    if matrices.shape[-1] > _JACOBI and len(matrices) < _MANY:
         return None
     try:
         with torch.cuda.device(matrices.device):
-            return _solver(library, matrices.device).eigh(matrices)
-    except _RefusedError:
+            solver = _solver(matrices.device)
+            return None if solver is None else solver.eigh(matrices)
+    except (_RefusedError, torch.OutOfMemoryError):
         return None
 
 
@@ -58,7 +60,9 @@ class _Solver:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library, self._handle, self._parameters = library, ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cusolverDnCreate", ctypes.byref(self._handle))
+        finalize(self, library.cusolverDnDestroy, self._handle).atexit = False
         self._call("cusolverDnCreateParams", ctypes.byref(self._parameters))
+        finalize(self, library.cusolverDnDestroyParams, self._parameters).atexit = False
         self._room = ctypes.create_string_buffer(1)
 
     def eigh(self, matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,7 +70,7 @@ class _Solver:
         count, size = matrices.shape[:2]
         scale = matrices.diagonal(dim1=1, dim2=2).abs().amax(1)  # it squares entries, of which 1e-25 would be lost
         scale = torch.where((scale > 0) & (scale < torch.inf), scale, 1)[:, None]
-        columns = matrices / scale[:, :, None]  # of which rows are what it calls columns
+        columns = matrices.contiguous() / scale[:, :, None]  # of which rows are what it calls columns
         values, report = matrices.new_empty(count, size), matrices.new_empty(count, dtype=torch.int32)
         stream = torch.cuda.current_stream(matrices.device).cuda_stream
         self._call("cusolverDnSetStream", self._handle, ctypes.c_void_p(stream))
@@ -117,24 +121,25 @@ def _address(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
-def _solver(library: ctypes.CDLL, device: torch.device) -> _Solver:
-    solvers = _own.__dict__.setdefault("solvers", {})
+def _solver(device: torch.device) -> _Solver | None:
+    """Return this thread's handle for a device, made no more than once; None: there can be none."""
+    solvers: dict[torch.device, _Solver | None] = _own.__dict__.setdefault("solvers", {})
     if device not in solvers:
-        solvers[device] = _Solver(library)
-    solver: _Solver = solvers[device]
-    return solver
+        solvers[device] = None
+        library = _library(device)
+        solvers[device] = None if library is None else _Solver(library)
+    return solvers[device]
 
 
 @cache
 def _library(device: torch.device) -> ctypes.CDLL | None:
     """Return the library that torch has loaded, if it is one that can do it."""
-    if torch.version.cuda is None:
+    name = _NAMES.get((torch.version.cuda or "").split(".")[0])
+    if name is None:
         return None
     torch.linalg.eigh(torch.eye(2, device=device))  # torch loads it no sooner than it must
-    for name in _NAMES:
-        try:
-            library = ctypes.CDLL(name)
-        except OSError:
-            continue
-        return library if hasattr(library, "cusolverDnXsyevBatched") else None
-    return None
+    try:
+        library = ctypes.CDLL(name)
+    except OSError:
+        return None
+    return library if hasattr(library, "cusolverDnXsyevBatched") else None

@@ -112,19 +112,13 @@ def _squares(rates: Mapping[int, float | Tensor], entries: Sequence[Entry], like
     for entry in entries:
         firsts = [member.layer.slots[0].parameter for member in entry.members]
         rate: float | Tensor = _rate(rates, firsts, entry.blocks, like) if entry.ready is not False else 0.0
+        square = rate * rate
         if entry.plain and isinstance(entry.ready, Tensor):
-            rate = (entry.ready > 0).to(like) * rate
-        found.append(rate)
-    first = found[0]
-    numbers = not any(isinstance(rate, Tensor) for rate in found)
-    if all(rate is first or (numbers and rate == first) for rate in found):
-        return first * first
-    counts = [len(entry.inner) for entry in entries]
-    whole = [
-        rate.to(like).expand(count) if isinstance(rate, Tensor) else like.new_full((count,), rate)
-        for rate, count in zip(found, counts, strict=True)
-    ]
-    return _joined(whole).square()
+            square = (entry.ready > 0).to(like) * square
+        found.append(square)
+    if len(found) == 1 or not any(isinstance(square, Tensor) or square != found[0] for square in found):
+        return found[0]
+    return torch.cat([like.new_ones(len(own.inner)) * square for own, square in zip(entries, found, strict=True)])
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

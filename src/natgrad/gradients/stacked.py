@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # How many bytes of sharded gradients are gathered at once: enough to hide the latency of a message.
 _BUCKET = 2**26
+_TOGETHER = 2**26  # bytes of raw gradients that a GPU holds at once
 
 
 @dataclass
@@ -187,7 +188,7 @@ class Gradients:
 
         Sharded gradients are whole for no longer than that takes: they travel some stacks at a time. At the peak this
         costs the preconditioned gradients of all stacks, which the clip must see together, and beside them the gathered
-        and the raw ones of `_BUCKET` bytes or of the largest stack, whichever is more.
+        ones of `_BUCKET` bytes or of the largest stack, whichever is more, and the raw ones of those that are `alike`.
         """
         for bucket, sharded in self._buckets():
             gathered = dict(zip(sharded, gather(list(sharded.values()), runtime), strict=True))
@@ -236,12 +237,18 @@ class Gradients:
 
 
 def alike(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Return entries of one device and dtype together where it is calls that take the time: not on a CPU."""
+    """Return entries of one device and dtype together where it is calls that take the time: not on a CPU.
+
+    Their raw gradients are `_TOGETHER` bytes or less, or those of one stack.
+    """
     groups: dict[object, list[Entry]] = {}
+    sizes: dict[object, int] = {}
     for entry in entries:
         stack = entry.stack
-        place = id(entry) if stack.device.type == "cpu" else (stack.device, stack.work_dtype)
-        groups.setdefault(place, []).append(entry)
+        place: object = id(entry) if stack.device.type == "cpu" else (stack.device, stack.work_dtype)
+        own = sum(entry.blocks) * stack.outputs * stack.inputs * stack.work_dtype.itemsize
+        sizes[place] = sizes.get(place, 0) + own
+        groups.setdefault((place, sizes[place] // _TOGETHER), []).append(entry)
     return list(groups.values())
 
 

@@ -7,11 +7,13 @@ indices, and sums of packed matrices are packed sums.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+_INDEXED = 512  # the most columns of matrices whose places are kept: half a MiB
 
 
 def length(size: int) -> int:
@@ -28,7 +30,8 @@ def pack(matrices: Tensor, out: Tensor | None = None) -> Tensor:
     """
     size = matrices.shape[-1]
     packed = matrices.new_empty(len(matrices), length(size)) if out is None else out
-    if matrices.device.type == "cuda":  # one call, not five: there it is calls that take the time
+    if matrices.device.type == "cuda" and size <= _INDEXED and matrices.is_contiguous():
+        # One call, not five: there it is calls that take the time.
         return torch.index_select(matrices.flatten(1), 1, _places(size, matrices.device), out=packed)
     left, corner = _halves(packed, size)
     half = size - corner.shape[-1]
@@ -39,11 +42,12 @@ def pack(matrices: Tensor, out: Tensor | None = None) -> Tensor:
     return packed
 
 
-@lru_cache(maxsize=64)
+@cache
 def _places(size: int, device: torch.device) -> Tensor:
     """Return where in a matrix ``[size, size]`` each element of a packed one is."""
     with _disable_current_modes():
-        return pack(torch.arange(size * size, device="cpu").view(1, size, size))[0].to(device)
+        places = pack(torch.arange(size * size, dtype=torch.int32, device="cpu").view(1, size, size))[0]
+        return places.to(device, non_blocking=True)
 
 
 def unpack_lower(packed: Tensor, size: int, out: Tensor | None = None) -> Tensor:

@@ -49,12 +49,15 @@ class WeightRescaling:
         torch._foreach_add_(factors, EPSILON)
         torch._foreach_reciprocal_(factors)
         torch._foreach_mul_(factors, targets)
-        shards = [local(weight) for weight in weights]
-        whole = [shard.to(at_least_float32(shard.dtype)) for shard in shards]  # a GPU would round the factors to theirs
-        torch._foreach_mul_(whole, factors)
-        narrow = [(shard, own) for shard, own in zip(shards, whole, strict=True) if own is not shard]
-        if narrow:
-            torch._foreach_copy_([shard for shard, _ in narrow], [own for _, own in narrow])
+        wide: list[tuple[Tensor, Tensor]] = []
+        for weight, factor in zip(weights, factors, strict=True):
+            shard = local(weight)
+            if shard.dtype == at_least_float32(shard.dtype):
+                wide.append((shard, factor))
+            else:  # a GPU would round the factor to its dtype
+                shard.copy_(shard.float().mul_(factor))
+        if wide:
+            torch._foreach_mul_([shard for shard, _ in wide], [factor for _, factor in wide])
 
 
 def _norms(weights: Sequence[Tensor]) -> list[Tensor]:
