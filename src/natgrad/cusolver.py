@@ -3,7 +3,7 @@
 Beyond that torch decomposes one matrix after the other, those of up to 512 columns of float32 by Jacobi's method, whose
 residuals are a hundred times as large (torch 2.11). The library that torch has loaded is called itself; where it is
 none, or an older one than CUDA 12.6's, there is nothing here. On an H100 4 matrices of 256 columns take 0.13 of torch's
-time and 40 of them 0.014; 4 of 512 0.28; single ones of 577 and more what they take there.
+time and 40 of them 0.014; a single one of 512 0.27; single ones of 577 and more what they take there.
 """
 
 from __future__ import annotations
