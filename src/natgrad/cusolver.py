@@ -20,7 +20,7 @@ _NAMES = {"12": "libcusolver.so.11", "13": "libcusolver.so.12"}  # by the versio
 _WITH_VECTORS, _UPPER = 1, 1  # CUSOLVER_EIG_MODE_VECTOR, CUBLAS_FILL_MODE_UPPER
 _KINDS = {torch.float32: 0, torch.float64: 1}  # CUDA_R_32F, CUDA_R_64F
 _MOST = 2**31 - 1  # elements of all matrices
-# Wider matrices are decomposed at once, or in a call each where they are fewer: that is a tenth of one for all.
+# Wider matrices are decomposed at once only from so many on: a call for all takes nine times as long as one for one.
 _WIDE, _MANY = 256, 9
 _JACOBI = 512  # columns up to which torch decomposes matrices of float32 by Jacobi's method; beyond, few as here
 # Bytes that a call for many narrow or wide matrices may take beside them: it wants 6 to 30 times theirs.

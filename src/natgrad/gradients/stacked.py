@@ -239,7 +239,7 @@ class Gradients:
 def alike(entries: Sequence[Entry]) -> list[list[Entry]]:
     """Return entries of one device and dtype together where it is calls that take the time: not on a CPU.
 
-    Their raw gradients are `_TOGETHER` bytes or less, or those of one stack.
+    Their raw gradients are less than `_TOGETHER` bytes beside those of one stack.
     """
     groups: dict[object, list[Entry]] = {}
     sizes: dict[object, int] = {}

@@ -122,13 +122,12 @@ class Ladder:
         inner = torch.cat([dots(case.V, case.W) for case in cases])
         square = torch.cat([dots(case.W, case.W) for case in cases])
         finite = square < math.inf
-        sound = (inner > 0) & (inner < math.inf)
-        sound |= (inner == 0) & (square < torch.finfo(square.dtype).tiny ** 0.5)
+        failing = finite & ~_is_sound(inner, square, definite=True)
         sunk = [own.allocate_sunk(inner.device) for own in rungs]
-        failed = torch.cat([own[blocks] for own, blocks in zip(sunk, places, strict=True)]) | (finite & ~sound)
-        for own, case, blocks, some in zip(sunk, cases, places, failed.split(sizes), strict=True):
-            own[blocks] = some
-            case.stack.rungs.suspected = False
+        failed = torch.cat([own[blocks] for own, blocks in zip(sunk, places, strict=True)]) | failing
+        for own, blocks, some in zip(rungs, places, failed.split(sizes), strict=True):
+            own.allocate_sunk(inner.device)[blocks] = some
+            own.suspected = False
         if self.measures:
             for case, blocks, natural in zip(cases, places, (finite & ~failed).split(sizes), strict=True):
                 self._measure(case.stack, blocks, case.V, natural)
@@ -163,12 +162,9 @@ class Ladder:
             if (0 if definite else -math.inf) < low and high < math.inf:
                 self._measure(stack, blocks, V)
                 return Outcome(V, inner, True, plain=False)
-        sound = (inner > 0) & (inner < math.inf) if definite else inner.isfinite()
         square = dots(W, W)
         finite = square < math.inf
-        if definite:
-            sound |= (inner == 0) & (square < torch.finfo(square.dtype).tiny ** 0.5)  # no gradient, or next to none
-        held, failing = finite, finite & ~sound
+        held, failing = finite, finite & ~_is_sound(inner, square, definite=definite)
         first: Tensor | float = float(Rung.FRESH)
         if start is not True:
             first = tensor_on(W.device, start, W.dtype)
@@ -241,6 +237,15 @@ class Ladder:
         for condition in (natural, None if self.spoilt is None else ~self.spoilt.to(V.device)):
             counts = counts if condition is None else counts & condition
         norms[blocks] = torch.where(counts, after, before)
+
+
+def _is_sound(inner: Tensor, square: Tensor, *, definite: bool) -> Tensor:
+    """Tell which preconditioned gradients may be used, by ⟨V, W⟩ and ‖W‖² ``[N]``."""
+    if not definite:
+        return inner.isfinite()
+    nothing = (inner == 0) & (square < torch.finfo(square.dtype).tiny ** 0.5)  # no gradient, or next to none
+    sound: Tensor = (inner > 0) & (inner < math.inf) | nothing
+    return sound
 
 
 def _graft(norm: Tensor, square: Tensor) -> Tensor:
