@@ -54,6 +54,20 @@ def test_columns_that_would_collide_are_set_apart(dtype, sizes, monkeypatch):
     assert seen[2:] == [sizes[0] + 1] * 2
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize(("dtype", "vector"), [(torch.float32, 8), (torch.float64, 4)])
+def test_columns_begin_where_vectors_do(dtype, vector, monkeypatch):
+    monkeypatch.setattr(lapack, "_ALIGNED", 120)
+    seen, eigh = [], torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda M, **options: seen.append(M.shape[-1]) or eigh(M, **options))
+    for size in (119, 120, 121, 127, 255):  # the last of which would then collide
+        whole, lower = covariances(2, size, dtype)
+        values, vectors = lapack.eigh(lower)
+        torch.testing.assert_close((vectors * values[:, None]) @ vectors.mT, whole, rtol=1e-4, atol=1e-5)
+    wide = {8: [119, 120, 128, 128, 264], 4: [119, 120, 124, 132, 260]}
+    assert seen == wide[vector]
+
+
 @pytest.mark.parametrize(("dtype", "size"), [*SIZES, (torch.float64, 7)])
 def test_inverses_are_symmetric_to_the_last_bit(dtype, size):
     """Ranks send one triangle of them, and all have to have the same."""

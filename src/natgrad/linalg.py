@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -33,9 +34,11 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     try:
         values, vectors = lapack.eigh(matrices)
-        fine = _finite(values, vectors)
-        if bool(fine.all()):
-            return values.clamp_(min=0), vectors, fine
+        # A sum is finite only if its terms are, and is far cheaper than a test of each; eigenvectors cannot overflow
+        # one.
+        if isfinite(values.sum() + vectors.sum()):
+            return values.clamp_(min=0), vectors, torch.ones(len(matrices), dtype=torch.bool, device=matrices.device)
+        fine = (values.sum(-1) + vectors.sum((-2, -1))).isfinite()
     except RuntimeError:  # torch.linalg.LinAlgError is one
         values, vectors = matrices.new_zeros(matrices.shape[:-1]), torch.zeros_like(matrices)
         fine = torch.zeros(matrices.shape[0], dtype=torch.bool, device=matrices.device)
@@ -64,11 +67,6 @@ def off_diagonal(matrices: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     rotated = product(vectors.mT, product(X, vectors))
     rotated.diagonal(dim1=-2, dim2=-1).zero_()
     return rotated.square().sum((-2, -1)), X.square().sum((-2, -1))
-
-
-def _finite(values: Tensor, vectors: Tensor) -> Tensor:
-    # A sum is finite only if its terms are, and is far cheaper than a test of each; eigenvectors cannot overflow one.
-    return (values.sum(-1) + vectors.sum((-2, -1))).isfinite()
 
 
 def equal_shares(size: int, count: int) -> list[slice]:

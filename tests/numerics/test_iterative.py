@@ -141,8 +141,10 @@ def test_what_becomes_of_a_rounded_basis_hangs_on_no_neighbour(iterations, toler
 @pytest.mark.cpu
 def test_small_matrices_are_decomposed_at_once_on_a_cpu(monkeypatch):
     monkeypatch.setattr(iterative, "_SMALL", 25)
-    for size, blocks in ((24, 2), (25, 0)):
-        first, *_, last = drift(size, size, 6.0, steps=2)
+    monkeypatch.setattr(iterative, "_MIDDLE", 27)
+    monkeypatch.setattr(iterative, "_MANY", 3)
+    for size, count, blocks in ((24, 3, 3), (25, 3, 0), (26, 2, 2), (27, 2, 0)):
+        first, *_, last = drift(size, size, 6.0, steps=2, blocks=count)
         with Counted("eigh", size) as counted:
             values, vectors, _ = WARM.eigh(lower(last), linalg.eigh(first)[1])
         assert counted.blocks == blocks
@@ -155,6 +157,7 @@ def test_matrices_of_middle_size_are_not_turned_on_a_cpu(monkeypatch):
     _, basis, _ = linalg.eigh(first)
     turn = mock.Mock(side_effect=iterative._turn)
     monkeypatch.setattr(iterative, "_turn", turn)
+    monkeypatch.setattr(iterative, "_MANY", 1)
     for middle, tolerance, turns, scratch in ((0, 0.056, 2, 0), (32, 0.056, 2, 0), (33, 0.056, 0, 1), (33, 0.5, 0, 0)):
         monkeypatch.setattr(iterative, "_MIDDLE", middle)
         turn.reset_mock()
@@ -195,6 +198,18 @@ def test_scale_does_not_matter(scale):
     assert fine.all()
     torch.testing.assert_close(values / scale, expected, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(scaled, vectors, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("scale", [1e-30, 1e-11, 1.0, 1e11, 1e30])
+def test_matrices_are_divided_where_their_squares_would_be_lost(scale):
+    """Any of them: those beside it are, too."""
+    matrices = torch.stack([torch.eye(3), scale * torch.diag(torch.tensor([2.0, 1.0, 0.0]))])
+    F, norms, divided = iterative._scaled(matrices.clone())
+    assert (divided is None) == (scale == 1)
+    scales = torch.ones(2, 1) if divided is None else divided
+    torch.testing.assert_close(F * scales[:, :, None], matrices)
+    torch.testing.assert_close(norms * scales[:, 0], torch.tensor([3**0.5, scale * 5**0.5]))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

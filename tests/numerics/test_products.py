@@ -6,7 +6,7 @@ from torch import nn
 
 import natgrad
 from natgrad.numerics import products
-from natgrad.numerics.products import full_products, quick_products
+from natgrad.numerics.products import full_products, plain_products, quick_products
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -74,6 +74,20 @@ def test_quick_products_are_what_the_user_allows(quicker, allowed):
     for there, size in ((GPU, 1e9), (CPU, 1e5)):  # elsewhere, and where the call would cost more than it saves
         with quick_products(there, size):
             assert MATMUL.fp32_precision == before
+
+
+@pytest.mark.parametrize("there", [CPU, GPU])
+def test_small_products_among_large_ones_are_left_to_torch(there, quicker, allowed):
+    before = MATMUL.fp32_precision
+    for outer, inner in ((1e9, 1e5), (1e9, 1e8), (1e5, 1e4)):
+        with quick_products(CPU, outer):
+            around = MATMUL.fp32_precision
+            with plain_products(there, inner):
+                plain = inner < 1e6 and there == CPU and quicker and around == "bf16"
+                assert MATMUL.fp32_precision == ("ieee" if plain else around)
+                assert error() < 1e-6 or allowed != "highest"
+            assert MATMUL.fp32_precision == around
+    assert MATMUL.fp32_precision == before
 
 
 @pytest.mark.cpu

@@ -16,19 +16,25 @@ from torch import Tensor
 from natgrad.errors import require
 from natgrad.lapack import symmetric
 from natgrad.linalg import damped_inverse, eigh, product, tensor_on
+from natgrad.numerics.products import plain_products
 
 # An iteration turns one in so many eigenvectors, the first and those after it; and divides the residual by so much, as
 # a rule.
 _FIRST, _LATER = 8, 4
 _GAIN = 4.0
-# On a CPU, a decomposition from scratch takes little longer than the calls of a test below the first size, and than
-# those of an iteration below the second.
-_SMALL, _MIDDLE = 256, 320
+# On a CPU, a test that fails may take more than a tenth of decomposing matrices below the first size, and fewer than so
+# many below the second; and an iteration takes longer than decomposing any of those.
+_SMALL, _MIDDLE, _MANY = 256, 320, 8
 # On a GPU it is calls that take the time, and those of an iteration more than a decomposition of all matrices of up to
 # so many columns, or of so few matrices that they have up to so many together (`natgrad.cusolver`).
 _FEW, _TOGETHER = 256, 512
-# Where a test of all vectors takes far longer than one of the leading ones, which come first there.
-_STEPWISE = ("cpu",)
+# Where a test of all vectors takes far longer than one of the leading ones, one in so many, which come first there.
+_STEPWISE, _TESTED = ("cpu",), 16
+# A residual of the leading vectors, in tolerances, beyond which it takes two iterations as a rule: that is as long as a
+# decomposition takes there.
+_LEADING = 3.0
+# Norms from which on squares are not exact enough in float32: 1e-10 of the largest entry is not missed.
+_TINY = 1e-10
 # How far from orthogonal a basis may be, in units of the rounding of its dtype; LAPACK's are at about 10.
 _SKEW = 1000.0
 # Rounding to bfloat16 moves vectors by at most 2⁻⁹ of their length: what is left of F beyond so much is not for that.
@@ -82,17 +88,14 @@ class Warm:
             test, about 0.8 for the first iteration and 1.5 for each that follows. The host waits for the device once
             where all bases stay, and three times more in each iteration.
         """
-        if basis is None or (matrices.device.type == "cpu" and matrices.shape[-1] < _SMALL):
+        if basis is None or not _tests(matrices.device, *matrices.shape[:2]):
             return eigh(matrices)
-        F = symmetric(matrices)
-        scale = F.diagonal(dim1=-2, dim2=-1).amax(-1)  # no entry is larger; the squares of 1e-25 would be 0
-        scale = torch.where(scale > 0, scale, 1)[:, None]
-        F /= scale[:, :, None]
-        refined = self._refined(F, basis.to(F.dtype))
+        F, norm, scale = _scaled(symmetric(matrices))
+        refined = self._refined(F, norm, basis.to(F.dtype))
         if refined is None:
             return eigh(matrices)
         values, vectors, passed = refined
-        values = (values * scale).clamp_(min=0)
+        values = (values if scale is None else values * scale).clamp_(min=0)
         fine = torch.ones(len(F), dtype=torch.bool, device=F.device)
         failed = [block for block, each in enumerate(passed) if not each]
         if not failed:
@@ -103,34 +106,38 @@ class Warm:
         exact = eigh(matrices[index])
         return tuple(old.index_copy(0, index, new) for old, new in zip((values, vectors, fine), exact, strict=True))  # type: ignore[return-value]
 
-    def _refined(self, F: Tensor, Q: Tensor, *, rounded: bool = True) -> tuple[Tensor, Tensor, list[bool]] | None:
+    def _refined(
+        self, F: Tensor, norm: Tensor, Q: Tensor, *, rounded: bool = True
+    ) -> tuple[Tensor, Tensor, list[bool]] | None:
         """Return eigenvalues, vectors, and which blocks pass the test; of the others nothing means anything.
 
         None: none passes it.
 
         Args:
             F: ``[N, d, d]``.
+            norm: Of each ``[N]``.
             Q: The bases.
             rounded: Whether those that are not orthogonal may be so for they were rounded.
         """
-        norm = torch.linalg.vector_norm(F, dim=(1, 2))
         limit = self.tolerance * norm
         most = self.iterations if _turns(F.device, *F.shape[:2]) else 0
         reach = limit * max(1.0, _GAIN * most)
-        tested = _tested(F, Q, reach, reach + _ROUNDED * norm if rounded else reach)
+        leading = limit * (_LEADING if most else 1.0)
+        tested = _tested(F, Q, leading, torch.hypot(leading, _ROUNDED * norm) if rounded else leading)
         if tested is None:
             return None
-        pieces, values, residual = tested
+        pieces, values, residual, beyond = tested
         straight = _is_straight(Q)
-        tests = torch.stack([straight, straight & (residual <= limit), straight & (residual <= reach)])
-        orthogonal, passed, near = tests.tolist()  # the host waits
+        near = straight & (residual <= reach) & (beyond <= leading)
+        tests = torch.stack([straight, straight & (residual <= limit), near])
+        orthogonal, passed, turnable = tests.tolist()  # the host waits
         if rounded and not all(orthogonal):
-            return self._refined(F, torch.where(straight[:, None, None], Q, _straightened(Q)), rounded=False)
-        if all(passed) or not any(near) or most == 0:
+            return self._refined(F, norm, torch.where(straight[:, None, None], Q, _straightened(Q)), rounded=False)
+        if all(passed) or not any(turnable) or most == 0:
             return values, Q, passed
         Y = torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
         for share in (_FIRST, *[_LATER] * (most - 1)):
-            left = [block for block in range(len(F)) if near[block] and not passed[block]]
+            left = [block for block in range(len(F)) if turnable[block] and not passed[block]]
             if not left:
                 break
             whole, index = len(left) == len(F), tensor_on(F.device, left, torch.long)
@@ -194,18 +201,25 @@ class Warm:
         return ceil(log2(max(1.0, log(goal) / log(error)))) or 1 if error < 1 else self.iterations + 1
 
 
+def _tests(device: torch.device, count: int, size: int) -> bool:
+    """Tell whether a test costs little beside decomposing its matrices from scratch."""
+    return device.type != "cpu" or size >= (_SMALL if count >= _MANY else _MIDDLE)
+
+
 def _turns(device: torch.device, count: int, size: int) -> bool:
     """Tell whether it may be quicker to turn a basis than to decompose its matrix from scratch."""
     return size >= _MIDDLE if device.type == "cpu" else size > _FEW and count * size > _TOGETHER
 
 
-def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tensor], Tensor, Tensor] | None:
-    """Return FQ in pieces that follow each other, the Rayleigh quotients, and the norms of the residuals ``[N]``.
+def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor] | None:
+    """Return FQ in pieces that follow each other, the Rayleigh quotients, and the norms of residuals ``[N]``.
+
+    These are of all vectors, and of the leading ones, if they come first; if not, 0.
 
     Args:
         F: ``[N, d, d]``.
         Q: The bases.
-        reach: What a residual may be ``[N]``.
+        reach: What the residual of the leading vectors may be ``[N]``.
         far: What it may be where it is rounding that leaves a basis not orthogonal ``[N]``.
 
     Returns:
@@ -214,17 +228,18 @@ def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tens
     size = F.shape[-1]
     if F.device.type not in _STEPWISE:
         Y = product(F, Q)
-        return [Y], *_rayleigh(Q, Y)
-    rest = size - max(1, size // _FIRST)
+        return [Y], *_rayleigh(Q, Y), torch.zeros_like(reach)
+    rest = size - max(1, size // _TESTED)
     leading, others = Q[..., rest:], Q[..., :rest]
-    last = product(F, leading)
+    with plain_products(F.device, leading.numel() / len(Q) * size):
+        last = product(F, leading)
     last_values, beyond = _rayleigh(leading, last)
     lost = beyond > far  # mostly all of them are, or none: then nobody asks whether they are orthogonal
     if bool(lost.all()) or (bool((beyond > reach).all()) and bool((lost | _is_straight(leading)).all())):
         return None
     first = product(F, others)
     values, residual = _rayleigh(others, first)
-    return [first, last], torch.cat([values, last_values], -1), torch.hypot(residual, beyond)
+    return [first, last], torch.cat([values, last_values], -1), torch.hypot(residual, beyond), beyond
 
 
 def _rayleigh(Q: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,6 +248,17 @@ def _rayleigh(Q: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
     values = products.sum(-2)
     residuals = torch.addcmul(Y, Q, values[:, None, :], value=-1, out=products)
     return values, torch.linalg.vector_norm(residuals, dim=(1, 2))
+
+
+def _scaled(F: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return blocks whose entries have squares, their norms ``[N]``, and their divisors ``[N, 1]``, if any."""
+    norm: Tensor = torch.linalg.vector_norm(F, dim=(1, 2))
+    if F.device.type == "cpu" and all(_TINY < each < 1 / _TINY for each in norm.tolist()):
+        return F, norm, None
+    scale = F.diagonal(dim1=-2, dim2=-1).amax(-1)  # no entry is larger; the squares of 1e-25 would be 0
+    scale = torch.where(scale > 0, scale, 1)[:, None]
+    F /= scale[:, :, None]
+    return F, torch.linalg.vector_norm(F, dim=(1, 2)), scale
 
 
 def _turn(Q: Tensor, Y: Tensor, values: Tensor, leading: int) -> tuple[Tensor, Tensor]:

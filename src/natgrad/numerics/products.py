@@ -13,9 +13,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 _FULL = ("none", "ieee")  # neither TF32 nor bfloat16 inside
-_WORTH = 1e6  # multiply-adds of a product from which on oneDNN's calls cost less than they save
+_WORTH = 2e6  # multiply-adds of a product from which on oneDNN's calls cost less than they save
 _MATMUL: Any = getattr(torch.backends.mkldnn, "matmul", None)  # from torch 2.9 on
 _UNDISTURBED: WeakSet[Any] = WeakSet()  # work in threads, during which the setting stays as it is
+_QUICK = "bf16"  # what torch is allowed so that it takes oneDNN, where that computes in full all the same
 
 
 def leave_alone_for(work: object) -> None:
@@ -32,7 +33,7 @@ def quick_products(device: torch.device, multiply_adds: float = inf) -> Iterator
 
     Args:
         device: Where the products are computed.
-        multiply_adds: Of each of them: a call of oneDNN takes 10 µs longer than MKL's.
+        multiply_adds: Of each of them: a call of oneDNN takes 10 to 100 µs longer than MKL's.
     """
     if torch.compiler.is_compiling() or device.type != "cpu" or multiply_adds < _WORTH or not _onednn_is_full():
         yield
@@ -41,7 +42,21 @@ def quick_products(device: torch.device, multiply_adds: float = inf) -> Iterator
     if before not in _FULL or _UNDISTURBED:  # set by the user or, to be set back, by another thread
         yield
         return
-    _MATMUL.fp32_precision = "bf16"
+    _MATMUL.fp32_precision = _QUICK
+    try:
+        yield
+    finally:
+        _MATMUL.fp32_precision = before
+
+
+@contextmanager
+def plain_products(device: torch.device, multiply_adds: float) -> Iterator[None]:
+    """Compute products that are so small by torch's own routine, inside `quick_products` for larger ones."""
+    before = _MATMUL.fp32_precision if device.type == "cpu" and multiply_adds < _WORTH and _onednn_is_full() else None
+    if torch.compiler.is_compiling() or before != _QUICK:
+        yield
+        return
+    _MATMUL.fp32_precision = _FULL[-1]
     try:
         yield
     finally:
