@@ -365,10 +365,7 @@ class Engine:
                 self._agenda.hear_times(deliver(gradients, solve, plan, self._runtime, self._watch, left, rider))
             else:
                 gradients.solve(damping, self._runtime)
-            finite = self._clip.apply(gradients, scale, self._runtime, apart=self._exchanges)
-            for entry, fine in zip(gradients.entries, finite, strict=True):
-                self._watch.saw_gradients(entry.stack, entry.places(), ~fine)
-                self._watch.saw_rungs(entry.stack, entry.members, entry.told())
+            gradients.tell(self._watch, self._clip.apply(gradients, scale, self._runtime, apart=self._exchanges))
             gradients.give()
             self._given.note(self._stacks)
         if model is not None:

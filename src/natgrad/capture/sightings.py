@@ -52,7 +52,7 @@ class Sightings:
             self._pass = task
         storage = StorageWeakRef(inputs.untyped_storage())
         # What is written on one stream of a device is not there yet on another.
-        stream = torch.cuda.current_stream(inputs.device).cuda_stream if inputs.device.type == "cuda" else 0
+        stream = torch._C._cuda_getCurrentRawStream(inputs.get_device()) if inputs.device.type == "cuda" else 0
         lies = inputs.storage_offset(), inputs.shape, inputs.stride(), inputs.dtype, inputs.is_neg()
         place = inputs._version, lies, stream
         return self._known.setdefault((storage, place, sight, samples), next(self._numbers))

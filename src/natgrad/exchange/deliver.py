@@ -174,7 +174,7 @@ def _send(
     for entry in entries:
         told.append(_counters(entry, watch))
         if _shares(entry, holders, me):
-            entry.clear_(entry.inner.isfinite())  # who gets some rows cannot tell whose block they are
+            entry.clear_(~entry.inner.isfinite())  # who gets some rows cannot tell whose block they are
         for rank, message in outgoing.items():
             message += [*_values(entry, holders, rank), told[-1]]
     return told

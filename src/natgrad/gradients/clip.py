@@ -12,6 +12,7 @@ from natgrad.damping.trust_region import TrustRegion, copied
 from natgrad.gradients.stacked import Entry, Gradients, alike
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
+from natgrad.numerics.joined import joined, parted
 from natgrad.placement import Runtime
 
 # Told apart from a value that the user gives by its identity: only the latter insists on an optimizer.
@@ -68,27 +69,25 @@ class Clip:
             apart: Whether each of them holds the curvature of some layers only.
 
         Returns:
-            For each entry, which blocks were finite ``[N]`` (bool).
+            For each entry, which blocks were not finite ``[N]`` (bool).
         """
         if isinstance(self.bound, TrustRegion):
             assert self.optimizer is not None
-            finite = [entry.inner.isfinite() for entry in gradients.entries]
-            for entry, fine in zip(gradients.entries, finite, strict=True):
-                if entry.shares is None:  # whose worker has cleared what is not fine
-                    entry.clear_(fine)
+            bad = [~entry.inner.isfinite() for entry in gradients.entries]
+            gradients.clear_(bad)
             self.last = self.bound.hold(gradients, self.optimizer, runtime, apart=apart)
-            return finite
+            return bad
         return self._scale(gradients, scale, self.bound)
 
     def _scale(self, gradients: Gradients, scale: float | Tensor, bound: float | None) -> list[Tensor]:
         rates = self._rates() if bound is not None else {}
         total: Tensor | None = None
-        finite: dict[int, Tensor] = {}
+        bad: dict[int, Tensor] = {}
         for entries in alike(gradients.entries):
-            size = _joined([entry.inner for entry in entries]).abs()
+            inner = [entry.inner for entry in entries]
+            size = joined(inner).abs()
             fine = size < torch.inf
-            for entry, own in zip(entries, fine.split([len(entry.inner) for entry in entries]), strict=True):
-                finite[id(entry)] = own
+            bad.update(zip(map(id, entries), parted(~fine, inner), strict=True))
             if bound is not None and any(entry.ready is not False for entry in entries):
                 share = torch.where(fine, size, 0).mul_(_squares(rates, entries, size)).sum()
                 total = share if total is None else total + share.to(total)
@@ -96,10 +95,10 @@ class Clip:
         if total is not None and bound is not None:
             nu = (bound / (total * scale * scale)).sqrt_().clamp_(max=1.0)
             self.last = nu
-        for entry in gradients.entries:
-            own = finite[id(entry)]
-            entry.scale_(nu.to(own.device) if isinstance(nu, Tensor) else nu, own)
-        return [finite[id(entry)] for entry in gradients.entries]
+        found = [bad[id(entry)] for entry in gradients.entries]
+        gradients.clear_(found)
+        gradients.scale_(nu)
+        return found
 
     def _rates(self) -> dict[int, float | Tensor]:
         assert self.optimizer is not None
@@ -119,10 +118,6 @@ def _squares(rates: Mapping[int, float | Tensor], entries: Sequence[Entry], like
     if len(found) == 1 or not any(isinstance(square, Tensor) or square != found[0] for square in found):
         return found[0]
     return torch.cat([like.new_ones(len(own.inner)) * square for own, square in zip(entries, found, strict=True)])
-
-
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _rate(

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from natgrad.layers import Layer, Slot
 from natgrad.linalg import tensor_on
+from natgrad.numerics.joined import together
 from natgrad.placement import Runtime
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.shards import Piece, gather, held_rows, is_sharded, own_rows, pairs
+from natgrad.trouble.guard import Trouble, Watch
 from natgrad.trouble.ladder import Case, Ladder, Outcome
 
 if TYPE_CHECKING:
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 # How many bytes of sharded gradients are gathered at once: enough to hide the latency of a message.
 _BUCKET = 2**26
-_TOGETHER = 2**26  # bytes of raw gradients that a GPU holds at once
 
 
 @dataclass
@@ -108,8 +109,7 @@ class Entry:
         if not any(flags):
             return W
         if all(flags):
-            blocks = slice(None) if places is None else tensor_on(stack.device, places)
-            return stack.solve(blocks, W, damping)
+            return stack.solve(self.where, W, damping)
         # Some layers have none yet, or are left plain: their gradients pass through.
         every = [flag for flag, count in zip(flags, self.blocks, strict=True) for _ in range(count)]
         own = tensor_on(stack.device, [index for index, flag in enumerate(every) if flag])
@@ -142,24 +142,28 @@ class Entry:
             return None
         return [block for member in self.members for block in range(member.start, member.stop)]
 
-    def scale_(self, scale: float | Tensor, fine: Tensor) -> None:
-        """Multiply V by `scale`, where there is curvature, and by zero where not `fine` ``[N]``."""
+    @property
+    def where(self) -> slice | Tensor:
+        """The same as an index."""
+        places = self.places()
+        return slice(None) if places is None else tensor_on(self.stack.device, places)
+
+    def scale_(self, scale: float | Tensor) -> list[Tensor]:
+        """Multiply V by `scale`, where there is curvature; return what is still to be multiplied, all of it."""
         if self.shares is not None:
-            for share in self.shares:  # the worker has cleared what is not fine
+            for share in self.shares:
                 assert isinstance(self.ready, Tensor)  # told by the worker, as the shares are
                 share.values.mul_(torch.where(self.ready[share.block] > 0, scale, 1.0))
-            return
-        self.clear_(fine)
+            return []
         if self.plain and isinstance(self.ready, Tensor):
             self.V.mul_(torch.where(self.ready > 0, scale, 1.0)[:, None, None])
-        elif self.ready is not False and (isinstance(scale, Tensor) or scale != 1.0):
-            self.V.mul_(scale)
+            return []
+        return [self.V] if self.ready is not False else []
 
-    def clear_(self, fine: Tensor) -> None:
-        """Make V zero where not `fine` ``[N]``."""
-        if fine.device.type != "cpu" or not bool(fine.all()):
-            # A product would keep the NaN.
-            self.V = torch.where(fine[:, None, None], self.V, 0)
+    def clear_(self, bad: Tensor) -> None:
+        """Make V zero where it is `bad` ``[N]``."""
+        if bad.device.type != "cpu" or bool(bad.any()):
+            self.V.masked_fill_(bad[:, None, None], 0)  # a product would keep the NaN
 
 
 class Gradients:
@@ -215,6 +219,29 @@ class Gradients:
         if bucket:
             yield bucket, sharded
 
+    def clear_(self, bad: Sequence[Tensor]) -> None:
+        """Make V of each entry zero where it is `bad` ``[N]``; that of others is cleared by their workers."""
+        for entry, own in zip(self.entries, bad, strict=True):
+            if entry.shares is None:
+                entry.clear_(own)
+
+    def scale_(self, scale: float | Tensor) -> None:
+        """Multiply V of all entries by `scale`, where there is curvature."""
+        if isinstance(scale, float) and scale == 1.0:
+            return
+        for entries in together(self.entries, lambda entry: (entry.inner.device, None)):
+            own = scale.to(entries[0].inner.device) if isinstance(scale, Tensor) else scale
+            whole = [V for entry in entries for V in entry.scale_(own)]
+            if whole:
+                torch._foreach_mul_(whole, own)
+
+    def tell(self, watch: Watch, bad: Sequence[Tensor]) -> None:
+        """Have counted which blocks of each entry were not finite, `bad` ``[N]``, and what has served its layers."""
+        watch.saw_gradients(
+            [Trouble(entry.stack, entry.where, own) for entry, own in zip(self.entries, bad, strict=True)]
+        )
+        watch.saw_rungs([(entry.stack, entry.members, entry.told()) for entry in self.entries])
+
     def give(self) -> None:
         """Write the preconditioned gradients into ``.grad``, in place."""
         targets, sources = [], []
@@ -236,20 +263,14 @@ class Gradients:
             torch._foreach_copy_(targets, sources)
 
 
-def alike(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Return entries of one device and dtype together where it is calls that take the time: not on a CPU.
+def alike(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Yield entries that are dealt with together, as raw gradients are held at once: see `together`."""
 
-    Their raw gradients are less than `_TOGETHER` bytes beside those of one stack.
-    """
-    groups: dict[object, list[Entry]] = {}
-    sizes: dict[object, int] = {}
-    for entry in entries:
+    def nbytes(entry: Entry) -> int:
         stack = entry.stack
-        place: object = id(entry) if stack.device.type == "cpu" else (stack.device, stack.work_dtype)
-        own = sum(entry.blocks) * stack.outputs * stack.inputs * stack.work_dtype.itemsize
-        sizes[place] = sizes.get(place, 0) + own
-        groups.setdefault((place, sizes[place] // _TOGETHER), []).append(entry)
-    return list(groups.values())
+        return sum(entry.blocks) * stack.outputs * stack.inputs * stack.work_dtype.itemsize
+
+    return together(entries, lambda entry: (entry.stack.device, entry.stack.work_dtype), nbytes)
 
 
 def stacked(stack: Stack, of: Callable[[Slot], Tensor | None]) -> Tensor:

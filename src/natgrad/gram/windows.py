@@ -40,18 +40,21 @@ class Window:
         Yields:
             ``[n, i, m]``: m patches of i = C/n · Π kernel_size elements, ordered as ``weight.flatten(1)``.
         """
-        ndim, batch = len(self.kernel_size), len(maps)
+        ndim, batch, channels = len(self.kernel_size), len(maps), maps.shape[1] // groups
         positions = self.positions(tuple(maps.shape[2:]))
         sample = maps.shape[1] * math.prod(self.kernel_size) * math.prod(positions)
-        order = [1, 2, *range(3 + ndim, 3 + 2 * ndim), 0, *range(3, 3 + ndim)]
+        width = channels * math.prod(self.kernel_size)
         for part in maps.tensor_split(pieces(batch, batch * sample, piece)):
-            patches = F.pad(part, [side for sides in reversed(self.padding) for side in sides])
-            for dim in range(ndim):
-                patches = patches.unfold(2 + dim, self.reach[dim] + 1, self.stride[dim])[..., :: self.dilation[dim]]
-            grouped = patches.view(len(part), groups, maps.shape[1] // groups, *patches.shape[2:])
-            lines = grouped.permute(order)  # [n, c, *kernel, B, *positions]
+            padded = F.pad(part, [side for sides in reversed(self.padding) for side in sides])
+            each, channel, *along = padded.stride()
+            offsets = [spread * own for spread, own in zip(self.dilation, along, strict=True)]
+            steps = [step * own for step, own in zip(self.stride, along, strict=True)]
+            lines = padded.as_strided(
+                (groups, channels, *self.kernel_size, len(part), *positions),
+                (channels * channel, channel, *offsets, each, *steps),
+            )
             for some in lines.tensor_split(pieces(positions[0], sample, piece), dim=3 + ndim):
-                yield some.flatten(1, 1 + ndim).flatten(2)
+                yield some.reshape(groups, width, -1)
 
 
 def pieces(length: int, elements: int, piece: int) -> int:

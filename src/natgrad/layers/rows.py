@@ -79,7 +79,9 @@ class Rows(ABC):
     def nonzero(self) -> Tensor:
         """Return which positions ``[B, T]`` hold anything but zeros."""
         rows = self.dense()
-        if rows.device.type == "cpu" and rows.shape[-1]:  # where a look is free, one column mostly tells it all
+        if rows.device.type != "cpu":
+            return rows.any(-1).any(0)
+        if rows.shape[-1]:  # a look is free here, and one column mostly tells it all
             first = rows[..., 0].ne(0).any(0)
             if bool(first.all()):
                 return first

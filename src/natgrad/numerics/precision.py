@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -51,6 +52,7 @@ class Precision:
         return self.solve or at_least_float32(self.factor_dtype(parameter))
 
 
+@cache
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """Return `dtype`, or float32 if that is wider."""
     return torch.promote_types(dtype, torch.float32)

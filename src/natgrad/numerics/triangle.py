@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-_INDEXED = 512  # the most columns of matrices whose places are kept: half a MiB
+_INDEXED = 724  # the most columns of matrices whose places are kept: a MiB
 
 
 def length(size: int) -> int:
@@ -30,7 +30,7 @@ def pack(matrices: Tensor, out: Tensor | None = None) -> Tensor:
     """
     size = matrices.shape[-1]
     packed = matrices.new_empty(len(matrices), length(size)) if out is None else out
-    if matrices.device.type == "cuda" and size <= _INDEXED and matrices.is_contiguous():
+    if matrices.device.type == "cuda" and size <= _INDEXED and matrices[:1].is_contiguous():
         # One call, not five: there it is calls that take the time.
         return torch.index_select(matrices.flatten(1), 1, _places(size, matrices.device), out=packed)
     left, corner = _halves(packed, size)

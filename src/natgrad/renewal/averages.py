@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from natgrad.curvature import Spec
-from natgrad.stacks.kept import diagonals
-from natgrad.sums import Departed, Sums
-from natgrad.trouble.guard import Watch
+from natgrad.numerics.joined import joined, parted, together, write_
+from natgrad.stacks.kept import along, diagonals
+from natgrad.stacks.rungs import Rungs
+from natgrad.sums import Arrived, Departed, Sums
+from natgrad.trouble.guard import Trouble, Watch
 
 
 def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
@@ -25,57 +30,115 @@ def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
         Whether any block was renewed (a lazy bool), or None if there are no blocks.
     """
     renewed: Tensor | None = None
-    for piece in sums.arrived():
-        stack, blocks = piece.stack, piece.blocks
-        stack.allocate_averages()
-        arrived = [spec for spec in stack.statistics if spec.name in piece.sums]
-        seen = piece.samples > 0
-        finite = torch.stack([_finite(spec, piece.sums[spec.name]) for spec in arrived]).all(0)
-        told = seen if sums.spoilt is None else seen & ~sums.spoilt.to(stack.device)
+    for pieces in together(sums.arrived(), _place, _nbytes):
+        samples = [piece.samples for piece in pieces]
+        seen, finite = joined(samples) > 0, _finite(pieces)
+        told = seen if sums.spoilt is None else seen & ~sums.spoilt.to(seen.device)
         fine = told & finite
-        decay, restarting = stack.curvature.factor_decay, stack.restarting
-        past = stack.outlived(sums.turns[id(stack)], blocks) if restarting else None
-        stack.note(blocks, fine)
-        for spec in arrived:
-            fresh = piece.sums[spec.name]
-            if past is not None and spec.name in restarting:
-                # Summed over what was made before the last renewal, of which the new average is none.
-                fresh = torch.where(past.view(-1, *[1] * (fresh.ndim - 1)), 0, fresh)
-            average = stack.averages.read(spec.name, blocks).to(stack.dtype)
-            divisor = (piece.samples if spec.mean == "samples" else piece.rows).clamp(min=1)
-            old = 0.0 if spec.fresh else decay
-            blend_(average, fresh, old, (1 - old) / divisor, fine)
-            if stack.averages.narrow(spec.name):
-                generator = torch.Generator(stack.device).manual_seed(seed)
-                stack.averages.write(spec.name, blocks, average, generator)
-        weights = {id(weight): weight for spec in arrived if (weight := stack.weight_of(spec.name)) is not None}
-        for whole in weights.values():
-            weight = whole[blocks]
-            weight.copy_(torch.where(fine, decay * weight + (1 - decay), weight))
-        stack.rungs.saw(blocks, fine, told & ~finite)
-        watch.saw_factors(stack, blocks, seen & ~finite)
+        _average(pieces, parted(fine, samples), sums, seed)
+        Rungs.saw([(piece.stack.rungs, piece.blocks) for piece in pieces], fine, told & ~finite)
+        bad = parted(seen & ~finite, samples)
+        watch.saw_factors([Trouble(one.stack, one.blocks, own) for one, own in zip(pieces, bad, strict=True)])
         renewed = fine.any() if renewed is None else renewed | fine.any().to(renewed.device)
     return renewed
 
 
-def blend_(average: Tensor, fresh: Tensor, decay: float, share: Tensor, fine: Tensor) -> None:
-    """Set ``average`` to ``decay * average + share * fresh`` where `fine`, block by block.
-
-    Args:
-        average: ``[N, ...]``.
-        fresh: ``[N, ...]``; anything, NaN too, where not `fine`.
-        decay: The weight of the old.
-        share: ``[N]``.
-        fine: ``[N]`` (bool).
-    """
-    broadcast = (-1, *[1] * (average.ndim - 1))
-    if fine.device.type == "cpu" and bool(fine.all()):
-        average.mul_(decay).addcmul_(fresh, share.view(broadcast))
-        return
-    blended = torch.addcmul(average * decay, fresh, share.view(broadcast))
-    torch.where(fine.view(broadcast), blended, average, out=average)
+def _place(piece: Arrived) -> tuple[torch.device, object]:
+    return piece.samples.device, (piece.samples.dtype, piece.stack.curvature.factor_decay, len(_specs(piece)))
 
 
-def _finite(spec: Spec, sums: Tensor) -> Tensor:
+def _nbytes(piece: Arrived) -> int:
+    return 2 * sum(own.nbytes for own in piece.sums.values())  # with what is made of the averages
+
+
+def _specs(piece: Arrived) -> list[Spec]:
+    return [spec for spec in piece.stack.statistics if spec.name in piece.sums]
+
+
+def _finite(pieces: Sequence[Arrived]) -> Tensor:
+    """Tell of which blocks, end to end, all sums are finite, in pieces with as many statistics."""
     # No entry of a sum of x xᵀ exceeds its diagonal (Cauchy-Schwarz), so the diagonal tells of all.
-    return diagonals(sums, spec).sum(1).abs() < torch.inf
+    traces = [[diagonals(piece.sums[spec.name], spec).sum(1) for spec in _specs(piece)] for piece in pieces]
+    every = joined([own for column in zip(*traces, strict=True) for own in column])
+    return (every.abs() < torch.inf).view(len(traces[0]), -1).all(0)
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What becomes of one running average ``[n, ...]``: ``decay`` times it, and a `share` ``[n]`` of what is fresh."""
+
+    piece: Arrived
+    spec: Spec
+    fresh: Tensor
+    decay: float
+    share: Tensor
+    fine: Tensor
+
+    @property
+    def average(self) -> Tensor:
+        """The running average, in the dtype of sums: a view where it is kept so."""
+        stack = self.piece.stack
+        return stack.averages.read(self.spec.name, self.piece.blocks).to(stack.dtype)
+
+    def write(self, average: Tensor, seed: int) -> None:
+        """Keep an average that is no view."""
+        averages = self.piece.stack.averages
+        if averages.narrow(self.spec.name):
+            generator = torch.Generator(average.device).manual_seed(seed)
+            averages.write(self.spec.name, self.piece.blocks, average, generator)
+
+
+def _average(pieces: Sequence[Arrived], fine: Sequence[Tensor], sums: Sums | Departed, seed: int) -> None:
+    """Renew the averages of pieces alike, and their bias corrections, of the blocks that are `fine`."""
+    decay = pieces[0].stack.curvature.factor_decay
+    shares: dict[tuple[str, float], list[Tensor]] = {}
+    updates: list[_Update] = []
+    for index, (piece, own) in enumerate(zip(pieces, fine, strict=True)):
+        stack, blocks, restarting = piece.stack, piece.blocks, piece.stack.restarting
+        stack.allocate_averages()
+        stack.note(blocks, own)
+        past = stack.outlived(sums.turns[id(stack)], blocks) if restarting else None
+        for spec in _specs(piece):
+            fresh = piece.sums[spec.name]
+            if past is not None and spec.name in restarting:
+                # Summed over what was made before the last renewal, of which the new average is none.
+                fresh = torch.where(along(past, fresh.ndim - 1), 0, fresh)
+            old = 0.0 if spec.fresh else decay
+            if (spec.mean, old) not in shares:
+                counts = [one.samples if spec.mean == "samples" else one.rows for one in pieces]
+                shares[spec.mean, old] = parted((1 - old) / joined(counts).clamp(min=1), counts)
+            updates.append(_Update(piece, spec, fresh, old, shares[spec.mean, old][index], own))
+    _blend(updates, seed)
+    _correct(pieces, fine, decay)
+
+
+def _blend(updates: Sequence[_Update], seed: int) -> None:
+    """Renew running averages in place; what is not fine, and anything may be fresh there, stays as it is."""
+    averages = [own.average for own in updates]
+    others = []
+    for own, average in zip(updates, averages, strict=True):
+        if own.fine.device.type == "cpu" and bool(own.fine.all()):
+            average.mul_(own.decay).addcmul_(own.fresh, along(own.share, own.fresh.ndim - 1))
+        else:
+            others.append((own, average))
+    if others:
+        aged = torch._foreach_mul([average for _, average in others], [own.decay for own, _ in others])
+        for (own, average), blended in zip(others, aged, strict=True):
+            blended.addcmul_(own.fresh, along(own.share, own.fresh.ndim - 1))
+            torch.where(along(own.fine, own.fresh.ndim - 1), blended, average, out=average)
+    for own, average in zip(updates, averages, strict=True):
+        own.write(average, seed)
+
+
+def _correct(pieces: Sequence[Arrived], fine: Sequence[Tensor], decay: float) -> None:
+    """Renew the bias corrections of running averages."""
+    places: list[tuple[Tensor, slice | Tensor]] = []
+    which = []
+    for piece, own in zip(pieces, fine, strict=True):
+        weights = [piece.stack.weight_of(spec.name) for spec in _specs(piece)]
+        for weight in {id(weight): weight for weight in weights}.values():
+            if weight is not None:
+                places.append((weight, piece.blocks))
+                which.append(own)
+    before = joined([weight[blocks] for weight, blocks in places])
+    write_(places, torch.where(joined(which), decay * before + (1 - decay), before))

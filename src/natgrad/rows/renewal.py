@@ -20,7 +20,7 @@ from natgrad.rows.messages import gather, give
 from natgrad.rows.stack import SQUARES, RowStack
 from natgrad.stacks.blocks import Member
 from natgrad.stacks.kept import Kept
-from natgrad.trouble.guard import Watch
+from natgrad.trouble.guard import Trouble, Watch
 
 
 @dataclass
@@ -199,7 +199,7 @@ class Renewal:
 
     def _judge(self, one: Seen) -> None:
         """Count what failed: rows that are not finite, or what was made of finite ones."""
-        self.watch.saw_factors(one.stack, one.member.blocks, ~one.finite)
+        self.watch.saw_factors([Trouble(one.stack, one.member.blocks, ~one.finite)])
         usable = one.finite.tolist()
         made = [fine or not finite for fine, finite in zip(one.fine, usable, strict=True)]
         self.watch.saw_decompositions(one.stack, "M", one.member.start, made)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.linalg import tensor_on
+from natgrad.numerics.joined import joined, write_
 
 # What was seen of a block's statistics since its last renewal: nothing, what is not finite alone, or some that are.
 _BAD, _FINE = 1, 2
@@ -59,11 +60,19 @@ class Rungs:
 
     # --- Renewals -----------------------------------------------------------------------------------------------
 
-    def saw(self, blocks: slice, fine: Tensor, bad: Tensor) -> None:
-        """Note which of some blocks had statistics ``[n]`` that are finite, and which had others."""
-        known = self._allocate_seen(fine.device)
-        news = torch.where(fine, _FINE, torch.where(bad, _BAD, 0)).to(torch.int8)
-        known[blocks] = torch.maximum(known[blocks], news)
+    @staticmethod
+    def saw(some: Sequence[tuple[Rungs, slice]], fine: Tensor, bad: Tensor) -> None:
+        """Note which blocks of some stacks had statistics that are finite, and which had others.
+
+        Args:
+            some: What these stacks remember, and which of their blocks.
+            fine: Those that had finite ones, end to end ``[n]``.
+            bad: Those that had others ``[n]``.
+        """
+        places = [(rungs._allocate_seen(fine.device), blocks) for rungs, blocks in some]
+        known = joined([seen[blocks] for seen, blocks in places])
+        news = torch.add(bad.to(known.dtype) * _BAD, fine.to(known.dtype), alpha=_FINE)
+        write_(places, torch.maximum(known, news))
 
     def renewed(self, part: str, start: int, success: Sequence[bool]) -> None:
         """Note which decompositions of a part, from block `start` on, have succeeded."""

@@ -2,8 +2,9 @@
 
 from natgrad.sums.choice import WHOLE as WHOLE
 from natgrad.sums.choice import Choice as Choice
+from natgrad.sums.messages import Arrived as Arrived
 from natgrad.sums.messages import Departed as Departed
 from natgrad.sums.pipelined import make_sums as make_sums
 from natgrad.sums.sums import Sums as Sums
 
-__all__ = ["WHOLE", "Choice", "Departed", "Sums", "make_sums"]
+__all__ = ["WHOLE", "Arrived", "Choice", "Departed", "Sums", "make_sums"]

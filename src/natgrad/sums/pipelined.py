@@ -217,8 +217,7 @@ class PipelinedSums(Sums):
         gain = self._gain(passes)
         while len(self._travels) < len(self._messages) and not self._missing[len(self._travels)]:
             message = self._messages[len(self._travels)]
-            for layer in message.places:
-                self._pack(layer)
+            self._pack_all(message)
             copy = message.twin()
             copy.close(self.tallies, 1.0, gain)
             if copy.early:
@@ -247,8 +246,7 @@ class PipelinedSums(Sums):
 
     def close(self, share: float, gain: float | Tensor) -> None:
         """Take what was not known when messages left; see `Sums.close`."""
-        for layer in list(self._open):
-            self._pack(layer)
+        self._pack_rest()
         self._closed = share, gain
         unproven = self._guesses.drop()
         for layer in unproven:

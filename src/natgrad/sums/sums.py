@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from math import ceil
 from typing import Protocol
 
 import torch
@@ -17,6 +18,8 @@ from natgrad.sums.choice import WHOLE, Choice
 from natgrad.sums.histories import Histories
 from natgrad.sums.messages import Arrived, Departed, Message, Portion, Tally, neighbours, portion_of
 
+_SMALL = 2**19  # the most elements of matrices that are left whole for a step, where that saves calls
+_ALIGNED = 128  # elements
 _WIDE, _STEP = 128, 16  # columns from which on `_new` sets rows apart, and what their distance is a multiple of
 
 
@@ -63,7 +66,11 @@ class Sums:
         self.rider: Sequence[float] = ()
         self._members = {member.layer.name: (stack, member) for stack in stacks for member in stack.members}
         self.tallies = {name: Tally() for name in self._members}
-        self._open: dict[str, dict[str, Tensor]] = {}
+        self._open: dict[str, dict[str, Tensor]] = {}  # whole sums of layers
+        self._stacked: dict[tuple[int, str], Tensor] = {}  # the memory of those of all layers of a stack, and of what
+        self._filled: set[str] = set()  # the layers that have packed sums
+        small = {id(stack): all(spec.numel <= _SMALL for spec in stack.statistics) for stack in stacks}
+        self._small = {name: small[id(stack)] for name, (stack, _) in self._members.items()}
         self._kinds = {name: _kind(stack) for name, (stack, _) in self._members.items() if stack.curvature.early}
         self._histories = Histories(self._kinds)
         self.spoilt: Tensor | None = None
@@ -126,6 +133,10 @@ class Sums:
 
     def of(self, layer: str) -> dict[str, Tensor]:
         """Return the sums of a layer ``[n, *packed_shape(spec)]``, uninitialised if its tally is at zero."""
+        self._pack(layer)
+        return self._views(layer)
+
+    def _views(self, layer: str) -> dict[str, Tensor]:
         views: dict[str, Tensor] = {}
         for message in self._homes[layer]:
             message.allocate()
@@ -151,7 +162,8 @@ class Sums:
         """Add what one use of a layer shows; its tally is counted afterwards.
 
         The first use in a backward pass is packed at once, so that no whole matrix outlives the hook. Those that follow
-        in the same pass (weights shared over time) are summed whole, and packed together.
+        in the same pass (weights shared over time) are summed whole, and packed together. So is all of a step where the
+        matrices are small and it is calls that take the time: then a stack is packed as one.
 
         Args:
             layer: The layer.
@@ -161,17 +173,18 @@ class Sums:
             sight: What is equal for uses in this pass whose inputs show the same, which is summed up once; None: none.
         """
         tally, event = self.tallies[layer], None if sight is None else (task, sight)
-        if tally.task == task and tally.rows:
+        again = tally.task == task and tally.rows > 0
+        foreseen = {} if again else self._foreseen(layer, use)
+        if again or (self._stays_whole(layer) and not foreseen):
             self._add_whole(layer, observe, self._histories.twin(layer, event))
         else:
             self._pack(layer)
-            foreseen = self._foreseen(layer, use)
             event = None if foreseen else event
             twin = self._histories.twin(layer, event)
             equal = {} if twin is None else self._of_inputs(layer, self.of(twin))
             whole = self._whole(layer, {*foreseen, *equal})
             observe(whole, first=True)
-            self._merge(layer, whole, foreseen, overwrite=not tally.rows)
+            self._merge(layer, whole, foreseen)
             for name, sums in equal.items():
                 self.of(layer)[name].copy_(sums)
         self._histories.go_on(layer, event)
@@ -206,20 +219,55 @@ class Sums:
         wanted = {spec.name for spec in portion_of(stack, self._portions[layer])}
         return {name: sums[name] for name in stack.curvature.early if name in wanted and name in sums}
 
+    def _stays_whole(self, layer: str) -> bool:
+        """Tell whether all that a layer shows in a step is summed whole, beside the other layers of its stack."""
+        return self._small[layer] and self._members[layer][0].device.type != "cpu"
+
     def _whole(self, layer: str, known: Container[str] = ()) -> dict[str, Tensor]:
+        """Return uninitialised memory for the whole sums of a layer, but for those that are known."""
         stack, member = self._members[layer]
-        blocks, like = member.stop - member.start, next(iter(self.of(layer).values()))
-        specs = portion_of(stack, self._portions[layer])
-        return {spec.name: _new(like, blocks, spec) for spec in specs if spec.name not in known}
+        specs = [spec for spec in portion_of(stack, self._portions[layer]) if spec.name not in known]
+        if not self._stays_whole(layer):
+            blocks, like = member.stop - member.start, next(iter(self._views(layer).values()))
+            return {spec.name: _new(like, blocks, spec) for spec in specs}
+        for spec in specs:
+            if (id(stack), spec.name) not in self._stacked:
+                # Each begins where it would in memory of its own: products round by how they are aligned.
+                apart = ceil(spec.numel / _ALIGNED) * _ALIGNED
+                own = torch.empty(stack.size, apart, dtype=stack.dtype, device=stack.device)[:, : spec.numel]
+                self._stacked[id(stack), spec.name] = own.view(-1, *spec.shape)
+        return {spec.name: self._stacked[id(stack), spec.name][member.blocks] for spec in specs}
 
     def _pack(self, layer: str) -> None:
         """Add the whole sums of a layer, if there are any, to those that travel."""
         if layer in self._open:
-            self._merge(layer, self._open.pop(layer), {}, overwrite=False)
+            self._merge(layer, self._open.pop(layer), {})
             self._histories.go_on(layer, "packed")
 
-    def _merge(self, layer: str, whole: dict[str, Tensor], packed: Mapping[str, Tensor], *, overwrite: bool) -> None:
-        views = self.of(layer)
+    def _pack_all(self, message: Message) -> None:
+        """Add all whole sums of the layers of a message to it: those of neighbours in one call, where that can be."""
+        for index, piece in enumerate(message.pieces):
+            names = [member.layer.name for member in piece.members]
+            if all(self._awaits(name) for name in names):
+                message.allocate()
+                for name, packed in message.stacked(index, piece.blocks).items():
+                    spec = next(spec for spec in piece.specs if spec.name == name)
+                    pack(self._stacked[id(piece.stack), name][piece.blocks], spec, packed)
+                for name in names:
+                    del self._open[name]
+                    self._filled.add(name)
+                    self._histories.go_on(name, "packed")
+            for name in names:
+                self._pack(name)
+
+    def _awaits(self, layer: str) -> bool:
+        """Tell whether all of a layer's sums are whole, of a stack whose sums are, and travel together."""
+        waits = layer in self._open and layer not in self._filled
+        return waits and self._stays_whole(layer) and len(self._homes[layer]) == 1
+
+    def _merge(self, layer: str, whole: dict[str, Tensor], packed: Mapping[str, Tensor]) -> None:
+        views, overwrite = self._views(layer), layer not in self._filled
+        self._filled.add(layer)
         for spec in portion_of(self._members[layer][0], self._portions[layer]):
             name, target = spec.name, views[spec.name]
             if overwrite and name in packed:
@@ -268,10 +316,15 @@ class Sums:
             share: How many positions of the loss count (masked tokens) of those that it was taken to have.
             gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
         """
-        for layer in list(self._open):
-            self._pack(layer)
+        self._pack_rest()
         for message in self._messages:
             message.close(self.tallies, share, gain, self.rider)
+
+    def _pack_rest(self) -> None:
+        """Pack all that is still whole."""
+        for message in self._messages if self._open else ():
+            self._pack_all(message)
+        self._stacked.clear()
 
     @property
     def heard(self) -> Tensor | Sequence[float] | None:
@@ -299,7 +352,8 @@ class Sums:
         for tally in self.tallies.values():
             tally.samples = tally.rows = tally.beyond = tally.task_samples = 0
             tally.task = None
-        self._open.clear()
+        for known in (self._open, self._stacked, self._filled):
+            known.clear()
         self._histories.forget()
         self.spoilt = None
         for message in self._messages:

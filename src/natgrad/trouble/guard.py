@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.errors import CurvatureError, require
 from natgrad.linalg import tensor_on
+from natgrad.numerics.joined import joined, together, write_
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.rungs import Rung
 
@@ -58,6 +59,21 @@ _KINDS = ("skipped_factors", "skipped_gradients", "failed_decompositions", *_FAL
 _FACTORS, _REPLAY, _DECOMPOSITION, _HEARD = "factors", "replay", "decomposition of ", "curvature"
 
 
+@dataclass(frozen=True)
+class Trouble:
+    """Blocks of a stack, and in which of them something was not finite.
+
+    Attributes:
+        stack: The stack.
+        blocks: Which blocks, as a slice or as indices.
+        bad: Whether it was not ``[n]`` (bool).
+    """
+
+    stack: Stack
+    blocks: slice | Tensor
+    bad: Tensor
+
+
 class Watch:
     """Counts trouble, on the device where it happens: nothing waits for an accelerator before somebody reads.
 
@@ -74,42 +90,43 @@ class Watch:
         self._streaks: dict[tuple[str, int], tuple[Stack, Tensor]] = {}
         self._checks = 0
 
-    def saw_factors(self, stack: Stack, blocks: slice, bad: Tensor) -> None:
-        """Count the blocks ``[n]`` whose statistics were not finite."""
-        self._count("skipped_factors", _FACTORS, stack, blocks, bad)
+    def saw_factors(self, seen: Sequence[Trouble]) -> None:
+        """Count the blocks whose statistics were not finite."""
+        self._count("skipped_factors", _FACTORS, seen)
 
     def saw_replays(self, stack: Stack, blocks: slice, bad: Tensor) -> None:
         """Count the blocks ``[n]`` of whose replay something was not finite."""
-        self._count("skipped_factors", _REPLAY, stack, blocks, bad)
+        self._count("skipped_factors", _REPLAY, [Trouble(stack, blocks, bad)])
 
-    def saw_gradients(self, stack: Stack, blocks: list[int] | None, bad: Tensor) -> None:
-        """Count the blocks ``[n]`` whose gradients were not finite; None: they are all of the stack."""
-        places = slice(None) if blocks is None else tensor_on(bad.device, blocks)
-        self._count("skipped_gradients", "gradients", stack, places, bad)
+    def saw_gradients(self, seen: Sequence[Trouble]) -> None:
+        """Count the blocks whose gradients were not finite."""
+        self._count("skipped_gradients", "gradients", seen)
 
     def saw_decompositions(self, stack: Stack, part: str, start: int, success: list[bool]) -> None:
         """Count the blocks from `start` on whose decomposition failed."""
         blocks = slice(start, start + len(success))
         bad = ~torch.tensor(success, device="cpu")
-        self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", stack, blocks, bad)
+        self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", [Trouble(stack, blocks, bad)])
 
-    def saw_rungs(self, stack: Stack, members: list[Member], rungs: bool | Tensor) -> None:
-        """Count layers of a stack by what served them in this step, and remember it.
+    def saw_rungs(self, seen: Sequence[tuple[Stack, list[Member], bool | Tensor]]) -> None:
+        """Count layers by what served them in this step, and remember it.
 
         Args:
-            stack: The stack.
-            members: The layers.
-            rungs: Their rungs ``[m]``; a bool: none of them fell back.
+            seen: Stacks, some of their layers, and the rungs of these ``[m]``; a bool: none of them fell back.
         """
-        stack.rungs.last = None
-        if isinstance(rungs, bool) or (rungs.device.type == "cpu" and not bool((rungs > Rung.FRESH).any())):
-            return
-        stack.rungs.last = [member.layer.key for member in members], rungs
-        if rungs.device not in self._fallen:
-            levels = tensor_on(rungs.device, list(_FALLBACKS.values()), rungs.dtype)[:, None]
-            self._fallen[rungs.device] = levels, torch.zeros(len(levels), dtype=torch.int64, device=rungs.device)
-        levels, counts = self._fallen[rungs.device]
-        counts += (rungs == levels).sum(1)
+        fallen = []
+        for stack, members, rungs in seen:
+            stack.rungs.last = None
+            if isinstance(rungs, Tensor) and (rungs.device.type != "cpu" or bool((rungs > Rung.FRESH).any())):
+                stack.rungs.last = [member.layer.key for member in members], rungs
+                fallen.append(rungs)
+        for some in together(fallen, lambda rungs: (rungs.device, rungs.dtype)):
+            own = joined(some)
+            if own.device not in self._fallen:
+                levels = tensor_on(own.device, list(_FALLBACKS.values()), own.dtype)[:, None]
+                self._fallen[own.device] = levels, torch.zeros(len(levels), dtype=torch.int64, device=own.device)
+            levels, counts = self._fallen[own.device]
+            counts += (own == levels).sum(1)
 
     def trouble(self, stack: Stack) -> Tensor:
         """Return how often in a row the curvature of each layer of a stack could not be renewed ``[M]``."""
@@ -174,16 +191,19 @@ class Watch:
         """Forget streaks: the stacks have changed."""
         self._streaks.clear()
 
-    def _count(self, total: str, kind: str, stack: Stack, blocks: slice | Tensor, bad: Tensor) -> None:
-        key = (kind, id(stack))
-        fine = bad.device.type == "cpu" and not bool(bad.any())
-        if fine and key not in self._streaks:
-            return
-        known = self._streaks.get(key)
-        streak = known[1] if known else torch.zeros(stack.size, dtype=torch.int32, device=bad.device)
-        streak[blocks] = (streak[blocks] + 1) * bad
-        self._streaks[key] = (stack, streak)
-        self._add(total, bad.sum())
+    def _count(self, total: str, kind: str, seen: Sequence[Trouble]) -> None:
+        for some in together(seen, lambda one: (one.bad.device, None)):
+            bad, keys = joined([one.bad for one in some]), [(kind, id(one.stack)) for one in some]
+            fine = bad.device.type == "cpu" and not bool(bad.any())
+            if fine and not any(key in self._streaks for key in keys):
+                continue
+            places: list[tuple[Tensor, slice | Tensor]] = []
+            for one, key in zip(some, keys, strict=True):
+                if key not in self._streaks:
+                    self._streaks[key] = one.stack, torch.zeros(one.stack.size, dtype=torch.int32, device=bad.device)
+                places.append((self._streaks[key][1], one.blocks))
+            write_(places, (joined([streak[blocks] for streak, blocks in places]) + 1) * bad)
+            self._add(total, bad.sum())
 
     def _add(self, total: str, more: Tensor) -> None:
         before = self._totals[total]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from natgrad.linalg import tensor_on
+from natgrad.numerics.joined import joined, parted, write_
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.rungs import Rung
 from natgrad.trouble.guard import Guard
@@ -117,26 +118,23 @@ class Ladder:
 
     def _descend_together(self, cases: Sequence[Case]) -> list[Outcome]:
         """Do what `_descend` does of several stacks of which nothing is known to have failed, in few calls for all."""
-        places, sizes = [case.blocks for case in cases], [len(case.W) for case in cases]
-        rungs = [case.stack.rungs for case in cases]
-        inner = torch.cat([dots(case.V, case.W) for case in cases])
-        square = torch.cat([dots(case.W, case.W) for case in cases])
+        rungs, places = [case.stack.rungs for case in cases], [case.blocks for case in cases]
+        inners = [dots(case.V, case.W) for case in cases]
+        inner, square = joined(inners), joined([dots(case.W, case.W) for case in cases])
         finite = square < math.inf
-        failing = finite & ~_is_sound(inner, square, definite=True)
-        sunk = [own.allocate_sunk(inner.device) for own in rungs]
-        failed = torch.cat([own[blocks] for own, blocks in zip(sunk, places, strict=True)]) | failing
-        for own, blocks, some in zip(rungs, places, failed.split(sizes), strict=True):
-            own.allocate_sunk(inner.device)[blocks] = some
+        sunk = [(own.allocate_sunk(inner.device), blocks) for own, blocks in zip(rungs, places, strict=True)]
+        failed = joined([known[blocks] for known, blocks in sunk])
+        failed = failed | (finite & ~_is_sound(inner, square, definite=True))
+        write_(sunk, failed)
+        for own in rungs:
             own.suspected = False
-        if self.measures:
-            for case, blocks, natural in zip(cases, places, (finite & ~failed).split(sizes), strict=True):
-                self._measure(case.stack, blocks, case.V, natural)
+        self._measure(cases, finite & ~failed)
         lost = finite & failed
         norms = zip(rungs, cases, places, strict=True)
-        scale = _graft(torch.cat([own.allocate_norm(case.W)[blocks] for own, case, blocks in norms]), square)
+        scale = _graft(joined([own.allocate_norm(case.W)[blocks] for own, case, blocks in norms]), square)
         told = torch.full_like(inner, Rung.FRESH).masked_fill_(lost, Rung.GRAFTED)
         inner = torch.where(lost, square * scale, inner)
-        split = (each.split(sizes) for each in (lost, scale, inner, told))
+        split = (parted(each, inners) for each in (lost, scale, inner, told))
         return [
             Outcome(
                 torch.where(gone[:, None, None], case.W * share[:, None, None], case.V),
@@ -160,7 +158,7 @@ class Ladder:
         if eager and not known and start is True:
             low, high = map(float, inner.aminmax())
             if (0 if definite else -math.inf) < low and high < math.inf:
-                self._measure(stack, blocks, V)
+                self._measure([case])
                 return Outcome(V, inner, True, plain=False)
         square = dots(W, W)
         finite = square < math.inf
@@ -173,8 +171,7 @@ class Ladder:
         sunk = stack.rungs.allocate_sunk(W.device)
         failed = sunk[blocks] | failing
         sunk[blocks] = failed
-        if self.measures:
-            self._measure(stack, blocks, V, held & ~failed)
+        self._measure([case], held & ~failed)
         lost = held & failed
         if isinstance(first, Tensor):
             lost |= finite & (first == Rung.DIAGONAL)
@@ -226,17 +223,18 @@ class Ladder:
         V = torch.where(fine[:, None, None], upper, V)
         return V, torch.where(fine, own, inner), torch.where(fine, float(Rung.DIAGONAL), rungs)
 
-    def _measure(self, stack: Stack, blocks: slice | Tensor, V: Tensor, natural: Tensor | None = None) -> None:
+    def _measure(self, cases: Sequence[Case], natural: Tensor | None = None) -> None:
         """Remember the norms of preconditioned gradients, of the blocks that are `natural` ``[N]``; None: of all."""
         if not self.measures:
             return
-        norms, seen = stack.rungs.allocate_norm(V), torch.linalg.vector_norm(V, dim=(1, 2))
-        before = norms[blocks]
+        norms = [(case.stack.rungs.allocate_norm(case.V), case.blocks) for case in cases]
+        seen = joined([torch.linalg.vector_norm(case.V, dim=(1, 2)) for case in cases])
+        before = joined([known[blocks] for known, blocks in norms])
         after = torch.where(before > 0, torch.lerp(seen, before, _DECAY), seen)
         counts = (seen > 0) & (seen < math.inf)
-        for condition in (natural, None if self.spoilt is None else ~self.spoilt.to(V.device)):
+        for condition in (natural, None if self.spoilt is None else ~self.spoilt.to(seen.device)):
             counts = counts if condition is None else counts & condition
-        norms[blocks] = torch.where(counts, after, before)
+        write_(norms, torch.where(counts, after, before))
 
 
 def _is_sound(inner: Tensor, square: Tensor, *, definite: bool) -> Tensor:

@@ -1,0 +1,66 @@
+"""Tensors of several stacks worked on as one, where it is calls that take the time: on a GPU, not on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+_TOGETHER = 2**26  # bytes of what is worked on together that are held at once
+
+
+def together(
+    items: Iterable[T], place: Callable[[T], tuple[torch.device, object]], nbytes: Callable[[T], int] = lambda _: 0
+) -> Iterator[list[T]]:
+    """Yield items of one place together; on a CPU, one by one as they come.
+
+    Args:
+        items: The items, of which no more are drawn than it takes.
+        place: Where an item is, and what else is equal for those that may be worked on together.
+        nbytes: What an item holds until its group was dealt with: no group holds more than `_TOGETHER`, or one item.
+    """
+    groups: dict[object, tuple[int, list[T]]] = {}
+    for item in items:
+        device, *_ = key = place(item)
+        if device.type == "cpu":
+            yield [item]
+            continue
+        own = nbytes(item)
+        size, group = groups.get(key, (0, []))
+        if group and size + own > _TOGETHER:
+            yield group
+            size, group = 0, []
+        groups[key] = size + own, [*group, item]
+    for _, group in groups.values():
+        yield group
+
+
+def joined(vectors: Sequence[Tensor]) -> Tensor:
+    """Return vectors as one, a single one as it is."""
+    return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors))
+
+
+def parted(joint: Tensor, vectors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of one vector, of the lengths that others have."""
+    return [joint] if len(vectors) == 1 else list(joint.split([len(own) for own in vectors]))
+
+
+def write_(targets: Sequence[tuple[Tensor, slice | Tensor]], joint: Tensor) -> None:
+    """Write one vector into parts of others, end to end.
+
+    Args:
+        targets: The others, and which of their entries: a slice, or indices.
+        joint: What to write.
+    """
+    views = [target[entries] for target, entries in targets]
+    values = parted(joint, views)
+    direct = [index for index, (_, entries) in enumerate(targets) if isinstance(entries, slice)]
+    if direct:
+        torch._foreach_copy_([views[index] for index in direct], [values[index] for index in direct])
+    for (target, entries), own in zip(targets, values, strict=True):
+        if not isinstance(entries, slice):
+            target[entries] = own
