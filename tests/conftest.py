@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
@@ -36,7 +36,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def tensors_of_compiled_models(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leave tensors to torch where it compiles."""
-    with device.as_torch_does() if request.node.get_closest_marker("compiles") else nullcontext():
+def tensors(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave tensors to torch where it compiles, and to tests that have some on a GPU and others not."""
+    if request.node.get_closest_marker("compiles"):
+        place: AbstractContextManager[object] = device.as_torch_does()
+    else:
+        place = device.untold() if request.path.parent.name == "cuda" else nullcontext()
+    with place:
         yield

@@ -66,6 +66,13 @@ def as_torch_does() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def untold() -> Iterator[None]:
+    """Have tensors made where nothing is said of this run's device."""
+    with nullcontext() if name() == "cpu" else _pop_mode_temporarily():
+        yield
+
+
 def generator(seed: int) -> torch.Generator:
     """A generator for functions of the library that are called with tensors of this run."""
     return torch.Generator(name()).manual_seed(seed)

@@ -171,14 +171,10 @@ def test_bases_are_turned_where_that_takes_less_than_to_begin_anew(monkeypatch):
     for name, value in {"_MIDDLE": 320, "_FEW": 256, "_TOGETHER": 512}.items():
         monkeypatch.setattr(iterative, name, value)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert [iterative._turns(cpu, 1, size) for size in (319, 320)] == [False, True]
-    assert not iterative._turns(gpu, 40, 256)
-    assert [iterative._turns(gpu, *each) for each in ((1, 512), (2, 256), (2, 257), (1, 513))] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    assert [iterative._turns(cpu, 1, size, 2) for size in (319, 320)] == [0, 2]
+    sizes = [(40, 256), (1, 512), (2, 256), (2, 257), (1, 513), (2, 513)]
+    assert [iterative._turns(gpu, *each, 2) for each in sizes] == [0, 0, 0, 2, 1, 2]
+    assert iterative._turns(gpu, 1, 513, 0) == 0
 
 
 def test_few_of_a_slow_drift_are_decomposed_from_scratch():

@@ -11,7 +11,7 @@ from natgrad import KFAC, Preconditioner
 from natgrad.curvature import Spec
 from natgrad.stacks import pieces
 from natgrad.stacks.blocks import Stack
-from natgrad.sums.sums import _new
+from natgrad.sums.whole import alone
 from tests.every import EVERY, Training, batch
 
 LIMIT = 2**21
@@ -78,8 +78,8 @@ def test_renewals_read_a_few_blocks_at_a_time_and_of_what_balances_them_the_diag
 @pytest.mark.parametrize("size", [128, 129, 255, 256, 257])
 def test_rows_of_wide_sums_begin_as_far_apart_whatever_the_bias_adds(size):
     spec = Spec(name="A", shape=(size, size), symmetric=True)
-    own = _new(torch.empty(0), 2, spec)
+    own = alone(torch.empty(0), 2, spec)
     assert own.shape == (2, size, size)
     assert own.stride(-1) == 1
     assert own.stride(-2) == {128: 144, 129: 144, 255: 272, 256: 272, 257: 272}[size]
-    assert _new(torch.empty(0), 2, Spec(name="A", shape=(127, 127), symmetric=True)).is_contiguous()
+    assert alone(torch.empty(0), 2, Spec(name="A", shape=(127, 127), symmetric=True)).is_contiguous()

@@ -54,7 +54,7 @@ def add_lower_product_(
     product = Tensor.addmm_ if out.ndim == 2 else Tensor.baddbmm_
     on_cpu = out.device.type == "cpu"
     whole, panel = _CPU if on_cpu else _GPU
-    if not on_cpu and out.shape[-1] <= panel:  # what cutting it takes on the host would not be earned back
+    if not on_cpu and out.shape[-1] <= panel:  # it is one piece: the host is spared cutting it out
         product(out, left, right, beta=float(not overwrite), alpha=scale)
         return
     # A product times a number is another kind; what has just been written is still in a cache.

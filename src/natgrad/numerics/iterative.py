@@ -120,7 +120,7 @@ class Warm:
             rounded: Whether those that are not orthogonal may be so for they were rounded.
         """
         limit = self.tolerance * norm
-        most = self.iterations if _turns(F.device, *F.shape[:2]) else 0
+        most = _turns(F.device, len(F), F.shape[-1], self.iterations)
         reach = limit * max(1.0, _GAIN * most)
         leading = limit * (_LEADING if most else 1.0)
         tested = _tested(F, Q, leading, torch.hypot(leading, _ROUNDED * norm) if rounded else leading)
@@ -206,9 +206,13 @@ def _tests(device: torch.device, count: int, size: int) -> bool:
     return device.type != "cpu" or size >= (_SMALL if count >= _MANY else _MIDDLE)
 
 
-def _turns(device: torch.device, count: int, size: int) -> bool:
-    """Tell whether it may be quicker to turn a basis than to decompose its matrix from scratch."""
-    return size >= _MIDDLE if device.type == "cpu" else size > _FEW and count * size > _TOGETHER
+def _turns(device: torch.device, count: int, size: int, allowed: int) -> int:
+    """Return how often matrices may be turned in less time than decomposing them from scratch takes."""
+    if device.type == "cpu":
+        return allowed if size >= _MIDDLE else 0
+    if size <= _FEW or count * size <= _TOGETHER:
+        return 0
+    return min(allowed, 1) if count == 1 else allowed
 
 
 def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor] | None:
@@ -231,7 +235,7 @@ def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tens
         return [Y], *_rayleigh(Q, Y), torch.zeros_like(reach)
     rest = size - max(1, size // _TESTED)
     leading, others = Q[..., rest:], Q[..., :rest]
-    with plain_products(F.device, leading.numel() / len(Q) * size):
+    with plain_products(F.device, leading.shape[-2:].numel() * size):
         last = product(F, leading)
     last_values, beyond = _rayleigh(leading, last)
     lost = beyond > far  # mostly all of them are, or none: then nobody asks whether they are orthogonal

@@ -35,8 +35,8 @@ def together(
             yield group
             size, group = 0, []
         groups[key] = size + own, [*group, item]
-    for _, group in groups.values():
-        yield group
+    while groups:  # none is held any more when it was dealt with
+        yield groups.pop(next(iter(groups)))[1]
 
 
 def joined(vectors: Sequence[Tensor]) -> Tensor:
@@ -56,11 +56,13 @@ def write_(targets: Sequence[tuple[Tensor, slice | Tensor]], joint: Tensor) -> N
         targets: The others, and which of their entries: a slice, or indices.
         joint: What to write.
     """
-    views = [target[entries] for target, entries in targets]
-    values = parted(joint, views)
-    direct = [index for index, (_, entries) in enumerate(targets) if isinstance(entries, slice)]
-    if direct:
-        torch._foreach_copy_([views[index] for index in direct], [values[index] for index in direct])
-    for (target, entries), own in zip(targets, values, strict=True):
-        if not isinstance(entries, slice):
+    places = [target[entries] if isinstance(entries, slice) else entries for target, entries in targets]
+    direct, values = [], []
+    for (target, entries), place, own in zip(targets, places, parted(joint, places), strict=True):
+        if isinstance(entries, slice):
+            direct.append(place)
+            values.append(own)
+        else:
             target[entries] = own
+    if direct:
+        torch._foreach_copy_(direct, values)

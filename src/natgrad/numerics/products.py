@@ -51,7 +51,7 @@ def quick_products(device: torch.device, multiply_adds: float = inf) -> Iterator
 
 @contextmanager
 def plain_products(device: torch.device, multiply_adds: float) -> Iterator[None]:
-    """Compute products that are so small by torch's own routine, inside `quick_products` for larger ones."""
+    """Compute products that are so small by torch's own routine, in full, inside `quick_products` for larger ones."""
     before = _MATMUL.fp32_precision if device.type == "cpu" and multiply_adds < _WORTH and _onednn_is_full() else None
     if torch.compiler.is_compiling() or before != _QUICK:
         yield

@@ -80,12 +80,15 @@ class _Update:
         stack = self.piece.stack
         return stack.averages.read(self.spec.name, self.piece.blocks).to(stack.dtype)
 
+    @property
+    def narrow(self) -> bool:
+        """Whether it is kept in a dtype too narrow to be renewed in."""
+        return self.piece.stack.averages.narrow(self.spec.name)
+
     def write(self, average: Tensor, seed: int) -> None:
         """Keep an average that is no view."""
-        averages = self.piece.stack.averages
-        if averages.narrow(self.spec.name):
-            generator = torch.Generator(average.device).manual_seed(seed)
-            averages.write(self.spec.name, self.piece.blocks, average, generator)
+        generator = torch.Generator(average.device).manual_seed(seed)
+        self.piece.stack.averages.write(self.spec.name, self.piece.blocks, average, generator)
 
 
 def _average(pieces: Sequence[Arrived], fine: Sequence[Tensor], sums: Sums | Departed, seed: int) -> None:
@@ -114,20 +117,26 @@ def _average(pieces: Sequence[Arrived], fine: Sequence[Tensor], sums: Sums | Dep
 
 def _blend(updates: Sequence[_Update], seed: int) -> None:
     """Renew running averages in place; what is not fine, and anything may be fresh there, stays as it is."""
-    averages = [own.average for own in updates]
-    others = []
-    for own, average in zip(updates, averages, strict=True):
-        if own.fine.device.type == "cpu" and bool(own.fine.all()):
-            average.mul_(own.decay).addcmul_(own.fresh, along(own.share, own.fresh.ndim - 1))
-        else:
-            others.append((own, average))
-    if others:
-        aged = torch._foreach_mul([average for _, average in others], [own.decay for own, _ in others])
-        for (own, average), blended in zip(others, aged, strict=True):
-            blended.addcmul_(own.fresh, along(own.share, own.fresh.ndim - 1))
-            torch.where(along(own.fine, own.fresh.ndim - 1), blended, average, out=average)
-    for own, average in zip(updates, averages, strict=True):
-        own.write(average, seed)
+    joint = [own for own in updates if own.fine.device.type != "cpu" and not own.narrow]
+    averages = [own.average for own in joint]
+    aged = torch._foreach_mul(averages, [own.decay for own in joint]) if joint else []
+    for own, average, other in zip(joint, averages, aged, strict=True):
+        _settle(own, average, other)
+    for own in updates:
+        if own.narrow or own.fine.device.type == "cpu":
+            average = own.average
+            if own.fine.device.type == "cpu" and bool(own.fine.all()):
+                average.mul_(own.decay).addcmul_(own.fresh, along(own.share, own.fresh.ndim - 1))
+            else:
+                _settle(own, average, average * own.decay)
+            if own.narrow:
+                own.write(average, seed)
+
+
+def _settle(own: _Update, average: Tensor, aged: Tensor) -> None:
+    """Write what is fresh beside what has `aged` into an average, where it is fine."""
+    aged.addcmul_(own.fresh, along(own.share, own.fresh.ndim - 1))
+    torch.where(along(own.fine, own.fresh.ndim - 1), aged, average, out=average)
 
 
 def _correct(pieces: Sequence[Arrived], fine: Sequence[Tensor], decay: float) -> None:
@@ -135,10 +144,9 @@ def _correct(pieces: Sequence[Arrived], fine: Sequence[Tensor], decay: float) ->
     places: list[tuple[Tensor, slice | Tensor]] = []
     which = []
     for piece, own in zip(pieces, fine, strict=True):
-        weights = [piece.stack.weight_of(spec.name) for spec in _specs(piece)]
-        for weight in {id(weight): weight for weight in weights}.values():
-            if weight is not None:
-                places.append((weight, piece.blocks))
-                which.append(own)
+        weights = (piece.stack.weight_of(spec.name) for spec in _specs(piece))
+        for weight in {id(weight): weight for weight in weights if weight is not None}.values():
+            places.append((weight, piece.blocks))
+            which.append(own)
     before = joined([weight[blocks] for weight, blocks in places])
     write_(places, torch.where(joined(which), decay * before + (1 - decay), before))

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
-from math import ceil
+from itertools import groupby
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from natgrad.curvature import Spec
-from natgrad.lapack import collide
 from natgrad.placement import Posted, Runtime
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import pack
 from natgrad.sums.choice import WHOLE, Choice
 from natgrad.sums.histories import Histories
 from natgrad.sums.messages import Arrived, Departed, Message, Portion, Tally, neighbours, portion_of
-
-_SMALL = 2**19  # the most elements of matrices that are left whole for a step, where that saves calls
-_ALIGNED = 128  # elements
-_WIDE, _STEP = 128, 16  # columns from which on `_new` sets rows apart, and what their distance is a multiple of
+from natgrad.sums.whole import Whole, alone
 
 
 class Observe(Protocol):
@@ -66,11 +61,9 @@ class Sums:
         self.rider: Sequence[float] = ()
         self._members = {member.layer.name: (stack, member) for stack in stacks for member in stack.members}
         self.tallies = {name: Tally() for name in self._members}
-        self._open: dict[str, dict[str, Tensor]] = {}  # whole sums of layers
-        self._stacked: dict[tuple[int, str], Tensor] = {}  # the memory of those of all layers of a stack, and of what
-        self._filled: set[str] = set()  # the layers that have packed sums
-        small = {id(stack): all(spec.numel <= _SMALL for spec in stack.statistics) for stack in stacks}
-        self._small = {name: small[id(stack)] for name, (stack, _) in self._members.items()}
+        self._open: dict[str, dict[str, Tensor]] = {}  # sums of layers that are not packed yet
+        self._filled: set[str] = set()  # the layers that have packed ones
+        self._memory = Whole(stacks)
         self._kinds = {name: _kind(stack) for name, (stack, _) in self._members.items() if stack.curvature.early}
         self._histories = Histories(self._kinds)
         self.spoilt: Tensor | None = None
@@ -205,13 +198,21 @@ class Sums:
         return {}
 
     def _add_whole(self, layer: str, observe: Observe, twin: str | None) -> None:
-        """Add what a further use in the same pass shows, or take of it what a `twin` has whole."""
+        """Add what a use shows to the whole sums of a layer, or take of it what a `twin` has whole."""
         begun = layer in self._open
-        own = self._open[layer] if begun else self._open.setdefault(layer, self._whole(layer))
-        equal = {} if twin is None else self._of_inputs(layer, self._open.get(twin, {}))
-        observe({name: sums for name, sums in own.items() if name not in equal}, first=not begun)
+        own = self._open[layer] if begun else self._whole(layer)
+        same = twin is not None and self._stays_whole(twin) == self._stays_whole(layer)  # else others are packed by now
+        equal = self._of_inputs(layer, self._open.get(twin, {})) if twin is not None and same else {}
+        try:
+            observe({name: sums for name, sums in own.items() if name not in equal}, first=not begun)
+        except BaseException:
+            if begun:  # who goes on in spite of it may have half of a use there: then none of this step counts
+                for sums in own.values():
+                    sums.fill_(torch.nan)
+            raise
         for name, sums in equal.items():
             own[name].copy_(sums)
+        self._open[layer] = own
 
     def _of_inputs(self, layer: str, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what there is among `sums` that the inputs alone show, as far as it is collected of a layer."""
@@ -221,22 +222,16 @@ class Sums:
 
     def _stays_whole(self, layer: str) -> bool:
         """Tell whether all that a layer shows in a step is summed whole, beside the other layers of its stack."""
-        return self._small[layer] and self._members[layer][0].device.type != "cpu"
+        return self._memory.takes(self._members[layer][0])
 
     def _whole(self, layer: str, known: Container[str] = ()) -> dict[str, Tensor]:
         """Return uninitialised memory for the whole sums of a layer, but for those that are known."""
         stack, member = self._members[layer]
         specs = [spec for spec in portion_of(stack, self._portions[layer]) if spec.name not in known]
-        if not self._stays_whole(layer):
-            blocks, like = member.stop - member.start, next(iter(self._views(layer).values()))
-            return {spec.name: _new(like, blocks, spec) for spec in specs}
-        for spec in specs:
-            if (id(stack), spec.name) not in self._stacked:
-                # Each begins where it would in memory of its own: products round by how they are aligned.
-                apart = ceil(spec.numel / _ALIGNED) * _ALIGNED
-                own = torch.empty(stack.size, apart, dtype=stack.dtype, device=stack.device)[:, : spec.numel]
-                self._stacked[id(stack), spec.name] = own.view(-1, *spec.shape)
-        return {spec.name: self._stacked[id(stack), spec.name][member.blocks] for spec in specs}
+        if self._stays_whole(layer):
+            return {spec.name: self._memory.of(stack, spec, member.blocks) for spec in specs}
+        like = next(iter(self._views(layer).values()))
+        return {spec.name: alone(like, member.stop - member.start, spec) for spec in specs}
 
     def _pack(self, layer: str) -> None:
         """Add the whole sums of a layer, if there are any, to those that travel."""
@@ -247,18 +242,26 @@ class Sums:
     def _pack_all(self, message: Message) -> None:
         """Add all whole sums of the layers of a message to it: those of neighbours in one call, where that can be."""
         for index, piece in enumerate(message.pieces):
-            names = [member.layer.name for member in piece.members]
-            if all(self._awaits(name) for name in names):
-                message.allocate()
-                for name, packed in message.stacked(index, piece.blocks).items():
-                    spec = next(spec for spec in piece.specs if spec.name == name)
-                    pack(self._stacked[id(piece.stack), name][piece.blocks], spec, packed)
-                for name in names:
-                    del self._open[name]
-                    self._filled.add(name)
-                    self._histories.go_on(name, "packed")
-            for name in names:
-                self._pack(name)
+            for together, run in groupby(piece.members, lambda member: self._awaits(member.layer.name)):
+                members = list(run)
+                if together:
+                    self._pack_run(message, index, members)
+                for member in members:
+                    self._pack(member.layer.name)
+            if not any(member.layer.name in self._open for member in piece.stack.members):
+                self._memory.drop(piece.stack)
+
+    def _pack_run(self, message: Message, index: int, members: Sequence[Member]) -> None:
+        """Pack neighbours of a message's piece that all await it."""
+        message.allocate()
+        piece, blocks = message.pieces[index], slice(members[0].start, members[-1].stop)
+        packed = message.stacked(index, blocks)
+        for spec in piece.specs:
+            pack(self._memory.of(piece.stack, spec, blocks), spec, packed[spec.name])
+        for member in members:
+            del self._open[member.layer.name]
+            self._filled.add(member.layer.name)
+            self._histories.go_on(member.layer.name, "packed")
 
     def _awaits(self, layer: str) -> bool:
         """Tell whether all of a layer's sums are whole, of a stack whose sums are, and travel together."""
@@ -324,7 +327,7 @@ class Sums:
         """Pack all that is still whole."""
         for message in self._messages if self._open else ():
             self._pack_all(message)
-        self._stacked.clear()
+        self._memory.clear()
 
     @property
     def heard(self) -> Tensor | Sequence[float] | None:
@@ -352,26 +355,12 @@ class Sums:
         for tally in self.tallies.values():
             tally.samples = tally.rows = tally.beyond = tally.task_samples = 0
             tally.task = None
-        for known in (self._open, self._stacked, self._filled):
+        for known in (self._open, self._filled, self._memory):
             known.clear()
         self._histories.forget()
         self.spoilt = None
         for message in self._messages:
             message.release()
-
-
-def _new(like: Tensor, blocks: int, spec: Spec) -> Tensor:
-    """Return uninitialised memory ``[blocks, *shape]`` for whole sums.
-
-    Rows of wide matrices begin as far apart in those of 256 columns as in those of 257, so that products write both in
-    the same way (`natgrad.gram.rows`), and so that columns do not `collide` in caches.
-    """
-    columns = spec.shape[-1] if spec.symmetric and like.device.type == "cpu" else 0
-    if columns < _WIDE:
-        return like.new_empty(blocks, *spec.shape)
-    apart = _STEP * (columns // _STEP + 1)
-    apart += _STEP if collide(apart, like.dtype) else 0
-    return like.new_empty(blocks, *spec.shape[:-1], apart)[..., :columns]
 
 
 def _kind(stack: Stack) -> Hashable:

@@ -128,10 +128,11 @@ class Ladder:
         write_(sunk, failed)
         for own in rungs:
             own.suspected = False
-        self._measure(cases, finite & ~failed)
+        if self.measures:
+            self._measure(cases, finite & ~failed)
         lost = finite & failed
-        norms = zip(rungs, cases, places, strict=True)
-        scale = _graft(joined([own.allocate_norm(case.W)[blocks] for own, case, blocks in norms]), square)
+        norms = [case.stack.rungs.allocate_norm(case.W)[blocks] for case, blocks in zip(cases, places, strict=True)]
+        scale = _graft(joined(norms), square)
         told = torch.full_like(inner, Rung.FRESH).masked_fill_(lost, Rung.GRAFTED)
         inner = torch.where(lost, square * scale, inner)
         split = (parted(each, inners) for each in (lost, scale, inner, told))
@@ -158,7 +159,8 @@ class Ladder:
         if eager and not known and start is True:
             low, high = map(float, inner.aminmax())
             if (0 if definite else -math.inf) < low and high < math.inf:
-                self._measure([case])
+                if self.measures:
+                    self._measure([case])
                 return Outcome(V, inner, True, plain=False)
         square = dots(W, W)
         finite = square < math.inf
@@ -171,7 +173,8 @@ class Ladder:
         sunk = stack.rungs.allocate_sunk(W.device)
         failed = sunk[blocks] | failing
         sunk[blocks] = failed
-        self._measure([case], held & ~failed)
+        if self.measures:
+            self._measure([case], held & ~failed)
         lost = held & failed
         if isinstance(first, Tensor):
             lost |= finite & (first == Rung.DIAGONAL)
@@ -225,8 +228,6 @@ class Ladder:
 
     def _measure(self, cases: Sequence[Case], natural: Tensor | None = None) -> None:
         """Remember the norms of preconditioned gradients, of the blocks that are `natural` ``[N]``; None: of all."""
-        if not self.measures:
-            return
         norms = [(case.stack.rungs.allocate_norm(case.V), case.blocks) for case in cases]
         seen = joined([torch.linalg.vector_norm(case.V, dim=(1, 2)) for case in cases])
         before = joined([known[blocks] for known, blocks in norms])
