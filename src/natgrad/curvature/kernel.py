@@ -217,24 +217,24 @@ def pivoted_cholesky(Q: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     N, rows = Q.shape[:2]
     remaining = Q.diagonal(dim1=-2, dim2=-1).clone()
-    largest = remaining.amax(-1)
     tolerance = 1e-12 if Q.dtype == torch.float64 else rows * torch.finfo(Q.dtype).eps
+    least, nothing = remaining.amax(-1) * tolerance, Q.new_zeros(())
     L = Q.new_zeros(N, count, rows)  # transposed, so that each column is written and read in one piece
-    pivots = torch.zeros(N, count, dtype=torch.long, device=Q.device)
-    live = torch.zeros(N, count, dtype=torch.bool, device=Q.device)
     blocks, going = torch.arange(N, device=Q.device), torch.ones(N, dtype=torch.bool, device=Q.device)
-    taken = torch.zeros(N, rows, dtype=torch.bool, device=Q.device)
-    for index in range(min(count, rows)):
+    places, goes = [], []
+    for index in range(min(count, rows)):  # few calls, which take the time on a GPU
         pivot, place = remaining.max(-1)
-        going = going & (pivot > tolerance * largest)
+        going = going & (pivot > least)
         before = L[:, :index]
         column = torch.baddbmm(Q[blocks, place][:, None], before[blocks, :, place][:, None], before, alpha=-1)[:, 0]
-        # What is left of the rows taken before is rounding.
-        column = torch.where(going[:, None] & ~taken, column / pivot[:, None].sqrt(), 0)
-        L[:, index], pivots[:, index], live[:, index] = column, place, going
-        taken[blocks, place] |= going
-        remaining = torch.where(taken, -1, remaining - column.square())
-    return L.mT, pivots, live
+        # What is left of the rows taken before, whose diagonal is -inf, is rounding.
+        column = torch.where((remaining > -torch.inf) & going[:, None], column / pivot[:, None].sqrt(), nothing)
+        L[:, index] = column
+        remaining = remaining.addcmul(column, column, value=-1).scatter_(1, place[:, None], -torch.inf)
+        places.append(place)
+        goes.append(going)
+    missing = (0, count - len(places))
+    return L.mT, pad(torch.stack(places, 1), missing), pad(torch.stack(goes, 1), missing)
 
 
 def scores(A: Tensor, G: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from time import perf_counter
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from natgrad.curvature import kernel
+from natgrad.linalg import tensor_on
+from natgrad.numerics.joined import together
 from natgrad.numerics.products import full_products, quick_products
 from natgrad.placement import Plan, Runtime
 from natgrad.rows.collected import Collected, joined
@@ -163,46 +166,63 @@ class Renewal:
         for own in _groups(seen, lambda one: (id(one.stack),)):
             rows = max(one.chosen.A.shape[1] for one in own)
             drafts[id(own[0].stack)] = (own[0].stack.draft(rows), rows)
-        for one in seen:
-            self._invert(one, drafts[id(one.stack)][0])
+        for some in together(seen, self._place, _nbytes):
+            self._invert(some, drafts[id(some[0].stack)][0])
         if gathers:
             give(seen, self.plan, self.runtime)
         for own in _groups(seen, lambda one: (id(one.stack),)):
             stack, (fresh, rows) = own[0].stack, drafts[id(own[0].stack)]
             for one in own:
-                _write(fresh, "M", one, one.M.to(stack.device), rows)
-                self._judge(one)
+                _write(fresh, "M", one.member.blocks, one.M.to(stack.device), rows)
+            self._judge(own)
             stack.install(fresh, rows, {one.member: one.fine for one in own})
 
-    def _invert(self, one: Seen, fresh: Kept) -> None:
-        """Write the rows into what will be held, and where this rank is the owner make M of them as they are there."""
-        stack, started, blocks = one.stack, perf_counter(), one.member.blocks
-        rows = fresh["A"].shape[1]
-        stack.allocate_averages()[blocks] = 1  # as those that have been seen
-        _write(fresh, "A", one, one.chosen.A, rows)
-        _write(fresh, "G", one, one.chosen.G, rows)
-        damping = self.damping * stack.factor
-        fresh["samples"][blocks], fresh["damping"][blocks] = one.samples, damping
-        if "Y" in fresh:
-            _write(fresh, "Y", one, _links(one.chosen, damping), rows)
-        own = one.chosen.A.shape[1]
-        owner = self.plan.seats[one.member.layer.key].owners["M"]
-        if owner in (None, self.runtime.rank):
-            A, G = (fresh.read(name, blocks)[:, :own].to(stack.work_dtype) for name in ("A", "G"))
-            with full_products(stack.device), quick_products(stack.device):
-                one.M, fine = kernel.inverted(A, G, one.chosen.Y, samples=one.samples, damping=damping)
-            one.fine = [bool(flag) for flag in (fine & one.chosen.fine & one.finite).tolist()]
-        else:
-            one.M = torch.zeros(one.blocks, own, own, dtype=stack.work_dtype, device=stack.device)
-            one.fine = [False] * one.blocks
-        stack.charge([one.member], perf_counter() - started)
+    def _place(self, one: Seen) -> tuple[torch.device, object]:
+        """Return where a layer's M is made, and what else is equal for those that are made together."""
+        return one.stack.device, (id(one.stack), one.samples, one.chosen.A.shape[1], self._owns(one))
 
-    def _judge(self, one: Seen) -> None:
-        """Count what failed: rows that are not finite, or what was made of finite ones."""
-        self.watch.saw_factors([Trouble(one.stack, one.member.blocks, ~one.finite)])
-        usable = one.finite.tolist()
-        made = [fine or not finite for fine, finite in zip(one.fine, usable, strict=True)]
-        self.watch.saw_decompositions(one.stack, "M", one.member.start, made)
+    def _owns(self, one: Seen) -> bool:
+        return self.plan.seats[one.member.layer.key].owners["M"] in (None, self.runtime.rank)
+
+    def _invert(self, some: Sequence[Seen], fresh: Kept) -> None:
+        """Write the rows of layers alike into what will be held; where this rank is the owner make M of them as there.
+
+        Args:
+            some: The layers.
+            fresh: What their stack will hold.
+        """
+        stack, started, members = some[0].stack, perf_counter(), [one.member for one in some]
+        rows, own = fresh["A"].shape[1], some[0].chosen.A.shape[1]
+        chosen, blocks, damping = _together([one.chosen for one in some]), _blocks(members), self.damping * stack.factor
+        places = blocks if isinstance(blocks, slice) else tensor_on(stack.device, blocks)
+        stack.allocate_averages()[places] = 1  # as those that have been seen
+        _write(fresh, "A", places, chosen.A, rows)
+        _write(fresh, "G", places, chosen.G, rows)
+        fresh["samples"][places], fresh["damping"][places] = some[0].samples, damping
+        if "Y" in fresh:
+            _write(fresh, "Y", places, _links(chosen, damping), rows)
+        if self._owns(some[0]):
+            A, G = (fresh.read(name, places)[:, :own].to(stack.work_dtype) for name in ("A", "G"))
+            with full_products(stack.device), quick_products(stack.device):
+                M, fine = kernel.inverted(A, G, chosen.Y, samples=some[0].samples, damping=damping)
+            flags = (fine & chosen.fine & joined([one.finite for one in some], 0)).tolist()
+        else:
+            M = torch.zeros(len(chosen.A), own, own, dtype=stack.work_dtype, device=stack.device)
+            flags = [False] * len(M)
+        start = 0
+        for one in some:
+            end = start + one.blocks
+            one.M, one.fine, start = M[start:end], flags[start:end], end
+        stack.charge(members, perf_counter() - started)
+
+    def _judge(self, some: Sequence[Seen]) -> None:
+        """Count what failed of layers of a stack: rows that are not finite, or what was made of finite ones."""
+        self.watch.saw_factors([Trouble(one.stack, one.member.blocks, ~one.finite) for one in some])
+        finite = iter(joined([one.finite for one in some], 0).tolist())
+        for one in some:
+            usable = list(islice(finite, one.blocks))
+            made = [fine or not each for fine, each in zip(one.fine, usable, strict=True)]
+            self.watch.saw_decompositions(one.stack, "M", one.member.start, made)
 
 
 def _joined(found: Sequence[kernel.Selection]) -> kernel.Selection:
@@ -221,11 +241,31 @@ def _links(chosen: kernel.Selection, damping: float) -> Tensor:
     return torch.eye(A.shape[1], dtype=A.dtype, device=A.device).div_(damping).expand(len(A), -1, -1)
 
 
-def _write(fresh: Kept, name: str, one: Seen, values: Tensor, rows: int) -> None:
-    more = rows - one.chosen.A.shape[1]
+def _together(chosen: Sequence[kernel.Selection]) -> kernel.Selection:
+    """Return the selections of some layers as one."""
+    links = [one.Y for one in chosen if one.Y is not None]
+    A, G, fine = (joined([getattr(one, name) for one in chosen], 0) for name in ("A", "G", "fine"))
+    return kernel.Selection(A, G, joined(links, 0) if links else None, fine)
+
+
+def _blocks(members: Sequence[Member]) -> slice | list[int]:
+    """Return the blocks of some layers, as a slice where they follow each other."""
+    if all(one.stop == other.start for one, other in pairwise(members)):
+        return slice(members[0].start, members[-1].stop)
+    return [block for member in members for block in range(member.start, member.stop)]
+
+
+def _nbytes(one: Seen) -> int:
+    """Return about what it takes to make M of a layer."""
+    rows = one.chosen.A.shape[1]
+    return 4 * one.blocks * rows * rows * one.stack.work_dtype.itemsize
+
+
+def _write(fresh: Kept, name: str, blocks: slice | Tensor, values: Tensor, rows: int) -> None:
+    more = rows - values.shape[1]
     if more:
         values = pad(values, (0, more if name in SQUARES else 0, 0, more))
-    fresh.write(name, one.member.blocks, values.flatten(1) if name in SQUARES else values)
+    fresh.write(name, blocks, values.flatten(1) if name in SQUARES else values)
 
 
 def _groups(seen: Iterable[Seen], key: Callable[[Seen], tuple[object, ...]]) -> list[list[Seen]]:
