@@ -12,5 +12,5 @@ from natgrad.numerics import iterative
 @contextmanager
 def treated_alike() -> Iterator[None]:
     """Have warm renewals begin with the last result at any size, and iterate as often as they may."""
-    with mock.patch.multiple(iterative, _SMALL=0, _MIDDLE=0, _FEW=0, _TOGETHER=0):
+    with mock.patch.multiple(iterative, _SMALL=0, _MIDDLE=0, _FEW=0, _TOGETHER=0, _ALONE=9):
         yield

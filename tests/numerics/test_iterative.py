@@ -168,7 +168,7 @@ def test_matrices_of_middle_size_are_not_turned_on_a_cpu(monkeypatch):
 
 
 def test_bases_are_turned_where_that_takes_less_than_to_begin_anew(monkeypatch):
-    for name, value in {"_MIDDLE": 320, "_FEW": 256, "_TOGETHER": 512}.items():
+    for name, value in {"_MIDDLE": 320, "_FEW": 256, "_TOGETHER": 512, "_ALONE": 1}.items():
         monkeypatch.setattr(iterative, name, value)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [iterative._turns(cpu, 1, size, 2) for size in (319, 320)] == [0, 2]

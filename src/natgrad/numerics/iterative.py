@@ -28,6 +28,7 @@ _SMALL, _MIDDLE, _MANY = 256, 320, 8
 # On a GPU it is calls that take the time, and those of an iteration more than a decomposition of all matrices of up to
 # so many columns, or of so few matrices that they have up to so many together (`natgrad.cusolver`).
 _FEW, _TOGETHER = 256, 512
+_ALONE = 1  # how often a single matrix is turned there in less time
 # Where a test of all vectors takes far longer than one of the leading ones, one in so many, which come first there.
 _STEPWISE, _TESTED = ("cpu",), 16
 # A residual of the leading vectors, in tolerances, beyond which it takes two iterations as a rule: that is as long as a
@@ -212,7 +213,7 @@ def _turns(device: torch.device, count: int, size: int, allowed: int) -> int:
         return allowed if size >= _MIDDLE else 0
     if size <= _FEW or count * size <= _TOGETHER:
         return 0
-    return min(allowed, 1) if count == 1 else allowed
+    return min(allowed, _ALONE) if count == 1 else allowed
 
 
 def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor] | None:
