@@ -12,10 +12,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.curvature import Curvature
 from natgrad.damping import Control
+from natgrad.damping.adaptive import Adaptive
 from natgrad.damping.trust_region import TrustRegion
 from natgrad.errors import NatgradError, require, require_one_of
 from natgrad.numerics.precision import Precision
 from natgrad.placement import resolve
+from natgrad.reductions import Reductions
 from natgrad.refresh import Clock
 from natgrad.sampling.likelihood import Likelihood
 from natgrad.schedule import check_number
@@ -81,7 +83,7 @@ def check_arguments(
             check_number("kl_clip", kl_clip, allowed, minimum=0, strict=True)
         missing = clip_is_explicit and optimizer is None
         require(not missing, "kl_clip", kl_clip, "left out or None without an optimizer, whose learning rate it needs")
-    require_one_of("reduction", reduction, "mean", "tokens", "sum")
+    _check_reductions(Reductions(reduction), curvature, damping)
     resolve(placement)
     require_one_of("gradients", gradients, "averaged", "reduce")
     require(
@@ -99,20 +101,21 @@ def check_arguments(
     require(isinstance(seed, int) and not isinstance(seed, bool), "seed", seed, "a whole number")
 
 
-def check_count(count: object, reduction: str, seen: int) -> None:
-    """Check the argument of `natgrad.Preconditioner.step`.
-
-    Args:
-        count: How many positions counted.
-        reduction: That of the loss.
-        seen: How many there were; 0: not counted.
+def _check_reductions(reductions: Reductions, curvature: object, damping: object) -> None:
+    """Check that one reduction is known where only one can serve.
 
     Raises:
-        ValueError: if it is no number of positions.
+        ValueError: if it is not, and labels are sampled, or damping goes by how the loss falls.
     """
-    whole = isinstance(count, int) and not isinstance(count, bool) and count >= 0
-    require(whole and reduction == "tokens", "count", count, "a whole number >= 0, with reduction='tokens'")
-    require(not seen or count <= seen, "count", count, f"at most {seen}, the positions of the step")  # type: ignore[operator]
+    choices = curvature.values() if isinstance(curvature, Mapping) else [curvature]
+    sampled = [choice for choice in choices if isinstance(choice, Curvature) and choice.likelihood is not None]
+    fits = not sampled or (reductions.single is not None and not reductions.is_undecided)
+    allowed = "the same word for all layers, not 'auto', with sampled labels: they are drawn for one loss"
+    require(fits, "reduction", reductions.describe(), allowed)
+    rule = isinstance(damping, Adaptive)
+    fits = not rule or reductions.single is not None or reductions.is_undecided
+    allowed = f"the same for all layers with damping={type(damping).__name__}, which goes by one loss"
+    require(fits, "reduction", reductions.describe(), allowed)
 
 
 def check_joined(model: nn.Module) -> None:

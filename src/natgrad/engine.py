@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.agreement import check_agreement
-from natgrad.arguments import check_count, check_joined
+from natgrad.arguments import check_joined
 from natgrad.aside import aside
 from natgrad.capture import Capture
 from natgrad.damping import Control
@@ -22,9 +23,11 @@ from natgrad.gradients.clip import Clip
 from natgrad.gradients.given import Given
 from natgrad.gradients.reduction import Scaling
 from natgrad.gradients.stacked import Entry, Gradients
+from natgrad.layers import Layer
 from natgrad.numerics.precision import Precision
 from natgrad.placement import Runtime
 from natgrad.progress import Progress
+from natgrad.reductions import Count, Reductions
 from natgrad.refresh import Clock
 from natgrad.refresh.sides import SIDES
 from natgrad.renewal import Agenda, Background, fold, observed, renew
@@ -44,7 +47,7 @@ class Engine:
 
     _model: nn.Module
     _root: nn.Module
-    _reduction: Literal["mean", "tokens", "sum"]
+    _reductions: Reductions
     _structure: Structure
     _runtime: Runtime
     _capture: Capture
@@ -124,6 +127,9 @@ class Engine:
 
     def _compare(self, damping: float) -> None:
         """Check once, and after every change of the model, that all ranks are about to do the same."""
+        if self._reductions.asks and self._runtime.ranks > 1:  # a rank without a backward pass takes it from another
+            found = self._runtime.everywhere(self._reductions.nearest)
+            self._reductions.nearest = next((own for own in found if own is not None), None)
         check_agreement(
             self._runtime,
             self._structure,
@@ -131,7 +137,7 @@ class Engine:
             damping=damping,
             rule=self._damping.settings,
             kl_clip=self._clip.bound,
-            reduction=self._reduction,
+            reduction=self._reductions.describe(),
             gradients="reduce" if self._reduces else "averaged",
             scaling=self._scaling.describe(),
             refresh=self._refresh.settings(self._progress.step),
@@ -180,10 +186,10 @@ class Engine:
         check_damping([(stack.curvature, stack.factor) for stack in self._stacks], damping)
         return damping
 
-    def _check_step(self, count: int | None, closure: Closure | None) -> None:
+    def _check_step(self, count: Count | None, closure: Closure | None) -> None:
         """Check that a step may begin; `Preconditioner.step` tells what is raised."""
-        if count is not None:
-            check_count(count, self._reduction, self._capture.positions)
+        capture = self._capture
+        self._reductions.check_count(count, capture.layers, capture.positions, capture.ambiguous)
         if self._detached:
             raise NatgradError("step() after detach(): build another Preconditioner, and load the state of this one")
         if self._capture.missing_samples:
@@ -205,8 +211,8 @@ class Engine:
         needed = self._capture.wanted and self._second.needed(self._stacks)
         return type(next(replayed)).__name__ if needed else ""
 
-    def _scale_gradients(self, count: int | None) -> tuple[float | Tensor, Left | None]:
-        samples = self._capture.samples if count is None else count
+    def _scale_gradients(self, count: Count | None) -> tuple[float | Tensor, Left | None]:
+        samples = count if isinstance(count, int) and not self._reductions.is_mapping else self._capture.samples
         backwards, structure = len(self._capture.backwards), self._structure
         with self._progress.phase("reduce", self._runtime):
             device = next((parameter.device for parameter in self._root.parameters()), None)
@@ -214,7 +220,7 @@ class Engine:
                 self._capture.sums.spoilt = self._scaling.spoilt(self._runtime, device)
             return self._scaling.of_gradients(self._root, structure, self._runtime, self._early, samples, backwards)
 
-    def _update_factors(self, count: int | None) -> None:
+    def _update_factors(self, count: Count | None) -> None:
         self._capture.finish()
         if self._runtime.ranks == 1 and self._capture.sums.empty:
             return
@@ -247,7 +253,7 @@ class Engine:
         """Return the seconds that preconditioning has taken so far."""
         return sum(self._progress.seconds.values()) + self._capture.seconds
 
-    def _renew(self, count: int | None, damping: float, scale: float | Tensor, closure: Closure | None) -> float:
+    def _renew(self, count: Count | None, damping: float, scale: float | Tensor, closure: Closure | None) -> float:
         """Renew what is due, have the rest renewed after the optimizer's step, and return γ by what was seen."""
         before = self._progress.last_factors
         if self._capture.wanted:
@@ -269,12 +275,16 @@ class Engine:
         self._progress.damping = self._damping_now()
         return self._progress.damping
 
-    def _gains(self, count: int | None) -> tuple[float, float | Tensor]:
-        """Return how many positions of the loss count of those seen, and what captured gradients are to be times."""
-        share = 1.0 if count is None else count / max(1, self._capture.samples)
-        return share, self._scaling.of_captured(len(self._capture.backwards))
+    def _gains(self, count: Count | None) -> tuple[Mapping[str, float], float | Tensor]:
+        """Return what part of a layer's samples or tokens counts, and what captured gradients are multiplied by."""
+        return self._capture.shares(count), self._scaling.of_captured(len(self._capture.backwards))
 
-    def _update_rows(self, count: int | None, damping: float) -> bool:
+    def _layer_scale(self, layer: Layer) -> float | Tensor:
+        """Return what makes the gradient of a layer that of its mean loss, beside the scale of the other layers."""
+        of_sum = self._scaling.of_sum
+        return of_sum if of_sum is not None and self._reductions.of(layer.name) == "sum" else 1.0
+
+    def _update_rows(self, count: Count | None, damping: float) -> bool:
         capture, spoilt = self._capture, self._capture.sums.spoilt
         if not (self._keeps_rows and capture.rows_wanted) or (spoilt is not None and bool(spoilt)):
             return False
@@ -292,7 +302,7 @@ class Engine:
         )
         return renewal.run(row_stacks(self._stacks), capture.rows, *self._gains(count))
 
-    def _prepare_second_pass(self, count: int | None, closure: Closure | None, before: int | None) -> None:
+    def _prepare_second_pass(self, count: Count | None, closure: Closure | None, before: int | None) -> None:
         """Have the batch looked at again after the optimizer's step, if a curvature needs it.
 
         Args:
@@ -303,8 +313,8 @@ class Engine:
         progress, optimizer = self._progress, self._clip.optimizer
         if optimizer is None or progress.last_factors != progress.step or not self._second.needed(self._stacks):
             return
-        share, runtime = self._gains(count)[0], self._runtime
-        replay = Replay.of(self._stacks, self._capture, runtime, closure, share=share, scaling=self._scaling)
+        shares, runtime = self._gains(count)[0], self._runtime
+        replay = Replay.of(self._stacks, self._capture, runtime, closure, shares=shares, scaling=self._scaling)
         last = progress.last_inverses
         damping = progress.damping if last is not None and (before is None or last > before) else None
         self._second.await_step(optimizer, lambda: self._look_again(replay, damping))
@@ -322,7 +332,7 @@ class Engine:
                 plan, wire = self._structure.plan, self._precision.wire
                 renew(stacks, plan, self._runtime, keys, (), damping, self._watch, wire, replayed=True)
 
-    def _update_inverses(self, count: int | None, damping: float) -> None:
+    def _update_inverses(self, count: Count | None, damping: float) -> None:
         if self._progress.last_factors is None and not self._keeps_rows:
             return
         begins = not self._progress.has_curvature
@@ -349,7 +359,7 @@ class Engine:
                 self._progress.renewed_inverses(reads)
 
     def _precondition(
-        self, damping: float, scale: float | Tensor, left: Left | None, count: int | None, closure: Closure | None
+        self, damping: float, scale: float | Tensor, left: Left | None, count: Count | None, closure: Closure | None
     ) -> None:
         tries = self._damping.tries(self._progress.step)
         model = Model.of(self._stacks, self._runtime, damping, scale) if tries else None
@@ -365,18 +375,22 @@ class Engine:
                 self._agenda.hear_times(deliver(gradients, solve, plan, self._runtime, self._watch, left, rider))
             else:
                 gradients.solve(damping, self._runtime)
-            gradients.tell(self._watch, self._clip.apply(gradients, scale, self._runtime, apart=self._exchanges))
+            layer_scale = None if self._scaling.of_sum is None else self._layer_scale
+            apart = self._exchanges
+            bad = self._clip.apply(gradients, scale, self._runtime, apart=apart, layer_scale=layer_scale)
+            gradients.tell(self._watch, bad)
             gradients.give()
             self._given.note(self._stacks)
         if model is not None:
             self._try(model, closure, count)
 
-    def _try(self, model: Model, closure: Closure | None, count: int | None) -> None:
+    def _try(self, model: Model, closure: Closure | None, count: Count | None) -> None:
         """Have the optimizer's coming step compared with its quadratic model."""
         optimizer, capture = self._clip.optimizer, self._capture
         assert optimizer is not None  # checked when this was built
         model.take_others(self._root, self._stacks, self._runtime)
-        weight = self._scaling.weight(capture.samples if count is None else count)
+        samples = count if isinstance(count, int) and not self._reductions.is_mapping else capture.samples
+        weight = self._scaling.weight(samples)
         losses = Losses(closure if capture.backwards else None, capture.recorded(), weight)
         self._compute(losses)
         self._second.await_step(optimizer, lambda: self._judge(model, losses))

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from natgrad.placement import Plan
 from natgrad.printed import Printed
+from natgrad.reductions import Reductions
 from natgrad.stacks.blocks import Stack
 from natgrad.stacks.coverage import Coverage
 
@@ -32,6 +33,7 @@ class Row:
         verdict: What the last decision of a rule of renewal was: "kept", "stopped" or "waiting"; empty where it was
             renewed, or there is no rule.
         fallback: What has served its layer in place of fresh curvature in the last step; empty when nothing had to.
+        reduction: How the loss combines the terms of its layer, where that is not the same for all layers; else empty.
     """
 
     parameter: str
@@ -44,6 +46,7 @@ class Row:
     reason: str = ""
     verdict: str = ""
     fallback: str = ""
+    reduction: str = ""
 
 
 class Explanation(Printed):
@@ -68,6 +71,9 @@ class Explanation(Printed):
         table.add_column("parameter", overflow="fold")
         table.add_column("shape")
         table.add_column("curvature", overflow="fold")
+        shows_reduction = any(row.reduction for row in self.rows)
+        if shows_reduction:
+            table.add_column("reduction")
         table.add_column("owners")
         table.add_column("work", justify="right")
         table.add_column("time", justify="right")
@@ -80,6 +86,7 @@ class Explanation(Printed):
                 (escape(row.curvature) or f"[dim]optimizer: {escape(row.reason)}[/dim]")
                 + (f" [dim]{row.verdict}[/dim]" if row.verdict else "")
                 + (f" [red]now: {row.fallback}[/red]" if row.fallback else ""),
+                *([row.reduction] if shows_reduction else []),
                 owners,
                 f"{row.share:.1%}" if row.owners else "",
                 f"{row.time:.1%}" if row.time is not None else "",
@@ -105,6 +112,7 @@ def explain(
     plan: Plan[str],
     seconds: float,
     note: str,
+    reductions: Reductions | None = None,
 ) -> Explanation:
     """Describe all parameters of a model.
 
@@ -115,6 +123,7 @@ def explain(
         plan: The owners.
         seconds: What all steps have taken so far.
         note: The state of the KL clip and the placement, in words.
+        reductions: Those of the layers; None: the same for all.
     """
     rows = []
     total = sum(part.cost * stack.size for stack in stacks for part in stack.parts) or 1.0
@@ -139,6 +148,7 @@ def explain(
                         time=layer.seconds / seconds if first and seconds else None,
                         bytes=stack.bytes_per_block() * layer.blocks if first else 0,
                         fallback=fallbacks.get(layer.key, ""),
+                        reduction="" if reductions is None else reductions.of(layer.name),
                     )
                 )
     rows += [Row(parameter=one.parameter, shape=one.shape, reason=one.reason) for one in coverage.left]

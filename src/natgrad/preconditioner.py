@@ -26,6 +26,7 @@ from natgrad.gradients.reduction import Scaling, take_over_reduction
 from natgrad.numerics.precision import Precision
 from natgrad.placement import Placement, Plan, Runtime, resolve
 from natgrad.progress import Progress
+from natgrad.reductions import LEFT_OUT, Reduction, Reductions
 from natgrad.refresh import Clock, Refresh
 from natgrad.renewal import Agenda, Background
 from natgrad.rows import Epochs, row_stacks
@@ -60,7 +61,7 @@ class Preconditioner(Engine):
         optimizer: torch.optim.Optimizer | None = None,
         damping: Damping = 1e-3,
         kl_clip: float | TrustRegion | None = USUAL_BOUND,
-        reduction: Literal["mean", "tokens", "sum"] = "mean",
+        reduction: Literal["mean", "tokens", "sum", "auto"] | Mapping[str, Reduction] = LEFT_OUT,
         refresh: Clock | None = None,
         placement: str | Placement = "auto",
         precision: Precision | None = None,
@@ -85,10 +86,19 @@ class Preconditioner(Engine):
                 an optimizer the default is off too, and a value given is an error.
             reduction: How the loss combines its terms: "mean" over samples, "tokens" over all positions, "sum". Samples
                 are the first dimension of the first tensor that the model is called with, also inside tuples and dicts,
-                so put samples first, not time. Where the model itself is not called (``model.loss(x)``), or with no
-                such tensor, they are those that the layer nearest to the loss saw. Positions are always those of that
-                layer; where the loss takes others (of logits resized, or of a head that some tokens skip), tell `step`
-                the ``count``.
+                so put samples first, not time; a list of images, as torchvision's detection models take, holds one
+                sample each. Where the model itself is not called (``model.loss(x)``), or with no such tensor, they are
+                those that the layer nearest to the loss saw. Positions are those of the layer nearest to the loss;
+                where the loss takes others (of logits resized, or of a head that some tokens skip), tell `step` the
+                ``count``. "auto": "tokens" where the layer nearest to the loss sees [batch, positions, features] and is
+                no convolution, else "mean"; `explain` says which.
+
+                A loss of several terms takes a mapping from fnmatch patterns of module names to these words; the first
+                match wins, and layers without a match have "mean". For a layer with n rows, the loss is
+                L = (1/n) Σ_r ℓ_r: the rows r are the samples ("mean"), or the tokens that the layers of the same
+                pattern see and whose gradient is not zero ("tokens"), and g_r = n ∂L/∂s_r is the derivative of ℓ_r by
+                the layer's output s_r. With "sum", L = Σ_r ℓ_r over samples. So a head sees the rows of its own term
+                alone, and a trunk, under "mean", each sample with its part of all terms.
             refresh: When statistics are captured and decomposed.
             placement: Where curvature is computed and what travels: a name, as "comm-opt" or "hybrid:0.5", or a
                 `natgrad.Placement`, which tells them all.
@@ -133,17 +143,19 @@ class Preconditioner(Engine):
         where, covered = resolve(placement), cover(self._root, curvature).layers
         check_layers(layer for layer, _ in covered)
         check_second_pass(covered, optimizer, where, self._damping)
-        self._curvature, self._precision, self._refresh, self._reduction = curvature, precision, refresh, reduction
+        self._curvature, self._precision, self._refresh = curvature, precision, refresh
         reduces = self._reduces = gradients == "reduce"
-        self._scaling = Scaling(reduction, accumulation=accumulation, reduces=reduces, scaler=scaler)
+        self._reductions, names = Reductions(reduction), [layer.name for layer, _ in covered]
+        self._scaling = Scaling(self._reductions, names, accumulation=accumulation, reduces=reduces, scaler=scaler)
         self._runtime = Runtime(resolve_group(model, process_group, mesh))
         self._watch, self._clip = Watch(guard), Clip(optimizer, kl_clip, covered)
         self._given, self._second, self._inspection = Given(), SecondPass(), Inspection()
         # Every rank notices of layers that others capture how many positions a loss has, and passes to be repeated.
-        noticed = reduction == "tokens" or any(own.replays for _, own in covered)
+        noticed = self._reductions.any_tokens() or any(own.replays for _, own in covered)
         counting = self._scaling.counts or (where.name == "dp" and noticed)
-        self._capture = Capture(self._root, reduction=reduction, counting=counting)
-        self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=reduction)
+        self._capture = Capture(self._root, reductions=self._reductions, counting=counting)
+        single = self._reductions.single or "mean"
+        self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=single)
         self._progress, self._epochs, self._agenda = Progress(), Epochs(), Agenda(refresh)
         self._background, self._unseen, self._detached, self._seed = Background(), Unseen(), False, seed
         self._structure = Structure(
@@ -159,6 +171,7 @@ class Preconditioner(Engine):
         )
         self._early = Early(self._runtime, self._structure.plan.placement.link)
         warn_of_idle(self._root, curvature, self._structure.coverage)
+        self._reductions.warn_of_idle(names)
         # Last, for the warning may be an error.
         check_reduction(model, self._runtime, gradients)
         if reduces:
@@ -185,7 +198,7 @@ class Preconditioner(Engine):
         loss.backward()
 
     @torch.no_grad()
-    def step(self, closure: Closure | int | None = None, *, count: int | None = None) -> None:
+    def step(self, closure: Closure | int | None = None, *, count: int | Mapping[str, int] | None = None) -> None:
         """Make ``.grad`` the natural gradient.
 
         Call it after ``backward`` (and ``scaler.unscale_``), before the user's own clipping and ``optimizer.step()``.
@@ -194,11 +207,14 @@ class Preconditioner(Engine):
         Args:
             closure: For curvatures that look at the batch again after the optimizer's step (`natgrad.KBFGS`): returns
                 its loss (or loss first), with accumulation the sum of all, and runs no backward pass; an int: `count`.
-            count: For token losses with masks: how many positions of this rank counted since the last step.
+            count: For token losses with masks: how many positions of this rank counted since the last step, for all
+                layers with "tokens" or by patterns of module names (first match wins; no match: all positions).
+                Where the model was called with a list that may hold samples or inputs: how many samples there were.
 
         Raises:
             ValueError: if `closure` or `count` is of another kind, `count` given with another reduction than "tokens",
-                or a schedule returns what is not allowed; then nothing was changed.
+                or left out where the number of samples is ambiguous, or a schedule returns what is not allowed; then
+                nothing was changed.
             NatgradError: without ``backward`` of this object where sampled labels are due, or a closure where one is;
                 without ``scaler.unscale_``; within ``DistributedDataParallel.join()``; after `detach`; if a rank stops.
             CurvatureError: if a layer has been in trouble for longer than the guard allows, or a renewal in the
@@ -222,6 +238,7 @@ class Preconditioner(Engine):
         if progress.start_clock(layer for layer, _ in self._structure.coverage.layers):
             self._capture.warn_of_others()
             self._compare(damping)
+        self._reductions.warn_of_default()
         self._collect(early=self._behind and self._inverses_due)
         scale, left = self._scale_gradients(count)
         damping = self._renew(count, damping, scale, closure)
@@ -312,7 +329,9 @@ class Preconditioner(Engine):
         structure, seconds = self._structure, self._progress.ended - self._progress.began
         reasons, note = self._inspection.reasons, self._clip.describe()
         note += f"; {structure.plan.note}" if self._runtime.ranks > 1 else ""
-        return explain(structure.stacks, structure.coverage, reasons, structure.plan, seconds, note)
+        note += f"; {chosen}" if (chosen := self._reductions.explain()) else ""
+        reductions = self._reductions if self._reductions.is_mapping else None
+        return explain(structure.stacks, structure.coverage, reasons, structure.plan, seconds, note, reductions)
 
     @property
     def plan(self) -> Plan[str]:

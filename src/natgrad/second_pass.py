@@ -31,6 +31,7 @@ from natgrad.stacks.kept import along
 from natgrad.stacks.sharding import reshard
 from natgrad.stacks.shards import rows_of
 from natgrad.sums import Sums
+from natgrad.sums.messages import Shares
 from natgrad.trouble.guard import Watch
 
 Closure = Callable[[], Any]
@@ -150,7 +151,7 @@ class Replay:
         closure: Returns the loss of the batch; None: this rank had none.
         recorded: The forward passes of the first pass.
         shown: By the ``id`` of a stack that this rank works for, what the first pass has shown of it.
-        share: See `Sums.close`.
+        shares: See `Sums.close`.
         gain: Likewise.
         scale: What the loss is scaled by.
     """
@@ -158,7 +159,7 @@ class Replay:
     closure: Closure | None
     recorded: Sequence[tuple[Pass, Chance]]
     shown: dict[int, Mapping[str, Tensor]]
-    share: float
+    shares: Shares
     gain: float | Tensor
     scale: float | Tensor
 
@@ -170,7 +171,7 @@ class Replay:
         runtime: Runtime,
         closure: Closure | None,
         *,
-        share: float,
+        shares: Shares,
         scaling: Scaling,
     ) -> Replay:
         """Take what the pass before the optimizer's step has shown; collective where parameters are sharded."""
@@ -183,7 +184,7 @@ class Replay:
         }
         passes = len(capture.backwards)
         gain = scaling.of_captured(passes)
-        return cls(closure if passes else None, capture.recorded(), shown, share, gain, scaling.of_loss)
+        return cls(closure if passes else None, capture.recorded(), shown, shares, gain, scaling.of_loss)
 
     def sums(self, model: nn.Module, views: Sequence[Stack], capture: Capture, runtime: Runtime) -> Sums:
         """Look at the batch again; return the sums over all ranks.
@@ -216,7 +217,7 @@ class Replay:
             raise error
         if failed:
             raise NatgradError("the closure has raised an error on another rank, whose own output tells it")
-        sums.close(self.share, self.gain)
+        sums.close(self.shares, self.gain)
         sums.travel(runtime, None)
         return sums
 

@@ -123,7 +123,7 @@ def fill(message, tallies):
             base = 100.0 * int(layer) + (1 if name == "A" else 2)
             for block in range(len(view)):
                 view[block] = base + 10 * block
-    message.close(tallies, 1.0, 1.0)
+    message.close(tallies, {}, 1.0)
 
 
 @pytest.mark.parametrize("seed", range(20))

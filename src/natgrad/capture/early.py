@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from natgrad.capture.saved import outline
 from natgrad.capture.sightings import Sightings, is_plain
-from natgrad.capture.uses import Terms, Use
+from natgrad.capture.uses import LossTerms, Use
 from natgrad.numerics.products import full_products
 from natgrad.sums import Sums
 
 
-def look_ahead(use: Use, inputs: Tensor, output: Tensor, terms: Terms, sums: Sums, sightings: Sightings) -> float:
+def look_ahead(use: Use, inputs: Tensor, output: Tensor, terms: LossTerms, sums: Sums, sightings: Sightings) -> float:
     """Give `sums` what one use of a layer shows without its gradient, if they ask for it; return the seconds it took.
 
     A layer in evaluation mode is hardly being trained, and token losses may count some positions only.
@@ -37,7 +37,7 @@ def look_ahead(use: Use, inputs: Tensor, output: Tensor, terms: Terms, sums: Sum
     started = perf_counter()
     # Nobody is to see these products: selective checkpointing counts the operations of a forward pass.
     with torch.no_grad(), _disable_current_modes(), full_products(inputs.device):
-        samples = terms.samples(use, -1, output, drawn=False)
+        samples = terms.of(name).samples(use, -1, output, drawn=False)
         rows, _ = use.layer.rows(inputs.detach(), outline(output), samples)
         sight = sightings.number(inputs, use.layer, samples)
         sums.foresee(name, use, partial(use.curvature.observe_inputs, inputs=rows), len(terms.of_loss), sight)

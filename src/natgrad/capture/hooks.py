@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,18 @@ from natgrad.capture import compiled
 from natgrad.capture.again import Chance, Pass, Recording, Repetition
 from natgrad.capture.early import look_ahead
 from natgrad.capture.pooled import Pooled
+from natgrad.capture.samples import Samples
 from natgrad.capture.saved import Saved, outline, whole
 from natgrad.capture.sightings import Sightings
 from natgrad.capture.taps import EndTap, Forward, LayerTap, RootTap, warn_of_others
 from natgrad.capture.upstream import destination, go_down, mark, marked, sources
-from natgrad.capture.uses import Terms, Use
+from natgrad.capture.uses import LossTerms, Use
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradError
 from natgrad.layers import Handle, Layer, Rows, Slot, remove_all
 from natgrad.layers.rows import by_sample
 from natgrad.numerics.products import full_products
+from natgrad.reductions import Count, Reductions
 from natgrad.rows import Collected
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.sharding import owners
@@ -57,11 +59,13 @@ class Capture:
         sums: The raw sums.
         rows: The rows.
         seconds: Host seconds spent in the hooks.
+        ambiguous: What a differentiated forward pass since the last step was called with, where nothing has settled
+            how many samples that are, and the loss averages over them.
     """
 
-    def __init__(self, root: nn.Module, *, reduction: Literal["mean", "tokens", "sum"], counting: bool) -> None:
+    def __init__(self, root: nn.Module, *, reductions: Reductions, counting: bool) -> None:
         """Prepare; no hook is set before `attach`."""
-        self._reduction, self._counting = reduction, counting
+        self._reductions, self._counting = reductions, counting
         self._root = root
         self._handles: list[Handle] = []
         self._forward = Forward()
@@ -80,8 +84,9 @@ class Capture:
         self._drew = False  # whether labels were sampled since the last step
         self.sums = Sums([], fused=False)
         self.rows = Collected([], None)
-        self._terms, self._sightings = Terms(reduction), Sightings()
+        self._terms, self._sightings = LossTerms(reductions), Sightings()
         self.seconds = 0.0
+        self.ambiguous: Samples | None = None
         weakref.finalize(self, remove_all, self._handles).atexit = False
 
     def attach(self, stacks: list[Stack], sums: Sums, rows: Collected) -> None:
@@ -133,10 +138,26 @@ class Capture:
         """The samples (token losses: positions) of this rank since the last step; without layers those of forwards."""
         return sum(self.backwards.values()) if self._layers else self._forward.samples
 
+    def positions(self, layer: str) -> int:
+        """Return the most positions that layers of its group have shown since the last step: no loss has more."""
+        return self._terms.of(layer).most
+
+    def shares(self, count: Count | None) -> dict[str, float]:
+        """Return what part of the samples or tokens that each layer was taken to have counts, where not all do."""
+        if count is None:
+            return {}
+        if self.ambiguous is not None and isinstance(count, int):  # then it says how many samples there were
+            counted = {name: count for name in self._layers if self._reductions.of(name) != "tokens"}
+        else:
+            every = {name: self._reductions.counted(count, name) for name in self._layers}
+            counted = {name: number for name, number in every.items() if number is not None}
+        terms = {name: sum(self._terms.of(name).of_loss.values()) for name in counted}
+        return {name: number / max(1, terms[name]) for name, number in counted.items()}
+
     @property
-    def positions(self) -> int:
-        """The most positions that a layer has shown since the last step (token losses): no loss has more."""
-        return self._terms.most
+    def layers(self) -> list[str]:
+        """The names of the layers that are looked at."""
+        return list(self._layers)
 
     @property
     def missing_samples(self) -> bool:
@@ -210,6 +231,7 @@ class Capture:
         self._pooled.clear()
         self._loss = None
         self._forward.began, self._forward.samples = False, 0
+        self.ambiguous = None
         self._terms.clear()
         self._sightings.forget()
         self.sums.reset()
@@ -250,12 +272,14 @@ class Capture:
         layer = (primary, *primary.others)[index].current()
         outer_task = torch._C._current_graph_task_id()  # that of a backward pass that recomputes checkpoints
         forward = self._forward.current
+        if forward is not None and forward.open is not None and layer.batched(inputs):
+            self._forward.settle(layer.samples(inputs))
         batch = int(self._forward.batch) if forward is not None or outer_task != -1 else -1
         # Statistics need the inputs themselves, the number of samples only their shape.
         saved = Saved(inputs) if wanted else None
         shape = outline(inputs) if saved is None else saved.outline
         use = Use(primary, layer, curvature, saved, shape, batch, forward, outer_task)
-        if forward is not None and self._reduction == "tokens":
+        if forward is not None and (self._reductions.of(name) == "tokens" or self._reductions.is_undecided):
             forward.note(name, layer.positions(output))
         if wanted and outer_task == -1 and not primary.reshaped:
             self.seconds += look_ahead(use, inputs, output, self._terms, self.sums, self._sightings)
@@ -293,6 +317,10 @@ class Capture:
             raise NatgradError(_REENTRANT)
         started = perf_counter()
         primary, inputs, first = use.primary, use.inputs, use.first_task(task)
+        if use.forward is not None and use.forward.open is not None and self._reductions.of(primary.name) != "tokens":
+            self.ambiguous = use.forward.open
+        if self._reductions.asks:
+            self._reductions.note_nearest(use.layer, use.outline)
         if first not in self._terms:
             self.forget_thrown_away(slot.parameter for layer, _ in self._layers.values() for slot in layer.slots)
         if not self.sampling:
@@ -325,18 +353,19 @@ class Capture:
 
     def _observe(self, use: Use, task: int, inputs: Tensor, gradient: Tensor) -> None:
         layer, curvature, name = use.layer, use.curvature, use.primary.name
-        samples = self._terms.samples(use, task, gradient, drawn=self.sampling)
+        terms, reduction = self._terms.of(name), self._reductions.of(name)
+        samples = terms.samples(use, task, gradient, drawn=self.sampling)
         if samples == 0 or gradient.numel() == 0:
             return
         rows, gradients = layer.rows(inputs, gradient, samples)
         # A compiled graph may have put another tensor in the place of one that it has done with.
         sight = None if use.traced else self._sightings.number(inputs, layer, samples, task)
-        if self._reduction == "tokens":
+        if reduction == "tokens":
             counted = gradients.nonzero()
             if counted.device.type != "cpu" or not bool(counted.all()):
                 rows, sight = rows.masked(counted), None
         rows, gradients = (by_sample(each, samples) for each in (rows, gradients))
-        scale = 1.0 if self.sampling or self._reduction == "sum" else float(self.backwards[task])
+        scale = 1.0 if self.sampling or reduction == "sum" else float(terms.of_loss[task])
         if curvature.pools:
             self._pool(use, task, rows, gradients, scale)
             if not self._awaits(use):
@@ -368,7 +397,7 @@ class Capture:
     def _awaits(self, use: Use) -> bool:
         """Tell whether other uses of the layer may show more of the same samples."""
         if use.traced:  # compiled uses show themselves too late; rows of every position are too many to be kept
-            return self._reduction != "tokens"
+            return self._reductions.of(use.primary.name) != "tokens"
         if use.outer_task != -1:
             return True  # those of further checkpoints do not exist yet
         uses = self._uses.get(use.primary.name, ())
@@ -391,8 +420,10 @@ class Capture:
 
         What is looked up once (positions) serves all of the batch.
         """
-        whole, tally = self._terms.whole(task, samples), self._tally(name)
-        beyond, before = samples > whole, tally.known(task) if self._reduction == "tokens" else 0  # a head in pieces
+        terms, tally = self._terms.of(name), self._tally(name)
+        whole = terms.of_drawn.get(task, terms.of_loss.get(task, samples))
+        tokens = self._reductions.of(name) == "tokens"
+        beyond, before = samples > whole, tally.known(task) if tokens else 0  # a head in pieces
         tally.count(task, whole if inputs.one_hot else min(before + samples, whole), rows, beyond=beyond)
         if name in self.sums.tallies:
             self.sums.counted(name, len(self.backwards))

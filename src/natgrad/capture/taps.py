@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from natgrad.capture import compiled
+from natgrad.capture.samples import Samples, count_samples
 from natgrad.errors import NatgradWarning
 
 # The batch size where there is none.
@@ -34,12 +34,14 @@ class Pass:
     Attributes:
         first: The backward pass that differentiated it first.
         batch: The batch size of the model's input; -1: none.
+        open: What the model was called with, as long as that leaves the batch size open.
     """
 
     def __init__(self, batch: int = -1) -> None:
         """Begin before the first layer."""
         self.first: int | None = None
         self.batch = batch
+        self.open: Samples | None = None
         self._rows: dict[str, int] = {}
         self._lengths: set[int] = set()
 
@@ -85,22 +87,28 @@ class Forward:
         self.script: Script | None = None
 
     def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Begin a pass; its batch size is that of the first tensor, in whatever containers, that the model gets.
-
-        One number in brackets, as the time of a diffusion, is no batch beside other tensors.
-        """
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim > 0]
-        tensors = [leaf for leaf in leaves if leaf.ndim > 1 or leaf.shape[0] != 1] or leaves
-        self.batch = torch.tensor(tensors[0].shape[0] if tensors else -1, device="cpu")
+        """Begin a pass; its batch size is what `count_samples` finds in the arguments of the model."""
+        found = count_samples(args, kwargs)
+        self.batch = torch.tensor(found.number, device="cpu")
         self.current = Pass()
         if torch.is_grad_enabled():
             self.began = True
             if torch.compiler.is_compiling():
                 return
-            self.samples += max(0, int(self.batch))
+            self.current.open = found if found.choices else None
+            self.samples += max(0, found.number)
             if self.script is not None:
-                self.current.batch = int(self.batch)
+                self.current.batch = found.number
                 self.script.enter(self.current)
+
+    def settle(self, seen: int) -> None:
+        """Settle the batch size of the pass under way, if it is open and may be what a layer has seen."""
+        if self.current is not None and self.current.open is not None and seen in self.current.open.choices:
+            self.current.open = None
+            self.batch = torch.tensor(seen, device="cpu")
+            self.samples += seen
+            if self.script is not None:
+                self.current.batch = seen
 
     def leave(self) -> None:
         """End the pass: a layer called by itself says nothing of an earlier batch."""

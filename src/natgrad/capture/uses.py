@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from natgrad.capture.taps import Pass
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer
+from natgrad.reductions import Reduction, Reductions
 
 
 @dataclass(eq=False)
@@ -48,26 +49,21 @@ class Use:
 
 
 class Terms:
-    """How many terms (samples; token losses: positions) the losses since the last step are the mean of.
+    """How many terms (samples; tokens) the losses since the last step are the mean of, for one group of layers.
 
     Attributes:
         of_loss: By backward pass of the loss.
         of_drawn: By backward pass of sampled labels.
+        silent: Whether a guess of the number of samples is not warned of, or was already.
     """
 
-    def __init__(self, reduction: Literal["mean", "tokens", "sum"]) -> None:
-        """Begin before the first pass."""
+    def __init__(self, reduction: Reduction, *, silent: bool = False) -> None:
+        """Begin before the first pass; `silent` ones do not warn of a number of samples that is guessed."""
         self._tokens = reduction == "tokens"
         self.of_loss: dict[int, int] = {}
         self.of_drawn: dict[int, int] = {}
         self._rows: dict[str, int] = {}  # the positions that each layer has shown (token losses)
-        self._warned = False
-
-    def anew(self) -> Terms:
-        """Return others, before the first pass, that warn of nothing that these have warned of."""
-        other = Terms("tokens" if self._tokens else "mean")
-        other._warned = self._warned
-        return other
+        self.silent = silent
 
     def clear(self) -> None:
         """Forget all passes."""
@@ -75,22 +71,10 @@ class Terms:
         self.of_drawn.clear()
         self._rows.clear()
 
-    def __contains__(self, task: int) -> bool:
-        """Tell whether the terms of a pass are settled."""
-        return task in self.of_loss or task in self.of_drawn
-
-    def foreseeable(self, use: Use) -> bool:
-        """Tell whether it is known in the forward pass which rows of a use will count, and of how many samples."""
-        return not self._tokens and use.batch > 0
-
     @property
     def most(self) -> int:
         """The most positions that a layer has shown (token losses): no loss has more."""
         return max(self._rows.values(), default=0)
-
-    def whole(self, task: int, samples: int) -> int:
-        """Return the terms of a pass; `samples` if it is unknown."""
-        return self.of_drawn.get(task, self.of_loss.get(task, samples))
 
     def settle(self, use: Use, task: int, gradient: Tensor, *, drawn: bool) -> None:
         """Settle the terms of a pass, before any layer's gradient is scaled by them.
@@ -128,9 +112,9 @@ class Terms:
 
     def _warn_of_guess(self, use: Use, own: int, taken: int) -> None:
         known = use.batch > 0 or own == taken or use.layer.form == "one-hot" or not use.layer.batched(use.outline)
-        if known or self._warned:
+        if known or self.silent:
             return
-        self._warned = True
+        self.silent = True
         warnings.warn(
             f"natgrad does not know the batch size: the model itself was not called, or with no tensor. It takes the "
             f"{taken} samples that the layer nearest to the loss saw, though {use.layer.name} saw {own}: call the "
@@ -138,3 +122,54 @@ class Terms:
             NatgradWarning,
             stacklevel=2,
         )
+
+
+class LossTerms:
+    """The terms of all layers: those of each group of `Reductions`, and the model's samples."""
+
+    def __init__(self, reductions: Reductions, warned: Iterable[str] = ()) -> None:
+        """Begin before the first pass, and warn of no guess in the groups that have `warned`."""
+        self._reductions = reductions
+        self._groups: dict[str, Terms] = {}
+        self._samples = Terms("mean", silent=True)
+        self._silent = set(warned)
+
+    def of(self, layer: str) -> Terms:
+        """Return the terms of the group that a layer belongs to."""
+        group = self._reductions.group(layer)
+        if self._reductions.is_undecided:
+            return self._groups.get(group, Terms("mean"))
+        if group not in self._groups:
+            self._groups[group] = Terms(self._reductions.of(layer), silent=group in self._silent)
+        return self._groups[group]
+
+    @property
+    def of_loss(self) -> dict[int, int]:
+        """By backward pass of the loss: the terms of all layers or, where these differ in reduction, the samples."""
+        if self._reductions.is_mapping:
+            return self._samples.of_loss
+        return next(iter(self._groups.values())).of_loss if self._groups else {}
+
+    def anew(self) -> LossTerms:
+        """Return others, before the first pass, that warn of nothing that these have warned of."""
+        return LossTerms(self._reductions, [name for name, terms in self._groups.items() if terms.silent])
+
+    def clear(self) -> None:
+        """Forget all passes."""
+        for terms in (self._samples, *self._groups.values()):
+            terms.clear()
+
+    def __contains__(self, task: int) -> bool:
+        """Tell whether the terms of a pass are settled."""
+        return any(task in own.of_loss or task in own.of_drawn for own in (self._samples, *self._groups.values()))
+
+    def foreseeable(self, use: Use) -> bool:
+        """Tell whether it is known in the forward pass which rows of a use will count, and of how many samples."""
+        undecided = self._reductions.is_undecided
+        return not undecided and self._reductions.of(use.primary.name) != "tokens" and use.batch > 0
+
+    def settle(self, use: Use, task: int, gradient: Tensor, *, drawn: bool) -> None:
+        """Settle the terms of a pass: see `Terms.settle`."""
+        self.of(use.primary.name).settle(use, task, gradient, drawn=drawn)
+        if self._reductions.is_mapping:
+            self._samples.settle(use, task, gradient, drawn=drawn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,15 @@ class Clip:
             return f"KL clip {self.bound:g}" if isinstance(self.bound, float) else str(self.bound)
         return "KL clip off" + (": no optimizer to read the learning rate from" if self.optimizer is None else "")
 
-    def apply(self, gradients: Gradients, scale: float | Tensor, runtime: Runtime, *, apart: bool) -> list[Tensor]:
+    def apply(
+        self,
+        gradients: Gradients,
+        scale: float | Tensor,
+        runtime: Runtime,
+        *,
+        apart: bool,
+        layer_scale: Callable[[Layer], float | Tensor] | None = None,
+    ) -> list[Tensor]:
         """Scale the preconditioned gradients by ν; what is not finite becomes zero.
 
         Args:
@@ -67,6 +75,7 @@ class Clip:
             scale: What makes the raw gradients those of the mean loss.
             runtime: The ranks.
             apart: Whether each of them holds the curvature of some layers only.
+            layer_scale: Returns what makes those of a layer so, beside `scale`; None: 1 for all.
 
         Returns:
             For each entry, which blocks were not finite ``[N]`` (bool).
@@ -77,10 +86,20 @@ class Clip:
             gradients.clear_(bad)
             self.last = self.bound.hold(gradients, self.optimizer, runtime, apart=apart)
             return bad
-        return self._scale(gradients, scale, self.bound)
+        return self._scale(gradients, scale, self.bound, layer_scale)
 
-    def _scale(self, gradients: Gradients, scale: float | Tensor, bound: float | None) -> list[Tensor]:
+    def _scale(
+        self,
+        gradients: Gradients,
+        scale: float | Tensor,
+        bound: float | None,
+        layer_scale: Callable[[Layer], float | Tensor] | None,
+    ) -> list[Tensor]:
         rates = self._rates() if bound is not None else {}
+        if layer_scale is not None:
+            for layer in (member.layer for entry in gradients.entries for member in entry.members):
+                first = id(layer.slots[0].parameter)
+                rates[first] = rates.get(first, 0.0) * layer_scale(layer)
         total: Tensor | None = None
         bad: dict[int, Tensor] = {}
         for entries in alike(gradients.entries):

@@ -1,6 +1,7 @@
 """What makes gradients those of the mean loss: scales, and with ``gradients="reduce"`` the average over the ranks."""
 
 # No postponed annotations here: DistributedDataParallel inspects those of its communication hook.
+from collections.abc import Iterable
 from copy import copy
 
 import torch
@@ -8,10 +9,11 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from natgrad.errors import NatgradError
+from natgrad.errors import NatgradError, require
 from natgrad.exchange import Early, Left, reduce_to_workers
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime, flatten, unflatten
+from natgrad.reductions import Reductions
 from natgrad.stacks.structure import Structure
 
 # The weight of a rank that has seen no samples: no matter beside one that has.
@@ -23,16 +25,34 @@ class Scaling:
 
     Attributes:
         counts: Whether the samples of every step have to be counted.
+        of_sum: Where the loss is a sum for some layers and a mean for others: what the gradients of the former are to
+            be multiplied by, beside the scale of the latter. None: the reduction is the same for all.
     """
 
     def __init__(
-        self, reduction: str, *, accumulation: str, reduces: bool, scaler: torch.amp.GradScaler | None
+        self,
+        reductions: Reductions,
+        layers: Iterable[str],
+        *,
+        accumulation: str,
+        reduces: bool,
+        scaler: torch.amp.GradScaler | None,
     ) -> None:
-        """Wrap the arguments of `natgrad.Preconditioner` of these names."""
-        self._summed, self._divided = reduction == "sum", accumulation == "mean"
+        """Wrap the arguments of `natgrad.Preconditioner` of these names, and take the names of its `layers`.
+
+        Raises:
+            ValueError: if natgrad is to reduce gradients of which some are those of a sum and others of a mean.
+        """
+        layers = list(layers)
+        self._mixed = reductions.is_mapping and reductions.mixes_sum(layers)
+        self._summed = not self._mixed and reductions.of(layers[0] if layers else "") == "sum"
+        self._divided = accumulation == "mean"
+        allowed = "'averaged', where reduction is 'sum' for some layers and not for others"
+        require(not (self._mixed and reduces), "gradients", "reduce", allowed)
         self._reduces, self._scaler = reduces, scaler
         self._scaled: Tensor | None = None  # how many ranks had not unscaled in the last step
-        self.counts = self._summed or reduces or not self._divided
+        self.of_sum: float | Tensor | None = None
+        self.counts = self._summed or self._mixed or reduces or not self._divided
 
     def unscaled(self) -> "Scaling":
         """Return the same without a ``GradScaler``."""
@@ -169,11 +189,14 @@ class Scaling:
             )
         elif self._reduces:
             scale = reduce_gradients(model, runtime, samples, summed=self._summed)
-        elif self._summed and device is not None:
+        elif (self._summed or self._mixed) and device is not None:
             total = tensor_on(device, [float(samples)], torch.float32)
             runtime.sum_(total, {"counters": 1})
             exact = total[0].to(dtype)  # of float32 models float32, of float64 ones float64
             scale = runtime.ranks / exact.clamp(min=1)  # what DDP has averaged is a sum over P
+        if self._mixed:
+            self.of_sum = scale * passes
+            return 1.0 if self._divided else 1 / passes, left
         if self._summed:
             return scale * passes if self._divided else scale, left
         return scale if self._divided else scale / passes, left
@@ -194,7 +217,7 @@ class Scaling:
         made that of so many passes.
         """
         own = float(max(1, backwards))
-        if runtime.ranks == 1 or device is None or self._summed != self._divided:
+        if runtime.ranks == 1 or device is None or (not self._mixed and self._summed != self._divided):
             return own
         counted = tensor_on(device, [float(backwards), float(backwards > 0)], torch.float32)
         runtime.sum_(counted, {"counters": 2})

@@ -23,6 +23,7 @@ from natgrad.rows.messages import gather, give
 from natgrad.rows.stack import SQUARES, RowStack
 from natgrad.stacks.blocks import Member
 from natgrad.stacks.kept import Kept
+from natgrad.sums.messages import Shares
 from natgrad.trouble.guard import Trouble, Watch
 
 
@@ -80,36 +81,42 @@ class Renewal:
     step: int
     wire: torch.dtype | None
 
-    def run(self, stacks: Iterable[RowStack], rows: Collected, share: float, gain: float | Tensor) -> bool:
+    def run(self, stacks: Iterable[RowStack], rows: Collected, shares: Shares, gain: float | Tensor) -> bool:
         """Renew what is made of rows; layers that nobody saw, and blocks that fail, keep what they had.
 
         Args:
             stacks: Those that keep rows.
             rows: Theirs, of this rank; given away.
-            share: How many positions of the loss count (masked tokens) of those that it was taken to have.
+            shares: For each layer, how many tokens count of those that it was taken to have; all where it is missing.
             gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
 
         Returns:
             Whether any block of the layers that this rank works for was renewed.
         """
         gathers = rows.origin.together and self.runtime.ranks > 1
-        seen = self._counted([stack for stack in stacks if stack.role.captures], rows, share, gathers=gathers)
+        seen = self._counted([stack for stack in stacks if stack.role.captures], rows, shares, gathers=gathers)
         if not seen:
             return False
         self.epochs.used = any(one.stack.curvature.links(self.epochs) for one in seen)
-        for alike in _groups(seen, lambda one: (id(one.stack), one.samples, one.share, repr(rows.counts(_name(one))))):
-            self._select(alike, rows, share, gain)
+
+        def kind(one: Seen) -> tuple[object, ...]:
+            name = _name(one)
+            return id(one.stack), one.samples, one.share, shares.get(name, 1.0), repr(rows.counts(name))
+
+        for alike in _groups(seen, kind):
+            self._select(alike, rows, shares.get(_name(alike[0]), 1.0), gain)
         if gathers:
             gather(seen, self.plan, self.runtime, self.wire)
         seen = [one for one in seen if one.stack.role.works]
         self._finish(seen, gathers=gathers)
         return any(flag for one in seen for flag in one.fine)
 
-    def _counted(self, stacks: Sequence[RowStack], rows: Collected, share: float, *, gathers: bool) -> list[Seen]:
+    def _counted(self, stacks: Sequence[RowStack], rows: Collected, shares: Shares, *, gathers: bool) -> list[Seen]:
         """Return the layers that any rank has seen; all ranks learn the rows and samples of each, if any `gathers`."""
         places = [(stack, member) for stack in stacks for member in stack.members]
         names = [member.layer.name for _, member in places]
-        own = [float(rows.count(name)) for name in names] + [rows.tallies[name].samples * share for name in names]
+        own = [float(rows.count(name)) for name in names]
+        own += [rows.tallies[name].samples * shares.get(name, 1.0) for name in names]
         found = [own]
         if gathers and own:
             message = torch.tensor(own, dtype=torch.float64, device="cpu").to(stacks[0].device)

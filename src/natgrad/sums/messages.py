@@ -23,6 +23,9 @@ from natgrad.stacks.kept import packed_shape
 # "inputs" are the early ones too, where no rest follows: the counters of the layer go with them.
 Portion: TypeAlias = Literal["whole", "early", "rest", "inputs"]
 
+# By the layer's name: how much of the terms that its gradients were scaled by counts; what is not in it: all.
+Shares: TypeAlias = Mapping[str, float]
+
 
 @dataclass
 class Piece:
@@ -217,16 +220,16 @@ class Message:
         return other
 
     def close(
-        self, tallies: Mapping[str, Tally], share: float, gain: float | Tensor, riders: Sequence[float] = ()
+        self, tallies: Mapping[str, Tally], shares: Shares, gain: float | Tensor, riders: Sequence[float] = ()
     ) -> Tensor:
         """Make it ready to travel, and return the buffer: see `Sums.close`."""
         buffer = self.allocate()
         counters: list[float] = []
         for name, index in self.places.items():
-            tally = tallies[name]
+            tally, share = tallies[name], shares.get(name, 1.0)
             rows = tally.beyond + (tally.rows - tally.beyond) * min(share, 1.0)
-            shares = {"samples": share, "rows": rows / max(1, tally.rows)}
-            _correct(self.pieces[index], self.views[name], gain * share, shares, seen=tally.rows > 0)
+            own = {"samples": share, "rows": rows / max(1, tally.rows)}
+            _correct(self.pieces[index], self.views[name], gain * share, own, seen=tally.rows > 0)
             counters += [tally.samples * share, rows]
         counters += riders if self._riders else ()
         if self._counters:

@@ -39,7 +39,7 @@ from natgrad.stacks.kept import pack
 from natgrad.sums.clock import Clock, Item
 from natgrad.sums.forms import form
 from natgrad.sums.guesses import Guesses
-from natgrad.sums.messages import Arrived, Message
+from natgrad.sums.messages import Arrived, Message, Shares
 from natgrad.sums.sums import ObserveInputs, Sums
 
 Gain = Callable[[int], "float | Tensor"]
@@ -118,7 +118,7 @@ class PipelinedSums(Sums):
         self._travels: list[_Travel] = []
         self._arrives = False  # between `travel` and the end of `arrived`
         self._formed = False  # whether there is a queue of their own, in which they may leave early
-        self._closed: tuple[float, float | Tensor] = (1.0, 1.0)
+        self._closed: tuple[Shares, float | Tensor] = ({}, 1.0)
         self._heard: list[float] = []
         self._expected = Expected(self._members)
         self._guesses = Guesses()
@@ -219,7 +219,7 @@ class PipelinedSums(Sums):
             message = self._messages[len(self._travels)]
             self._pack_all(message)
             copy = message.twin()
-            copy.close(self.tallies, 1.0, gain)
+            copy.close(self.tallies, {}, gain)
             if copy.early:
                 for layer in copy.places:
                     for name, guess in self._guesses.of(layer).items():
@@ -244,16 +244,17 @@ class PipelinedSums(Sums):
 
     # --- In the step --------------------------------------------------------------------------------------------
 
-    def close(self, share: float, gain: float | Tensor) -> None:
+    def close(self, shares: Shares, gain: float | Tensor) -> None:
         """Take what was not known when messages left; see `Sums.close`."""
         self._pack_rest()
-        self._closed = share, gain
+        self._closed = shares, gain
         unproven = self._guesses.drop()
         for layer in unproven:
             self._clock.forget((layer, "early"))
         for travel in self._travels:
             own = travel.message
-            shared, scaled = share == 1.0 or not own.shared, not own.scaled or _equal(gain, travel.gain)
+            shared = not own.shared or all(shares.get(name, 1.0) == 1.0 for name in own.places)
+            scaled = not own.scaled or _equal(gain, travel.gain)
             sound = not own.early or unproven.isdisjoint(own.places)
             travel.late = travel.late or not (shared and scaled and sound)
 
@@ -265,7 +266,7 @@ class PipelinedSums(Sums):
             wire: That given to `make_sums`.
         """
         wrong = self._agree([travel.late for travel in self._travels])
-        share, gain = self._closed
+        shares, gain = self._closed
         for index, message in enumerate(self._messages):
             early = index < len(self._travels)
             if early and not wrong[index]:
@@ -274,11 +275,11 @@ class PipelinedSums(Sums):
                 # Where another rank has sent what is wrong, it waits for the others, whatever they send.
                 own = message.blank() if wrong[index] else message
                 if own is message:
-                    own.close(self.tallies, share, gain)
+                    own.close(self.tallies, shares, gain)
                 self._travels.append(self._post(own, gain))
         for index, message in enumerate(self._messages):
             if wrong[index]:
-                message.close(self.tallies, share, gain)
+                message.close(self.tallies, shares, gain)
                 before, self._travels[index] = self._travels[index], self._post(message, gain)
                 self._travels[index].before = before.posted
         self._arrives = self._formed = True

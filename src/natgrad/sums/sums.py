@@ -14,7 +14,7 @@ from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import pack
 from natgrad.sums.choice import WHOLE, Choice
 from natgrad.sums.histories import Histories
-from natgrad.sums.messages import Arrived, Departed, Message, Portion, Tally, neighbours, portion_of
+from natgrad.sums.messages import Arrived, Departed, Message, Portion, Shares, Tally, neighbours, portion_of
 from natgrad.sums.whole import Whole, alone
 
 
@@ -310,18 +310,18 @@ class Sums:
         rider = () if self._fused else self.rider
         return Departed([message.give() for message in self._messages], posted, self.spoilt, self.turns, rider)
 
-    def close(self, share: float, gain: float | Tensor) -> None:
+    def close(self, shares: Shares, gain: float | Tensor) -> None:
         """Make the messages ready to travel: unseen layers become zeros, gradients per-sample ones, counters filled in.
 
         Each rank corrects its own sums, for its share and its gain are its own.
 
         Args:
-            share: How many positions of the loss count (masked tokens) of those that it was taken to have.
+            shares: For each layer, how many tokens count of those that it was taken to have; all where it is missing.
             gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
         """
         self._pack_rest()
         for message in self._messages:
-            message.close(self.tallies, share, gain, self.rider)
+            message.close(self.tallies, shares, gain, self.rider)
 
     def _pack_rest(self) -> None:
         """Pack all that is still whole."""

@@ -80,7 +80,7 @@ def twin(original: Preconditioner, model: nn.Module, epochs: Epochs) -> Precondi
             optimizer=clip.optimizer,
             damping=original._damping_now(),
             kl_clip=clip.bound,
-            reduction=original._reduction,
+            reduction=original._reductions.given,
             refresh=Refresh(factors=1, inverses=1),
             precision=replace(original._precision, wire=None),
             guard=Guard(limit=None),

@@ -113,7 +113,7 @@ def _step_by_owners(
 
     Where natgrad reduces the gradients they are `weighted` by samples.
     """
-    ranks, summed = len(batches), alone._reduction == "sum"
+    ranks, summed = len(batches), alone._reductions.single == "sum"
     totals = {name: torch.zeros_like(p) for name, p in plain.named_parameters() if weighted}
     samples = 0
     with aside(alone._capture, _counting=True):  # the passes of ranks that own nothing are counted too

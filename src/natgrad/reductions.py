@@ -1,0 +1,223 @@
+"""How the loss combines its terms: one reduction for all layers, or one for each pattern of module names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from natgrad.errors import NatgradWarning, require, require_one_of
+from natgrad.layers import Layer
+
+if TYPE_CHECKING:
+    from natgrad.capture.samples import Samples
+
+Reduction: TypeAlias = Literal["mean", "tokens", "sum"]
+Count: TypeAlias = "int | Mapping[str, int]"
+
+
+class _LeftOut(str):
+    """A default: equal to its text, and told apart from the same text by its identity."""
+
+
+LEFT_OUT: Any = _LeftOut("mean")
+
+
+class Reductions:
+    """The `reduction` of a `natgrad.Preconditioner`, for each layer.
+
+    Layers with the same pattern form a group. The rows of a group belong to one term of the loss, and its number of
+    samples or tokens is counted apart from that of other groups.
+    """
+
+    def __init__(self, reduction: object) -> None:
+        """Check the argument.
+
+        Raises:
+            ValueError: if it is not one of the words, or a mapping from patterns to them.
+        """
+        self.given: Any = reduction
+        self._left_out = reduction is LEFT_OUT
+        self._automatic = reduction == "auto"
+        self.is_mapping = isinstance(reduction, Mapping)
+        self._patterns: dict[str, Reduction] = {}
+        if isinstance(reduction, Mapping):
+            require(len(reduction) > 0, "reduction", dict(reduction), "a mapping with at least one pattern")
+            for pattern, value in reduction.items():
+                allowed = "a mapping whose keys are fnmatch patterns of module names (str)"
+                require(isinstance(pattern, str), "reduction", pattern, allowed)
+                require_one_of(f"reduction[{pattern!r}]", value, "mean", "tokens", "sum")
+            self._patterns = dict(reduction)
+        else:
+            text = reduction if isinstance(reduction, str) else ""
+            fits = text in ("mean", "tokens", "sum", "auto")
+            allowed = "'mean', 'tokens', 'sum', 'auto', or a mapping from patterns of module names to the first three"
+            require(fits, "reduction", reduction, allowed)
+            self._patterns = {"*": cast(Reduction, "mean" if self._automatic else str(text))}
+        self._groups: dict[str, str] = {}
+        self.nearest: tuple[str, tuple[int, ...], bool] | None = None
+        """The layer nearest to the loss: its name, the shape of its input, and whether that has positions."""
+        self._warned = False
+
+    def group(self, layer: str) -> str:
+        """Return the pattern that a layer belongs to: the first that matches its name; empty if none does."""
+        if layer not in self._groups:
+            self._groups[layer] = next((own for own in self._patterns if fnmatchcase(layer, own)), "")
+        return self._groups[layer]
+
+    def of(self, layer: str) -> Reduction:
+        """Return the reduction of a layer; "mean" where no pattern matches."""
+        if self._automatic:
+            return "tokens" if self.nearest is not None and self.nearest[2] else "mean"
+        return self._patterns.get(self.group(layer), "mean")
+
+    @property
+    def single(self) -> Reduction | None:
+        """The reduction of all layers, as far as it is known; None with a mapping of several."""
+        kinds = {*self._patterns.values()} if self.is_mapping else {self.of("")}
+        return next(iter(kinds)) if len(kinds) == 1 and (not self.is_mapping or "*" in self._patterns) else None
+
+    def any_tokens(self) -> bool:
+        """Tell whether the terms of any layer are tokens, or may turn out to be."""
+        return self.is_undecided or "tokens" in self._patterns.values() or self.of("") == "tokens"
+
+    def mixes_sum(self, layers: Iterable[str]) -> bool:
+        """Tell whether the loss is a sum for some of these layers and a mean for others."""
+        return len({self.of(layer) == "sum" for layer in layers}) > 1
+
+    def describe(self) -> str:
+        """Return in words what has to be the same on all ranks."""
+        if self._automatic:
+            return "auto" if self.nearest is None else f"auto: {self.of('')}"
+        return str(self._patterns) if self.is_mapping else self.of("")
+
+    def explain(self) -> str:
+        """Return in words what "auto" has chosen, and why; empty where the user has chosen."""
+        if not self._automatic:
+            return ""
+        if self.nearest is None:
+            return "reduction 'auto': not decided before the first backward pass"
+        name, shape, _ = self.nearest
+        return f"reduction 'auto': {self.of('')!r}, for {name or 'the model'} next to the loss sees {list(shape)}"
+
+    # --- The layer nearest to the loss --------------------------------------------------------------------------
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether "auto" has seen no backward pass yet."""
+        return self._automatic and self.nearest is None
+
+    @property
+    def asks(self) -> bool:
+        """Whether the layer nearest to the loss is to be noted."""
+        return (self._automatic or self._left_out) and self.nearest is None
+
+    def note_nearest(self, layer: Layer, inputs: Tensor) -> None:
+        """Note the layer whose output is differentiated first."""
+        self.nearest = layer.name, tuple(inputs.shape), _sees_positions(layer, inputs)
+
+    def warn_of_default(self) -> None:
+        """Warn once if "mean" was not chosen and the layer nearest to the loss sees positions; called by `step`."""
+        if self._warned or not self._left_out or self.nearest is None or not self.nearest[2]:
+            return
+        self._warned = True
+        name, shape, _ = self.nearest
+        warnings.warn(
+            f"natgrad: {name or 'the model'}, next to the loss, sees positions ({list(shape)}), and reduction was left "
+            "out: it is 'mean', for a loss that averages over samples. Pass reduction='tokens' if the loss averages "
+            "over all positions, as cross-entropy of tokens does, or reduction='mean' if it does not",
+            NatgradWarning,
+            stacklevel=4,  # past the decorator of `step`
+        )
+
+    def warn_of_idle(self, layers: Iterable[str]) -> None:
+        """Warn of patterns that decide for none of the covered layers; called by the constructor."""
+        deciding = {self.group(layer) for layer in layers}
+        idle = [pattern for pattern in self._patterns if pattern not in deciding]
+        if self.is_mapping and idle and deciding:
+            warnings.warn(
+                f"natgrad: the patterns {idle} of reduction decide for no covered layer; see explain()",
+                NatgradWarning,
+                stacklevel=3,
+            )
+
+    # --- How many terms count -----------------------------------------------------------------------------------
+
+    def check_count(
+        self, count: object, layers: Iterable[str], seen: Callable[[str], int], ambiguous: Samples | None = None
+    ) -> None:
+        """Check the argument of `natgrad.Preconditioner.step`.
+
+        Args:
+            count: How many tokens count: of all layers, or by patterns of module names; None: all of them.
+            layers: The names of the covered layers.
+            seen: Returns how many positions there were at most, for a layer; 0: not counted.
+            ambiguous: What the model was called with, where that leaves the number of samples open: then `count` is
+                that number.
+
+        Raises:
+            ValueError: if it is no such number, or one of layers whose terms are not tokens.
+        """
+        if ambiguous is not None:
+            fits = _is_whole(count) and cast(int, count) > 0
+            require(
+                fits,
+                "count",
+                count,
+                f"the number of samples, which step(count=...) has to say: the model was called with a list of "
+                f"tensors of shapes {list(map(list, ambiguous.shapes))}, which may be "
+                f"{' or '.join(map(str, ambiguous.choices))} samples",
+            )
+            return
+        if count is None:
+            return
+        layers = list(layers)
+        counted = [layer for layer in layers if self.of(layer) == "tokens" or self.is_undecided]
+        if isinstance(count, Mapping):
+            for pattern, number in count.items():
+                name = f"count[{pattern!r}]"
+                own = [layer for layer in counted if isinstance(pattern, str) and fnmatchcase(layer, pattern)]
+                allowed = "a pattern of module names with reduction 'tokens'" + (
+                    f": {', '.join(counted)}" if counted else ", of which there are none"
+                )
+                require(own, "count", pattern, allowed)
+                _check_number(name, number, max(map(seen, own)))
+            return
+        allowed = "a whole number >= 0, or a mapping from patterns to such numbers, with reduction='tokens'"
+        require(_is_whole(count) and bool(counted or not layers), "count", count, allowed)
+        groups = {self.group(layer) for layer in counted}
+        require(
+            len(groups) < 2 or self.is_undecided,
+            "count",
+            count,
+            f"a mapping from patterns to numbers, where several have reduction 'tokens': {', '.join(sorted(groups))}",
+        )
+        _check_number("count", count, max(map(seen, counted), default=0))
+
+    def counted(self, count: Count | None, layer: str) -> int | None:
+        """Return how many tokens of a layer count, of those given; None: all that it saw."""
+        if count is None or self.of(layer) != "tokens":
+            return None
+        if isinstance(count, Mapping):
+            return next((number for pattern, number in count.items() if fnmatchcase(layer, pattern)), None)
+        return count
+
+
+def _check_number(name: str, number: object, seen: int) -> None:
+    require(_is_whole(number), name, number, "a whole number >= 0")
+    require(not seen or cast(int, number) <= seen, name, number, f"at most {seen}, the positions of the step")
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+
+def _sees_positions(layer: Layer, inputs: Tensor) -> bool:
+    """Tell whether a layer's inputs are [batch, positions, features], of a layer with features last."""
+    channels_first = isinstance(layer.module, (_ConvNd, _NormBase, nn.GroupNorm))
+    return layer.form != "one-hot" and not channels_first and inputs.ndim > 2 and layer.batched(inputs)
