@@ -94,11 +94,12 @@ class Preconditioner(Engine):
                 no convolution, else "mean"; `explain` says which.
 
                 A loss of several terms takes a mapping from fnmatch patterns of module names to these words; the first
-                match wins, and layers without a match have "mean". For a layer with n rows, the loss is
-                L = (1/n) Σ_r ℓ_r: the rows r are the samples ("mean"), or the tokens that the layers of the same
-                pattern see and whose gradient is not zero ("tokens"), and g_r = n ∂L/∂s_r is the derivative of ℓ_r by
-                the layer's output s_r. With "sum", L = Σ_r ℓ_r over samples. So a head sees the rows of its own term
-                alone, and a trunk, under "mean", each sample with its part of all terms.
+                match wins, and layers without a match have "mean". A layer with n rows r sees the loss as
+                L = (1/n) Σ_r ℓ_r, and its g_r = n ∂L/∂s_r is the derivative of ℓ_r by its output s_r. With "mean" the
+                rows are the n samples. With "tokens" they are the n positions that the layers of the same pattern see,
+                or as many as ``count`` says; those whose gradient is zero are left out of the factors. With "sum"
+                L = Σ_r ℓ_r over samples. So a head sees the rows of its own term alone, and a trunk, with "mean", each
+                sample with its part of all terms.
             refresh: When statistics are captured and decomposed.
             placement: Where curvature is computed and what travels: a name, as "comm-opt" or "hybrid:0.5", or a
                 `natgrad.Placement`, which tells them all.

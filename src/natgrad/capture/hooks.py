@@ -317,6 +317,8 @@ class Capture:
             raise NatgradError(_REENTRANT)
         started = perf_counter()
         primary, inputs, first = use.primary, use.inputs, use.first_task(task)
+        if use.batch < 0 and use.forward is not None:
+            use.batch = use.forward.batch  # a later layer may have settled it
         if use.forward is not None and use.forward.open is not None and self._reductions.of(primary.name) != "tokens":
             self.ambiguous = use.forward.open
         if self._reductions.asks:
@@ -423,7 +425,8 @@ class Capture:
         terms, tally = self._terms.of(name), self._tally(name)
         whole = terms.of_drawn.get(task, terms.of_loss.get(task, samples))
         tokens = self._reductions.of(name) == "tokens"
-        beyond, before = samples > whole, tally.known(task) if tokens else 0  # a head in pieces
+        beyond = samples > whole or not tokens  # a count of samples says nothing of positions
+        before = tally.known(task) if tokens else 0  # a head in pieces
         tally.count(task, whole if inputs.one_hot else min(before + samples, whole), rows, beyond=beyond)
         if name in self.sums.tallies:
             self.sums.counted(name, len(self.backwards))

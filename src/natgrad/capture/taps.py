@@ -96,9 +96,9 @@ class Forward:
             if torch.compiler.is_compiling():
                 return
             self.current.open = found if found.choices else None
+            self.current.batch = found.number
             self.samples += max(0, found.number)
             if self.script is not None:
-                self.current.batch = found.number
                 self.script.enter(self.current)
 
     def settle(self, seen: int) -> None:
@@ -107,8 +107,7 @@ class Forward:
             self.current.open = None
             self.batch = torch.tensor(seen, device="cpu")
             self.samples += seen
-            if self.script is not None:
-                self.current.batch = seen
+            self.current.batch = seen
 
     def leave(self) -> None:
         """End the pass: a layer called by itself says nothing of an earlier batch."""

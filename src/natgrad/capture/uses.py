@@ -112,7 +112,8 @@ class Terms:
 
     def _warn_of_guess(self, use: Use, own: int, taken: int) -> None:
         known = use.batch > 0 or own == taken or use.layer.form == "one-hot" or not use.layer.batched(use.outline)
-        if known or self.silent:
+        asked = use.forward is not None and use.forward.open is not None  # `step` asks for the number of samples
+        if known or asked or self.silent:
             return
         self.silent = True
         warnings.warn(
