@@ -168,6 +168,8 @@ class Engine:
             rows=self._keeps_rows and "gradients" in agenda.reads(self._progress),
             choice=choice,
         )
+        capture = self._capture
+        capture.audit.begin(self._progress.step, captures=capture.wanted or capture.rows_wanted)
 
     def _draw(self, outputs: Tensor, mask: Tensor | None) -> None:
         """Differentiate the loss of sampled labels, where the coming step needs any; as `Preconditioner.backward`."""
@@ -219,6 +221,17 @@ class Engine:
             if device is not None and (self._reduces or self._capture.wanted or self._capture.rows_wanted):
                 self._capture.sums.spoilt = self._scaling.spoilt(self._runtime, device)
             return self._scaling.of_gradients(self._root, structure, self._runtime, self._early, samples, backwards)
+
+    def _compare_gradients(self) -> None:
+        """Compare ``.grad`` with what the hooks have seen, in some steps."""
+        with self._progress.phase("reduce", self._runtime):
+            self._capture.audit.compare(
+                self._runtime,
+                self._scaling.of_loss,
+                step=self._progress.step,
+                passes=len(self._capture.backwards),
+                remain=self._given.remain(),
+            )
 
     def _update_factors(self, count: Count | None) -> None:
         self._capture.finish()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from natgrad.agreement import check_reduction
 from natgrad.arguments import check_arguments, resolve_group, unwrap
+from natgrad.audit import GradientAudit
 from natgrad.capture import Capture
 from natgrad.curvature import KFAC, Curvature
 from natgrad.damping import Control, Damping, TrustRegion
@@ -154,7 +155,8 @@ class Preconditioner(Engine):
         # Every rank notices of layers that others capture how many positions a loss has, and passes to be repeated.
         noticed = self._reductions.any_tokens() or any(own.replays for _, own in covered)
         counting = self._scaling.counts or (where.name == "dp" and noticed)
-        self._capture = Capture(self._root, reductions=self._reductions, counting=counting)
+        audit = GradientAudit(reduces=reduces, divides=accumulation == "mean")
+        self._capture = Capture(self._root, reductions=self._reductions, counting=counting, audit=audit)
         single = self._reductions.single or "mean"
         self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=single)
         self._progress, self._epochs, self._agenda = Progress(), Epochs(), Agenda(refresh)
@@ -224,6 +226,7 @@ class Preconditioner(Engine):
         closure, count = (None, closure) if isinstance(closure, int) else (closure, count)
         self._capture.forget_thrown_away(self._model.parameters())
         self._check_step(count, closure)
+        self._capture.audit.report()
         self._refresh.check(self._progress.step)
         damping = self._progress.damping = self._damping_now()
         self._follow()
@@ -241,6 +244,7 @@ class Preconditioner(Engine):
             self._compare(damping)
         self._reductions.warn_of_default()
         self._collect(early=self._behind and self._inverses_due)
+        self._compare_gradients()
         scale, left = self._scale_gradients(count)
         damping = self._renew(count, damping, scale, closure)
         self._precondition(damping, scale, left, count, closure)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from natgrad.aside import aside
+from natgrad.audit import GradientAudit
 from natgrad.capture import compiled
 from natgrad.capture.again import Chance, Pass, Recording, Repetition
 from natgrad.capture.early import look_ahead
@@ -59,12 +60,14 @@ class Capture:
         sums: The raw sums.
         rows: The rows.
         seconds: Host seconds spent in the hooks.
+        audit: Compares gradients with what the hooks see.
         ambiguous: What a differentiated forward pass since the last step was called with, where nothing has settled
             how many samples that are, and the loss averages over them.
     """
 
-    def __init__(self, root: nn.Module, *, reductions: Reductions, counting: bool) -> None:
+    def __init__(self, root: nn.Module, *, reductions: Reductions, counting: bool, audit: GradientAudit) -> None:
         """Prepare; no hook is set before `attach`."""
+        self.audit = audit
         self._reductions, self._counting = reductions, counting
         self._root = root
         self._handles: list[Handle] = []
@@ -105,6 +108,7 @@ class Capture:
                     self.replays |= {member.layer.name} if stack.curvature.replays else set()
                 for index, layer in enumerate((member.layer, *member.layer.others)):
                     self._handles += layer.tap(LayerTap(self, self._forward, member.layer.name, index))
+        self.audit.attach([layer for layer, _ in self._layers.values()])
         # Set last: where the model is itself a layer, its forward ends after that layer's.
         self._handles.append(self._root.register_forward_hook(EndTap(self._forward), always_call=True))
         self._forward.script = Recording(self._root) if self.again or (self.wanted and self.replays) else None
@@ -234,6 +238,7 @@ class Capture:
         self.ambiguous = None
         self._terms.clear()
         self._sightings.forget()
+        self.audit.forget()
         self.sums.reset()
         self.rows.reset()
 
@@ -246,7 +251,7 @@ class Capture:
     def replay(self, sums: Sums, repetition: Repetition) -> Iterator[None]:
         """Add what the layers that need a replay show to other `sums` meanwhile, and know nothing of it afterwards."""
         own = {"_captured": self.replays, "_counting": False, "_terms": self._terms.anew(), "_loss": None}
-        own |= {"wanted": True, "sums": sums, "_replaying": True, "_fills": False}
+        own |= {"wanted": True, "sums": sums, "_replaying": True, "_fills": False, "audit": GradientAudit(off=True)}
         with aside(self, **own), aside(self._forward, began=self._forward.began, script=repetition):
             yield
 
@@ -256,15 +261,19 @@ class Capture:
         before = partial(self.reset, wanted=self.wanted, rows=self.rows_wanted, choice=self.sums.choice)
         self.reset(wanted=True, rows=True)
         try:
-            with aside(self, seconds=0.0, again=self.again):
+            with aside(self, seconds=0.0, again=self.again, audit=GradientAudit(off=True)):
                 yield
         finally:
             before()
 
     def watch(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
         """Keep the inputs of one use of a layer, or of the one tied to it, until the gradient of its output comes."""
-        wanted = self._wants(name)
-        if not (wanted or self._counting or self.again) or not torch.is_grad_enabled() or not output.requires_grad:
+        wanted, audited = self._wants(name), self.audit.wants(name)
+        if (
+            not (wanted or audited or self._counting or self.again)
+            or not torch.is_grad_enabled()
+            or not output.requires_grad
+        ):
             return
         primary, curvature = self._layers[name]
         if inputs.is_nested or output.is_nested:
@@ -276,13 +285,14 @@ class Capture:
             self._forward.settle(layer.samples(inputs))
         batch = int(self._forward.batch) if forward is not None or outer_task != -1 else -1
         # Statistics need the inputs themselves, the number of samples only their shape.
-        saved = Saved(inputs) if wanted else None
+        saved = Saved(inputs) if wanted or self.audit.wants_inputs(name) else None
         shape = outline(inputs) if saved is None else saved.outline
         use = Use(primary, layer, curvature, saved, shape, batch, forward, outer_task)
         if forward is not None and (self._reductions.of(name) == "tokens" or self._reductions.is_undecided):
             forward.note(name, layer.positions(output))
         if wanted and outer_task == -1 and not primary.reshaped:
             self.seconds += look_ahead(use, inputs, output, self._terms, self.sums, self._sightings)
+        self.audit.keep_output(use, layer, output)
         size, output = output.shape, whole(output)
         output.register_hook(lambda gradient: self._gradient(use, gradient.reshape(size)))
         if curvature.pools:
@@ -292,7 +302,8 @@ class Capture:
 
     def receive(self, name: str, index: int, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
         """Note the gradient of one use of a layer in a compiled graph, whose forward `watch` did not see."""
-        if (self._counting or self.again or self._wants(name)) and name in self._layers:
+        looks = self._counting or self.again or self._wants(name) or self.audit.wants(name)
+        if looks and name in self._layers:
             primary, curvature = self._layers[name]
             layer = (primary, *primary.others)[index].current()
             known, outer_task = map(int, batch)
@@ -328,11 +339,16 @@ class Capture:
         if not self.sampling:
             if begins:
                 self._loss, self._fills = task, taken == "grad"
+                self.audit.look_at_loss(use, gradient)
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 # The graph may live on as long as the loss does, and with it this use.
                 use.inputs, use.outline = None, outline(use.outline)
         self._terms.settle(use, first, gradient, drawn=self.sampling)
         current = self._layers.get(primary.name) == (primary, use.curvature) and not primary.reshaped  # step() follows
+        if current and self._fills and not self.sampling and self.audit.wants(primary.name):
+            samples = self._terms.of(primary.name).samples(use, first, gradient, drawn=False)
+            known = inputs.get() if inputs is not None and self.audit.wants_inputs(primary.name) else None
+            self.audit.add(use.layer, known, gradient, samples)
         wanted = current and self._wants(primary.name) and self.sampling == self._draws(primary.name)
         if wanted and inputs is not None:
             with full_products(gradient.device):

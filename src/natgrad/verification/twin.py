@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from natgrad.aside import aside
+from natgrad.audit import GradientAudit
 from natgrad.errors import NatgradWarning
 from natgrad.gradients.clip import Clip
 from natgrad.gradients.given import Given, Unseen
@@ -96,6 +97,7 @@ def twin(original: Preconditioner, model: nn.Module, epochs: Epochs) -> Precondi
         ranks=1,
         factor=original._damping.factor,
     )
+    alone._capture.audit = GradientAudit(off=True)
     alone._begin()
     alone._capture.rows.origin = original._capture.rows.origin
     return alone

@@ -1,0 +1,357 @@
+"""A check that ``.grad`` is the gradient that the hooks have seen: of the same loss scale, and averaged as assumed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.errors import NatgradWarning
+from natgrad.layers import Layer, Slot
+from natgrad.layers.rows import Rows
+from natgrad.placement import Runtime
+from natgrad.stacks.shards import is_sharded, own_rows
+
+# The steps in which statistics are captured that are compared at first, and how many steps pass between later ones.
+_FIRST = 3
+_BETWEEN = 1000
+# How many layers are compared, and how many numbers of each.
+_LAYERS = 32
+_NUMBERS = 32
+# The rows of logits that are looked at.
+_ROWS = 256
+# The share of Σ|g| that rounding may leave of Σ g, for numbers of at least 32 bits and narrower ones.
+_ROUNDING, _ROUNDING_NARROW = 1e-4, 2e-3
+# What is no mismatch: a factor this near to 1, and a part of this size that no factor explains (of a penalty on the
+# parameters, say, whose gradient no output shows).
+_FACTOR, _REST = 0.02, 0.3
+# A rest below this size is rounding: the gradients differ by a factor alone.
+_ALIKE = 0.05
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What is compared of a layer: the first numbers of its bias, or of the first row of its weight.
+
+    Attributes:
+        layer: The layer.
+        slot: The place of the parameter.
+        start: The first of its numbers in the vector of all.
+        size: How many.
+    """
+
+    layer: Layer
+    slot: Slot
+    start: int
+    size: int
+
+    @property
+    def of_bias(self) -> bool:
+        """Whether it is a bias."""
+        return self.slot.leaf == "bias"
+
+
+class GradientAudit:
+    """Compares some gradients with the sums of the output gradients that the hooks have captured.
+
+    A bias's gradient is the sum of the gradients of its layer's output; one row of a weight's is the sum of the
+    inputs, times the gradients of one output. The sums are compared in the first three steps that capture statistics,
+    and in one after each thousand steps. Where the ranks' gradients are averaged, the sums are averaged likewise, in a
+    message of their own of at most 8 KiB. Nothing waits for the device: the result is read in a later step.
+    """
+
+    def __init__(self, *, reduces: bool = False, divides: bool = True, off: bool = False) -> None:
+        """Compare nothing before `attach`.
+
+        Args:
+            reduces: Whether ``.grad`` is not averaged over the ranks yet when `compare` is called.
+            divides: Whether the user divides the loss by the number of backward passes.
+            off: Compare nothing at all.
+        """
+        self._reduces, self._divides, self._off = reduces, divides, off
+        self._losses: list[Tensor] = []
+        self._output: tuple[object, Tensor] | None = None
+        self._entries: dict[str, _Entry] = {}
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._compared = 0
+        self._next = 0
+        self._wanted = not off
+        self._warned = False
+        self._pending: _Comparison | None = None
+
+    def attach(self, layers: Sequence[Layer]) -> None:
+        """Choose which layers are compared, the same on all ranks: those with a bias, else some without."""
+        biases = [(layer, slot) for layer in layers for slot in _plain_slots(layer, "bias")]
+        weights = [
+            (layer, slot)
+            for layer in layers
+            for slot in _plain_slots(layer, "weight")
+            if type(layer.module) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        ]
+        linear = [(layer, slot) for layer, slot in weights if isinstance(layer.module, nn.Linear)]
+        chosen = biases or linear or weights
+        self._entries, start = {}, 0
+        for index in range(min(_LAYERS, len(chosen))):
+            layer, slot = chosen[index * len(chosen) // min(_LAYERS, len(chosen))]
+            bias = slot.leaf == "bias"
+            size = min(_NUMBERS, layer.outputs if bias else math.prod(slot.shape[1:]))
+            self._entries[layer.name] = _Entry(layer, slot, start, size)
+            start += size
+        self._size = start
+        self.forget()
+
+    def wants(self, layer: str) -> bool:
+        """Tell whether the output gradients of a layer are to be added up in this step."""
+        return self._wanted and layer in self._entries
+
+    def wants_inputs(self, layer: str) -> bool:
+        """Tell whether that takes the layer's inputs too."""
+        return self.wants(layer) and not self._entries[layer].of_bias
+
+    @torch.no_grad()
+    def add(self, layer: Layer, inputs: Tensor | None, gradient: Tensor, samples: int) -> None:
+        """Add what one use of a layer shows.
+
+        Args:
+            layer: The layer.
+            inputs: Its inputs, where `wants_inputs`.
+            gradient: The gradient of its output.
+            samples: How many samples these are of.
+        """
+        if not gradient.numel():
+            return
+        entry, dtype = self._entries[layer.name], torch.promote_types(gradient.dtype, torch.float32)
+        if entry.of_bias:
+            rows = layer.gradient_rows(gradient, samples).dense()[0, :, :, : entry.size].to(dtype)
+            found, size = rows.sum((0, 1)), rows.abs().sum((0, 1))
+        else:
+            assert inputs is not None
+            a, g = layer.rows(inputs, gradient, samples)
+            found, size = _first_row(a, g, entry.size, dtype)
+        share = _ROUNDING if gradient.dtype.itemsize >= dtype.itemsize else _ROUNDING_NARROW
+        known = self._sums.get(layer.name)
+        self._sums[layer.name] = (found, size * share) if known is None else (known[0] + found, known[1] + size * share)
+
+    def keep_output(self, use: object, layer: Layer, output: Tensor) -> None:
+        """Keep the output of the layer that was called last, which may be the logits of a cross-entropy."""
+        if self._wanted and layer.form == "matrix" and isinstance(layer.module, nn.Linear) and output.ndim > 1:
+            self._output = use, output.detach()
+
+    @torch.no_grad()
+    def look_at_loss(self, use: object, gradient: Tensor) -> None:
+        """Look at the first gradient of a backward pass: that of logits tells what a cross-entropy is multiplied by."""
+        kept, self._output = self._output, None
+        if self._wanted and kept is not None and kept[0] is use and gradient.shape == kept[1].shape:
+            self._losses.append(_cross_entropy_scale(kept[1], gradient))
+
+    def forget(self) -> None:
+        """Forget what was added: the backward passes that showed it are thrown away."""
+        self._sums.clear()
+        self._losses.clear()
+
+    def begin(self, step: int, *, captures: bool) -> None:
+        """Begin a step; the same on all ranks.
+
+        Args:
+            step: The steps so far.
+            captures: Whether the hooks look at the layers in it.
+        """
+        self.forget()
+        self._wanted = captures and not self._off and (self._compared < _FIRST or step >= self._next)
+
+    @torch.no_grad()
+    def compare(self, runtime: Runtime, loss_scale: float | Tensor, *, step: int, passes: int, remain: bool) -> None:
+        """Compare ``.grad`` with what was captured; collective where gradients are averaged over the ranks.
+
+        Args:
+            runtime: The ranks.
+            loss_scale: That of the ``GradScaler``.
+            step: The steps so far.
+            passes: The backward passes of this rank.
+            remain: Whether ``.grad`` still holds what the last step wrote.
+        """
+        if not self._wanted or not self._entries:
+            return
+        self._compared += 1
+        self._next = step + _BETWEEN
+        first = next(iter(self._entries.values())).slot.parameter
+        shown = torch.zeros(2, self._size, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
+        for name, pair in self._sums.items():
+            entry = self._entries[name]
+            for row, own in zip(shown, pair, strict=True):
+                row[entry.start : entry.start + entry.size] = own
+        shown /= loss_scale if isinstance(loss_scale, float) else loss_scale.to(shown)
+        averaged = runtime.ranks > 1 and not self._reduces
+        if averaged:
+            runtime.sum_(shown.view(-1), {"audit": shown.numel()})
+            shown /= runtime.ranks
+        given, held = self._gradients(shown[0])
+        ranks = runtime.ranks if averaged else 1
+        losses = torch.stack(self._losses).sum(0) / loss_scale if self._losses and passes > 1 else None
+        self._pending = _Comparison(shown * held, given, losses, ranks=ranks, passes=passes, remain=remain)
+        self.forget()
+
+    def _gradients(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients as they are, and a mask of those that this rank holds."""
+        given, held = torch.zeros_like(like), torch.zeros_like(like)
+        for entry in self._entries.values():
+            gradient = entry.slot.parameter.grad
+            if gradient is None:
+                continue
+            pieces = own_rows(entry.slot.name, gradient) if is_sharded(gradient) else [(0, gradient)]
+            for start, rows in pieces:
+                if entry.of_bias:
+                    own = rows[: max(0, entry.size - start)]
+                    begin = entry.start + start
+                else:
+                    own = rows[0].flatten()[: entry.size] if start == 0 and len(rows) else rows.flatten()[:0]
+                    begin = entry.start
+                given[begin : begin + len(own)] = own
+                held[begin : begin + len(own)] = 1
+        return given, held
+
+    def report(self) -> None:
+        """Warn once of a mismatch that an earlier step has found; called by `step`."""
+        if self._pending is None or not self._pending.arrived:
+            return
+        found, self._pending = self._pending, None
+        text = found.describe(reduces=self._reduces) or found.describe_accumulation(divides=self._divides)
+        if text and not self._warned:
+            self._warned = True
+            warnings.warn(text, NatgradWarning, stacklevel=4)  # past the decorator of `step`
+
+
+class _Comparison:
+    """A comparison under way on the device."""
+
+    def __init__(
+        self, shown: Tensor, given: Tensor, losses: Tensor | None, *, ranks: int, passes: int, remain: bool
+    ) -> None:
+        """Compare.
+
+        Args:
+            shown: What was captured, and what rounding may leave of it ``[2, n]``.
+            given: The gradients ``[n]``.
+            losses: What cross-entropies were multiplied by, summed over the passes, and the part of their gradients
+                that is none of a cross-entropy; None: not known.
+            ranks: How many ranks' gradients are averaged.
+            passes: The backward passes of this rank.
+            remain: Whether the gradients still hold what the last step wrote.
+        """
+        self._ranks, self._passes, self._remain = ranks, passes, remain
+        largest = torch.maximum(shown[0].abs().amax(), given.abs().amax()).clamp(min=torch.finfo(given.dtype).tiny)
+        s, noise, g = shown[0] / largest, shown[1] / largest, given / largest
+        found = torch.stack([s @ s, s @ g, g @ g, (g - s) @ (g - s), noise @ noise])
+        found = torch.cat([found, found.new_tensor([0.0, 1.0]) if losses is None else losses.to(found)])
+        self._event: torch.cuda.Event | None = None
+        self._found = found
+        if found.is_cuda:
+            self._found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            self._found.copy_(found, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the result can be read without waiting."""
+        return self._event is None or self._event.query()
+
+    def describe(self, *, reduces: bool) -> str:
+        """Return the mismatch in words, with its likely causes; empty if there is none."""
+        shown, both, given, apart, noise = self._found[:5].tolist()
+        if not math.isfinite(shown + given) or shown <= noise:
+            return ""
+        factor = both / shown
+        rest = max(0.0, given - factor * both)
+        if rest <= _ALIKE**2 * given + noise:
+            if abs(factor - 1) <= _FACTOR or apart <= noise:
+                return ""
+            return (
+                f"natgrad: .grad is {factor:.4g} times the gradient that the backward passes of a step have shown, and "
+                f"that factors are scaled by. {self._cause_of_factor(factor)} {self._causes(reduces)}"
+            )
+        if apart <= _REST**2 * max(shown, given) + noise:
+            return ""
+        cause = ""
+        if self._remain:
+            cause = "Likely gradients of earlier steps are still in it: call step() once after all micro-batches, "
+            cause += "and optimizer.zero_grad() after each step."
+        elif self._ranks > 1:
+            cause = "Likely nothing averages gradients over the ranks: wrap the model in DistributedDataParallel, or "
+            cause += "pass gradients='reduce'."
+        size = math.sqrt(apart / max(shown, given))
+        text = (
+            "natgrad: .grad is not the gradient that the backward passes of a step have shown: they differ by "
+            f"{size:.2g} of it, and the factor that fits best is {factor:.4g}."
+        )
+        return " ".join(part for part in (text, cause, self._causes(reduces)) if part)
+
+    def describe_accumulation(self, *, divides: bool) -> str:
+        """Return in words that the loss is divided by the passes though it should not be, or the other way round."""
+        scale, rest = self._found[5:].tolist()
+        # The sum over K passes is 1 where the loss is divided by K, else K.
+        other = self._passes if divides else 1
+        if rest > _ALIKE**2 or not math.isclose(scale, other, rel_tol=_FACTOR):
+            return ""
+        done, remedy = ("not divided", "'sum', or divide it") if divides else ("divided", "'mean', or do not divide it")
+        return (
+            f"natgrad: the cross-entropy of each of the {self._passes} backward passes of a step is {done} by their "
+            f"number, and accumulation is {'mean' if divides else 'sum'!r}: pass accumulation={remedy}"
+        )
+
+    def _cause_of_factor(self, factor: float) -> str:
+        def near(value: float) -> bool:
+            return math.isclose(factor, value, rel_tol=2 * _FACTOR)
+
+        power = math.log2(factor) if factor > 0 else 0.0
+        if self._passes > 1 and (near(self._passes) or near(1 / self._passes)):
+            return (
+                f"Likely it was multiplied or divided by the {self._passes} backward passes afterwards: divide the "
+                "loss instead, and pass accumulation='mean'; or divide nothing, and pass accumulation='sum'."
+            )
+        if self._ranks > 1 and (near(self._ranks) or near(1 / self._ranks)):
+            return f"Likely it was summed, and not averaged, over the {self._ranks} ranks, or averaged twice."
+        if power <= -4 and math.isclose(power, round(power), abs_tol=_FACTOR):
+            return "Likely a GradScaler has unscaled it: pass scaler= to the Preconditioner."
+        return "Likely it was clipped: clip after step()." if 0 < factor < 1 else ""
+
+    def _causes(self, reduces: bool) -> str:
+        averaged = "gradients averaged already, with gradients='reduce'" if reduces else ""
+        averaged = averaged or "gradients that nothing has averaged over the ranks, with gradients='averaged'"
+        return (
+            "Possible causes: a GradScaler without scaler=, accumulation= the other way round, gradients clipped or "
+            f"otherwise changed before step(), step() called on every micro-batch, gradients not cleared, {averaged}"
+        )
+
+
+def _cross_entropy_scale(logits: Tensor, gradient: Tensor) -> Tensor:
+    """Return what a mean cross-entropy is multiplied by, and the part of its gradient that is none of one.
+
+    The gradient of c times the mean over n rows is c/n (p - y), with p the softmax of a row of logits and y its label,
+    where the gradient is least. Rows whose gradient is zero are no part of the mean.
+    """
+    counted = (gradient[..., 0] != 0).sum()
+    z, g = (tensor.flatten(0, -2)[:_ROWS].float() for tensor in (logits, gradient))
+    p = z.softmax(-1)
+    expected = p.scatter_add(-1, g.argmin(-1, keepdim=True), p.new_full((), -1.0).expand(len(p), 1))
+    expected = expected * (g != 0).any(-1, keepdim=True)
+    factor = (g * expected).sum() / expected.square().sum()
+    rest = (g - factor * expected).square().sum() / g.square().sum()
+    return torch.stack([factor * counted, rest])
+
+
+def _plain_slots(layer: Layer, leaf: str) -> list[Slot]:
+    """Return the place of a layer's parameter of this name, where all of it is the layer's and no other's."""
+    if layer.others or layer.form == "one-hot":
+        return []
+    return [slot for slot in layer.slots if slot.leaf == leaf and slot.rows is None and slot.parameter.ndim > 0]
+
+
+def _first_row(inputs: Rows, gradients: Rows, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the first `size` numbers of Σ g aᵀ for the first output, and of Σ |g| |a|ᵀ."""
+    a, g = inputs.dense()[0, :, :, :size].to(dtype), gradients.dense()[0, :, :, 0].to(dtype)
+    return torch.einsum("bt,bti->i", g, a), torch.einsum("bt,bti->i", g.abs(), a.abs())

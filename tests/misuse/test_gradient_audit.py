@@ -1,0 +1,187 @@
+"""Gradients that are not what natgrad takes them for: told of one step later, once, with the factor and its causes."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import natgrad
+
+
+def with_bias():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def without_bias():
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
+
+
+def normalised():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+MODELS = [with_bias, without_bias, normalised]
+
+
+def batch(step=0, samples=16):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(samples, 6, generator=generator), torch.randint(3, (samples,), generator=generator)
+
+
+def train(model, change=lambda model: None, steps=3, loss=cross_entropy, **options):
+    """Train with `change` between backward and step; return the texts of all warnings."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, damping=0.1, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", natgrad.NatgradWarning)
+        for step in range(steps):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            change(model)
+            preconditioner.step()
+            optimizer.step()
+    return [str(each.message) for each in caught if issubclass(each.category, natgrad.NatgradWarning)]
+
+
+def scale(factor):
+    def change(model):
+        for parameter in model.parameters():
+            parameter.grad.mul_(factor)
+
+    return change
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_gradients_as_they_came_are_silent(make):
+    torch.manual_seed(0)
+    assert train(make(), steps=5) == []
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_clipped_gradients(make):
+    torch.manual_seed(0)
+    texts = train(make(), lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+    assert len(texts) == 1
+    assert "clip after step()" in texts[0]
+
+
+def test_the_factor_is_named():
+    torch.manual_seed(0)
+    (text,) = train(with_bias(), scale(2.5))
+    assert ".grad is 2.5 times" in text
+
+
+def test_it_is_told_in_the_step_after():
+    torch.manual_seed(0)
+    assert train(with_bias(), scale(2.5), steps=1) == []
+    assert len(train(with_bias(), scale(2.5), steps=2)) == 1
+
+
+def test_a_scaler_that_the_preconditioner_does_not_know():
+    def scaled(outputs, y):
+        return cross_entropy(outputs, y) * 2.0**16
+
+    torch.manual_seed(0)
+    (text,) = train(with_bias(), scale(2.0**-16), loss=scaled)
+    assert "pass scaler=" in text
+
+
+def micro_batches(divides_loss=True, divides_gradients=False, steps_each=False, clears=True, accumulation="mean"):
+    torch.manual_seed(0)
+    model = with_bias()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, damping=0.1, accumulation=accumulation)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", natgrad.NatgradWarning)
+        for step in range(3):
+            if clears:
+                optimizer.zero_grad()
+            for part in range(4):
+                x, y = batch(4 * step + part)
+                (cross_entropy(model(x), y) / (4 if divides_loss else 1)).backward()
+                if steps_each:
+                    preconditioner.step()
+            if divides_gradients:
+                scale(1 / 4)(model)
+            if not steps_each:
+                preconditioner.step()
+            optimizer.step()
+    return [str(each.message) for each in caught if issubclass(each.category, natgrad.NatgradWarning)]
+
+
+def test_accumulation_as_it_is_meant_is_silent():
+    assert micro_batches() == []
+    assert micro_batches(divides_loss=False, accumulation="sum") == []
+
+
+@pytest.mark.parametrize("accumulation", ["mean", "sum"])
+def test_gradients_divided_by_the_passes(accumulation):
+    (text,) = micro_batches(divides_loss=False, divides_gradients=True, accumulation=accumulation)
+    assert "0.25 times" in text
+    assert "accumulation=" in text
+
+
+@pytest.mark.parametrize(("divides", "accumulation"), [(False, "mean"), (True, "sum")])
+def test_accumulation_the_other_way_round(divides, accumulation):
+    (text,) = micro_batches(divides_loss=divides, accumulation=accumulation)
+    assert "4 backward passes" in text
+    assert f"accumulation={'sum' if accumulation == 'mean' else 'mean'!r}" in text
+
+
+def test_a_step_on_every_micro_batch():
+    (text,) = micro_batches(steps_each=True)
+    assert "after all micro-batches" in text
+
+
+def test_gradients_that_are_never_cleared():
+    (text,) = micro_batches(clears=False)
+    assert "zero_grad" in text
+
+
+def test_a_penalty_on_the_parameters_is_silent():
+    def penalised(outputs, y):
+        return cross_entropy(outputs, y) + 1e-3 * sum(p.square().sum() for p in model.parameters())
+
+    torch.manual_seed(0)
+    model = with_bias()
+    assert train(model, loss=penalised) == []
+
+
+def test_a_gradient_that_is_not_finite_is_no_mismatch():
+    calls = iter(range(10))
+
+    def overflow(model):
+        if next(calls) == 0:
+            scale(float("inf"))(model)
+
+    torch.manual_seed(0)
+    assert train(with_bias(), overflow) == []
+
+
+def test_it_looks_again_after_a_thousand_steps():
+    model = nn.Linear(1, 2)
+    preconditioner = natgrad.Preconditioner(model, refresh=natgrad.Refresh(factors=50, inverses=1000))
+    x = torch.ones(2, 1)
+
+    def step(factor):
+        model.zero_grad()
+        model(x).sum().backward()
+        scale(factor)(model)
+        preconditioner.step()
+
+    for number in range(1101):  # of which those at 0, 50 and 100 are compared, and the one at 1100
+        step(1.0 if number < 500 else 3.0)
+    with pytest.warns(natgrad.NatgradWarning, match="3 times"):
+        step(1.0)
+
+
+def test_convolutions_without_bias_are_compared_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Unflatten(1, (1, 6, 1)), nn.Conv2d(1, 3, (6, 1), bias=False), nn.Flatten())
+    assert train(model) == []
+    (text,) = train(model, scale(0.5))
+    assert "0.5 times" in text
