@@ -127,9 +127,10 @@ class Engine:
 
     def _compare(self, damping: float) -> None:
         """Check once, and after every change of the model, that all ranks are about to do the same."""
-        if self._reductions.asks and self._runtime.ranks > 1:  # a rank without a backward pass takes it from another
+        if self._reductions.is_automatic and self._runtime.ranks > 1:
             found = self._runtime.everywhere(self._reductions.nearest)
-            self._reductions.nearest = next((own for own in found if own is not None), None)
+            if self._reductions.nearest is None:  # a rank without a backward pass takes it from another
+                self._reductions.nearest = next((own for own in found if own is not None), None)
         check_agreement(
             self._runtime,
             self._structure,

@@ -43,7 +43,7 @@ class Reductions:
         """
         self.given: Any = reduction
         self._left_out = reduction is LEFT_OUT
-        self._automatic = reduction == "auto"
+        self.is_automatic = reduction == "auto"
         self.is_mapping = isinstance(reduction, Mapping)
         self._patterns: dict[str, Reduction] = {}
         if isinstance(reduction, Mapping):
@@ -58,7 +58,7 @@ class Reductions:
             fits = text in ("mean", "tokens", "sum", "auto")
             allowed = "'mean', 'tokens', 'sum', 'auto', or a mapping from patterns of module names to the first three"
             require(fits, "reduction", reduction, allowed)
-            self._patterns = {"*": cast(Reduction, "mean" if self._automatic else str(text))}
+            self._patterns = {"*": cast(Reduction, "mean" if self.is_automatic else str(text))}
         self._groups: dict[str, str] = {}
         self.nearest: tuple[str, tuple[int, ...], bool] | None = None
         """The layer nearest to the loss: its name, the shape of its input, and whether that has positions."""
@@ -72,7 +72,7 @@ class Reductions:
 
     def of(self, layer: str) -> Reduction:
         """Return the reduction of a layer; "mean" where no pattern matches."""
-        if self._automatic:
+        if self.is_automatic:
             return "tokens" if self.nearest is not None and self.nearest[2] else "mean"
         return self._patterns.get(self.group(layer), "mean")
 
@@ -92,13 +92,13 @@ class Reductions:
 
     def describe(self) -> str:
         """Return in words what has to be the same on all ranks."""
-        if self._automatic:
+        if self.is_automatic:
             return "auto" if self.nearest is None else f"auto: {self.of('')}"
         return str(self._patterns) if self.is_mapping else self.of("")
 
     def explain(self) -> str:
         """Return in words what "auto" has chosen, and why; empty where the user has chosen."""
-        if not self._automatic:
+        if not self.is_automatic:
             return ""
         if self.nearest is None:
             return "reduction 'auto': not decided before the first backward pass"
@@ -110,12 +110,12 @@ class Reductions:
     @property
     def is_undecided(self) -> bool:
         """Whether "auto" has seen no backward pass yet."""
-        return self._automatic and self.nearest is None
+        return self.is_automatic and self.nearest is None
 
     @property
     def asks(self) -> bool:
         """Whether the layer nearest to the loss is to be noted."""
-        return (self._automatic or self._left_out) and self.nearest is None
+        return (self.is_automatic or self._left_out) and self.nearest is None
 
     def note_nearest(self, layer: Layer, inputs: Tensor) -> None:
         """Note the layer whose output is differentiated first."""
