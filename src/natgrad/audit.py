@@ -190,6 +190,8 @@ class GradientAudit:
             runtime.sum_(shown.view(-1), {"audit": shown.numel()})
             shown /= runtime.ranks
         given, held = self._gradients(shown[0])
+        held *= shown[1] > 0  # of a layer that was used without its forward, nothing was captured
+        given *= held
         ranks = runtime.ranks if averaged else 1
         losses = torch.stack(self._losses).sum(0) / loss_scale if self._losses and passes > 1 else None
         self._pending = _Comparison(shown * held, given, losses, ranks=ranks, passes=passes, remain=remain)

@@ -9,6 +9,8 @@ from torch.nn.functional import cross_entropy
 
 import natgrad
 
+pytestmark = pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
+
 
 def with_bias():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))

@@ -8,6 +8,8 @@ from torch.nn.functional import pad
 import natgrad
 from tests.dense import reference as dense
 
+pytestmark = pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
+
 
 class Detector(nn.Module):
     """Takes a list of images, and of targets in training, as torchvision's detection models do."""

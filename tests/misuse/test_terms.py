@@ -8,6 +8,8 @@ from torch.nn.functional import cross_entropy
 import natgrad
 from tests.dense import reference as dense
 
+pytestmark = pytest.mark.filterwarnings("error::natgrad.NatgradWarning")
+
 IGNORED = -100
 DAMPING = 0.05
 
