@@ -148,7 +148,7 @@ def _square(flat: Tensor, rows: Tensor) -> Tensor:
 
 
 class SNGD(RowCurvature):
-    """Sherman-Morrison-Woodbury natural gradient: (F + αI)⁻¹ exactly, of all rows of the global batch (SPEC 4).
+    """Sherman-Morrison-Woodbury natural gradient: (F + αI)⁻¹ exactly, of all rows of the global batch (Mu 2022, eq. 7).
 
     Its kernel has the global batch's rows squared: for batches of some thousand at most.
     """
@@ -191,7 +191,7 @@ class SNGD(RowCurvature):
 
 
 class HyLo(RowCurvature):
-    """Hybrid low-rank natural gradient (Mu 2022): few rows stand for those of the global batch (SPEC 4).
+    """Hybrid low-rank natural gradient (Mu 2022): few rows stand for those of the global batch.
 
     *KID* decomposes each rank's kernel into some of its rows and what they leave over; it is near the exact natural
     gradient once there are more rows than the kernel's rank. *KIS* draws rows by their norms, which is far cheaper.
