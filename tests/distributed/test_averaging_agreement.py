@@ -69,7 +69,7 @@ def other_kinds():
         natgrad.DASO(model, optimizer, mesh=mesh, preconditioner=preconditioner)
     # Equal values of other types are the same.
     place = {"mesh": mesh} if rank else {"nodes": NODES}
-    natgrad.DASO(model, optimizer, **place, epochs=4.0 if rank else 4, steps_per_epoch=2).detach()
+    natgrad.DASO(model, optimizer, **place, epochs=4.0 if rank else 4, steps_per_epoch=8).detach()
 
 
 def test_other_kinds_on_some_ranks(ranks):

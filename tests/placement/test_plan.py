@@ -261,7 +261,7 @@ def volumes(plan):
 
 @pytest.mark.parametrize("P", [1, 2, 4, 64])
 def test_volumes_of_resnet50(P):
-    """The volumes of docs/placements.md, with the sizes of ResNet-50: N_g 25.50 M, N_f 153.85 M, as triangles 76.97 M."""
+    """Those of docs/placements.md, with the sizes of ResNet-50: N_g 25.50 M, N_f 153.85 M, as triangles 76.97 M."""
     works = resnet50()
     N_g, N_f = sum(work.gradients for work in works.values()), sum(work.sums for work in works.values())
     bases = sum(sum(work.results.values()) for work in works.values())  # whole, with the eigenvalues
@@ -279,6 +279,15 @@ def test_volumes_of_resnet50(P):
             (n - 1) * bases,
             (P - n) * N_g,
         )
+
+
+@pytest.mark.parametrize(("P", "expected"), [(4, 1.08), (8, 0.98), (16, 2.10), (64, 8.80)])
+def test_what_the_busiest_rank_receives_of_resnet50(P, expected):
+    """Under "reduce-scatter" P - 1 times the statistics of its own layers, in N_f, as docs/placements.md has it."""
+    works = resnet50()
+    plan = make_plan(resolve("reduce-scatter"), works, P)
+    own = [sum(work.sums for key, work in works.items() if plan.works(key, rank)) for rank in range(P)]
+    assert (P - 1) * max(own) / sum(own) == pytest.approx(expected, abs=0.005)
 
 
 def test_rows_are_those_of_the_batch():
