@@ -100,7 +100,7 @@ class Cargo:
             ours, theirs = getattr(flight, name), state[name]
             sizes = [vector.numel() for vector in theirs]
             wanted = [vector.numel() for vector in ours]
-            require(sizes == wanted, f"state ({self.name})", sizes, f"messages of {wanted}: this rank's own state")
+            require(sizes == wanted, f"state ({self.name})", sizes, f"messages of {wanted}: this rank's own state, taken with the same merge")
             for vector, loaded in zip(ours, theirs, strict=True):
                 vector.copy_(loaded)
         self._flight = flight
