@@ -21,12 +21,13 @@ class EpochWarnings:
     It counts on the host, and neither waits for the device nor for another rank.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock | None) -> None:
         """Look for intervals that count epochs by a number of steps.
 
         Args:
-            clock: When curvature is renewed.
+            clock: When curvature is renewed; None: nothing is to be warned of.
         """
+        self._silent = clock is None
         self._intervals = {interval.steps_per_epoch: interval for interval in _counting(clock)}
         self._steps = self._began = 0
 
@@ -39,7 +40,7 @@ class EpochWarnings:
             stacks: The layers, each with its `curvature`; read at that step alone.
         """
         self._steps += 1
-        if step != PATIENCE or epoch:
+        if step != PATIENCE or epoch or self._silent:
             return
         waiting = next((one.curvature for one in stacks if getattr(one.curvature, "switches", False)), None)
         if waiting is not None:
