@@ -245,10 +245,12 @@ def test_ranks_without_batches(ranks):
     ranks.run(2, no_batches)
 
 
+PAPER = Run(options={"batches_between": 2, "batches_to_wait": 2, "merge": "paper"})
+
+
 def drain():
     """What is under way is merged when it is asked for; then nothing is."""
-    run = Run(options={"batches_between": 2, "batches_to_wait": 2})
-    training = Training(run)
+    training = Training(PAPER)
     for _ in range(3):
         training.step()
     training.daso.drain()
@@ -266,8 +268,8 @@ def drain():
 def test_drain(ranks):
     everyone = ranks.run(4, drain)
     assert all(flight is None and merges == 1 for flight, _, merges in everyone)
-    before = ranks.run(4, train, Run(options={"batches_between": 2, "batches_to_wait": 2}), 3)
-    sent = ranks.run(4, train, Run(options={"batches_between": 2, "batches_to_wait": 2}), 2)
+    before = ranks.run(4, train, PAPER, 3)
+    sent = ranks.run(4, train, PAPER, 2)
     for rank in range(4):  # S = 1 by then
         expected = [(2 * x + a + b) / 4 for x, a, b in zip(before[rank][2], sent[0][1], sent[2][1], strict=True)]
         assert largest(everyone[rank][1], expected) < 1e-14
