@@ -133,7 +133,7 @@ def averaged(
 
 def contenders(mesh: DeviceMesh) -> dict[str, Contender]:
     """Return all contenders, the same in each process."""
-    daso = partial(averaged, mesh, DASO, warmup_epochs=0, cooldown_epochs=0)
+    daso = partial(averaged, mesh, DASO, merge="paper", warmup_epochs=0, cooldown_epochs=0)
     # The second fragment flies from batch 4 to 7, the first from 8 to 11.
     streaming = partial(averaged, mesh, StreamingDiLoCo, batches_between=8, batches_to_wait=3, fragments=2, lead=3)
     return {

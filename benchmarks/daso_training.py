@@ -68,12 +68,12 @@ CONTENDERS = {
     DDP: Contender(),
     "DDP, fp16 hook": Contender(hook=fp16_compress_hook),
     "hierarchical(4)": Contender(averaging=_averaging("hierarchical", periods=[[4, 2]])),
-    "DASO(4, 1)": Contender(averaging=_averaging("daso")),
+    "DASO(4, 1)": Contender(averaging=_averaging("daso", merge="paper")),
     "DASO(4, 1), delta": Contender(averaging=_averaging("daso", merge="delta")),
     "DASO(4, 1), delta, bf16": Contender(averaging=_averaging("daso", merge="delta", cycling_wire="bfloat16")),
-    "DASO(8, 4)": Contender(averaging=_averaging("daso", batches_between=8, batches_to_wait=4)),
+    "DASO(8, 4)": Contender(averaging=_averaging("daso", merge="paper", batches_between=8, batches_to_wait=4)),
     "DDP + K-FAC": Contender(tuned="natgrad"),
-    "DASO(4, 1) + K-FAC": Contender(tuned="natgrad", averaging=_averaging("daso")),
+    "DASO(4, 1) + K-FAC": Contender(tuned="natgrad", averaging=_averaging("daso", merge="paper")),
 }
 
 

@@ -156,7 +156,7 @@ def trace_balance(mean_a: Tensor, mean_g: Tensor) -> Tensor:
 def solve_rotated(W: Tensor, QA: Tensor, QG: Tensor, divisor: Callable[[], Tensor]) -> Tensor:
     """Return ``Q_G [(Q_Gᵀ W Q_A) / divisor] Q_Aᵀ``: W times the inverse of what Q_G ⊗ Q_A makes diagonal.
 
-    With the divisor v_G v_Aᵀ + γ it is ``(G ⊗ A + γI)⁻¹ W``, exactly (Pauloski 2022, eq. 13-15).
+    With the divisor v_G v_Aᵀ + γ it is ``(G ⊗ A + γI)⁻¹ W``, exactly (Pauloski 2022, eq. 11-13).
 
     Args:
         W: ``[N, o, i]``.
@@ -174,7 +174,7 @@ def solve_rotated(W: Tensor, QA: Tensor, QG: Tensor, divisor: Callable[[], Tenso
 
 
 def solve_inverse(W: Tensor, inverse_A: Tensor, inverse_G: Tensor) -> Tensor:
-    """Return ``G⁻¹ W A⁻¹`` (Pauloski 2022, eq. 9), the inverses being damped already.
+    """Return ``G⁻¹ W A⁻¹`` (Pauloski 2022, eq. 10), the inverses being damped already.
 
     Args:
         W: ``[N, o, i]``.

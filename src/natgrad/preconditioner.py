@@ -18,6 +18,7 @@ from natgrad.capture import Capture
 from natgrad.curvature import KFAC, Curvature
 from natgrad.damping import Control, Damping, TrustRegion
 from natgrad.engine import Engine
+from natgrad.epoch_warnings import EpochWarnings
 from natgrad.errors import NatgradWarning, describe, require
 from natgrad.exchange import Early
 from natgrad.explanation import Explanation, explain
@@ -161,6 +162,7 @@ class Preconditioner(Engine):
         self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=single)
         self._progress, self._epochs, self._agenda = Progress(), Epochs(), Agenda(refresh)
         self._background, self._unseen, self._detached, self._seed = Background(), Unseen(), False, seed
+        self._epoch_warnings = EpochWarnings(refresh)
         self._structure = Structure(
             self._root,
             curvature,
@@ -254,6 +256,7 @@ class Preconditioner(Engine):
         progress.ended = perf_counter()
         self._inspection.report()
         self._watch.check()
+        self._epoch_warnings.step_ended(progress.step, self._epochs.epoch, self._stacks)
 
     def next_epoch(self) -> None:
         """Tell that an epoch has ended: between two steps, on every rank.
@@ -261,6 +264,7 @@ class Preconditioner(Engine):
         ``HyLo(method="switch")`` needs it, to sum up its gradients' norm over the ranks; others count epochs.
         """
         self._epochs.next(row_stacks(self._stacks), self._runtime)
+        self._epoch_warnings.epoch_ended(self._progress.step)
 
     def discard(self) -> None:
         """Forget the backward passes since the last step, whose gradients were thrown away.

@@ -14,7 +14,7 @@ DAMPING = 0.05
 
 
 class Reference:
-    """K-BFGS of one block, of textbook formulas: update H_G Ŵ H_A (SPEC 3)."""
+    """K-BFGS of one block, of textbook formulas: update H_G Ŵ H_A (Goldfarb 2020)."""
 
     def __init__(self, outputs, inputs, damping, limit=None):
         self.root, self.limit = damping**0.5, limit

@@ -154,7 +154,7 @@ def train(run: Run, steps: int | None = None) -> list[list[Tensor]]:
     return found
 
 
-def by_hand(run: Run, between: int, wait: int, merge: str = "paper", **options: Any) -> list[list[Tensor]]:
+def by_hand(run: Run, between: int, wait: int, merge: str = "delta", **options: Any) -> list[list[Tensor]]:
     """Return the parameters of the first node after each step, worked out in this process alone."""
     return ByHand(run, between, wait, merge, **options).train()
 

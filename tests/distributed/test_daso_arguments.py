@@ -15,9 +15,9 @@ from tests.distributed.daso_jobs import batch, identical
 
 
 def phases(known):
-    """Six epochs of two steps whose loss does not fall; B, S and the phase of each."""
+    """Seven epochs of eight steps whose loss does not fall; B, S and the phase of each."""
     model = nn.Linear(1, 1)
-    options = {"steps_per_epoch": 2} if known else {}
+    options = {"steps_per_epoch": 8} if known else {}
     daso = natgrad.DASO(
         model,
         torch.optim.SGD(model.parameters(), lr=0.0),
@@ -33,7 +33,7 @@ def phases(known):
     for _ in range(7):
         metrics = daso.metrics()
         found.append((daso.phase, metrics["batches_between"], metrics["batches_to_wait"]))
-        for _ in range(2):
+        for _ in range(8):
             daso.step(torch.ones(()))
         daso.next_epoch()
     assert daso.metrics()["epoch"] == 7
@@ -52,7 +52,8 @@ def counted(steps, length):
     """Three passes, each with two calls of `next_epoch` behind it: the epochs counted then, and what is warned of."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    daso = natgrad.DASO(model, optimizer, nodes=Nodes((1, 1)), epochs=3, steps_per_epoch=steps, cooldown_epochs=1)
+    options = {"epochs": 3, "steps_per_epoch": steps, "cooldown_epochs": 1, "batches_between": 2}
+    daso = natgrad.DASO(model, optimizer, nodes=Nodes((1, 1)), **options)
     found = []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -118,7 +119,8 @@ def test_a_process_alone():
     """No process group: a plain training."""
     model, twin = nn.Linear(4, 2), nn.Linear(4, 2)
     twin.load_state_dict(model.state_dict())
-    daso = natgrad.DASO(model, torch.optim.SGD(model.parameters(), lr=0.1), epochs=3, steps_per_epoch=2)
+    options = {"epochs": 3, "steps_per_epoch": 2, "batches_between": 1, "batches_to_wait": 0}
+    daso = natgrad.DASO(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     for step in range(6):
         x, y = batch(step, 0, torch.float32)

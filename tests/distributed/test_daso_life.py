@@ -39,7 +39,7 @@ def resume(run, cut):
 
 
 RUNS = {
-    "paper": Run(options={"batches_between": 3, "batches_to_wait": 2}),
+    "paper": Run(options={"batches_between": 3, "batches_to_wait": 2, "merge": "paper"}),
     "delta": Run(options={"batches_between": 3, "batches_to_wait": 2, "merge": "delta"}),
     "momenta": Run(options={"batches_between": 3, "batches_to_wait": 2, "momentum": "average"}),
     "blocking": Run(options={"warmup_epochs": 2, "momentum": "average"}, dtype=torch.float32),
@@ -109,7 +109,7 @@ def check_chaos(ranks, seed, epochs):
     between, wait = [(1, 1), (2, 1), (3, 3), (4, 2), (2, 0)][seed % 5]
     options = {"batches_between": between, "batches_to_wait": wait, "warmup_epochs": seed % 2, "merge": "delta"}
     options |= {"cycling_wire": [None, None, torch.bfloat16][seed % 3]}
-    calm = Run(sizes=[(2, 2), (2, 1)][seed // 5 % 2], epochs=epochs, options=options, wrapper="none")
+    calm = Run(sizes=[(2, 2), (2, 1)][seed // 5 % 2], steps=8, epochs=epochs, options=options, wrapper="none")
     late = replace(calm, delays=0.02, seed=10 * seed)
     world = sum(calm.sizes)
     expected, found = (ranks.run(world, train, run, limit=60) for run in (calm, late))
@@ -192,7 +192,7 @@ def idle_with_scaler(unscaled):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    daso = natgrad.DASO(model, optimizer, nodes=Nodes((2, 1)), scaler=scaler, batches_between=8, steps_per_epoch=3)
+    daso = natgrad.DASO(model, optimizer, nodes=Nodes((2, 1)), scaler=scaler, batches_between=8)
     found = []
     for step in range(3):
         optimizer.zero_grad()
@@ -202,6 +202,8 @@ def idle_with_scaler(unscaled):
         if unscaled:
             daso.unscale_()
         daso.step()
+        if step == 2:
+            daso.synchronize()
         found.append(model.weight.detach().clone())
     daso.detach()
     return found
@@ -243,10 +245,12 @@ def test_ranks_without_batches(ranks):
     ranks.run(2, no_batches)
 
 
+PAPER = Run(options={"batches_between": 2, "batches_to_wait": 2, "merge": "paper"})
+
+
 def drain():
     """What is under way is merged when it is asked for; then nothing is."""
-    run = Run(options={"batches_between": 2, "batches_to_wait": 2})
-    training = Training(run)
+    training = Training(PAPER)
     for _ in range(3):
         training.step()
     training.daso.drain()
@@ -264,8 +268,8 @@ def drain():
 def test_drain(ranks):
     everyone = ranks.run(4, drain)
     assert all(flight is None and merges == 1 for flight, _, merges in everyone)
-    before = ranks.run(4, train, Run(options={"batches_between": 2, "batches_to_wait": 2}), 3)
-    sent = ranks.run(4, train, Run(options={"batches_between": 2, "batches_to_wait": 2}), 2)
+    before = ranks.run(4, train, PAPER, 3)
+    sent = ranks.run(4, train, PAPER, 2)
     for rank in range(4):  # S = 1 by then
         expected = [(2 * x + a + b) / 4 for x, a, b in zip(before[rank][2], sent[0][1], sent[2][1], strict=True)]
         assert largest(everyone[rank][1], expected) < 1e-14

@@ -119,7 +119,7 @@ def load_other(saved, loaded):
 
 @pytest.mark.parametrize("narrow", [True, False])
 def test_a_state_of_the_other_kind(ranks, narrow):
-    own, other = (cycling(Run(), 4, 3, wire=torch.bfloat16 if one else None) for one in (narrow, not narrow))
+    own, other = (cycling(Run(steps=9), 4, 3, wire=torch.bfloat16 if one else None) for one in (narrow, not narrow))
     ranks.run(4, load_other, own, other)
 
 

@@ -26,7 +26,7 @@ def scaled(unscaled, sharded):
         fully_shard(model, mesh=mesh["local"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    daso = natgrad.DASO(model, optimizer, mesh=mesh, batches_between=8, scaler=scaler, steps_per_epoch=4)
+    daso = natgrad.DASO(model, optimizer, mesh=mesh, batches_between=8, scaler=scaler)
     scales, moved = [], []
     for step in range(4):
         x, y = batch(step, dist.get_rank(), torch.float32)
@@ -39,6 +39,8 @@ def scaled(unscaled, sharded):
             daso.unscale_()
         before = whole(model.weight)
         daso.step(loss)
+        if step == 3:
+            daso.synchronize()
         moved.append(not torch.equal(before, whole(model.weight)))
         scales.append(scaler.get_scale())
     daso.detach()
@@ -112,7 +114,14 @@ def first_step_skipped(options):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    options = {"momentum": "average", "epochs": 2, "steps_per_epoch": 4, "cooldown_epochs": 0, **options}
+    options = {
+        "momentum": "average",
+        "epochs": 2,
+        "steps_per_epoch": 4,
+        "batches_between": 1,
+        "cooldown_epochs": 0,
+        **options,
+    }
     daso = natgrad.DASO(model, optimizer, nodes=Nodes((1, 1)), scaler=scaler, **options)
     known = []
     for step in range(8):
@@ -128,7 +137,7 @@ def first_step_skipped(options):
     return known, found
 
 
-@pytest.mark.parametrize("options", [{"warmup_epochs": 1}, {"warmup_epochs": 0, "batches_between": 1}])
+@pytest.mark.parametrize("options", [{"warmup_epochs": 1}, {"warmup_epochs": 0}])
 def test_momenta_that_only_one_node_has(ranks, options):
     (known, momenta), (_, others) = ranks.run(2, first_step_skipped, options, limit=30)
     assert known == [0] + [2] * 7

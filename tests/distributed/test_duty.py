@@ -44,7 +44,7 @@ def resume(run, at):
 
 
 def test_a_checkpoint_in_mid_flight_resumes_to_the_last_bit(ranks):
-    run = Run(options={"duty": "sharded", "merge": "delta", "batches_to_wait": 3})
+    run = Run(steps=8, options={"duty": "sharded", "merge": "delta", "batches_to_wait": 3})
     straight, resumed = ranks.run(4, train, run), ranks.run(4, resume, run, 5)
     for own, again in zip(straight, resumed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(own[-1], again, strict=True))

@@ -1,4 +1,4 @@
-"""SNGD and HyLo on several ranks: exact with all rows, bit-identical everywhere, and as many bytes as SPEC 4 says."""
+"""SNGD and HyLo on several ranks: exact with all rows, bit-identical everywhere, and as many bytes as planned."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The bytes sent, summed over the ranks, are those of SPEC 5 with triangles, and of the plan, to the last counter."""
+"""The bytes sent, summed over the ranks, are those of docs/placements.md and of the plan, to the last counter."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def total(results):
     return {kind: sum(result.traffic[kind] for result in results) for kind in results[0].traffic}
 
 
-# SPEC 5: how often the elements of factors, of inverses and of gradients are sent, with n workers of P ranks a layer.
+# How often the elements of factors, of inverses and of gradients are sent, with n workers of P ranks a layer.
 COPIES = {
     "comm-opt": lambda P, n: (2 * (P - 1), P - 1, 0),
     "mem-opt": lambda P, n: (2 * (P - 1), 0, P - 1),

@@ -261,7 +261,7 @@ def volumes(plan):
 
 @pytest.mark.parametrize("P", [1, 2, 4, 64])
 def test_volumes_of_resnet50(P):
-    """SPEC 5 with the sizes of SPEC 8: N_g 25.50 M, N_f 153.85 M, as triangles 76.97 M."""
+    """Those of docs/placements.md, with the sizes of ResNet-50: N_g 25.50 M, N_f 153.85 M, as triangles 76.97 M."""
     works = resnet50()
     N_g, N_f = sum(work.gradients for work in works.values()), sum(work.sums for work in works.values())
     bases = sum(sum(work.results.values()) for work in works.values())  # whole, with the eigenvalues
@@ -281,8 +281,17 @@ def test_volumes_of_resnet50(P):
         )
 
 
+@pytest.mark.parametrize(("P", "expected"), [(4, 1.08), (8, 0.98), (16, 2.10), (64, 8.80)])
+def test_what_the_busiest_rank_receives_of_resnet50(P, expected):
+    """Under "reduce-scatter" P - 1 times the statistics of its own layers, in N_f, as docs/placements.md has it."""
+    works = resnet50()
+    plan = make_plan(resolve("reduce-scatter"), works, P)
+    own = [sum(work.sums for key, work in works.items() if plan.works(key, rank)) for rank in range(P)]
+    assert (P - 1) * max(own) / sum(own) == pytest.approx(expected, abs=0.005)
+
+
 def test_rows_are_those_of_the_batch():
-    """SPEC 4: (P - 1) r (i + o), and with links (P - 1) r² / P, then (P - 1) r² for each block."""
+    """HyLo sends (P - 1) r (i + o), and with links (P - 1) r² / P, then (P - 1) r² for each block."""
     selected = Rows(width=30, share=lambda samples, most, ranks: min(most, int(samples) // 2 // ranks), linked=True)
     works = {"rows": Work(parts={"M": 1.0}, rows=selected, blocks=2), "sums": kfac(3, 4)}
     plan, without = (make_plan(resolve("comm-opt"), {key: works[key] for key in keys}, 4) for keys in (works, ["sums"]))

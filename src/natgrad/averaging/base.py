@@ -20,6 +20,8 @@ from natgrad.averaging.even import even
 from natgrad.averaging.exchange import Exchange
 from natgrad.averaging.gradients import NodeGradients
 from natgrad.averaging.nodes import Grid, Nodes
+from natgrad.averaging.norm_groups import check_norm_groups
+from natgrad.averaging.stray_steps import StraySteps
 from natgrad.averaging.vector import MESSAGE_BYTES, flat
 from natgrad.errors import AveragingError, require
 from natgrad.stacks.sharding import check_model, find_mesh, reshard
@@ -81,6 +83,7 @@ class Averager(ABC):
         self.exchange("start").broadcast_([buffer for buffers in self.buffers() for buffer in buffers])
         if scaler is not None:  # it makes its scale with the first loss, which a rank without batches has none of
             scaler.scale(torch.zeros((), device=next(self._root.parameters()).device))
+        self._stray = StraySteps(type(self).__name__, optimizer)
 
     # --- Around a step ------------------------------------------------------------------------------------------
 
@@ -97,12 +100,14 @@ class Averager(ABC):
 
     def step_optimizer(self) -> None:
         """Average the gradients in the node, unless that has happened, and step the optimizer, by the scaler if any."""
+        self._stray.check()
         self.average_gradients()
-        if self._scaler is None:
-            self.optimizer.step()
-        elif self._has_gradients():
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
+        with self._stray.own():
+            if self._scaler is None:
+                self.optimizer.step()
+            elif self._has_gradients():
+                self._scaler.step(self.optimizer)
+                self._scaler.update()
         self._averaged = False
 
     def unscale_(self) -> None:
@@ -240,6 +245,7 @@ class Averager(ABC):
         if not self._closed:
             self.drain()
             self._closed = True
+            self._stray.stop()
             self.grid.close()
 
     def _has_gradients(self) -> bool:
@@ -277,6 +283,7 @@ class Averager(ABC):
         if replicated is not None:
             found = dist.get_process_group_ranks(replicated.process_group)
             require(sorted(found) == sorted(own), "model", f"DistributedDataParallel over ranks {found}", allowed)
+        check_norm_groups(self._root, own, type(self).__name__)
         spread = find_mesh(self._root)
         if spread is None:
             return False

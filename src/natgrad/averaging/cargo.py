@@ -100,7 +100,8 @@ class Cargo:
             ours, theirs = getattr(flight, name), state[name]
             sizes = [vector.numel() for vector in theirs]
             wanted = [vector.numel() for vector in ours]
-            require(sizes == wanted, f"state ({self.name})", sizes, f"messages of {wanted}: this rank's own state")
+            allowed = f"messages of {wanted}: this rank's own state, taken with the same merge"
+            require(sizes == wanted, f"state ({self.name})", sizes, allowed)
             for vector, loaded in zip(ours, theirs, strict=True):
                 vector.copy_(loaded)
         self._flight = flight

@@ -59,6 +59,10 @@ class Classic(Averager):
                 self._ring.mean_(parameter.grad, "gradients")
         self._averaged = True
 
+    def _check_wrapper(self) -> bool:
+        """Allow norm statistics over all ranks, as gradients are; wrappers are refused before."""
+        return False
+
     def step(self, loss: Tensor | float | None = None) -> None:
         """Average the gradients over all ranks, and step the optimizer.
 

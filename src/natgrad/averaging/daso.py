@@ -28,6 +28,7 @@ from natgrad.averaging.options import check_options, chosen_preconditioner, phas
 from natgrad.averaging.order import Order
 from natgrad.averaging.scale import LossScale
 from natgrad.averaging.schedule import Cycle, Epochs, Phase, Plateau
+from natgrad.averaging.schedule_warnings import ScheduleWarnings, check_cycle
 from natgrad.averaging.vector import MESSAGE_BYTES
 from natgrad.errors import DivergedError, require
 from natgrad.preconditioner import Preconditioner
@@ -66,7 +67,7 @@ class DASO(Averager):
         batches_to_wait: int = 1,
         warmup_epochs: float | None = None,
         cooldown_epochs: float | None = None,
-        merge: Merge = "paper",
+        merge: Merge = "delta",
         wire: torch.dtype | None = torch.bfloat16,
         cycling_wire: torch.dtype | None = None,
         momentum: Momentum = "keep",
@@ -90,11 +91,13 @@ class DASO(Averager):
                 fraction, and so may the next two.
             steps_per_epoch: How many steps an epoch has; None: each ends with `next_epoch`, which tells what becomes of
                 epochs that have more or fewer.
-            batches_between: B, at the start; the paper's: 4.
+            batches_between: B, at the start; the paper's: 4. B + S has to be below `steps_per_epoch`, for an epoch's
+                last step forgets what is under way; without that a warning tells when the first epoch ends.
             batches_to_wait: S, at the start, at most B; the paper's: 1. With 0 the average is waited for.
             warmup_epochs: The length of the warm-up; None: a tenth of `epochs`, but one where there are 3 or more.
             cooldown_epochs: That of the cool-down; likewise. Without `epochs` there is none, and a warning says so.
-            merge: "paper": x = (2 S x + Σ x_sent) / (2 S + P); "delta": x += Σ x_sent / P - x_sent.
+            merge: "delta": x += Σ x_sent / P - x_sent, which keeps what the node has learned since it sent; "paper":
+                x = (2 S x + Σ x_sent) / (2 S + P), eq. 1 of the paper, which gives part of that back.
             wire: What travels in warm-up and cool-down: differences from the last synchronisation in this dtype; None:
                 parameters as they are.
             cycling_wire: What travels of parameters in between: differences from the mean of the last exchange in this
@@ -131,6 +134,8 @@ class DASO(Averager):
         self._duty = duty
         self._epochs = Epochs(phases_of(epochs, steps_per_epoch, warmup_epochs, cooldown_epochs), steps_per_epoch)
         self._cycle = Cycle(batches_between, batches_to_wait, Plateau(patience, threshold))
+        check_cycle(self._cycle, self._epochs)
+        self._schedule = ScheduleWarnings(self._epochs)
         self._preconditioner = preconditioner = chosen_preconditioner(optimizer, preconditioner)
         super().__init__(
             model,
@@ -206,6 +211,7 @@ class DASO(Averager):
             self._block()
         elif self.grid.nodes > 1:
             self._go_on()
+        self._schedule.step_ended()
 
     def next_epoch(self) -> None:
         """Tell that an epoch has ended, between two steps: all ranks synchronise, and B and S may change; collective.
@@ -218,6 +224,7 @@ class DASO(Averager):
             AveragingError: if the mean loss or the parameters are not finite, or the ranks have come apart.
         """
         if self._epochs.told():
+            self._schedule.epoch_ends(self._cycle, self._merges)
             self._end_epoch()
         elif self._epochs.batches:
             self.synchronize()
@@ -237,6 +244,7 @@ class DASO(Averager):
         self._anchored.drop()
         self._cycle.restart()
         self._equal = True
+        self._schedule.synchronized = True
         self._finite.look(self.parameters())
         self._finite.check()
 

@@ -108,7 +108,7 @@ def train(
     batches_to_wait: Annotated[
         int | None, typer.Option(help="S, batches from a message to its use.", rich_help_panel=_AVERAGING)
     ] = None,
-    merge: Annotated[str | None, typer.Option(help="Of DASO: paper or delta.", rich_help_panel=_AVERAGING)] = None,
+    merge: Annotated[str | None, typer.Option(help="Of DASO: delta or paper.", rich_help_panel=_AVERAGING)] = None,
     warmup_epochs: Annotated[float | None, typer.Option(help="Of DASO, blocking.", rich_help_panel=_AVERAGING)] = None,
     cooldown_epochs: Annotated[
         float | None, typer.Option(help="Of DASO, blocking.", rich_help_panel=_AVERAGING)

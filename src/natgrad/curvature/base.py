@@ -90,7 +90,7 @@ class Curvature(ABC):
 
     Attributes:
         likelihood: The distribution that labels are drawn from, or None when the true labels serve (empirical Fisher).
-        pools: Whether rows are summed over positions before they are seen (SPEC: *reduce*).
+        pools: Whether rows are summed over positions before they are seen ("reduce": Eschenhagen 2023).
         weighs: Whether it asks what of a sum of gradients may be rounding (`Rows.rounding`).
         rows: Whether it keeps rows and no sums over them (`natgrad.curvature.rows`).
         looks: Which of what the parts write `observe` needs: then only workers can capture.

@@ -24,8 +24,8 @@ class EKFAC(KFAC):
     """Eigenvalue-corrected Kronecker-factored curvature, ``F ≈ (Q_G ⊗ Q_A) diag(S) (Q_G ⊗ Q_A)ᵀ``.
 
     Q_A and Q_G are the eigenvectors of K-FAC's factors A and G, and S = E_n[(Q_Gᵀ ∇_n Q_A)∘²] are the mean squares of
-    per-sample gradients ∇_n = Σ_t g aᵀ in their basis (SPEC 2). Of all diagonals S is the nearest to F in the Frobenius
-    norm; v_G v_Aᵀ, K-FAC's, is another.
+    per-sample gradients ∇_n = Σ_t g aᵀ in their basis (George et al. 2018). Of all diagonals S is the nearest to F in
+    the Frobenius norm; v_G v_Aᵀ, K-FAC's, is another.
 
     **The life of S.** It is measured at each capture, at as many multiply-adds as rotating every sample's rows takes,
     and its running average begins anew with each new basis, with a bias correction of its own. Until the first capture

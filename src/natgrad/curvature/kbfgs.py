@@ -20,7 +20,7 @@ from natgrad.sampling.likelihood import Likelihood
 
 
 class KBFGS(Curvature):
-    """Preconditions by ``H_G Ŵ H_A``, Ŵ being a running average of the gradient W (SPEC 3).
+    """Preconditions by ``H_G Ŵ H_A``, Ŵ being a running average of the gradient W (Goldfarb 2020).
 
     No factor is decomposed but A, once. ``H_A`` begins as the inverse of ``A_LM = Ā + √γ I``, with Ā the running
     average of a aᵀ, and each renewal updates it by BFGS with ``s = H_A mean(a)``, ``y = A_LM s``. ``H_G`` begins as I,

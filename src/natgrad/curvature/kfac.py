@@ -31,8 +31,8 @@ _WARM = {"iterative": (0.1, 2), "newton-schulz": (0.01, 12)}
 class KFAC(Curvature):
     """Kronecker-factored curvature.
 
-    ``A = (1/B) Σ_n Σ_t a aᵀ`` and ``G = (1/(B T)) Σ_n Σ_t g gᵀ`` over samples n and positions t (SPEC 1). A side that
-    is too wide for a full factor, a vocabulary's, is kept as its diagonal or as blocks along it.
+    ``A = (1/B) Σ_n Σ_t a aᵀ`` and ``G = (1/(B T)) Σ_n Σ_t g gᵀ`` over samples n and positions t (Grosse & Martens
+    2016). A side that is too wide for a full factor, a vocabulary's, is kept as its diagonal or as blocks along it.
 
     Attributes:
         A: What is kept of the factor of the inputs.
@@ -177,7 +177,7 @@ class KFAC(Curvature):
         return "eigen" if self.form in ("eigen", "iterative") else "inverse"
 
     def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
-        """See `Curvature.parts`: A and G apart, so that two ranks can share a layer (Pauloski 2022, section 5.2.1)."""
+        """See `Curvature.parts`: A and G apart, so that two ranks can share a layer (Pauloski 2022, section 4.3)."""
         balanced = self._made == "inverse" and self.pi
         return tuple(
             Part(

@@ -16,7 +16,7 @@ _PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
 def add_moments_(
     S: Tensor, inputs: Rows, gradients: Rows, A: Side, G: Side, held: Mapping[str, Tensor], *, scale: float
 ) -> None:
-    """Add `scale` Σ_n (Q_Gᵀ ∇_n Q_A)∘² to S, with ∇_n = Σ_t g aᵀ a sample's gradient (SPEC 2).
+    """Add `scale` Σ_n (Q_Gᵀ ∇_n Q_A)∘² to S, with ∇_n = Σ_t g aᵀ a sample's gradient (George et al. 2018).
 
     With one position a sample it is ((g Q_G)∘²)ᵀ (a Q_A)∘², two rotations and one product of all rows. With T positions
     each sample's gradient is formed before it is squared; either side is rotated before that, at T d² multiply-adds, or

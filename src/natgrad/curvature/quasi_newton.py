@@ -23,7 +23,7 @@ def inner(left: Tensor, right: Tensor) -> Tensor:
 
 
 def damped(s: Tensor, y: Tensor, Hy: Tensor, mu: float) -> tuple[Tensor, Tensor]:
-    """Return the pair that double damping makes of s and y (Goldfarb 2020, algorithm 2; SPEC 3).
+    """Return the pair that double damping makes of s and y (Goldfarb 2020, algorithm 2).
 
     First ``s ← θ s + (1 - θ) Hy`` where sᵀy < μ1 yᵀHy, so that both are equal; then ``y ← θ y + (1 - θ) s`` where
     sᵀy < μ2 sᵀs, likewise.

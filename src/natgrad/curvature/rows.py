@@ -148,7 +148,7 @@ def _square(flat: Tensor, rows: Tensor) -> Tensor:
 
 
 class SNGD(RowCurvature):
-    """Sherman-Morrison-Woodbury natural gradient: (F + αI)⁻¹ exactly, of all rows of the global batch (SPEC 4).
+    """Sherman-Morrison-Woodbury natural gradient: (F + αI)⁻¹ exactly, of all rows of the global batch (Mu 2022, eq. 7).
 
     Its kernel has the global batch's rows squared: for batches of some thousand at most.
     """
@@ -191,7 +191,7 @@ class SNGD(RowCurvature):
 
 
 class HyLo(RowCurvature):
-    """Hybrid low-rank natural gradient (Mu 2022): few rows stand for those of the global batch (SPEC 4).
+    """Hybrid low-rank natural gradient (Mu 2022): few rows stand for those of the global batch.
 
     *KID* decomposes each rank's kernel into some of its rows and what they leave over; it is near the exact natural
     gradient once there are more rows than the kernel's rank. *KIS* draws rows by their norms, which is far cheaper.
@@ -214,7 +214,7 @@ class HyLo(RowCurvature):
             method: "kid", "kis", or "switch": KID in critical epochs, KIS else. Critical are the first two, those after
                 a fall of a learning rate to half or less, and e ≥ 2 with |‖Δ_{e-1}‖ - ‖Δ_{e-2}‖| ≥ η ‖Δ_{e-2}‖, where
                 Δ is the gradient summed over an epoch. ``preconditioner.next_epoch()`` tells of epochs: without it
-                everything is the first.
+                everything is the first, of which a warning tells after 1000 steps.
             fisher: "empirical": g from the true labels. "sampled": g from labels drawn from the model's own
                 prediction, in one more backward pass; use ``preconditioner.backward(loss, outputs)``.
             likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.

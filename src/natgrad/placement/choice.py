@@ -33,7 +33,7 @@ def make_plan(
     Layers go to the columns, and the parts of a layer to the workers of its column, by descending cost, each to the
     one that will be done with it first (longest processing time: within 4/3 of the best makespan among equally fast
     ranks, Graham 1969, and twice the best among others, Gonzalez et al. 1977); with owners="round-robin" in turn.
-    Where all ranks are workers, A and G of a layer may be apart (Pauloski 2022, section 4.1).
+    Where all ranks are workers, A and G of a layer may be apart (Pauloski 2022, sections 4.2 and 4.3).
 
     Args:
         placement: The options.

@@ -19,13 +19,13 @@ _LINK = Link()
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where curvature is computed, and what travels (SPEC 5).
+    """Where curvature is computed, and what travels.
 
     The *workers* of a layer hold what its renewals make and precondition its gradients; the others receive the result
     at every step.
 
-    - "comm-opt" (Pauloski 2022, section 4.1): all ranks are workers; factors are summed over all, each is decomposed by
-      one rank, and the results are sent to all.
+    - "comm-opt" (Pauloski 2022, sections 4.2 and 4.3): all ranks are workers; factors are summed over all, each is
+      decomposed by one rank, and the results are sent to all.
     - "mem-opt": each layer has one worker. "hybrid" (KAISA, Pauloski 2021): a `fraction` of the ranks.
     - "reduce-scatter" (Osawa 2019): as "mem-opt", but factors travel to their worker only.
     - "dp" (DP-KFAC, Zhang 2022): as "mem-opt", but a layer's only worker builds its factors, of its own samples.

@@ -172,9 +172,9 @@ class Plan(Printed, Generic[Key]):
     def traffic(self, samples: int | Sequence[int] | None = None) -> dict[Moment, dict[str, int]]:
         """Return the elements that all ranks together send, by kind of message.
 
-        They are those of SPEC 5 with symmetric matrices as triangles, an all-reduce of n elements as 2 (P - 1) n, one
-        copy of n elements as n. "factors" is what one refresh of the factors sends, "inverses" one of the inverses,
-        "step" every step; counters ride along, and a refresh of the factors has the "replay" of a second pass follow.
+        Symmetric matrices count as triangles, an all-reduce of n elements as 2 (P - 1) n, one copy of n elements as n.
+        "factors" is what one refresh of the factors sends, "inverses" one of the inverses, "step" every step; counters
+        ride along, and a refresh of the factors has the "replay" of a second pass follow.
         Beside them, once in a training, a count or two find out whether there is curvature and whether tables serve as
         heads. Gradients that the model's wrapper averages are not counted. Those that it shards (FSDP2) go to the
         workers by rows, and with one column to all ranks, in messages that "padding" makes equally long; rank r has the
@@ -229,7 +229,7 @@ class Plan(Printed, Generic[Key]):
         return own  # type: ignore[return-value]
 
     def _rows_sent(self, layer: Work, rows: Rows, local: Sequence[int]) -> dict[str, int]:
-        """Return what a renewal of rows sends where a layer's workers gather those of all ranks (SPEC 4)."""
+        """Return what a renewal of rows sends where a layer's workers gather those of all ranks."""
         P, n = self.ranks, self.ranks // self.columns
         # To all ranks how many rows and samples each has; to the workers whether blocks are finite.
         counters = P * (P - 1) * 2 + n * (P - 1) * layer.blocks

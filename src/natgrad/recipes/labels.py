@@ -19,7 +19,7 @@ def soft_labels(targets: Tensor, classes: int, *, smoothing: float = 0.0, dtype:
         targets: y: numbers of classes ``[...]``.
         classes: C.
         smoothing: s, in [0, 1] (Szegedy et al. 2016, "Rethinking the Inception architecture", section 7; 0.1 in
-            Pauloski 2022, section 5).
+            Pauloski 2022, section 6.3.1).
         dtype: Of the result.
 
     Returns:

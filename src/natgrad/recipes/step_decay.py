@@ -71,4 +71,4 @@ STEP_DECAYS = {
     "resnet50-kfac": StepDecay(epochs=55, milestones=(25, 35, 40, 45, 50)),
     "resnet50-sgd": StepDecay(epochs=90, milestones=(30, 60, 80)),
 }
-"""By model and optimizer: ResNet-34 of Pauloski 2022 (section 5), the others of Zhang 2022 (section 6.1, table 2)."""
+"""By model and optimizer: ResNet-34 of Pauloski 2022, section 6.3.1, the others of Zhang 2022, section 6.1, table 2."""

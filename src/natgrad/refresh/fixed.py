@@ -13,7 +13,7 @@ _ALLOWED = "a number of steps >= 1, or natgrad.Sides"
 
 @dataclass(frozen=True, kw_only=True)
 class Refresh(Clock):
-    """Renew at intervals counted in completed steps (stale curvature: Pauloski 2022, section 5.1).
+    """Renew at intervals counted in completed steps (stale curvature: Pauloski 2022, section 4.3).
 
     Something is due when ``step - last >= interval``; what was never renewed is due at once.
 

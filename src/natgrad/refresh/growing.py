@@ -14,7 +14,8 @@ class GrowingInterval:
     Of the steps of 45 epochs 17 % are refreshes (Osawa 2019, section 5.4). ``Refresh(inverses=GrowingInterval(78))``.
 
     Attributes:
-        steps_per_epoch: Steps of an epoch.
+        steps_per_epoch: Steps of an epoch: epochs are counted by it, whoever calls ``next_epoch()``. Where that is
+            called after fewer than half as many steps a warning tells.
         epochs: After how many epochs it grows, and by how many steps.
         most: The longest interval.
 

@@ -17,7 +17,7 @@ from natgrad.trouble.guard import Trouble, Watch
 
 
 def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
-    """Add what arrived to the running averages: E ← d E + (1 - d) fresh (SPEC 1).
+    """Add what arrived to the running averages: E ← d E + (1 - d) fresh (Pauloski 2022, eq. 14 and 15).
 
     Blocks that nobody saw, and those whose sums are not finite, stay as they are; all of them in a spoilt step.
 

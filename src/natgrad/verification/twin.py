@@ -13,6 +13,7 @@ from torch import nn
 
 from natgrad.aside import aside
 from natgrad.audit import GradientAudit
+from natgrad.epoch_warnings import EpochWarnings
 from natgrad.errors import NatgradWarning
 from natgrad.gradients.clip import Clip
 from natgrad.gradients.given import Given, Unseen
@@ -58,6 +59,7 @@ def as_new(original: Preconditioner) -> Iterator[None]:
             _scaling=original._scaling.unscaled(),
             _unseen=Unseen(),
             _second=SecondPass(off=True),
+            _epoch_warnings=EpochWarnings(None),
         )
         stack.enter_context(fresh)
         yield
@@ -87,6 +89,7 @@ def twin(original: Preconditioner, model: nn.Module, epochs: Epochs) -> Precondi
             guard=Guard(limit=None),
         )
     alone._runtime, alone._inspection, alone._second = Runtime(None), Inspection(silent=True), SecondPass(off=True)
+    alone._epoch_warnings = EpochWarnings(None)
     alone._seed, alone._epochs, alone._progress = original._seed, epochs, Progress(step=original._progress.step)
     alone._structure = Structure(
         model,

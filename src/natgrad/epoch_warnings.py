@@ -1,0 +1,81 @@
+"""Warnings about epochs that nobody ends, or that are not as long as a schedule was told."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from natgrad.errors import NatgradWarning
+from natgrad.refresh import Clock, Sides
+
+PATIENCE = 1000
+"""After how many steps of the first epoch `next_epoch` is missed."""
+_SHORTER = 2
+"""By which factor an epoch has to be shorter than an interval was told."""
+
+
+class EpochWarnings:
+    """Follows the epochs of a `natgrad.Preconditioner`, and warns once of each mistake.
+
+    It counts on the host, and neither waits for the device nor for another rank.
+    """
+
+    def __init__(self, clock: Clock | None) -> None:
+        """Look for intervals that count epochs by a number of steps.
+
+        Args:
+            clock: When curvature is renewed; None: nothing is to be warned of.
+        """
+        self._silent = clock is None
+        self._intervals = {interval.steps_per_epoch: interval for interval in _counting(clock)}
+        self._steps = self._began = 0
+
+    def step_ended(self, step: int, epoch: int, stacks: Iterable[Any]) -> None:
+        """Count a step; warn after the thousandth, if a curvature goes by epochs and the first has not ended.
+
+        Args:
+            step: Completed steps.
+            epoch: How many epochs were ended.
+            stacks: The layers, each with its `curvature`; read at that step alone.
+        """
+        self._steps += 1
+        if step != PATIENCE or epoch or self._silent:
+            return
+        waiting = next((one.curvature for one in stacks if getattr(one.curvature, "switches", False)), None)
+        if waiting is not None:
+            warnings.warn(
+                f"natgrad: {PATIENCE} steps without next_epoch(): {waiting!r} takes them all for its first epoch, in "
+                "which it always chooses KID. Call preconditioner.next_epoch() after each epoch, or choose "
+                'method="kid" (if the first epoch has more steps, and the call is still to come, all is well)',
+                NatgradWarning,
+                stacklevel=4,
+            )
+
+    def epoch_ended(self, step: int) -> None:
+        """Warn if the epoch that ends was far shorter than an interval was told.
+
+        Args:
+            step: Completed steps.
+        """
+        whole = step - self._steps == self._began  # not where a state was loaded in between
+        steps, self._steps, self._began = self._steps, 0, step
+        if not whole or not steps:
+            return
+        for told in [told for told in self._intervals if told >= _SHORTER * steps]:
+            interval = self._intervals.pop(told)
+            warnings.warn(
+                f"natgrad: an epoch ended after {steps} steps, but {interval!r} takes {told} for one, and advances "
+                "so much later: give it the optimizer steps of an epoch, as len(loader), not its samples",
+                NatgradWarning,
+                stacklevel=3,
+            )
+
+
+def _counting(schedule: object) -> Iterator[Any]:
+    """Yield what has a `steps_per_epoch` among the intervals of a clock, those of each side and of a clock within."""
+    for value in getattr(schedule, "__dict__", {}).values():
+        if isinstance(value, (Clock, Sides)):
+            yield from _counting(value)
+        elif isinstance(getattr(value, "steps_per_epoch", None), int):
+            yield value

@@ -1,0 +1,196 @@
+"""Schedules that wait for epochs which nobody ends, or that are told epochs of another length."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import natgrad
+
+
+def daso(**options):
+    model = nn.Linear(1, 1)
+    return natgrad.DASO(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def train(averager, steps):
+    for _ in range(steps):
+        averager.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"epochs": 90}, "in its first epoch of epochs=90, a warm-up"),
+        ({"warmup_epochs": 2}, "in its first epoch, a warm-up"),
+        ({"epochs": 90, "warmup_epochs": 0}, "no cool-down comes"),
+        ({}, "neither warm-up nor cool-down, and buffers"),
+    ],
+)
+def test_daso_that_is_told_of_no_epoch(options, told):
+    averager = daso(**options)
+    train(averager, 999)
+    with pytest.warns(natgrad.NatgradWarning, match=told) as found:
+        train(averager, 1001)
+    assert len(found) == 1
+    assert "next_epoch()" in str(found[0].message)
+    assert "steps_per_epoch=" in str(found[0].message)
+    assert found[0].filename == __file__
+
+
+@pytest.mark.parametrize("options", [{"epochs": 90, "steps_per_epoch": 600}, {"steps_per_epoch": 2000}])
+def test_daso_that_counts_epochs_itself(options):
+    train(daso(**options), 1001)
+
+
+def test_daso_that_is_told_of_epochs():
+    averager = daso(epochs=90)
+    train(averager, 900)
+    averager.next_epoch()
+    train(averager, 1100)
+
+
+def test_daso_without_phases_that_is_synchronized():
+    averager = daso()
+    train(averager, 900)
+    averager.synchronize()
+    train(averager, 200)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"batches_between": 48}, "batches_between=48 is not allowed.*at most 47, or no message is ever sent"),
+        ({"batches_between": 100}, "batches_between=100 .* steps_per_epoch=48 "),
+        ({"batches_between": 32, "batches_to_wait": 16}, "batches_to_wait=16 .* at most 15 .* is ever merged"),
+        ({"batches_between": 47}, "batches_to_wait=1 .* at most 0"),
+        ({"epochs": 2, "warmup_epochs": 0.75, "cooldown_epochs": 0.75, "batches_between": 13}, "at most 12,"),
+    ],
+)
+def test_batches_between_that_no_epoch_has(options, told):
+    with pytest.raises(ValueError, match=told):
+        daso(steps_per_epoch=48, **options)
+
+
+def test_an_epoch_of_one_step():
+    with pytest.raises(ValueError, match=r"steps_per_epoch=1 .* above batches_between \+ batches_to_wait"):
+        daso(steps_per_epoch=1, batches_between=1, batches_to_wait=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batches_between": 31, "batches_to_wait": 16},
+        {"batches_between": 47, "batches_to_wait": 0},
+        {"batches_between": 48, "epochs": 2, "warmup_epochs": 1, "cooldown_epochs": 1},  # all of it waits
+        {"batches_between": 12, "epochs": 1 / 16},  # a trial of three steps
+    ],
+)
+def test_batches_between_that_fit(options):
+    daso(steps_per_epoch=48, **options)
+
+
+@pytest.mark.parametrize(
+    ("between", "wait", "told"), [(4, 0, "was sent"), (2, 2, "was merged"), (2, 1, None), (3, 0, None)]
+)
+def test_epochs_too_short_for_a_message(between, wait, told):
+    """Known when the first ends."""
+    averager = daso(batches_between=between, batches_to_wait=wait)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            train(averager, 3)
+            averager.next_epoch()
+    assert len(found) == (told is not None)
+    if told is not None:
+        assert told in str(found[0].message)
+        assert f"batches_between={between}" in str(found[0].message)
+
+
+def test_a_short_last_epoch_tells_nothing():
+    averager = daso(batches_between=4)
+    for steps in (6, 2):
+        train(averager, steps)
+        averager.next_epoch()
+
+
+class Preconditioned:
+    """A training by a preconditioner, as if it had come close to its thousandth step."""
+
+    def __init__(self, curvature, *, at=0, **options):
+        torch.manual_seed(0)
+        self.model = nn.Linear(2, 2)
+        self.preconditioner = natgrad.Preconditioner(self.model, curvature, **options)
+        self.train(1)
+        if at:
+            state = self.preconditioner.state_dict()
+            self.preconditioner.load_state_dict({**state, "step": at})
+
+    def train(self, steps):
+        for _ in range(steps):
+            self.model.zero_grad()
+            mse_loss(self.model(torch.randn(4, 2)), torch.randn(4, 2)).backward()
+            self.preconditioner.step()
+
+
+def test_hylo_that_is_told_of_no_epoch():
+    training = Preconditioned(natgrad.HyLo(rank=2), at=998)
+    training.train(1)
+    with pytest.warns(natgrad.NatgradWarning, match="1000 steps without next_epoch") as found:
+        training.train(3)
+    assert len(found) == 1
+    assert "method='switch'" in str(found[0].message)
+    assert "always chooses KID" in str(found[0].message)
+    assert found[0].filename == __file__
+
+
+@pytest.mark.parametrize("curvature", [natgrad.KFAC(), natgrad.HyLo(rank=2, method="kid")])
+def test_curvature_that_needs_no_epochs(curvature):
+    Preconditioned(curvature, at=998).train(3)
+
+
+def test_a_verification_is_no_step():
+    training = Preconditioned(
+        natgrad.HyLo(rank=2), at=999, refresh=natgrad.Refresh(inverses=natgrad.GrowingInterval(9))
+    )
+    batch = torch.randn(4, 2), torch.randn(4, 2)
+    training.model.zero_grad()
+    training.preconditioner.discard()
+    training.preconditioner.verify(batch, lambda model, batch: mse_loss(model(batch[0]), batch[1]))
+    with pytest.warns(natgrad.NatgradWarning, match="1000 steps"):
+        training.train(1)
+
+
+def test_hylo_that_is_told_of_epochs():
+    training = Preconditioned(natgrad.HyLo(rank=2), at=998)
+    training.preconditioner.next_epoch()
+    training.train(3)
+
+
+@pytest.mark.parametrize("kind", [natgrad.GrowingInterval, natgrad.TwoPhaseInterval])
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_interval_that_is_told_samples_for_steps(kind, nested):
+    interval = natgrad.Sides(inputs=kind(1500), gradients=1) if nested else kind(1500)
+    training = Preconditioned(natgrad.KFAC(), refresh=natgrad.Refresh(factors=interval))
+    training.train(11)
+    with pytest.warns(natgrad.NatgradWarning, match=r"ended after 12 steps, but \w+\(steps_per_epoch=1500") as found:
+        training.preconditioner.next_epoch()
+    assert found[0].filename == __file__
+    training.train(12)
+    training.preconditioner.next_epoch()  # told once
+
+
+def test_an_interval_that_is_told_steps():
+    training = Preconditioned(natgrad.KFAC(), refresh=natgrad.Refresh(inverses=natgrad.GrowingInterval(13)))
+    training.train(11)
+    training.preconditioner.next_epoch()
+
+
+def test_the_rest_of_an_epoch_after_a_resume_tells_nothing():
+    training = Preconditioned(natgrad.KFAC(), at=8, refresh=natgrad.Refresh(inverses=natgrad.GrowingInterval(12)))
+    training.train(4)
+    training.preconditioner.next_epoch()
+    training.train(12)
+    training.preconditioner.next_epoch()

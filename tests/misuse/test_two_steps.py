@@ -1,0 +1,116 @@
+"""Steps of the optimizer beside those of an averager."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import natgrad
+
+
+class Training:
+    def __init__(self, kind=natgrad.DASO, **options):
+        torch.manual_seed(0)
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        self.averager = kind(self.model, self.optimizer, **options)
+
+    def backward(self, scale=lambda loss: loss):
+        self.optimizer.zero_grad()
+        scale(self.model(torch.randn(4, 2)).square().mean()).backward()
+
+
+@pytest.mark.parametrize("kind", [natgrad.DASO, natgrad.PostLocalSGD, natgrad.DiLoCo, natgrad.averaging.Classic])
+def test_a_step_before(kind):
+    training = Training(kind)
+    training.backward()
+    training.optimizer.step()
+    with pytest.warns(natgrad.NatgradWarning, match=rf"optimizer.step\(\) .* beside {kind.__name__}.step") as found:
+        training.averager.step()
+    assert found[0].filename == __file__
+    training.optimizer.step()
+    training.averager.step()  # told once
+
+
+def test_a_step_after():
+    training = Training()
+    training.backward()
+    training.averager.step()
+    training.optimizer.step()
+    with pytest.warns(natgrad.NatgradWarning, match="two steps"):
+        training.averager.step()
+
+
+def test_a_step_by_the_scaler():
+    training = Training()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    training.backward(scaler.scale)
+    scaler.step(training.optimizer)
+    with pytest.warns(natgrad.NatgradWarning, match=r"in place of scaler.step\(optimizer\)"):
+        training.averager.step()
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_step_of_a_preconditioned_optimizer(inner):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer)
+    joined = natgrad.PreconditionedOptimizer(optimizer, preconditioner)
+    averager = natgrad.DASO(model, joined)
+    for _ in range(2):
+        joined.zero_grad()
+        model(torch.randn(4, 2)).square().mean().backward()
+        averager.step()
+    joined.zero_grad()
+    model(torch.randn(4, 2)).square().mean().backward()
+    (optimizer if inner else joined).step()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        averager.step()
+    assert any("two steps" in str(one.message) for one in found)
+
+
+def test_its_own_steps_are_none():
+    scaler = torch.amp.GradScaler("cpu")
+    training = Training(scaler=scaler)
+    for _ in range(3):
+        training.backward(scaler.scale)
+        training.averager.step()
+
+
+def test_the_step_of_a_checkpoint_loader_is_none():
+    training = Training()
+    get_optimizer_state_dict(training.model, training.optimizer)
+    assert training.optimizer.state
+    training.averager.step()
+
+
+def test_a_step_without_gradients_is_none():
+    training = Training()
+    training.optimizer.step()
+    training.averager.step()
+
+
+def test_a_copy_of_the_optimizer_may_step():
+    training = Training()
+    other = copy.deepcopy(training.optimizer)
+    training.backward()
+    for mine, theirs in zip(training.optimizer.param_groups, other.param_groups, strict=True):
+        theirs["params"] = [p.detach().clone().requires_grad_() for p in mine["params"]]
+        for parameter in theirs["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    other.step()
+    training.averager.step()
+
+
+def test_after_detach_the_optimizer_is_free():
+    training = Training()
+    training.averager.detach()
+    training.backward()
+    training.optimizer.step()
+    second = natgrad.DASO(training.model, training.optimizer)
+    training.backward()
+    second.step()
