@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +57,13 @@ class _Entry:
         return self.slot.leaf == "bias"
 
 
+class Use(Protocol):
+    """A use of a layer: see `natgrad.capture.uses.Use`."""
+
+    layer: Layer
+    output: Tensor | None
+
+
 class GradientAudit:
     """Compares some gradients with the sums of the output gradients that the hooks have captured.
 
@@ -73,8 +82,8 @@ class GradientAudit:
             off: Compare nothing at all.
         """
         self._reduces, self._divides, self._off = reduces, divides, off
-        self._losses: list[Tensor] = []
-        self._output: tuple[object, Tensor] | None = None
+        self._losses: Tensor | None = None
+        self._last: weakref.ref[Any] | None = None
         self._entries: dict[str, _Entry] = {}
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
         self._compared = 0
@@ -136,22 +145,29 @@ class GradientAudit:
         known = self._sums.get(layer.name)
         self._sums[layer.name] = (found, size * share) if known is None else (known[0] + found, known[1] + size * share)
 
-    def keep_output(self, use: object, layer: Layer, output: Tensor) -> None:
-        """Keep the output of the layer that was called last, which may be the logits of a cross-entropy."""
-        if self._wanted and layer.form == "matrix" and isinstance(layer.module, nn.Linear) and output.ndim > 1:
-            self._output = use, output.detach()
+    def keep_output(self, use: Use, output: Tensor) -> None:
+        """Keep the output of the layer that was called last, which may be the logits of a cross-entropy, with its use.
+
+        It goes when another layer is called, or with its graph.
+        """
+        before = None if self._last is None else self._last()
+        if before is not None:
+            before.output = self._last = None
+        if self._wanted and type(use.layer.module) is nn.Linear and output.ndim > 1:
+            use.output, self._last = output.detach(), weakref.ref(use)
 
     @torch.no_grad()
-    def look_at_loss(self, use: object, gradient: Tensor) -> None:
+    def look_at_loss(self, use: Use, gradient: Tensor) -> None:
         """Look at the first gradient of a backward pass: that of logits tells what a cross-entropy is multiplied by."""
-        kept, self._output = self._output, None
-        if self._wanted and kept is not None and kept[0] is use and gradient.shape == kept[1].shape:
-            self._losses.append(_cross_entropy_scale(kept[1], gradient))
+        output, use.output = use.output, None
+        if self._wanted and output is not None and gradient.shape == output.shape:
+            found = _cross_entropy_scale(output, gradient)
+            self._losses = found if self._losses is None else self._losses + found
 
     def forget(self) -> None:
         """Forget what was added: the backward passes that showed it are thrown away."""
         self._sums.clear()
-        self._losses.clear()
+        self._losses = None
 
     def begin(self, step: int, *, captures: bool) -> None:
         """Begin a step; the same on all ranks.
@@ -193,7 +209,7 @@ class GradientAudit:
         held *= shown[1] > 0  # of a layer that was used without its forward, nothing was captured
         given *= held
         ranks = runtime.ranks if averaged else 1
-        losses = torch.stack(self._losses).sum(0) / loss_scale if self._losses and passes > 1 else None
+        losses = self._losses / loss_scale if self._losses is not None and passes > 1 else None
         self._pending = _Comparison(shown * held, given, losses, ranks=ranks, passes=passes, remain=remain)
         self.forget()
 

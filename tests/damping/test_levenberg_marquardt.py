@@ -250,6 +250,7 @@ def test_scales_of_the_loss_cancel(reduction, accumulation):
     assert actual.predicted == pytest.approx(expected.predicted, rel=1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:natgrad. .grad is not")  # gradients are not cleared
 def test_what_a_closure_raises_comes_out_of_the_optimizers_step():
     model, x, y = regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

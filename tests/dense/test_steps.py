@@ -122,6 +122,7 @@ def test_schedules_may_return_scalars_of_torch_and_numpy():
     refresh = natgrad.Refresh(factors=lambda step: np.int64(2), inverses=lambda step: torch.tensor(3))
     preconditioner = natgrad.Preconditioner(model, damping=lambda step: np.float32(0.5), refresh=refresh)
     for x in batches(4):
+        model.zero_grad()
         total_loss(model, x).backward()
         preconditioner.step()
     metrics = preconditioner.metrics()

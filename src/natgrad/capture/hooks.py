@@ -292,7 +292,7 @@ class Capture:
             forward.note(name, layer.positions(output))
         if wanted and outer_task == -1 and not primary.reshaped:
             self.seconds += look_ahead(use, inputs, output, self._terms, self.sums, self._sightings)
-        self.audit.keep_output(use, layer, output)
+        self.audit.keep_output(use, output)
         size, output = output.shape, whole(output)
         output.register_hook(lambda gradient: self._gradient(use, gradient.reshape(size)))
         if curvature.pools:

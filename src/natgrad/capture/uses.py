@@ -27,6 +27,7 @@ class Use:
         forward: The model's own forward pass that this is part of, if known.
         outer_task: The backward pass that recomputes a reentrant checkpoint; -1: none.
         traced: Whether it comes out of a compiled graph, which tells of no use before its gradient.
+        output: Its output, where the gradient audit keeps it.
     """
 
     primary: Layer
@@ -38,6 +39,7 @@ class Use:
     forward: Pass | None
     outer_task: int
     traced: bool = False
+    output: Tensor | None = None
 
     def first_task(self, task: int) -> int:
         """Return the first backward pass of the same forward pass: losses differentiated one by one make one sum."""
