@@ -8,17 +8,23 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 
 from natgrad.errors import NatgradWarning, require, require_one_of
 from natgrad.layers import Layer
+from natgrad.layers.norm import NORMS
 
 if TYPE_CHECKING:
     from natgrad.capture.samples import Samples
 
 Reduction: TypeAlias = Literal["mean", "tokens", "sum"]
 Count: TypeAlias = "int | Mapping[str, int]"
+
+
+# Modules whose inputs are [batch, channels, positions].
+_CHANNELS_FIRST = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(norm for norm in NORMS if norm not in (nn.LayerNorm, nn.RMSNorm)),
+)
 
 
 class _LeftOut(str):
@@ -219,5 +225,5 @@ def _is_whole(number: object) -> bool:
 
 def _sees_positions(layer: Layer, inputs: Tensor) -> bool:
     """Tell whether a layer's inputs are [batch, positions, features], of a layer with features last."""
-    channels_first = isinstance(layer.module, (_ConvNd, _NormBase, nn.GroupNorm))
+    channels_first = isinstance(layer.module, _CHANNELS_FIRST)
     return layer.form != "one-hot" and not channels_first and inputs.ndim > 2 and layer.batched(inputs)

@@ -94,7 +94,9 @@ def train_sequence(placement, form):
     foretold["counters"] += 2 * (P - 1) * 4  # once: whether a table serves as a head,
     foretold["counters"] += 2 * (P - 1) * 4 if plan.columns > 1 else 0  # and whether there is curvature
     table = next(work for key, work in plan.layers.items() if not work.alone)
-    return preconditioner.traffic(), foretold, table.sums * BYTES
+    traffic = preconditioner.traffic()
+    assert 0 < traffic.pop("audit") <= 3 * 2 * (P - 1) / P * 1024 * BYTES  # of three steps, planned by nobody
+    return traffic, foretold, table.sums * BYTES
 
 
 @pytest.mark.parametrize("count", [2, 4])
