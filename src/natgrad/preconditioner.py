@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from natgrad.agreement import check_reduction
 from natgrad.arguments import check_arguments, resolve_group, unwrap
 from natgrad.capture import Capture
+from natgrad.compatibility import check_combinations, warn_of_combinations
 from natgrad.curvature import KFAC, Curvature
 from natgrad.damping import Control, Damping, TrustRegion
 from natgrad.engine import Engine
@@ -23,6 +24,7 @@ from natgrad.explanation import Explanation, explain
 from natgrad.gradients.clip import USUAL_BOUND, Clip
 from natgrad.gradients.given import Given, Unseen
 from natgrad.gradients.reduction import Scaling, take_over_reduction
+from natgrad.launch_check import warn_of_missing_process_group
 from natgrad.numerics.precision import Precision
 from natgrad.placement import Placement, Plan, Runtime, resolve
 from natgrad.progress import Progress
@@ -132,11 +134,13 @@ class Preconditioner(Engine):
         self._model, self._root, self._damping = model, unwrap(model), Control(damping)
         where, covered = resolve(placement), cover(self._root, curvature).layers
         check_layers(layer for layer, _ in covered)
-        check_second_pass(covered, optimizer, where, self._damping)
+        check_second_pass(covered, optimizer, self._damping)
         self._curvature, self._precision, self._refresh, self._reduction = curvature, precision, refresh, reduction
         reduces = self._reduces = gradients == "reduce"
         self._scaling = Scaling(reduction, accumulation=accumulation, reduces=reduces, scaler=scaler)
         self._runtime = Runtime(resolve_group(model, process_group, mesh))
+        choices = (covered, where, refresh, self._damping, self._runtime.ranks)
+        check_combinations(*choices)
         self._watch, self._clip = Watch(guard), Clip(optimizer, kl_clip, covered)
         self._given, self._second, self._inspection = Given(), SecondPass(), Inspection()
         # Every rank notices of layers that others capture how many positions a loss has, and passes to be repeated.
@@ -159,6 +163,8 @@ class Preconditioner(Engine):
         )
         self._early = Early(self._runtime, self._structure.plan.placement.link)
         warn_of_idle(self._root, curvature, self._structure.coverage)
+        warn_of_combinations(*choices)
+        warn_of_missing_process_group()
         # Last, for the warning may be an error.
         check_reduction(model, self._runtime, gradients)
         if reduces:
