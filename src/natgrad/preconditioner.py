@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from natgrad.agreement import check_reduction
 from natgrad.arguments import check_arguments, resolve_group, unwrap
+from natgrad.call_order import CallOrder
 from natgrad.capture import Capture
 from natgrad.compatibility import check_combinations, warn_of_combinations
 from natgrad.curvature import KFAC, Curvature
@@ -169,6 +170,7 @@ class Preconditioner(Engine):
         check_reduction(model, self._runtime, gradients)
         if reduces:
             take_over_reduction(model)
+        self._order = CallOrder(self)
         self._begin()
 
     # --- The life of a step -------------------------------------------------------------------------------------
@@ -216,7 +218,9 @@ class Preconditioner(Engine):
         self._refresh.check(self._progress.step)
         damping = self._progress.damping = self._damping_now()
         self._follow()
-        if not self._progress.has_curvature and not self._capture.backwards:
+        self._order.check()
+        # Where natgrad reduces, a rank without samples has no backward pass.
+        if not self._progress.has_curvature and self._capture.idle and not (self._reduces and self._runtime.ranks > 1):
             self._unseen.check(self._stacks)
         # A rank without samples has no backward pass, and where natgrad reduces it takes part all the same.
         if not self._reduces and self._capture.idle and self._given.untouched():
@@ -262,6 +266,7 @@ class Preconditioner(Engine):
         may still be saved. The communication hook of ``gradients="reduce"`` stays, which torch cannot remove.
         """
         self._second.cancel()
+        self._order.detach()
         self._capture.detach()
         self._early.detach()
         self._background.close(self._progress)

@@ -36,6 +36,12 @@ class Given:
         """Tell whether any of them is still in its place, whatever was written into it since."""
         return any(known() is not None and known() is slot.parameter.grad for slot, known, _ in self._versions)
 
+    def replaced(self) -> bool:
+        """Tell whether any gradient is a new tensor, or there was no step yet."""
+        return not self._versions or any(
+            slot.parameter.grad is not None and known() is not slot.parameter.grad for slot, known, _ in self._versions
+        )
+
     def untouched(self) -> bool:
         """Tell whether there are any, and all of them are still what they were."""
         return bool(self._versions) and all(
@@ -49,19 +55,25 @@ class Unseen:
 
     def __init__(self) -> None:
         """Begin before the first step."""
-        self._steps = 0
+        self._warned = False
 
     def check(self, stacks: Iterable[Stack]) -> None:
-        """Warn at the second step with such gradients (a checkpoint loader may do one); called by the step itself."""
-        self._steps += any(slot.parameter.grad is not None for slot in _slots(stacks))
-        if self._steps == 2:
-            warnings.warn(
-                "natgrad has seen no backward pass of its layers yet and leaves their gradients as they are: "
+        """Warn, once, of a step before any backward pass; called by the step itself."""
+        if self._warned:
+            return
+        self._warned = True
+        if any(slot.parameter.grad is not None for slot in _slots(stacks)):
+            message = (
+                "no backward pass of its layers was seen yet, and step() leaves their gradients as they are: "
                 "differentiate without create_graph=True, and build the Preconditioner before a compiled function "
-                f"calls the model{BLIND}",
-                NatgradWarning,
-                stacklevel=4,  # past the decorator of `step`
+                f"calls the model{BLIND}"
             )
+        else:
+            message = (
+                "the first step() comes without a backward pass and does nothing: call preconditioner.step() after "
+                "loss.backward()"
+            )
+        warnings.warn(f"natgrad: {message}", NatgradWarning, stacklevel=4)  # past the decorator of `step`
 
 
 def _slots(stacks: Iterable[Stack]) -> Iterator[Slot]:
