@@ -319,11 +319,15 @@ class Preconditioner(Engine):
         return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self._runtime.traffic()}
 
     def explain(self) -> Explanation:
-        """Tell each parameter's curvature, owners and cost, or why it is left to the optimizer."""
+        """Tell each parameter's curvature, owners and cost, or why it is left to the optimizer.
+
+        It tells too what was preconditioned so far. Waits for the device.
+        """
         structure, seconds = self._structure, self._progress.ended - self._progress.began
         reasons, note = self._inspection.reasons, self._clip.describe()
         note += f"; {structure.plan.note}" if self._runtime.ranks > 1 else ""
-        return explain(structure.stacks, structure.coverage, reasons, structure.plan, seconds, note)
+        served = self._watch.served.keys()
+        return explain(structure.stacks, structure.coverage, reasons, structure.plan, seconds, served, note)
 
     @property
     def plan(self) -> Plan[str]:
