@@ -111,6 +111,9 @@ class Preconditioner(Engine):
             ValueError: if an argument is not allowed; before anything was touched or communicated.
             NatgradError: on all ranks, if under ``DistributedDataParallel`` they differ in `gradients`.
         """
+        # For copies; the default bound is told by its identity, which a copy does not keep.
+        given = {name: value for name, value in locals().items() if value is not USUAL_BOUND}
+        self._arguments = {name: given[name] for name in given.keys() - {"self", "model", "optimizer"}}
         curvature = KFAC() if curvature is None else curvature
         refresh = Refresh() if refresh is None else refresh
         precision = Precision() if precision is None else precision
@@ -402,7 +405,14 @@ class Preconditioner(Engine):
         Raises:
             ValueError: if blocks are missing, unknown or of another shape; then nothing was changed.
         """
+        self._load(state)
+
+    def _load(self, state: Mapping[str, Any], *, partial: bool = False) -> list[str]:
+        """Restore a state; with `partial` (collective) blocks that it lacks begin anew, whose keys are returned."""
         self._follow()
+        restarted: list[str] = []
+        if partial:
+            state, restarted = states.completed(state, self._stacks, self._runtime if self._exchanges else None)
         counters = {"updates": self._progress.updates, "watch": self._watch.state_dict()}
         state = states.checked(state, self._stacks, counters)
         self._agenda.check_state(state)
@@ -412,4 +422,7 @@ class Preconditioner(Engine):
         self._progress.load_state_dict(state)
         self._watch.load_state_dict(state["watch"])
         self._agenda.load_state_dict(state, self._progress, self._stacks)
+        if restarted:  # so that the next step captures and decomposes everything
+            self._progress.captured, self._progress.renewed = {}, {}
         self._await()
+        return restarted
