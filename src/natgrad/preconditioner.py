@@ -82,7 +82,8 @@ class Preconditioner(Engine):
             curvature: What approximates the Fisher: one `Curvature` for all layers that it has a form for (default
                 ``KFAC()``), or a mapping from fnmatch patterns of module names to curvatures, of which the first match
                 wins; None as a value leaves a layer to the optimizer.
-            optimizer: Where the KL clip reads the learning rates, live.
+            optimizer: Where the KL clip reads the learning rates, live. A step of it with gradients that were never
+                preconditioned is warned of. Not ``torch.optim.LBFGS``, which evaluates its closure within a step.
             damping: γ: a number above 0, a callable of the step, or one of `natgrad.damping`.
             kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16), or a `natgrad.TrustRegion`; None: off. Without
                 an optimizer the default is off too, and a value given is an error.
@@ -223,8 +224,8 @@ class Preconditioner(Engine):
         self._follow()
         self._order.check()
         # Where natgrad reduces, a rank without samples has no backward pass.
-        if not self._progress.has_curvature and self._capture.idle and not (self._reduces and self._runtime.ranks > 1):
-            self._unseen.check(self._stacks)
+        if self._capture.idle and not (self._reduces and self._runtime.ranks > 1):
+            self._unseen.check(self._stacks, begins=not self._progress.has_curvature)
         # A rank without samples has no backward pass, and where natgrad reduces it takes part all the same.
         if not self._reduces and self._capture.idle and self._given.untouched():
             warnings.warn("natgrad: step() without a backward pass since the last one", NatgradWarning, stacklevel=3)

@@ -97,4 +97,4 @@ def none():
 def test_a_first_step_without_a_backward_pass_is_warned_of_on_all_ranks(ranks):
     for found in ranks.run(2, none):
         assert len(found) == 1
-        assert "first step() comes without a backward pass" in found[0]
+        assert "step() comes without a backward pass" in found[0]

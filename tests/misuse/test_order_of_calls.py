@@ -259,7 +259,7 @@ def test_a_copied_optimizer_does_not_look():
 
 def test_a_first_step_without_a_backward_pass_is_warned_of():
     training = Training()
-    with pytest.warns(natgrad.NatgradWarning, match=r"^natgrad: the first step\(\) .* backward pass.*loss.backward"):
+    with pytest.warns(natgrad.NatgradWarning, match=r"^natgrad: step\(\) comes without a backward pass.*loss.backward"):
         training.preconditioner.step()
     training.step()
 
@@ -267,6 +267,14 @@ def test_a_first_step_without_a_backward_pass_is_warned_of():
 def test_it_is_warned_of_once_too():
     training = Training()
     assert len(caught(lambda: [training.preconditioner.step() for _ in range(3)])) == 1
+
+
+def test_a_later_step_without_gradients_is_warned_of():
+    training = Training(refresh=SPARSE)
+    training.step()
+    training.optimizer.zero_grad()
+    with pytest.warns(natgrad.NatgradWarning, match="without a backward pass"):
+        training.preconditioner.step()
 
 
 def test_gradients_of_unknown_origin_are_warned_of_at_the_first_step():

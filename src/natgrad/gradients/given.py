@@ -51,28 +51,36 @@ class Given:
 
 
 class Unseen:
-    """Gradients that came before the hooks have seen any backward pass."""
+    """Steps before which the hooks have seen no backward pass."""
 
     def __init__(self) -> None:
         """Begin before the first step."""
         self._warned = False
 
-    def check(self, stacks: Iterable[Stack]) -> None:
-        """Warn, once, of a step before any backward pass; called by the step itself."""
+    def check(self, stacks: Iterable[Stack], *, begins: bool) -> None:
+        """Warn, once, of a step whose gradients come from no backward pass; called by the step itself.
+
+        Args:
+            stacks: All stacks.
+            begins: Whether no backward pass was ever seen. Later on hooks need not see every one, and only gradients
+                that do not exist tell.
+        """
         if self._warned:
             return
-        self._warned = True
-        if any(slot.parameter.grad is not None for slot in _slots(stacks)):
+        if all(slot.parameter.grad is None for slot in _slots(stacks)):
+            message = (
+                "step() comes without a backward pass, and there is nothing to precondition: call "
+                "preconditioner.step() after loss.backward()"
+            )
+        elif begins:
             message = (
                 "no backward pass of its layers was seen yet, and step() leaves their gradients as they are: "
                 "differentiate without create_graph=True, and build the Preconditioner before a compiled function "
                 f"calls the model{BLIND}"
             )
         else:
-            message = (
-                "the first step() comes without a backward pass and does nothing: call preconditioner.step() after "
-                "loss.backward()"
-            )
+            return
+        self._warned = True
         warnings.warn(f"natgrad: {message}", NatgradWarning, stacklevel=4)  # past the decorator of `step`
 
 
