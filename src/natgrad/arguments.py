@@ -72,6 +72,8 @@ def check_arguments(
         )
     fits = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
     require(fits, "optimizer", type(optimizer).__name__, "a torch.optim.Optimizer, or None")
+    allowed = "an optimizer that steps once for each backward pass: LBFGS evaluates its closure within a step"
+    require(not isinstance(optimizer, torch.optim.LBFGS), "optimizer", type(optimizer).__name__, allowed)
     if isinstance(optimizer, torch.optim.Optimizer):
         own = {id(parameter) for parameter in model.parameters()}
         fits = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])

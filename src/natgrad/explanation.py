@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -32,6 +32,7 @@ class Row:
         reason: Why it is left to the optimizer; empty when it is preconditioned.
         verdict: What the last decision of a rule of renewal was: "kept", "stopped" or "waiting"; empty where it was
             renewed, or there is no rule.
+        preconditioned: Whether its layer's curvature has preconditioned it in any step of this object so far.
         fallback: What has served its layer in place of fresh curvature in the last step; empty when nothing had to.
         reduction: How the loss combines the terms of its layer, where that is not the same for all layers; else empty.
     """
@@ -45,6 +46,7 @@ class Row:
     bytes: int = 0
     reason: str = ""
     verdict: str = ""
+    preconditioned: bool = False
     fallback: str = ""
     reduction: str = ""
 
@@ -54,19 +56,21 @@ class Explanation(Printed):
 
     Attributes:
         rows: One for each parameter.
-        covered: The share of all parameter elements that is preconditioned.
+        covered: The share of all parameter elements that can be preconditioned.
+        preconditioned: The share of them that was, in any step of this object so far.
         note: The state of the KL clip, and the placement.
     """
 
     def __init__(self, rows: list[Row], note: str) -> None:
         """Wrap `rows`."""
         self.rows, self.note = rows, note
-        total = sum(prod(row.shape) for row in rows)
-        self.covered = sum(prod(row.shape) for row in rows if not row.reason) / max(1, total)
+        total = max(1, sum(prod(row.shape) for row in rows))
+        self.covered = sum(prod(row.shape) for row in rows if not row.reason) / total
+        self.preconditioned = sum(prod(row.shape) for row in rows if row.preconditioned) / total
 
     def __rich__(self) -> Table:
         """Return the table."""
-        caption = f"{self.covered:.1%} of the parameters preconditioned; {self.note}"
+        caption = f"{self._summary()}; {self.note}"
         table = Table(title="natgrad", caption=caption)
         table.add_column("parameter", overflow="fold")
         table.add_column("shape")
@@ -84,6 +88,7 @@ class Explanation(Printed):
                 escape(row.parameter),
                 "x".join(map(str, row.shape)),
                 (escape(row.curvature) or f"[dim]optimizer: {escape(row.reason)}[/dim]")
+                + ("" if row.reason or row.preconditioned else " [dim]not yet[/dim]")
                 + (f" [dim]{row.verdict}[/dim]" if row.verdict else "")
                 + (f" [red]now: {row.fallback}[/red]" if row.fallback else ""),
                 *([row.reduction] if shows_reduction else []),
@@ -95,8 +100,11 @@ class Explanation(Printed):
         return table
 
     def __repr__(self) -> str:
-        """Say how much is covered."""
-        return f"<Explanation of {len(self.rows)} parameters: {self.covered:.1%} preconditioned; {self.note}>"
+        """Say how much was preconditioned and how much is covered."""
+        return f"<Explanation of {len(self.rows)} parameters: {self._summary()}; {self.note}>"
+
+    def _summary(self) -> str:
+        return f"{self.preconditioned:.1%} of the parameters preconditioned so far, {self.covered:.1%} covered"
 
 
 def _ranks(owner: int | tuple[int, ...] | None) -> str:
@@ -111,6 +119,7 @@ def explain(
     reasons: Mapping[str, str],
     plan: Plan[str],
     seconds: float,
+    served: Collection[str],
     note: str,
     reductions: Reductions | None = None,
 ) -> Explanation:
@@ -122,6 +131,7 @@ def explain(
         reasons: Why layers stay plain although they are covered, by their keys.
         plan: The owners.
         seconds: What all steps have taken so far.
+        served: The keys of the layers that were preconditioned so far.
         note: The state of the KL clip and the placement, in words.
         reductions: Those of the layers; None: the same for all.
     """
@@ -147,6 +157,7 @@ def explain(
                         share=work * layer.blocks / total if first else 0.0,
                         time=layer.seconds / seconds if first and seconds else None,
                         bytes=stack.bytes_per_block() * layer.blocks if first else 0,
+                        preconditioned=layer.key in served,
                         fallback=fallbacks.get(layer.key, ""),
                         reduction="" if reductions is None else reductions.of(layer.name),
                     )

@@ -10,9 +10,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from natgrad.copies import parts
 from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
 from natgrad.second_pass import Reevaluation
+
+# So many layers a warning names.
+_NAMED = 5
 
 
 class PreconditionedOptimizer(Optimizer):
@@ -49,6 +53,7 @@ class PreconditionedOptimizer(Optimizer):
         fits = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
         require(fits or not own, "optimizer", repr(optimizer), "one of the preconditioner's model")
         self.optimizer, self.preconditioner, self.count = optimizer, preconditioner, None
+        self._warned_of_incomplete = False
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
         for moment in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
@@ -60,19 +65,31 @@ class PreconditionedOptimizer(Optimizer):
     # checkpoint.
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's parameter groups."""
         return self.optimizer.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The inner optimizer's state."""
         return self.optimizer.state
 
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The inner optimizer's defaults."""
         return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
 
     def step(
         self,
@@ -135,21 +152,43 @@ class PreconditionedOptimizer(Optimizer):
         """Add a group to the inner optimizer."""
         self.optimizer.add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the inner optimizer's state with the preconditioner's beside it, under "preconditioner".
 
         ``torch.distributed.checkpoint.state_dict`` hands on the former only: save the latter beside it.
+
+        Args:
+            gather: Collect the curvature of all ranks (collective): what one rank saves is then complete. Otherwise it
+                is what this rank holds, of its own layers alone where each layer has one worker or a few.
+
+        Warns:
+            NatgradWarning: once, where this rank's state is incomplete.
         """
-        return {**self.optimizer.state_dict(), "preconditioner": self.preconditioner.state_dict()}
+        plan = self.preconditioner.plan
+        if not gather and plan.columns > 1 and not self._warned_of_incomplete:
+            self._warned_of_incomplete = True
+            warnings.warn(
+                f"natgrad: under placement '{plan.placement}' this state is incomplete: it holds the curvature of this "
+                f"rank's layers only, and the file of one rank cannot resume all {plan.ranks}. Call "
+                "state_dict(gather=True) on every rank, or save preconditioner.state_dict(gather=True) beside it, or "
+                "have every rank save and load a file of its own",
+                NatgradWarning,
+                stacklevel=2,
+            )
+        return {**self.optimizer.state_dict(), "preconditioner": self.preconditioner.state_dict(gather=gather)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore both states; the preconditioner's stays as it is where it is not among them.
 
+        Layers whose curvature is missing, as in the file of one rank where each layer has one worker, begin anew at the
+        next step, on all ranks. Every rank calls it; it is collective where ranks work for some layers only.
+
         Warns:
-            NatgradWarning: if it is not, and the preconditioner has none of its own yet.
+            NatgradWarning: if curvature of layers is missing, naming them; or if all of it is, and the preconditioner
+                has none of its own yet.
 
         Raises:
-            ValueError: if either does not fit; then both are as they were.
+            ValueError: if either has what is unknown or of another shape; then both are as they were.
         """
         fits = isinstance(state_dict, Mapping) and state_dict.keys() >= {"state", "param_groups"}
         found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
@@ -159,7 +198,9 @@ class PreconditionedOptimizer(Optimizer):
         require(sizes == wanted, "state_dict['param_groups']", sizes, allowed)
         inner = {key: value for key, value in state_dict.items() if key != "preconditioner"}
         if "preconditioner" in state_dict:
-            self.preconditioner.load_state_dict(state_dict["preconditioner"])
+            restarted = self.preconditioner._load(state_dict["preconditioner"], partial=True)
+            if restarted:
+                _warn_of_restarted(restarted)
         elif not self.preconditioner.has_curvature:
             warnings.warn(
                 "natgrad: this optimizer state comes without the preconditioner's, whose curvature starts anew; to "
@@ -169,13 +210,52 @@ class PreconditionedOptimizer(Optimizer):
             )
         self.optimizer.load_state_dict(inner)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return everything, where a plain optimizer would leave both parts out."""
-        return self.__dict__.copy()
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle with the model, as torch's optimizers do with their parameters; between two steps.
+
+        The copy has a preconditioner of its own, on the model's copy, with the same arguments and state. To train both
+        on, copy them together: ``copy.deepcopy((model, optimizer))``. Hooks of the user are left out, as torch does.
+
+        Raises:
+            TypeError: if the preconditioner belongs to a process group, which cannot be copied.
+        """
+        return copied, (type(self), self.optimizer, *parts(self.preconditioner), self.count)
 
     def __repr__(self) -> str:
         """Show the inner optimizer."""
         return f"PreconditionedOptimizer({self.optimizer!r})"
+
+
+def copied(
+    kind: type[PreconditionedOptimizer],
+    optimizer: Optimizer,
+    rebuild: Callable[[Optimizer, Any], Preconditioner],
+    preconditioner: Any,
+    count: int | None,
+) -> PreconditionedOptimizer:
+    """Return the copy of a `PreconditionedOptimizer` whose parts were copied.
+
+    Args:
+        kind: Its class.
+        optimizer: The inner optimizer's copy.
+        rebuild: What makes the preconditioner's copy.
+        preconditioner: The copies of its parts.
+        count: The attribute of this name.
+    """
+    result = kind.__new__(kind)
+    PreconditionedOptimizer.__init__(result, optimizer, rebuild(optimizer, preconditioner))
+    result.count = count
+    return result
+
+
+def _warn_of_restarted(keys: list[str]) -> None:
+    named = ", ".join(keys[:_NAMED]) + (f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "")
+    warnings.warn(
+        f"natgrad: this state lacks the curvature of {named}, which begins anew at the next step; to resume all of it, "
+        "save state_dict(gather=True)",
+        NatgradWarning,
+        stacklevel=3,
+    )
 
 
 def _group_sizes(state: object) -> list[int] | None:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from natgrad.agreement import check_reduction
 from natgrad.arguments import check_arguments, resolve_group, unwrap
 from natgrad.audit import GradientAudit
+from natgrad.call_order import CallOrder
 from natgrad.capture import Capture
+from natgrad.compatibility import check_combinations, warn_of_combinations
 from natgrad.curvature import KFAC, Curvature
 from natgrad.damping import Control, Damping, TrustRegion
 from natgrad.engine import Engine
@@ -25,6 +27,7 @@ from natgrad.explanation import Explanation, explain
 from natgrad.gradients.clip import USUAL_BOUND, Clip
 from natgrad.gradients.given import Given, Unseen
 from natgrad.gradients.reduction import Scaling, take_over_reduction
+from natgrad.launch_check import warn_of_missing_process_group
 from natgrad.numerics.precision import Precision
 from natgrad.placement import Placement, Plan, Runtime, resolve
 from natgrad.progress import Progress
@@ -82,7 +85,8 @@ class Preconditioner(Engine):
             curvature: What approximates the Fisher: one `Curvature` for all layers that it has a form for (default
                 ``KFAC()``), or a mapping from fnmatch patterns of module names to curvatures, of which the first match
                 wins; None as a value leaves a layer to the optimizer.
-            optimizer: Where the KL clip reads the learning rates, live.
+            optimizer: Where the KL clip reads the learning rates, live. A step of it with gradients that were never
+                preconditioned is warned of. Not ``torch.optim.LBFGS``, which evaluates its closure within a step.
             damping: γ: a number above 0, a callable of the step, or one of `natgrad.damping`.
             kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16), or a `natgrad.TrustRegion`; None: off. Without
                 an optimizer the default is off too, and a value given is an error.
@@ -121,6 +125,9 @@ class Preconditioner(Engine):
             ValueError: if an argument is not allowed; before anything was touched or communicated.
             NatgradError: on all ranks, if under ``DistributedDataParallel`` they differ in `gradients`.
         """
+        # For copies; the default bound is told by its identity, which a copy does not keep.
+        given = {name: value for name, value in locals().items() if value is not USUAL_BOUND}
+        self._arguments = {name: given[name] for name in given.keys() - {"self", "model", "optimizer"}}
         curvature = KFAC() if curvature is None else curvature
         refresh = Refresh() if refresh is None else refresh
         precision = Precision() if precision is None else precision
@@ -145,12 +152,14 @@ class Preconditioner(Engine):
         self._model, self._root, self._damping = model, unwrap(model), Control(damping)
         where, covered = resolve(placement), cover(self._root, curvature).layers
         check_layers(layer for layer, _ in covered)
-        check_second_pass(covered, optimizer, where, self._damping)
+        check_second_pass(covered, optimizer, self._damping)
         self._curvature, self._precision, self._refresh = curvature, precision, refresh
         reduces = self._reduces = gradients == "reduce"
         self._reductions, names = Reductions(reduction), [layer.name for layer, _ in covered]
         self._scaling = Scaling(self._reductions, names, accumulation=accumulation, reduces=reduces, scaler=scaler)
         self._runtime = Runtime(resolve_group(model, process_group, mesh))
+        choices = (covered, where, refresh, self._damping, self._runtime.ranks)
+        check_combinations(*choices)
         self._watch, self._clip = Watch(guard), Clip(optimizer, kl_clip, covered)
         self._given, self._second, self._inspection = Given(), SecondPass(), Inspection()
         # Every rank notices of layers that others capture how many positions a loss has, and passes to be repeated.
@@ -177,10 +186,13 @@ class Preconditioner(Engine):
         self._early = Early(self._runtime, self._structure.plan.placement.link)
         warn_of_idle(self._root, curvature, self._structure.coverage)
         self._reductions.warn_of_idle(names)
+        warn_of_combinations(*choices)
+        warn_of_missing_process_group()
         # Last, for the warning may be an error.
         check_reduction(model, self._runtime, gradients)
         if reduces:
             take_over_reduction(model)
+        self._order = CallOrder(self)
         self._begin()
 
     # --- The life of a step -------------------------------------------------------------------------------------
@@ -232,8 +244,10 @@ class Preconditioner(Engine):
         self._refresh.check(self._progress.step)
         damping = self._progress.damping = self._damping_now()
         self._follow()
-        if not self._progress.has_curvature and not self._capture.backwards:
-            self._unseen.check(self._stacks)
+        self._order.check()
+        # Where natgrad reduces, a rank without samples has no backward pass.
+        if self._capture.idle and not (self._reduces and self._runtime.ranks > 1):
+            self._unseen.check(self._stacks, begins=not self._progress.has_curvature)
         # A rank without samples has no backward pass, and where natgrad reduces it takes part all the same.
         if not self._reduces and self._capture.idle and self._given.untouched():
             warnings.warn("natgrad: step() without a backward pass since the last one", NatgradWarning, stacklevel=3)
@@ -282,6 +296,7 @@ class Preconditioner(Engine):
         may still be saved. The communication hook of ``gradients="reduce"`` stays, which torch cannot remove.
         """
         self._second.cancel()
+        self._order.detach()
         self._capture.detach()
         self._early.detach()
         self._background.close(self._progress)
@@ -334,13 +349,17 @@ class Preconditioner(Engine):
         return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self._runtime.traffic()}
 
     def explain(self) -> Explanation:
-        """Tell each parameter's curvature, owners and cost, or why it is left to the optimizer."""
+        """Tell each parameter's curvature, owners and cost, or why it is left to the optimizer.
+
+        It tells too what was preconditioned so far. Waits for the device.
+        """
         structure, seconds = self._structure, self._progress.ended - self._progress.began
         reasons, note = self._inspection.reasons, self._clip.describe()
         note += f"; {structure.plan.note}" if self._runtime.ranks > 1 else ""
         note += f"; {chosen}" if (chosen := self._reductions.explain()) else ""
+        served = self._watch.served.keys()
         reductions = self._reductions if self._reductions.is_mapping else None
-        return explain(structure.stacks, structure.coverage, reasons, structure.plan, seconds, note, reductions)
+        return explain(structure.stacks, structure.coverage, reasons, structure.plan, seconds, served, note, reductions)
 
     @property
     def plan(self) -> Plan[str]:
@@ -415,7 +434,14 @@ class Preconditioner(Engine):
         Raises:
             ValueError: if blocks are missing, unknown or of another shape; then nothing was changed.
         """
+        self._load(state)
+
+    def _load(self, state: Mapping[str, Any], *, partial: bool = False) -> list[str]:
+        """Restore a state; with `partial` (collective) blocks that it lacks begin anew, whose keys are returned."""
         self._follow()
+        restarted: list[str] = []
+        if partial:
+            state, restarted = states.completed(state, self._stacks, self._runtime if self._exchanges else None)
         counters = {"updates": self._progress.updates, "watch": self._watch.state_dict()}
         state = states.checked(state, self._stacks, counters)
         self._agenda.check_state(state)
@@ -425,4 +451,7 @@ class Preconditioner(Engine):
         self._progress.load_state_dict(state)
         self._watch.load_state_dict(state["watch"])
         self._agenda.load_state_dict(state, self._progress, self._stacks)
+        if restarted:  # so that the next step captures and decomposes everything
+            self._progress.captured, self._progress.renewed = {}, {}
         self._await()
+        return restarted

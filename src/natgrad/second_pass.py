@@ -25,7 +25,7 @@ from natgrad.exchange.sharded import Rows, slots_of, spread
 from natgrad.gradients.reduction import Scaling
 from natgrad.gradients.stacked import parameters
 from natgrad.layers import Layer
-from natgrad.placement import Placement, Runtime
+from natgrad.placement import Runtime
 from natgrad.stacks.blocks import Stack
 from natgrad.stacks.kept import along
 from natgrad.stacks.sharding import reshard
@@ -49,23 +49,19 @@ class Reevaluation:
         return self._closure()
 
 
-def check_second_pass(
-    covered: Iterable[tuple[Layer, Curvature]], optimizer: object, placement: Placement, damping: Control
-) -> None:
+def check_second_pass(covered: Iterable[tuple[Layer, Curvature]], optimizer: object, damping: Control) -> None:
     """Check what a curvature asks for that needs a second pass.
 
     Raises:
-        ValueError: without an optimizer, under a placement that it does not go with, or with a damping of 1 or more.
+        ValueError: without an optimizer, or with a damping of 1 or more.
     """
     covered = list(covered)
-    damping.check(covered, optimizer)
-    layer, curvature = next(((layer, own) for layer, own in covered if own.replays), (None, None))
-    if layer is None or curvature is None:
+    damping.check(optimizer)
+    curvature = next((own for _, own in covered if own.replays), None)
+    if curvature is None:
         return
     allowed = f"given: {curvature!r} looks at the batch again after its step"
     require(optimizer is not None, "optimizer", optimizer, allowed)
-    allowed = f"another than 'background': {curvature!r} compares sums over a step, after which they would arrive"
-    require(placement.name != "background", "placement", str(placement), allowed)
     if damping.constant is not None:
         check_damping([(own, damping.factor(one)) for one, own in covered], damping.constant)
 

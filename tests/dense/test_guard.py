@@ -213,7 +213,8 @@ def test_decompositions_that_fail_for_too_long_raise(monkeypatch):
 def test_steps_without_a_backward_are_harmless():
     model, (x,) = network(), batches(1)
     preconditioner = natgrad.Preconditioner(model, damping=0.3)
-    preconditioner.step()
+    with pytest.warns(natgrad.NatgradWarning, match="without a backward pass"):
+        preconditioner.step()
     backward(model, x)
     preconditioner.step()
     dense.assert_equal(dense.gradients(model), dense.KFAC(damping=0.3).step(rows(model, x)))

@@ -113,7 +113,8 @@ def refused(placement):
 @pytest.mark.parametrize("placement", BLIND)
 def test_placements_in_which_ranks_capture_blindly_are_refused(ranks, placement):
     assert ranks.run(4, refused, placement) == [True] * 4
-    natgrad.Preconditioner(network(), natgrad.EKFAC(), placement=placement)  # alone every rank works
+    with pytest.warns(natgrad.NatgradWarning, match="several ranks"):  # alone every rank works
+        natgrad.Preconditioner(network(), natgrad.EKFAC(), placement=placement)
 
 
 # --- State --------------------------------------------------------------------------------------------------------

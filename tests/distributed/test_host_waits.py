@@ -22,6 +22,7 @@ ON_THE_CPU_ALONE = {
     ("guard.py", "_count"),
     ("guard.py", "check"),
     ("guard.py", "saw_rungs"),
+    ("served.py", "note"),
     ("stacked.py", "clear_"),
     ("ladder.py", "_descend"),
 }

@@ -132,6 +132,11 @@ class Capture:
         return self._terms.of_loss
 
     @property
+    def fills(self) -> bool:
+        """Whether the last backward pass of the loss has written into ``.grad``."""
+        return self._fills
+
+    @property
     def idle(self) -> bool:
         """Whether nothing has made gradients since the last step; where hooks need not look, forward passes tell."""
         looks = self._counting or self.again or any(map(self._wants, self._captured))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from natgrad.curvature import Curvature
 from natgrad.damping.adaptive import Adaptation, Adaptive, Extent, Outcome
 from natgrad.damping.kinds import ByKind
 from natgrad.errors import require
@@ -36,24 +35,19 @@ class Control:
             check_schedule("damping", rule, f"{_ALLOWED}, one of natgrad.damping", minimum=0, strict=True)
             self._schedule = rule
 
-    def check(self, covered: Iterable[tuple[Layer, Curvature]], optimizer: object) -> None:
-        """Check what a rule asks for that goes by the Fisher, or compares steps with their quadratic model.
+    def check(self, optimizer: object) -> None:
+        """Check what a rule asks for that compares steps with their quadratic model.
 
         Raises:
-            ValueError: with curvatures whose statistics do not tell their trace; the latter also without an optimizer,
-                or with curvatures that cannot multiply.
+            ValueError: without an optimizer.
         """
-        rule, covered = self._kinds.damping, list(covered)
-        if isinstance(rule, Adaptive) and rule.sizes:
-            for _, curvature in covered:
-                allowed = f"one whose statistics tell its trace, as KFAC, with damping={self.name}"
-                require(curvature.traced, "curvature", curvature, allowed)
-        if not isinstance(rule, Adaptive) or not rule.compares:
-            return
-        require(optimizer is not None, "optimizer", optimizer, f"given: {self.name} looks at what its steps are worth")
-        for _, curvature in covered:
-            allowed = f"one that can multiply by its Fisher, as KFAC, with damping={self.name}"
-            require(curvature.multiplies is not None, "curvature", curvature, allowed)
+        fits = self.rule is None or not self.rule.compares or optimizer is not None
+        require(fits, "optimizer", optimizer, f"given: {self.name} looks at what its steps are worth")
+
+    @property
+    def rule(self) -> Adaptive | None:
+        """The rule by which γ adapts; None: it is a number, or a callable of the step."""
+        return self._kinds.damping if isinstance(self._kinds.damping, Adaptive) else None
 
     @property
     def name(self) -> str:

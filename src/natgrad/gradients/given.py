@@ -36,6 +36,12 @@ class Given:
         """Tell whether any of them is still in its place, whatever was written into it since."""
         return any(known() is not None and known() is slot.parameter.grad for slot, known, _ in self._versions)
 
+    def replaced(self) -> bool:
+        """Tell whether any gradient is a new tensor, or there was no step yet."""
+        return not self._versions or any(
+            slot.parameter.grad is not None and known() is not slot.parameter.grad for slot, known, _ in self._versions
+        )
+
     def untouched(self) -> bool:
         """Tell whether there are any, and all of them are still what they were."""
         return bool(self._versions) and all(
@@ -45,23 +51,37 @@ class Given:
 
 
 class Unseen:
-    """Gradients that came before the hooks have seen any backward pass."""
+    """Steps before which the hooks have seen no backward pass."""
 
     def __init__(self) -> None:
         """Begin before the first step."""
-        self._steps = 0
+        self._warned = False
 
-    def check(self, stacks: Iterable[Stack]) -> None:
-        """Warn at the second step with such gradients (a checkpoint loader may do one); called by the step itself."""
-        self._steps += any(slot.parameter.grad is not None for slot in _slots(stacks))
-        if self._steps == 2:
-            warnings.warn(
-                "natgrad has seen no backward pass of its layers yet and leaves their gradients as they are: "
-                "differentiate without create_graph=True, and build the Preconditioner before a compiled function "
-                f"calls the model{BLIND}",
-                NatgradWarning,
-                stacklevel=4,  # past the decorator of `step`
+    def check(self, stacks: Iterable[Stack], *, begins: bool) -> None:
+        """Warn, once, of a step whose gradients come from no backward pass; called by the step itself.
+
+        Args:
+            stacks: All stacks.
+            begins: Whether no backward pass was ever seen. Later on hooks need not see every one, and only gradients
+                that do not exist tell.
+        """
+        if self._warned:
+            return
+        if all(slot.parameter.grad is None for slot in _slots(stacks)):
+            message = (
+                "step() comes without a backward pass, and there is nothing to precondition: call "
+                "preconditioner.step() after loss.backward()"
             )
+        elif begins:
+            message = (
+                "no backward pass of its layers was seen yet, and step() leaves their gradients as they are: "
+                "differentiate without create_graph=True, and build the Preconditioner before a compiled function "
+                f"calls the model{BLIND}"
+            )
+        else:
+            return
+        self._warned = True
+        warnings.warn(f"natgrad: {message}", NatgradWarning, stacklevel=4)  # past the decorator of `step`
 
 
 def _slots(stacks: Iterable[Stack]) -> Iterator[Slot]:

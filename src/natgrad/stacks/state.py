@@ -114,6 +114,51 @@ def checked(
     return state
 
 
+def completed(
+    state: Mapping[str, Any], stacks: list[Stack], runtime: Runtime | None
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Fill in what a state lacks of the model's blocks, so that these begin anew.
+
+    Where only the results of decompositions are missing, as of other ranks' layers under "mem-opt", the running
+    averages stay as they were saved.
+
+    Args:
+        state: What is to be loaded; not yet checked.
+        stacks: All stacks.
+        runtime: The ranks that are to do the same (collective); None: those that load a state all lack the same.
+
+    Returns:
+        The state, and the keys of the blocks that begin anew, those of all ranks.
+    """
+    state = _unpacked(state)
+    given = state.get("blocks") if isinstance(state, Mapping) else None
+    fits = isinstance(given, Mapping) and all(isinstance(own, Mapping) for own in given.values())
+    blocks: dict[str, dict[str, Any]] = {key: dict(own) for key, own in given.items()} if fits and given else {}
+    wanted = _shapes(stacks, blocks) if fits else {}
+    missing = {key for key, shapes in wanted.items() if not shapes.keys() <= blocks.get(key, {}).keys()}
+    averages = {member.layer.key: _averages(stack) for stack in stacks for member in stack.members}
+    whole = {key for key, names in averages.items() if names is not None and names <= blocks.get(key, {}).keys()}
+    if runtime is not None:
+        found = runtime.everywhere((missing, whole))
+        missing, whole = set().union(*(own for own, _ in found)), whole.intersection(*(own for _, own in found))
+    if not missing:
+        return state, []
+    for key in missing & averages.keys():
+        before, kept = blocks.pop(key, {}), (averages[key] or set()) | {"early weight"}
+        shapes = _shapes(stacks, blocks).get(key)
+        if shapes is not None:
+            blocks[key] = {name: torch.zeros(shape, device="cpu") for name, shape in shapes.items()}
+            blocks[key] |= {name: before[name] for name in kept & before.keys() if key in whole}
+    return {**state, "blocks": blocks}, sorted(missing)
+
+
+def _averages(stack: Stack) -> set[str] | None:
+    """Return the names of a layer's running averages on this rank; None: they are of no use without the rest."""
+    if stack.memories or stack.restarting or stack.curvature.rows:
+        return None
+    return {"weight", *(spec.name for spec in stack.statistics)} if stack.role.receives else set()
+
+
 def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> None:
     """Copy checked blocks into the stacks; blocks that are not given stay as they are."""
     for stack in stacks:

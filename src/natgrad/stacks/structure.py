@@ -9,14 +9,15 @@ from zlib import crc32
 
 from torch import nn
 
+from natgrad.compatibility import check_combinations
 from natgrad.curvature import Curvature
-from natgrad.errors import NatgradError, require
+from natgrad.errors import NatgradError
 from natgrad.layers import Layer
 from natgrad.numerics.precision import Precision
 from natgrad.placement import Cycle, Link, Placement, Plan, Seat, make_plan
 from natgrad.refresh import Clock
 from natgrad.renewal.record import Record
-from natgrad.renewal.routes import check_clock, check_use
+from natgrad.renewal.routes import check_use
 from natgrad.rows import RowStack
 from natgrad.stacks import state as states
 from natgrad.stacks.blocks import Stack
@@ -62,7 +63,7 @@ class Structure:
         self.coverage = cover(self._root, self._curvature)
         self._signature = self.coverage.signature()
         self.plan = self._planned()
-        self._check_sight()
+        check_combinations(self.coverage.layers, self.plan.placement, self._refresh, None, self._ranks)
         self._seated.update(self.plan.seats)
         self.stacks = stack(
             self.coverage.layers,
@@ -77,7 +78,6 @@ class Structure:
 
     def _keep_time(self, clock: Clock) -> None:
         """Have the stacks keep what a clock needs."""
-        check_clock(clock, [curvature for _, curvature in self.coverage.layers], self.plan.placement)
         for one in self.stacks:
             one.apart = clock.separate and bool(one.curvature.early)
             if clock.rule is not None and not one.curvature.rows:
@@ -105,19 +105,6 @@ class Structure:
         plan = make_plan(placement, works, self._ranks, self._seated, cycle)
         self._placement = plan.placement
         return plan
-
-    def _check_sight(self) -> None:
-        """Check that who captures also works, for curvatures that look at what was made of a layer."""
-        for layer, curvature in self.coverage.layers:
-            fits = not curvature.rows or self._placement.name != "background"
-            allowed = f"another than 'background': {curvature!r} renews by the rows of the very step"
-            require(fits, "placement", str(self._placement), allowed)
-            key, plan = layer.key, self.plan
-            blind = (rank for rank in range(self._ranks) if plan.captures(key, rank) and not plan.works(key, rank))
-            if curvature.looks and next(blind, None) is not None:
-                allowed = "'comm-opt', 'pipelined', 'background', 'hybrid:1' or 'dp'"
-                seen = f"{curvature!r} looks at {', '.join(curvature.looks)}, which every rank that captures must hold"
-                require(False, "placement", str(plan.placement), f"{allowed}: {seen}")
 
     def follow(self, before: Callable[[], None]) -> bool:
         """Follow parameters that were moved, frozen, thawed or replaced; blocks of unchanged shape keep their state.

@@ -13,6 +13,7 @@ from natgrad.linalg import tensor_on
 from natgrad.numerics.joined import joined, together, write_
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.rungs import Rung
+from natgrad.trouble.served import Served
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +79,17 @@ class Watch:
     """Counts trouble, on the device where it happens: nothing waits for an accelerator before somebody reads.
 
     On the CPU streaks are looked at after every step, on an accelerator after every `_PATIENCE` steps.
+
+    Attributes:
+        guard: What the user allows.
+        served: Which layers were preconditioned so far.
     """
 
     _PATIENCE = 32
 
     def __init__(self, guard: Guard) -> None:
         """Start at zero."""
-        self.guard = guard
+        self.guard, self.served = guard, Served()
         self._totals: dict[str, float | Tensor] = dict.fromkeys(_KINDS, 0)
         self._fallen: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._streaks: dict[tuple[str, int], tuple[Stack, Tensor]] = {}
@@ -115,6 +120,7 @@ class Watch:
             seen: Stacks, some of their layers, and the rungs of these ``[m]``; a bool: none of them fell back.
         """
         fallen = []
+        self.served.note([(members, rungs) for _, members, rungs in seen])
         for stack, members, rungs in seen:
             stack.rungs.last = None
             if isinstance(rungs, Tensor) and (rungs.device.type != "cpu" or bool((rungs > Rung.FRESH).any())):

@@ -1,0 +1,100 @@
+"""The order of calls on two ranks: under DDP, FSDP2, and where natgrad reduces the gradients."""
+
+import warnings
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad
+from tests.distributed.jobs import batch, network, place, share
+
+# In steps without statistics no hook looks at the backward pass.
+SPARSE = {"factors": 100, "inverses": 100}
+
+
+class Training:
+    def __init__(self, wrapper, refresh, **options):
+        self.model = self.wrapped = network()
+        if wrapper == "FSDP2":
+            torch.distributed.fsdp.fully_shard(self.model)
+        elif wrapper == "DDP":
+            self.wrapped = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.preconditioner = natgrad.Preconditioner(
+            self.wrapped,
+            optimizer=self.optimizer,
+            refresh=natgrad.Refresh(**refresh),
+            gradients="reduce" if wrapper == "none" else "averaged",
+            **options,
+        )
+
+    def backward(self, step):
+        x, y = (share(tensor) for tensor in batch(step))
+        self.optimizer.zero_grad()
+        cross_entropy(self.wrapped(x), y).backward()
+
+    def train(self, steps):
+        for step in steps:
+            self.backward(step)
+            self.preconditioner.step()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+            self.optimizer.step()
+
+
+def messages(act, *args):
+    """What natgrad warns of."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        act(*args)
+    return [str(one.message) for one in found if one.category is natgrad.NatgradWarning]
+
+
+def order(wrapper, refresh, placement):
+    training = Training(wrapper, refresh, placement=placement)
+    right = messages(training.train, range(3))
+    training.backward(3)
+    forgotten = messages(training.optimizer.step)
+    late = messages(training.preconditioner.step)
+    return right, forgotten, late, training.preconditioner.explain().preconditioned
+
+
+@pytest.mark.parametrize("refresh", [{}, SPARSE])
+@pytest.mark.parametrize(
+    ("wrapper", "placement"),
+    [("DDP", "comm-opt"), ("DDP", "mem-opt"), ("DDP", "dp"), ("FSDP2", "comm-opt"), ("none", "mem-opt")],
+)
+def test_what_is_right_is_silent_and_what_is_forgotten_is_not(ranks, wrapper, placement, refresh):
+    for right, forgotten, late, preconditioned in ranks.run(2, order, wrapper, refresh, placement):
+        assert not right
+        assert len(forgotten) == len(late) == 1
+        assert "never preconditioned" in forgotten[0]
+        assert "after optimizer.step()" in late[0]
+        assert preconditioned == 1.0
+
+
+def empty():
+    """Rank 1 has no samples in the first step."""
+    training = Training("none", {})
+
+    def step():
+        if place()[0] == 0:
+            training.backward(0)
+        training.preconditioner.step()
+
+    return messages(step)
+
+
+def test_a_rank_without_samples_is_not_warned_of_its_first_step(ranks):
+    assert ranks.run(2, empty) == [[], []]
+
+
+def none():
+    return messages(Training("DDP", {}).preconditioner.step)
+
+
+def test_a_first_step_without_a_backward_pass_is_warned_of_on_all_ranks(ranks):
+    for found in ranks.run(2, none):
+        assert len(found) == 1
+        assert "step() comes without a backward pass" in found[0]

@@ -1,0 +1,88 @@
+"""Choices of each kind, which of them go together, and what becomes of a `natgrad.Preconditioner` with them."""
+
+import warnings
+from itertools import combinations
+
+import torch
+
+import natgrad
+
+CURVATURES = {
+    "kfac": natgrad.KFAC,
+    "ekfac": natgrad.EKFAC,
+    "kbfgs": natgrad.KBFGS,
+    "sngd": natgrad.SNGD,
+    "hylo": natgrad.HyLo,
+    "rank-one": natgrad.RankOne,
+}
+PLACEMENTS = (
+    "auto",
+    "comm-opt",
+    "mem-opt",
+    "hybrid:0.5",
+    "hybrid:1",
+    "reduce-scatter",
+    "dp",
+    "pipelined",
+    "background",
+)
+REFRESHES = {
+    "fixed": lambda: natgrad.Refresh(factors=1, inverses=2),
+    "sides": lambda: natgrad.Refresh(factors=natgrad.Sides(inputs=2, gradients=1)),
+    "stopping": lambda: natgrad.Adaptive(natgrad.TraceRule(lower=1e-9)),
+    "measured": lambda: natgrad.Adaptive(natgrad.TraceRule(lower=0)),
+    "capped": natgrad.Capped,
+}
+DAMPINGS = {
+    "number": lambda: 1e-3,
+    "autopilot": natgrad.Autopilot,
+    "levenberg-marquardt": lambda: natgrad.damping.LevenbergMarquardt(1.0),
+}
+
+PAIRS_THAT_DO_NOT_WORK = {
+    *((("curvature", "ekfac"), ("placement", name)) for name in ("mem-opt", "hybrid:0.5", "reduce-scatter")),
+    *((("curvature", name), ("placement", "background")) for name in ("kbfgs", "sngd", "hylo")),
+    *((("placement", name), ("refresh", "sides")) for name in ("pipelined", "background")),
+    (("placement", "pipelined"), ("refresh", "stopping")),
+    *(
+        (("curvature", curvature), ("refresh", name))
+        for curvature in ("kbfgs", "sngd", "hylo")
+        for name in ("sides", "stopping", "measured", "capped")
+    ),
+    (("curvature", "rank-one"), ("refresh", "sides")),
+    *((("curvature", name), ("damping", "autopilot")) for name in ("kbfgs", "sngd", "hylo")),
+    (("curvature", "kbfgs"), ("damping", "levenberg-marquardt")),
+}
+# What one process can do all the same, and is warned of.
+WORKS_IN_ONE_PROCESS = {pair for pair in PAIRS_THAT_DO_NOT_WORK if ("curvature", "ekfac") in pair}
+KINDS = {"curvature": CURVATURES, "placement": PLACEMENTS, "refresh": REFRESHES, "damping": DAMPINGS}
+PAIRS = [
+    tuple(sorted(((first, one), (second, other))))
+    for first, second in combinations(KINDS, 2)
+    for one in KINDS[first]
+    for other in KINDS[second]
+]
+
+
+def build(curvature="kfac", placement="comm-opt", refresh="fixed", damping="number"):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return natgrad.Preconditioner(
+        model,
+        CURVATURES[curvature](),
+        optimizer=optimizer,
+        placement=placement,
+        refresh=REFRESHES[refresh](),
+        damping=DAMPINGS[damping](),
+    )
+
+
+def verdict(**choices):
+    """What becomes of a preconditioner with these choices."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            build(**choices)
+        except ValueError as error:
+            return "refused" if " is not allowed: " in str(error) else f"refused without a word why: {error}"
+    return "warned of" if [one for one in caught if one.category is natgrad.NatgradWarning] else "accepted"

@@ -1,0 +1,299 @@
+"""backward, preconditioner.step(), optimizer.step(): what is forgotten or swapped is told at once, and only that."""
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn.functional import cross_entropy
+
+import natgrad
+
+FORGOTTEN, LATE = "never preconditioned", r"preconditioner.step\(\) comes after optimizer.step\(\)"
+
+
+class Training:
+    def __init__(self, optimizer=torch.optim.SGD, **options):
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+        self.optimizer = optimizer(self.model.parameters(), lr=0.1)
+        self.preconditioner = natgrad.Preconditioner(self.model, optimizer=self.optimizer, **options)
+
+    def loss(self):
+        return cross_entropy(self.model(torch.randn(8, 5)), torch.randint(3, (8,)))
+
+    def backward(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+        self.loss().backward()
+
+    def step(self, **options):
+        self.backward(**options)
+        self.preconditioner.step()
+        self.optimizer.step()
+
+
+def caught(act):
+    """The messages of natgrad's warnings."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        act()
+    return [str(one.message) for one in found if one.category is natgrad.NatgradWarning]
+
+
+# In steps without statistics no hook looks at the backward pass.
+SPARSE = natgrad.Refresh(factors=100, inverses=100)
+
+
+@pytest.mark.parametrize("options", [{}, {"refresh": SPARSE}])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_forgotten_step_is_warned_of_at_once(steps, options):
+    training = Training(**options)
+    for _ in range(steps):
+        training.step()
+    training.backward()
+    with pytest.warns(natgrad.NatgradWarning, match=f"^natgrad: optimizer.* {FORGOTTEN}: call preconditioner.step"):
+        training.optimizer.step()
+
+
+def test_it_is_warned_of_once():
+    training = Training()
+
+    def forget():
+        for _ in range(3):
+            training.backward()
+            training.optimizer.step()
+
+    assert len(caught(forget)) == 1
+
+
+def test_gradients_cleared_in_place_show_at_the_second_step_without_statistics():
+    training = Training(refresh=SPARSE)
+    training.step()
+
+    def forget():
+        for _ in range(2):
+            training.backward(set_to_none=False)
+            training.optimizer.step()
+
+    assert len(caught(forget)) == 1
+
+
+def test_a_step_after_the_optimizers_is_warned_of():
+    training = Training()
+    training.backward()
+    with pytest.warns(natgrad.NatgradWarning, match=FORGOTTEN):
+        training.optimizer.step()
+    with pytest.warns(natgrad.NatgradWarning, match=LATE):
+        training.preconditioner.step()
+
+
+def test_each_is_warned_of_once():
+    training = Training()
+
+    def swap():
+        for _ in range(3):
+            training.backward()
+            training.optimizer.step()
+            training.preconditioner.step()
+
+    assert len(caught(swap)) == 2
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_forgotten_once_does_not_make_the_next_a_late_one(set_to_none):
+    training = Training()
+    training.backward()
+    with pytest.warns(natgrad.NatgradWarning, match=FORGOTTEN):
+        training.optimizer.step()
+    training.step(set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize("refresh", [natgrad.Refresh(), SPARSE])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("name", ["clip", "evaluate", "accumulate", "scale", "noise", "average"])
+def test_what_is_right_is_silent(name, set_to_none, refresh):
+    training = Training(refresh=refresh)
+    model, parameters = training.model, list(training.model.parameters())
+    for _ in range(3):
+        training.backward(set_to_none)
+        if name == "accumulate":
+            training.loss().backward()
+        training.preconditioner.step()
+        if name == "clip":
+            torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        elif name == "evaluate":  # without no_grad
+            training.loss()
+        elif name == "noise":
+            for parameter in parameters:
+                parameter.grad.add_(1e-3)
+        elif name == "average":  # as an averager's gradients come back from other ranks
+            for parameter in parameters:
+                parameter.grad.copy_(parameter.grad.clone())
+        elif name == "scale":
+            torch.autograd.grad(training.loss(), parameters)  # for a log
+        training.optimizer.step()
+        if name == "evaluate":
+            model.eval()
+            training.loss()
+            model.train()
+
+
+def test_an_optimizer_around_both_is_silent():
+    training = Training()
+    both = natgrad.PreconditionedOptimizer(training.optimizer, training.preconditioner)
+    for _ in range(3):
+        both.zero_grad()
+        training.loss().backward()
+        both.step()
+
+
+def test_a_closure_is_silent():
+    training = Training()
+    both = natgrad.PreconditionedOptimizer(training.optimizer, training.preconditioner)
+
+    def closure():
+        both.zero_grad()
+        loss = training.loss()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        both.step(closure)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_grad_scaler_is_silent(finite):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, scaler=scaler)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(torch.randn(8, 5)), torch.randint(3, (8,)))
+        scaler.scale(loss if finite or step % 2 else loss * torch.inf).backward()
+        scaler.unscale_(optimizer)
+        preconditioner.step()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_checkpoint_loaders_step_is_silent(steps, evaluated):
+    """It makes an optimizer's state exist, at a learning rate of zero."""
+    training = Training(torch.optim.Adam, refresh=SPARSE)
+    for _ in range(steps):
+        training.step()
+    training.optimizer.zero_grad()
+    training.optimizer.state.clear()
+    if evaluated:
+        training.loss()
+    get_optimizer_state_dict(training.model, training.optimizer)
+
+
+def test_two_models_that_train_by_each_other_are_silent():
+    """A GAN: the generator's backward pass goes through the discriminator."""
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    preconditioners = [
+        natgrad.Preconditioner(model, optimizer=optimizer) for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    generator, discriminator = models
+    for _ in range(3):
+        noise, real = torch.randn(8, 3), torch.randn(8, 4)
+        optimizers[1].zero_grad()
+        (discriminator(real).square().mean() + discriminator(generator(noise).detach()).square().mean()).backward()
+        preconditioners[1].step()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        discriminator(generator(noise)).square().mean().backward()
+        preconditioners[0].step()
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+
+
+def test_an_optimizer_of_other_parameters_is_silent():
+    training = Training()
+    head = torch.nn.Linear(3, 3)
+    other = torch.optim.SGD(head.parameters(), lr=0.1)
+    training.optimizer.zero_grad()
+    cross_entropy(head(training.model(torch.randn(8, 5))), torch.randint(3, (8,))).backward()
+    other.step()
+    training.preconditioner.step()
+    training.optimizer.step()
+
+
+def test_a_detached_preconditioner_does_not_look():
+    training = Training()
+    training.preconditioner.detach()
+    training.backward()
+    training.optimizer.step()
+
+
+def test_the_optimizer_does_not_keep_the_preconditioner_alive():
+    training = Training()
+    training.step()
+    gone = weakref.ref(training.preconditioner)
+    training.preconditioner = None
+    gc.collect()
+    assert gone() is None
+    training.backward()
+    training.optimizer.step()
+
+
+def test_a_copied_optimizer_does_not_look():
+    training = Training()
+    twin = copy.deepcopy(training.optimizer)
+    training.backward()
+    twin.step()
+    training.preconditioner.step()
+
+
+# --- The first step -------------------------------------------------------------------------------------------------
+
+
+def test_a_first_step_without_a_backward_pass_is_warned_of():
+    training = Training()
+    with pytest.warns(natgrad.NatgradWarning, match=r"^natgrad: step\(\) comes without a backward pass.*loss.backward"):
+        training.preconditioner.step()
+    training.step()
+
+
+def test_it_is_warned_of_once_too():
+    training = Training()
+    assert len(caught(lambda: [training.preconditioner.step() for _ in range(3)])) == 1
+
+
+def test_a_later_step_without_gradients_is_warned_of():
+    training = Training(refresh=SPARSE)
+    training.step()
+    training.optimizer.zero_grad()
+    with pytest.warns(natgrad.NatgradWarning, match="without a backward pass"):
+        training.preconditioner.step()
+
+
+def test_gradients_of_unknown_origin_are_warned_of_at_the_first_step():
+    training = Training()
+    for parameter in training.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.warns(natgrad.NatgradWarning, match=r"^natgrad: no backward pass .* was seen"):
+        training.preconditioner.step()
+
+
+# --- LBFGS ----------------------------------------------------------------------------------------------------------
+
+
+def test_lbfgs_is_refused():
+    model = torch.nn.Linear(3, 2)
+
+    class Own(torch.optim.LBFGS):
+        pass
+
+    for kind in (torch.optim.LBFGS, Own):
+        with pytest.raises(ValueError, match=r"^optimizer='(LBFGS|Own)' is not allowed: .*closure"):
+            natgrad.Preconditioner(model, optimizer=kind(model.parameters()))
