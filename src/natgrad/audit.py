@@ -318,7 +318,8 @@ class _Comparison:
         done, remedy = ("not divided", "'sum', or divide it") if divides else ("divided", "'mean', or do not divide it")
         return (
             f"natgrad: the cross-entropy of each of the {self._passes} backward passes of a step is {done} by their "
-            f"number, and accumulation is {'mean' if divides else 'sum'!r}: pass accumulation={remedy}"
+            f"number, and accumulation is {'mean' if divides else 'sum'!r}: pass accumulation={remedy}; where one of "
+            "them is no part of the loss, call discard() after it"
         )
 
     def _cause_of_factor(self, factor: float) -> str:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from natgrad.copies import parts
 from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
+from natgrad.reductions import Count
 from natgrad.second_pass import Reevaluation
 
 # So many layers a warning names.
@@ -29,7 +30,7 @@ class PreconditionedOptimizer(Optimizer):
             the last step (`natgrad.Preconditioner.step`). `step` and `zero_grad` set it back to None.
     """
 
-    count: int | None
+    count: Count | None
 
     def __init__(self, optimizer: Optimizer, preconditioner: Preconditioner) -> None:
         """Join both.
@@ -96,7 +97,7 @@ class PreconditionedOptimizer(Optimizer):
         closure: Callable[[], Any] | None = None,
         *,
         replay: Callable[[], Any] | None = None,
-        count: int | None = None,
+        count: Count | None = None,
     ) -> Any:
         """Evaluate `closure`, if given, make ``.grad`` the natural gradient, and step.
 
@@ -231,7 +232,7 @@ def copied(
     optimizer: Optimizer,
     rebuild: Callable[[Optimizer, Any], Preconditioner],
     preconditioner: Any,
-    count: int | None,
+    count: Count | None,
 ) -> PreconditionedOptimizer:
     """Return the copy of a `PreconditionedOptimizer` whose parts were copied.
 

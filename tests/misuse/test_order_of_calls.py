@@ -118,9 +118,12 @@ def test_what_is_right_is_silent(name, set_to_none, refresh):
     training = Training(refresh=refresh)
     model, parameters = training.model, list(training.model.parameters())
     for _ in range(3):
-        training.backward(set_to_none)
         if name == "accumulate":
-            training.loss().backward()
+            training.optimizer.zero_grad(set_to_none)
+            for _ in range(2):
+                (training.loss() / 2).backward()
+        else:
+            training.backward(set_to_none)
         training.preconditioner.step()
         if name == "clip":
             torch.nn.utils.clip_grad_norm_(parameters, 0.1)
@@ -134,6 +137,7 @@ def test_what_is_right_is_silent(name, set_to_none, refresh):
                 parameter.grad.copy_(parameter.grad.clone())
         elif name == "scale":
             torch.autograd.grad(training.loss(), parameters)  # for a log
+            training.preconditioner.discard()
         training.optimizer.step()
         if name == "evaluate":
             model.eval()

@@ -66,9 +66,9 @@ def test_a_step_of_a_preconditioned_optimizer(inner):
         averager.step()
     joined.zero_grad()
     model(torch.randn(4, 2)).square().mean().backward()
-    (optimizer if inner else joined).step()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
+        (optimizer if inner else joined).step()
         averager.step()
     assert any("two steps" in str(one.message) for one in found)
 
