@@ -16,6 +16,7 @@ from natgrad.arguments import check_arguments, resolve_group, unwrap
 from natgrad.capture import Capture
 from natgrad.curvature import KFAC, Curvature
 from natgrad.damping import Control, Damping, TrustRegion
+from natgrad.damping.default import default_damping, describe_damping
 from natgrad.engine import Engine
 from natgrad.errors import NatgradWarning, describe, require
 from natgrad.exchange import Early
@@ -31,6 +32,7 @@ from natgrad.renewal import Agenda, Background
 from natgrad.rows import Epochs, row_stacks
 from natgrad.sampling.labels import LabelSampler
 from natgrad.second_pass import Closure, SecondPass, check_second_pass
+from natgrad.slow_renewal import warn_of_slow_renewal
 from natgrad.stacks import state as states
 from natgrad.stacks.coverage import cover, warn_of_idle
 from natgrad.stacks.sharding import check_layers
@@ -58,7 +60,7 @@ class Preconditioner(Engine):
         curvature: Curvature | Mapping[str, Curvature | None] | None = None,
         *,
         optimizer: torch.optim.Optimizer | None = None,
-        damping: Damping = 1e-3,
+        damping: Damping | None = None,
         kl_clip: float | TrustRegion | None = USUAL_BOUND,
         reduction: Literal["mean", "tokens", "sum"] = "mean",
         refresh: Clock | None = None,
@@ -80,7 +82,9 @@ class Preconditioner(Engine):
                 ``KFAC()``), or a mapping from fnmatch patterns of module names to curvatures, of which the first match
                 wins; None as a value leaves a layer to the optimizer.
             optimizer: Where the KL clip reads the learning rates, live.
-            damping: γ: a number above 0, a callable of the step, or one of `natgrad.damping`.
+            damping: γ: a number above 0, a callable of the step, or one of `natgrad.damping`. None: the curvature's
+                own ``default_damping``, 0.1 for `natgrad.SNGD` and `natgrad.HyLo`, 1e-3 for the others; in a mapping
+                each layer has that of its curvature, and ``metrics()["damping"]`` is that of the first.
             kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16), or a `natgrad.TrustRegion`; None: off. Without
                 an optimizer the default is off too, and a value given is an error.
             reduction: How the loss combines its terms: "mean" over samples, "tokens" over all positions, "sum". Samples
@@ -129,6 +133,7 @@ class Preconditioner(Engine):
             scaler=scaler,
             seed=seed,
         )
+        damping = default_damping(curvature) if damping is None else damping
         self._model, self._root, self._damping = model, unwrap(model), Control(damping)
         where, covered = resolve(placement), cover(self._root, curvature).layers
         check_layers(layer for layer, _ in covered)
@@ -159,6 +164,7 @@ class Preconditioner(Engine):
         )
         self._early = Early(self._runtime, self._structure.plan.placement.link)
         warn_of_idle(self._root, curvature, self._structure.coverage)
+        warn_of_slow_renewal(self._structure.plan, self._structure.coverage.layers, self._runtime.rank)
         # Last, for the warning may be an error.
         check_reduction(model, self._runtime, gradients)
         if reduces:
@@ -312,6 +318,9 @@ class Preconditioner(Engine):
         structure, seconds = self._structure, self._progress.ended - self._progress.began
         reasons, note = self._inspection.reasons, self._clip.describe()
         note += f"; {structure.plan.note}" if self._runtime.ranks > 1 else ""
+        damping = self._damping.constant
+        if damping is not None:
+            note += "; " + describe_damping(damping, ((one.curvature, one.factor) for one in structure.stacks))
         return explain(structure.stacks, structure.coverage, reasons, structure.plan, seconds, note)
 
     @property
