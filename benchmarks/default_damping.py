@@ -1,6 +1,6 @@
 """How near each curvature's own damping comes to the best of a grid, on three of the embedded tasks.
 
-    python -m benchmarks.default_damping [--curvature hylo] [--task digits] [--seeds 3] [--learning-rate 0.1]
+    python -m benchmarks.default_damping [--curvature hylo] [--task digits] [--learning-rate 0.1] [--damping 1]
 
 All else is the same for all dampings: SGD with momentum 0.9 (K-BFGS: 0, since it averages gradients itself), the
 given learning rate with a cosine schedule, the default KL clip, the true labels. A cell holds the mean training loss
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from statistics import median
 from typing import Annotated, Any
 
@@ -48,25 +49,34 @@ def main(
     task: Annotated[list[str] | None, typer.Option(help="Repeatable; default: all three.")] = None,
     seeds: Annotated[int, typer.Option(help="Trainings of each, with seeds 0, 1, ...")] = 3,
     learning_rate: Annotated[list[float] | None, typer.Option(help="Repeatable; default: 0.1.")] = None,
+    damping: Annotated[list[float] | None, typer.Option(help="Beside its own; repeatable; default: the grid.")] = None,
 ) -> None:
     """Train with each damping, and compare the final losses."""
     torch.set_num_threads(1)
     path = RESULTS / f"{NAME}.json"
-    known: dict[str, dict[str, float]] = json.loads(path.read_text())["losses"] if path.exists() else {}
     for rate in learning_rate or [0.1]:
         for name in curvature or list(OTHERS):
             for own in task or list(EPOCHS):
-                losses = known.setdefault(f"{name}, {own}, {rate:g}", {})
-                _fill(losses, name, own, rate, seeds)
-                save(NAME, {"losses": known, "epochs": EPOCHS, **conditions("cpu")})
-    Console(width=120).print(table(known))
+                key = f"{name}, {own}, {rate:g}"
+                losses = _known().get(key, {})
+                _fill(losses, name, own, damping or DAMPINGS, rate, seeds)
+                save(NAME, {"losses": {**_known(), key: losses}, "epochs": EPOCHS, **conditions("cpu")})
+    Console(width=140).print(table(_known()))
     print(path)
 
 
-def _fill(losses: dict[str, list[float | None]], name: str, task: str, rate: float, seeds: int) -> None:
+def _known() -> dict[str, dict[str, list[float | None]]]:
+    """Return the losses in the result file, by seed, of each damping, of each curvature, task and learning rate."""
+    path = RESULTS / f"{NAME}.json"
+    return json.loads(path.read_text())["losses"] if path.exists() else {}
+
+
+def _fill(
+    losses: dict[str, list[float | None]], name: str, task: str, grid: Sequence[float], rate: float, seeds: int
+) -> None:
     """Add the losses that are missing, by damping; None for a training that has diverged."""
     own = default_of(name)
-    dampings = [math.nan] if name == SGD else sorted({*DAMPINGS, own})
+    dampings = [math.nan] if name == SGD else sorted({*grid, own})
     for damping in dampings:
         if name == "kbfgs" and damping >= 1:  # of which it takes the root as a share
             continue

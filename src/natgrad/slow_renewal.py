@@ -55,7 +55,7 @@ def warn_of_slow_renewal(plan: Plan[str], layers: Sequence[tuple[Layer, Curvatur
     costs = {layer.key: plan.placement.link.work(plan.layers[layer.key].cost) for layer, _ in layers}
     slowest = sorted(layers, key=lambda own: -costs[own[0].key])[:_SHOWN]
     named = "; ".join(
-        f"{layer.label}, factors of {layer.inputs} and {layer.outputs} columns: {costs[layer.key]:.1f} s"
+        f"{layer.name}, factors of {layer.inputs} and {layer.outputs} columns: {costs[layer.key]:.1f} s"
         for layer, _ in slowest
     )
     message = (
