@@ -23,9 +23,8 @@ _SMALLER = 1024
 def renewal_seconds(plan: Plan[str]) -> float:
     """Return the seconds that the decompositions of one renewal take on the rank that has most of them.
 
-    They are those of one processor core, by ``plan.placement.link``: `Link.speed` multiply-adds a second. More threads
-    are not counted: they make a large eigendecomposition about twice as fast, and a core of today takes about twice
-    this estimate for one.
+    They are those of one processor core, by ``plan.placement.link``: `Link.speed` multiply-adds a second. Threads are
+    not counted: much of an eigendecomposition is bound by memory, and one core was measured to take twice the estimate.
 
     Args:
         plan: The plan.
