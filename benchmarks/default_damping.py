@@ -1,11 +1,11 @@
 """How near each curvature's own damping comes to the best of a grid, on three of the embedded tasks.
 
-    python -m benchmarks.default_damping [--curvature hylo] [--task digits] [--learning-rate 0.1] [--damping 1]
+    python -m benchmarks.default_damping [--curvature hylo] [--task digits] [--schedule cosine] [--damping 1]
 
-All else is the same for all dampings: SGD with momentum 0.9 (K-BFGS: 0, since it averages gradients itself), the
-given learning rate with a cosine schedule, the default KL clip, the true labels. A cell holds the mean training loss
-of the last epoch, the median over the seeds; "over best" is that of the curvature's own damping over the least of the
-row, of those that were tried. Trainings that the result file holds already are not repeated.
+All else is the same for all dampings: SGD with momentum 0.9 (K-BFGS: 0, since it averages gradients itself), learning
+rate 0.1 unless given, constant unless --schedule, the default KL clip, the true labels. A cell holds the mean training
+loss of the last epoch, the median over the seeds; "over best" is that of the curvature's own damping over the least of
+the row, of those that were tried. Trainings that the result file holds already are not repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from natgrad.training.run import Output, train
 
 NAME = "default_damping"
 DAMPINGS = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
-EPOCHS = {"digits": 5, "tabular": 6, "poisson": 15}
+EPOCHS = {"digits": 8, "tabular": 6, "poisson": 15}
 """Short trainings: at their end no loss is so near to 0 that it differs by decades from seed to seed."""
 
 SGD = "sgd alone"
@@ -49,6 +49,7 @@ def main(
     task: Annotated[list[str] | None, typer.Option(help="Repeatable; default: all three.")] = None,
     seeds: Annotated[int, typer.Option(help="Trainings of each, with seeds 0, 1, ...")] = 3,
     learning_rate: Annotated[list[float] | None, typer.Option(help="Repeatable; default: 0.1.")] = None,
+    schedule: Annotated[str, typer.Option(help="Of the learning rate: constant or cosine.")] = "constant",
     damping: Annotated[list[float] | None, typer.Option(help="Beside its own; repeatable; default: the grid.")] = None,
 ) -> None:
     """Train with each damping, and compare the final losses."""
@@ -57,9 +58,9 @@ def main(
     for rate in learning_rate or [0.1]:
         for name in curvature or list(OTHERS):
             for own in task or list(EPOCHS):
-                key = f"{name}, {own}, {rate:g}"
+                key = f"{name}, {own}, {schedule} {rate:g}"
                 losses = _known().get(key, {})
-                _fill(losses, name, own, damping or DAMPINGS, rate, seeds)
+                _fill(losses, name, own, damping or DAMPINGS, {"learning_rate": rate, "schedule": schedule}, seeds)
                 save(NAME, {"losses": {**_known(), key: losses}, "epochs": EPOCHS, **conditions("cpu")})
     Console(width=140).print(table(_known()))
     print(path)
@@ -72,7 +73,12 @@ def _known() -> dict[str, dict[str, list[float | None]]]:
 
 
 def _fill(
-    losses: dict[str, list[float | None]], name: str, task: str, grid: Sequence[float], rate: float, seeds: int
+    losses: dict[str, list[float | None]],
+    name: str,
+    task: str,
+    grid: Sequence[float],
+    settings: dict[str, Any],
+    seeds: int,
 ) -> None:
     """Add the losses that are missing, by damping; None for a training that has diverged."""
     own = default_of(name)
@@ -82,13 +88,13 @@ def _fill(
             continue
         found = losses.setdefault(f"{damping:g}", [])
         for seed in range(len(found), seeds):
-            found.append(final_loss(name, task, damping, rate, seed))
-            print(f"{name}, {task}, learning rate {rate:g}, damping {damping:g}, seed {seed}: {found[-1]}", flush=True)
+            found.append(final_loss(name, task, damping, settings, seed))
+            print(f"{name}, {task}, {settings}, damping {damping:g}, seed {seed}: {found[-1]}", flush=True)
 
 
-def final_loss(name: str, task: str, damping: float, rate: float, seed: int) -> float | None:
-    """Return the mean training loss of the last epoch; None where it is no number."""
-    settings: dict[str, Any] = {"curvature": name, "options": {"momentum": 0.9}, **OTHERS[name]}
+def final_loss(name: str, task: str, damping: float, settings: dict[str, Any], seed: int) -> float | None:
+    """Return the mean training loss of the last epoch to three digits; None where it is no number."""
+    settings = {"curvature": name, "options": {"momentum": 0.9}, **OTHERS[name], **settings}
     if settings["curvature"] not in ("none", "rank-one"):
         settings["fisher"] = "empirical"
     if name != SGD:
@@ -98,13 +104,11 @@ def final_loss(name: str, task: str, damping: float, rate: float, seed: int) -> 
         seed=seed,
         epochs=EPOCHS[task],
         optimizer="sgd",
-        learning_rate=rate,
-        schedule="cosine",
         device="cpu",
         **settings,
     )
     result = train(job, Output())
-    return result.points[-1].loss if result.status == "finished" else None
+    return float(f"{result.points[-1].loss:.3g}") if result.status == "finished" else None
 
 
 def default_of(name: str) -> float:
