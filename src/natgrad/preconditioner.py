@@ -83,8 +83,9 @@ class Preconditioner(Engine):
                 wins; None as a value leaves a layer to the optimizer.
             optimizer: Where the KL clip reads the learning rates, live.
             damping: γ: a number above 0, a callable of the step, or one of `natgrad.damping`. None: the curvature's
-                own ``default_damping``, 0.1 for `natgrad.SNGD` and `natgrad.HyLo`, 1e-3 for the others; in a mapping
-                each layer has that of its curvature, and ``metrics()["damping"]`` is that of the first.
+                own ``default_damping``, 0.1 for `natgrad.SNGD`, `natgrad.HyLo` and `natgrad.RankOne`, 1e-3 for the
+                others; in a mapping each layer has that of its curvature, and ``metrics()["damping"]`` is that of the
+                first.
             kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16), or a `natgrad.TrustRegion`; None: off. Without
                 an optimizer the default is off too, and a value given is an error.
             reduction: How the loss combines its terms: "mean" over samples, "tokens" over all positions, "sum". Samples
@@ -164,7 +165,7 @@ class Preconditioner(Engine):
         )
         self._early = Early(self._runtime, self._structure.plan.placement.link)
         warn_of_idle(self._root, curvature, self._structure.coverage)
-        warn_of_slow_renewal(self._structure.plan, self._structure.coverage.layers, self._runtime.rank)
+        warn_of_slow_renewal(self._structure.plan, self._structure.coverage.layers)
         # Last, for the warning may be an error.
         check_reduction(model, self._runtime, gradients)
         if reduces:

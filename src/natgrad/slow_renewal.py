@@ -35,18 +35,17 @@ def renewal_seconds(plan: Plan[str]) -> float:
     return plan.placement.link.work(max(plan.renewal(rank) / speeds[rank] for rank in range(plan.ranks)) * unit)
 
 
-def warn_of_slow_renewal(plan: Plan[str], layers: Sequence[tuple[Layer, Curvature]], rank: int) -> None:
-    """Warn, on the first rank, where one renewal takes longer than 10 seconds by the plan's own estimate.
+def warn_of_slow_renewal(plan: Plan[str], layers: Sequence[tuple[Layer, Curvature]]) -> None:
+    """Warn, on all ranks alike, where one renewal takes longer than 10 seconds by the plan's own estimate.
 
     On an accelerator there is no warning unless the user has given a `Link`: the usual one is a processor core's.
 
     Args:
         plan: The plan.
         layers: The layers that it places, with their curvatures.
-        rank: This process's rank.
     """
     accelerated = any(slot.parameter.device.type != "cpu" for layer, _ in layers for slot in layer.slots)
-    if rank != 0 or (accelerated and plan.placement.link == Link()):
+    if accelerated and plan.placement.link == Link():
         return
     seconds = renewal_seconds(plan)
     if seconds <= _SLOW:

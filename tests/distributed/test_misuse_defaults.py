@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from tests.distributed.jobs import batch, network, place, share
+from tests.distributed.jobs import batch, network, share
 
 
 def gradients(damping, placement):
@@ -43,11 +43,11 @@ def warned():
         warnings.simplefilter("always")
         slow = natgrad.Placement(name="comm-opt", link=natgrad.Link(speed=1.0))
         natgrad.Preconditioner(nn.Linear(4, 3), placement=slow)
-    return place()[0], [str(one.message) for one in told if one.category is natgrad.NatgradWarning]
+    return [str(one.message) for one in told if one.category is natgrad.NatgradWarning]
 
 
-def test_a_slow_renewal_is_told_by_one_rank(ranks):
-    told = dict(ranks.run(2, warned))
-    assert len(told[0]) == 1
-    assert "one renewal takes about" in told[0][0]
-    assert not told[1]
+def test_a_slow_renewal_is_told_on_all_ranks_alike(ranks):
+    first, second = ranks.run(2, warned)
+    assert first == second  # of the rank that has most work
+    assert len(first) == 1
+    assert "one renewal takes about" in first[0]

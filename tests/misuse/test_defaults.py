@@ -14,7 +14,7 @@ DEFAULTS = {
     natgrad.KFAC: 1e-3,
     natgrad.EKFAC: 1e-3,
     natgrad.KBFGS: 1e-3,
-    natgrad.RankOne: 1e-3,
+    natgrad.RankOne: 0.1,
     natgrad.UnitWise: 1e-3,
     natgrad.SNGD: 0.1,
     natgrad.HyLo: 0.1,
