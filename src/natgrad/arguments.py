@@ -78,7 +78,8 @@ def check_arguments(
         own = {id(parameter) for parameter in model.parameters()}
         fits = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
         require(fits, "optimizer", type(optimizer).__name__, "one that holds parameters of the model")
-    Control(damping)  # type: ignore[arg-type]
+    if damping is not None:
+        Control(damping)  # type: ignore[arg-type]
     if kl_clip is not None:
         if not isinstance(kl_clip, TrustRegion):
             allowed = "a number > 0, a natgrad.TrustRegion, or None"

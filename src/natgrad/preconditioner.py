@@ -19,6 +19,7 @@ from natgrad.capture import Capture
 from natgrad.compatibility import check_combinations, warn_of_combinations
 from natgrad.curvature import KFAC, Curvature
 from natgrad.damping import Control, Damping, TrustRegion
+from natgrad.damping.default import default_damping, describe_damping
 from natgrad.engine import Engine
 from natgrad.epoch_warnings import EpochWarnings
 from natgrad.errors import NatgradWarning, describe, require
@@ -37,6 +38,7 @@ from natgrad.renewal import Agenda, Background
 from natgrad.rows import Epochs, row_stacks
 from natgrad.sampling.labels import LabelSampler
 from natgrad.second_pass import Closure, SecondPass, check_second_pass
+from natgrad.slow_renewal import warn_of_slow_renewal
 from natgrad.stacks import state as states
 from natgrad.stacks.coverage import cover, warn_of_idle
 from natgrad.stacks.sharding import check_layers
@@ -64,7 +66,7 @@ class Preconditioner(Engine):
         curvature: Curvature | Mapping[str, Curvature | None] | None = None,
         *,
         optimizer: torch.optim.Optimizer | None = None,
-        damping: Damping = 1e-3,
+        damping: Damping | None = None,
         kl_clip: float | TrustRegion | None = USUAL_BOUND,
         reduction: Literal["mean", "tokens", "sum", "auto"] | Mapping[str, Reduction] = LEFT_OUT,
         refresh: Clock | None = None,
@@ -87,7 +89,10 @@ class Preconditioner(Engine):
                 wins; None as a value leaves a layer to the optimizer.
             optimizer: Where the KL clip reads the learning rates, live. A step of it with gradients that were never
                 preconditioned is warned of. Not ``torch.optim.LBFGS``, which evaluates its closure within a step.
-            damping: γ: a number above 0, a callable of the step, or one of `natgrad.damping`.
+            damping: γ: a number above 0, a callable of the step, or one of `natgrad.damping`. None: the curvature's
+                own ``default_damping``, 0.1 for `natgrad.SNGD`, `natgrad.HyLo` and `natgrad.RankOne`, 1e-3 for the
+                others; in a mapping each layer has that of its curvature, and ``metrics()["damping"]`` is that of the
+                first.
             kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16), or a `natgrad.TrustRegion`; None: off. Without
                 an optimizer the default is off too, and a value given is an error.
             reduction: How the loss combines its terms: "mean" over samples, "tokens" over all positions, "sum". Samples
@@ -149,6 +154,7 @@ class Preconditioner(Engine):
             scaler=scaler,
             seed=seed,
         )
+        damping = default_damping(curvature) if damping is None else damping
         self._model, self._root, self._damping = model, unwrap(model), Control(damping)
         where, covered = resolve(placement), cover(self._root, curvature).layers
         check_layers(layer for layer, _ in covered)
@@ -188,6 +194,7 @@ class Preconditioner(Engine):
         self._reductions.warn_of_idle(names)
         warn_of_combinations(*choices)
         warn_of_missing_process_group()
+        warn_of_slow_renewal(self._structure.plan, self._structure.coverage.layers)
         # Last, for the warning may be an error.
         check_reduction(model, self._runtime, gradients)
         if reduces:
@@ -356,6 +363,9 @@ class Preconditioner(Engine):
         structure, seconds = self._structure, self._progress.ended - self._progress.began
         reasons, note = self._inspection.reasons, self._clip.describe()
         note += f"; {structure.plan.note}" if self._runtime.ranks > 1 else ""
+        damping = self._damping.constant
+        if damping is not None:
+            note += "; " + describe_damping(damping, ((one.curvature, one.factor) for one in structure.stacks))
         note += f"; {chosen}" if (chosen := self._reductions.explain()) else ""
         served = self._watch.served.keys()
         reductions = self._reductions if self._reductions.is_mapping else None

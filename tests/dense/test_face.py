@@ -109,7 +109,6 @@ BAD_CONSTRUCTION = [
     ("damping", -1.0),
     ("damping", "much"),
     ("damping", float("nan")),
-    ("damping", None),
     ("damping", 10**400),
     ("kl_clip", 0.0),
     ("kl_clip", -1e-3),

@@ -75,3 +75,8 @@ def test_a_batch_must_divide_over_ranks_and_backward_passes_and_fit_the_data():
         Job(task="tabular", batch_size=10, workers=2, accumulate=2).resolved()
     with pytest.raises(ValueError, match="at most"):
         Job(task="tabular", batch_size=10_000).resolved()
+
+
+@pytest.mark.parametrize(("curvature", "damping"), [("hylo", 0.1), ("sngd", 0.1), ("kfac", 1e-3), ("none", None)])
+def test_a_damping_that_is_left_out_is_the_curvatures_own(curvature, damping):
+    assert Job(task="tabular", optimizer="sgd", curvature=curvature, steps=1).resolved().damping == damping

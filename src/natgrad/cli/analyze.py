@@ -24,7 +24,7 @@ _CONFIGURATION = "analysis.json"
 _OWN = {"show_default": False}
 
 # What a curvature's options were tuned for.
-_OF_ITS_OWN = ("curvature_options", "form", "fisher", "sharing")
+_OF_ITS_OWN = ("curvature_options", "form", "fisher", "sharing", "damping")
 
 _ENDS = {"finished": "finished", "stopped": "was stopped", "diverged": "diverged"}
 

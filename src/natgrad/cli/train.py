@@ -89,8 +89,12 @@ def train(
         float | None, typer.Option(help="Of the time, at most, as 0.1; left out: any.", rich_help_panel=_CURVATURE)
     ] = None,
     damping: Annotated[
-        str, typer.Option(help="Added to the curvature, a number; auto: by its size.", rich_help_panel=_CURVATURE)
-    ] = "0.001",
+        str | None,
+        typer.Option(
+            help="Added to the curvature, a number; auto: by its size; left out: the curvature's own.",
+            rich_help_panel=_CURVATURE,
+        ),
+    ] = None,
     kl_clip: Annotated[float, typer.Option(help="Bound of a step; 0: off.", rich_help_panel=_CURVATURE)] = 1e-3,
     averaging: Annotated[
         str,

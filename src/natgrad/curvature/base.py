@@ -102,6 +102,7 @@ class Curvature(ABC):
         definite: Whether ⟨V, W⟩ of what `solve` returns is never below 0 but for a fault.
         traced: Which statistics `trace` reads; none: there is none.
         rotated: Which statistics `misfit` reads; none: nothing that it writes are eigenvectors.
+        default_damping: The damping of a preconditioner that is given none; of norm layers beside it too.
     """
 
     likelihood: Likelihood | None = None
@@ -117,6 +118,7 @@ class Curvature(ABC):
     definite: bool = True
     traced: tuple[str, ...] = ()
     rotated: tuple[str, ...] = ()
+    default_damping: float = 1e-3
 
     def fit(self, layer: Layer) -> Curvature | str:
         """Return the variant of this curvature for `layer`, the same object for equal needs, or why there is none."""

@@ -21,11 +21,14 @@ class RankOne(Curvature):
     memory and messages are two vectors a layer. It takes the damping of the step. Renewals cost nothing: have them at
     every step, ``Refresh(factors=1, inverses=1)``.
 
+    Its default damping is 0.1, since it multiplies all that is orthogonal to the one vector of each layer by 1/γ.
+
     ḡ is the mean gradient of the loss, from the true labels. Of sampled labels the mean is zero but for chance, so that
     there is no sampled variant. Norm layers take `UnitWise` beside it.
     """
 
     multiplies = ()
+    default_damping = 0.1
     diagonals = ("a", "g")
 
     def __init__(self, *, sharing: Literal["expand", "reduce"] = "expand", factor_decay: float = 0.95) -> None:

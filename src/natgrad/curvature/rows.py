@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from math import ceil, inf
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from natgrad.curvature import kernel
 from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
-from natgrad.errors import require, require_one_of
+from natgrad.errors import NatgradWarning, require, require_one_of
 from natgrad.sampling.likelihood import Likelihood
 from natgrad.schedule import is_number
 
@@ -35,6 +36,9 @@ class RowCurvature(Curvature):
     `select`s some, the layer's owner makes ``M`` of those of all ranks, and all solve with these rows and M until the
     next renewal, with the damping of this one.
 
+    It needs more damping than K-FAC: what of a gradient lies outside the span of the rows, most of it in the steps
+    between two renewals, ``(F + αI)⁻¹`` multiplies by 1/α, so that a small α blows up the directions never seen.
+
     Attributes:
         switches: Whether the choice of rows hangs on the epochs of the training.
         linked: Whether a selection may have a Y.
@@ -45,6 +49,7 @@ class RowCurvature(Curvature):
     switches: bool = False
     linked: bool = False
     multiplies = ()
+    default_damping = 0.1
 
     def __init__(self, *, fisher: Literal["empirical", "sampled"], likelihood: str | Likelihood | None) -> None:
         """Check what is common."""
@@ -151,6 +156,8 @@ class SNGD(RowCurvature):
     """Sherman-Morrison-Woodbury natural gradient: (F + αI)⁻¹ exactly, of all rows of the global batch (Mu 2022, eq. 7).
 
     Its kernel has the global batch's rows squared: for batches of some thousand at most.
+
+    Its default damping is 0.1, since it multiplies what lies outside the span of its rows by 1/α (`RowCurvature`).
     """
 
     def __init__(
@@ -195,6 +202,8 @@ class HyLo(RowCurvature):
 
     *KID* decomposes each rank's kernel into some of its rows and what they leave over; it is near the exact natural
     gradient once there are more rows than the kernel's rank. *KIS* draws rows by their norms, which is far cheaper.
+
+    Its default damping is 0.1, since it multiplies what lies outside the span of its rows by 1/α (`RowCurvature`).
     """
 
     def __init__(
@@ -209,7 +218,8 @@ class HyLo(RowCurvature):
         """Choose the variant.
 
         Args:
-            rank: r: a fraction of the global batch, in (0, 1], or (int) a number of its rows; ceil(r / P) a rank.
+            rank: r: a fraction of the global batch, in (0, 1], or (int) a number of its rows; ceil(r / P) a rank. 1.0
+                takes all rows; 1 takes a single one, with a warning.
             threshold: η, the relative change of the gradient's norm from which on an epoch is critical, 0 or more.
             method: "kid", "kis", or "switch": KID in critical epochs, KIS else. Critical are the first two, those after
                 a fall of a learning rate to half or less, and e ≥ 2 with |‖Δ_{e-1}‖ - ‖Δ_{e-2}‖| ≥ η ‖Δ_{e-2}‖, where
@@ -231,6 +241,10 @@ class HyLo(RowCurvature):
         super().__init__(fisher=fisher, likelihood=likelihood)
         self.rank, self.threshold, self.method = rank, float(threshold), method
         self.switches, self.linked = method == "switch", method != "kis"
+        if isinstance(rank, int) and rank == 1:
+            which = "one row of the global batch: rank=1.0 keeps all rows, rank=0.1 a tenth"
+            message = f"natgrad: HyLo(rank=1) keeps {which}"
+            warnings.warn(message, NatgradWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         """Show the variant."""

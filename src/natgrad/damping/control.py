@@ -32,7 +32,7 @@ class Control:
         if isinstance(rule, Adaptive):
             self._adaptation = rule.begin()
         else:
-            check_schedule("damping", rule, f"{_ALLOWED}, one of natgrad.damping", minimum=0, strict=True)
+            check_schedule("damping", rule, f"{_ALLOWED}, None, one of natgrad.damping", minimum=0, strict=True)
             self._schedule = rule
 
     def check(self, optimizer: object) -> None:

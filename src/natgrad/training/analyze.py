@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from natgrad import SNGD
 from natgrad.analysis import FIGURES, Measures, Probe, Seen
 from natgrad.analysis.drift import drifts
 from natgrad.analysis.error import errors
@@ -50,7 +51,7 @@ class Study:
         snapshots: At how many steps rank, error and spectra are measured: the first and the last, and between.
         batch_sizes: Of the kernels; None: half of the run's batch (or of 512), the batch, twice and four times it.
         ranks: r of KID and KIS; None: shares of the batch from 1 % to all of it.
-        kernel_damping: α of the directions; None: the job's damping.
+        kernel_damping: α of the directions; None: the job's damping, or without a curvature SNGD's own.
         threshold: η of the switch.
     """
 
@@ -290,6 +291,8 @@ def _add(total: Tensor, gradient: Tensor) -> None:
     total.add_(gradient.detach())
 
 
-def _number(damping: float | str) -> float:
+def _number(damping: float | str | None) -> float:
+    if damping is None:
+        return SNGD.default_damping
     require(not isinstance(damping, str), "kernel_damping", None, "given where the damping of the run is none")
     return float(damping)

@@ -88,7 +88,7 @@ def build_averager(
     )
 
 
-def _damping(job: Job) -> Damping:
+def _damping(job: Job) -> Damping | None:
     if job.recipe != "none":
         return recipe.row(job).damping_schedule()
     return Autopilot() if job.damping == "auto" else job.damping

@@ -35,6 +35,12 @@ def options_of(name: str) -> list[str]:
     return [option for option in inspect.signature(_CLASSES[name]).parameters if option not in _APART]
 
 
+def default_damping(name: str) -> float:
+    """Return the damping that a curvature has of its own."""
+    kind: Any = _CLASSES[name]
+    return float(kind.default_damping)
+
+
 def check(name: str, options: Mapping[str, Any]) -> None:
     """Check that a curvature has such options.
 

@@ -45,7 +45,7 @@ class Job:
         refresh: "fixed", or the rule by which each of these is decided, as `clocks.build` takes it.
         by: What such a rule decides on as one, "layer" or "factor".
         share: The share of the time that the curvature may take; None: any.
-        damping: Added to the curvature; "auto": `natgrad.Autopilot`.
+        damping: Added to the curvature; "auto": `natgrad.Autopilot`; None: the curvature's own.
         kl_clip: Bound of the KL clip; None, as which 0 is taken too: off.
         epochs: Passes over the training set; None, with `steps` None too, takes the task's own.
         steps: Optimizer steps, in place of `epochs`.
@@ -80,7 +80,7 @@ class Job:
     refresh: str = "fixed"
     by: By = "layer"
     share: float | None = None
-    damping: float | Literal["auto"] = 1e-3
+    damping: float | Literal["auto"] | None = None
     kl_clip: float | None = 1e-3
     epochs: int | None = None
     steps: int | None = None
@@ -116,7 +116,7 @@ class Job:
             _check_whole(name, getattr(self, name), least=0)
         _check_positive("learning_rate", self.learning_rate, optional=True)
         if self.damping != "auto":
-            _check_positive("damping", self.damping, word="auto")
+            _check_positive("damping", self.damping, optional=True, word="auto")
         if self.kl_clip == 0 and not isinstance(self.kl_clip, bool):
             object.__setattr__(self, "kl_clip", None)
         _check_positive("kl_clip", self.kl_clip, off=True)
@@ -183,6 +183,8 @@ class Job:
             resolved.global_batch <= samples, "batch_size", resolved.batch_size, f"at most {samples}, the training set"
         )
         resolved = recipe.filled(resolved)
+        if self.curvature != "none" and resolved.damping is None:
+            resolved = replace(resolved, damping=curvatures.default_damping(self.curvature))
         usual = optimizers.default_learning_rate(resolved.optimizer)
         return replace(resolved, learning_rate=resolved.learning_rate or usual)
 

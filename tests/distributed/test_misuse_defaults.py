@@ -1,0 +1,53 @@
+"""Default damping and the warning of slow renewals on several ranks."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import natgrad
+from tests.distributed.jobs import batch, network, share
+
+
+def gradients(damping, placement):
+    """Return the preconditioned gradients of a second step, of curvatures whose defaults differ."""
+    model, (x, y) = network(), batch(0)
+    preconditioner = natgrad.Preconditioner(
+        model,
+        {"0": natgrad.KFAC(), "*": natgrad.SNGD()},
+        damping=damping,
+        placement=placement,
+        gradients="reduce",
+        refresh=natgrad.Refresh(inverses=1),
+    )
+    for _ in range(2):
+        model.zero_grad()
+        cross_entropy(model(share(x)), share(y)).backward()
+        preconditioner.step()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("placement", ["comm-opt", "mem-opt"])
+def test_each_layer_has_the_default_of_its_curvature_on_all_ranks(ranks, placement):
+    explicit = natgrad.damping.ByKind(1.0, layers={"0": 1e-3, "*": 0.1})
+    wanted = gradients(explicit, "comm-opt")
+    for found in ranks.run(2, gradients, None, placement):
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-12)
+
+
+def warned():
+    """Return what this rank is told of a renewal that is slow by the plan's estimate."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        slow = natgrad.Placement(name="comm-opt", link=natgrad.Link(speed=1.0))
+        natgrad.Preconditioner(nn.Linear(4, 3), placement=slow)
+    return [str(one.message) for one in told if one.category is natgrad.NatgradWarning]
+
+
+def test_a_slow_renewal_is_told_on_all_ranks_alike(ranks):
+    first, second = ranks.run(2, warned)
+    assert first == second  # of the rank that has most work
+    assert len(first) == 1
+    assert "one renewal takes about" in first[0]

@@ -1,0 +1,187 @@
+"""Defaults that work, or say beforehand that they will not: damping, rank=1, and slow renewals."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import natgrad
+from natgrad.damping import ByKind
+
+DEFAULTS = {
+    natgrad.KFAC: 1e-3,
+    natgrad.EKFAC: 1e-3,
+    natgrad.KBFGS: 1e-3,
+    natgrad.RankOne: 0.1,
+    natgrad.UnitWise: 1e-3,
+    natgrad.SNGD: 0.1,
+    natgrad.HyLo: 0.1,
+}
+
+
+class OtherKFAC(natgrad.KFAC):
+    default_damping = 0.5
+
+
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    return model.double()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 4, generator=generator, dtype=torch.float64), torch.randint(3, (8,), generator=generator)
+
+
+def gradients(curvature, steps=2, **options):
+    """Return the preconditioner after some steps, and the preconditioned gradients of the last."""
+    model, (x, y) = network(), batch()
+    preconditioner = natgrad.Preconditioner(model, curvature, refresh=natgrad.Refresh(inverses=1), **options)
+    for _ in range(steps):
+        model.zero_grad()
+        cross_entropy(model(x), y).backward()
+        preconditioner.step()
+    return preconditioner, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_close(found, wanted):
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_each_curvature_has_a_default_damping(kind):
+    assert kind().default_damping == DEFAULTS[kind]
+
+
+@pytest.mark.parametrize("curvature", [natgrad.KFAC(), natgrad.SNGD(), natgrad.HyLo(), OtherKFAC()], ids=repr)
+@pytest.mark.parametrize("given", [{}, {"damping": None}], ids=["left out", "None"])
+def test_without_a_damping_a_curvature_takes_its_own(curvature, given):
+    preconditioner, found = gradients(curvature, **given)
+    _, wanted = gradients(curvature, damping=curvature.default_damping)
+    assert_close(found, wanted)
+    assert preconditioner.metrics()["damping"] == curvature.default_damping
+
+
+def test_without_any_curvature_the_damping_is_that_of_kfac():
+    assert gradients(None)[0].metrics()["damping"] == 1e-3
+
+
+def test_in_a_mapping_each_layer_has_the_damping_of_its_own_curvature():
+    mapping = {"0": natgrad.HyLo(1.0), "1": None, "3": natgrad.KFAC(), "*": natgrad.SNGD()}
+    preconditioner, found = gradients(mapping)
+    _, wanted = gradients(mapping, damping=ByKind(1.0, layers={"0": 0.1, "3": 1e-3, "5": 0.1}))
+    assert_close(found, wanted)
+    assert preconditioner.metrics()["damping"] == 0.1  # that of the first
+
+
+def test_norm_layers_have_the_damping_of_the_curvature_beside_which_they_stand():
+    _, found = gradients({"*": natgrad.HyLo()})
+    _, wanted = gradients(natgrad.HyLo(), damping=0.1)
+    assert_close({"1.weight": found["1.weight"]}, wanted)
+
+
+def test_a_mapping_whose_curvatures_agree_has_one_damping():
+    preconditioner, _ = gradients({"0": natgrad.HyLo(), "*": natgrad.SNGD()})
+    assert preconditioner.metrics()["damping"] == 0.1
+    assert preconditioner.state_dict()["damping"] == {"rule": "float"}
+
+
+def test_explain_shows_the_damping_of_each_curvature():
+    assert "damping 0.1" in gradients(natgrad.HyLo())[0].explain().note
+    note = gradients({"0": natgrad.HyLo(), "3": natgrad.KFAC()})[0].explain().note
+    assert "0.1 (HyLo)" in note
+    assert "0.001 (KFAC)" in note
+
+
+def test_a_state_saved_with_a_number_goes_on_with_the_default():
+    saved, _ = gradients(natgrad.HyLo(1.0), damping=0.1)
+    resumed, _ = gradients(natgrad.HyLo(1.0), steps=0)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.state_dict()["damping"] == saved.state_dict()["damping"]
+
+
+def test_a_default_damping_that_is_no_number_is_refused():
+    class Wrong(natgrad.KFAC):
+        default_damping = -1.0
+
+    with pytest.raises(ValueError, match=r"Wrong\.default_damping=-1\.0"):
+        natgrad.Preconditioner(network(), Wrong())
+
+
+@pytest.mark.parametrize("method", ["switch", "kid", "kis"])
+def test_one_row_is_probably_a_mistake_for_all_rows(method):
+    with pytest.warns(natgrad.NatgradWarning, match=r"^natgrad: HyLo\(rank=1\) keeps one row .* rank=1\.0") as told:
+        natgrad.HyLo(rank=1, method=method)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("rank", [1.0, 0.1, 2, 32])
+def test_other_ranks_are_meant(rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        natgrad.HyLo(rank=rank)
+
+
+# --- Slow renewals --------------------------------------------------------------------------------------------------
+
+
+def wide():
+    """Return a network with the widest layers of a small residual network for images, which are the slow ones."""
+    return nn.Sequential(
+        nn.Conv2d(3, 256, 3),
+        nn.Sequential(nn.Conv2d(256, 512, 3), nn.Conv2d(512, 512, 3)),
+        nn.Flatten(),
+        nn.Linear(512, 1000),
+    )
+
+
+def test_a_slow_renewal_is_told_before_it_begins_with_the_layers_that_cost_most():
+    with pytest.warns(natgrad.NatgradWarning) as told:
+        natgrad.Preconditioner(wide())
+    assert len(told) == 1
+    message = str(told[0].message)
+    assert message.startswith("natgrad: one renewal takes about 1")
+    assert message.index("1.1, factors of 4609 and 512") < message.index("1.0, factors of 2305 and 512")
+    for remedy in ('KFAC(form="inverse")', 'wide="blocks"', "{'1.1': None, ...}", "Refresh(inverses="):
+        assert remedy in message
+
+
+def test_it_names_no_remedy_that_the_curvature_does_not_have():
+    with pytest.warns(natgrad.NatgradWarning) as told:
+        natgrad.Preconditioner(wide(), natgrad.EKFAC())
+    message = str(told[0].message)
+    assert "EKFAC(max_factor_size=" in message
+
+
+@pytest.mark.parametrize(
+    "curvature",
+    [
+        natgrad.KFAC(form="inverse"),
+        natgrad.KFAC(max_factor_size=1024, wide="blocks"),
+        {"1.1": None, "*": natgrad.KFAC()},
+        natgrad.HyLo(),
+    ],
+    ids=["inverse", "blocks", "excluded", "hylo"],
+)
+def test_what_it_suggests_is_quick(curvature):
+    natgrad.Preconditioner(wide(), curvature)  # a warning would be an error
+
+
+def test_a_small_model_is_quick():
+    natgrad.Preconditioner(network())
+
+
+def test_the_speed_of_the_machine_is_that_of_the_link():
+    fast = natgrad.Placement(link=natgrad.Link(speed=5e11))
+    natgrad.Preconditioner(wide(), placement=fast)
+    slow = natgrad.Placement(link=natgrad.Link(speed=1.0))
+    with pytest.warns(natgrad.NatgradWarning, match="one renewal takes about"):
+        natgrad.Preconditioner(network(), placement=slow)
+
+
+def test_of_an_accelerator_no_speed_is_known():
+    natgrad.Preconditioner(wide().to("meta"))
