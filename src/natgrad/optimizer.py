@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -166,7 +167,9 @@ class PreconditionedOptimizer(Optimizer):
             NatgradWarning: once, where this rank's state is incomplete.
         """
         plan = self.preconditioner.plan
-        if not gather and plan.columns > 1 and not self._warned_of_incomplete:
+        # ``torch.distributed.checkpoint`` takes only the inner optimizer's state, which is complete.
+        takes_all = sys._getframe(1).f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict"
+        if takes_all and not gather and plan.columns > 1 and not self._warned_of_incomplete:
             self._warned_of_incomplete = True
             warnings.warn(
                 f"natgrad: under placement '{plan.placement}' this state is incomplete: it holds the curvature of this "
