@@ -111,6 +111,7 @@ class Trainer:
             curvature,
             optimizer=self.optimizer,
             damping=DAMPING,
+            reduction="mean",
             refresh=natgrad.Refresh(factors=2, inverses=2),
             placement="comm-opt",
         )
