@@ -21,6 +21,9 @@ from tests import device, sizes
 GRACE = 5.0  # seconds the other ranks get to end once one has failed
 
 
+# Imported once by the server that ranks are forked from: each of them would take seconds to import torch.
+PRELOADED = ["torch.distributed.fsdp", "torch.nn.parallel", "torch.testing", "natgrad.averaging", "natgrad.recipes"]
+
 ATTEMPTS = 3  # at forming a group: on a busy machine gloo's connections break now and then
 
 
@@ -39,7 +42,8 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self._context = get_context("spawn")
+        self._context = get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._runs = 0
