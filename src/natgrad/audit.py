@@ -157,11 +157,17 @@ class GradientAudit:
             use.output, self._last = output.detach(), weakref.ref(use)
 
     @torch.no_grad()
-    def look_at_loss(self, use: Use, gradient: Tensor) -> None:
-        """Look at the first gradient of a backward pass: that of logits tells what a cross-entropy is multiplied by."""
+    def look_at_loss(self, use: Use, gradient: Tensor, *, summed: bool) -> None:
+        """Look at the first gradient of a backward pass: that of logits tells what a cross-entropy is multiplied by.
+
+        Args:
+            use: The use of the layer that the pass comes to first.
+            gradient: That of its output.
+            summed: Whether the loss is said to be a sum over samples, not a mean.
+        """
         output, use.output = use.output, None
         if self._wanted and output is not None and gradient.shape == output.shape:
-            found = _cross_entropy_scale(output, gradient)
+            found = _cross_entropy_scale(output, gradient, summed=summed)
             self._losses = found if self._losses is None else self._losses + found
 
     def forget(self) -> None:
@@ -347,13 +353,13 @@ class _Comparison:
         )
 
 
-def _cross_entropy_scale(logits: Tensor, gradient: Tensor) -> Tensor:
-    """Return what a mean cross-entropy is multiplied by, and the part of its gradient that is none of one.
+def _cross_entropy_scale(logits: Tensor, gradient: Tensor, *, summed: bool) -> Tensor:
+    """Return what a cross-entropy is multiplied by, and the part of its gradient that is none of one.
 
     The gradient of c times the mean over n rows is c/n (p - y), with p the softmax of a row of logits and y its label,
-    where the gradient is least. Rows whose gradient is zero are no part of the mean.
+    where the gradient is least; that of c times the sum is c (p - y). Rows whose gradient is zero do not count.
     """
-    counted = (gradient[..., 0] != 0).sum()
+    counted = 1 if summed else (gradient[..., 0] != 0).sum()
     z, g = (tensor.flatten(0, -2)[:_ROWS].float() for tensor in (logits, gradient))
     p = z.softmax(-1)
     expected = p.scatter_add(-1, g.argmin(-1, keepdim=True), p.new_full((), -1.0).expand(len(p), 1))

@@ -344,7 +344,7 @@ class Capture:
         if not self.sampling:
             if begins:
                 self._loss, self._fills = task, taken == "grad"
-                self.audit.look_at_loss(use, gradient)
+                self.audit.look_at_loss(use, gradient, summed=self._reductions.of(primary.name) == "sum")
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 # The graph may live on as long as the loss does, and with it this use.
                 use.inputs, use.outline = None, outline(use.outline)
