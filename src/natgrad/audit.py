@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer, Slot
 from natgrad.layers.rows import Rows
+from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime
 from natgrad.stacks.shards import is_sharded, own_rows
 
@@ -68,9 +69,10 @@ class GradientAudit:
     """Compares some gradients with the sums of the output gradients that the hooks have captured.
 
     A bias's gradient is the sum of the gradients of its layer's output; one row of a weight's is the sum of the
-    inputs, times the gradients of one output. The sums are compared in the first three steps that capture statistics,
-    and in one after each thousand steps. Where the ranks' gradients are averaged, the sums are averaged likewise, in a
-    message of their own of at most 8 KiB. Nothing waits for the device: the result is read in a later step.
+    inputs, times the gradients of one output. The sums are compared in the first three steps, and in one that captures
+    statistics after each thousand steps. Where the ranks' gradients are averaged, the sums are averaged likewise, in a
+    message of their own of at most 8 KiB: under some placements no other reaches all ranks. Nothing waits for the
+    device: the result is read in a later step.
     """
 
     def __init__(self, *, reduces: bool = False, divides: bool = True, off: bool = False) -> None:
@@ -154,7 +156,7 @@ class GradientAudit:
         if before is not None:
             before.output = self._last = None
         if self._wanted and type(use.layer.module) is nn.Linear and output.ndim > 1:
-            use.output, self._last = output.detach(), weakref.ref(use)
+            use.output, self._last = output.detach().flatten(0, -2)[:_ROWS].clone(), weakref.ref(use)
 
     @torch.no_grad()
     def look_at_loss(self, use: Use, gradient: Tensor, *, summed: bool) -> None:
@@ -166,7 +168,7 @@ class GradientAudit:
             summed: Whether the loss is said to be a sum over samples, not a mean.
         """
         output, use.output = use.output, None
-        if self._wanted and output is not None and gradient.shape == output.shape:
+        if self._wanted and output is not None and gradient.shape[-1] == output.shape[-1]:
             found = _cross_entropy_scale(output, gradient, summed=summed)
             self._losses = found if self._losses is None else self._losses + found
 
@@ -180,13 +182,13 @@ class GradientAudit:
 
         Args:
             step: The steps so far.
-            captures: Whether the hooks look at the layers in it.
+            captures: Whether the hooks look at the layers in it in any case.
         """
         self.forget()
-        self._wanted = captures and not self._off and (self._compared < _FIRST or step >= self._next)
+        self._wanted = not self._off and (self._compared < _FIRST or (captures and step >= self._next))
 
     @torch.no_grad()
-    def compare(self, runtime: Runtime, loss_scale: float | Tensor, *, step: int, passes: int, remain: bool) -> None:
+    def compare(self, runtime: Runtime, loss_scale: float | Tensor, *, step: int, passes: int) -> None:
         """Compare ``.grad`` with what was captured; collective where gradients are averaged over the ranks.
 
         Args:
@@ -194,7 +196,6 @@ class GradientAudit:
             loss_scale: That of the ``GradScaler``.
             step: The steps so far.
             passes: The backward passes of this rank.
-            remain: Whether ``.grad`` still holds what the last step wrote.
         """
         if not self._wanted or not self._entries:
             return
@@ -216,7 +217,9 @@ class GradientAudit:
         given *= held
         ranks = runtime.ranks if averaged else 1
         losses = self._losses / loss_scale if self._losses is not None and passes > 1 else None
-        self._pending = _Comparison(shown * held, given, losses, ranks=ranks, passes=passes, remain=remain)
+        self._pending = _Comparison(
+            shown * held, given, losses, ranks=ranks, passes=passes, first=self._compared <= _FIRST
+        )
         self.forget()
 
     def _gradients(self, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,7 +256,7 @@ class _Comparison:
     """A comparison under way on the device."""
 
     def __init__(
-        self, shown: Tensor, given: Tensor, losses: Tensor | None, *, ranks: int, passes: int, remain: bool
+        self, shown: Tensor, given: Tensor, losses: Tensor | None, *, ranks: int, passes: int, first: bool
     ) -> None:
         """Compare.
 
@@ -264,13 +267,14 @@ class _Comparison:
                 that is none of a cross-entropy; None: not known.
             ranks: How many ranks' gradients are averaged.
             passes: The backward passes of this rank.
-            remain: Whether the gradients still hold what the last step wrote.
+            first: Whether it is one of the first comparisons.
         """
-        self._ranks, self._passes, self._remain = ranks, passes, remain
+        self._ranks, self._passes, self._first = ranks, passes, first
         largest = torch.maximum(shown[0].abs().amax(), given.abs().amax()).clamp(min=torch.finfo(given.dtype).tiny)
         s, noise, g = shown[0] / largest, shown[1] / largest, given / largest
         found = torch.stack([s @ s, s @ g, g @ g, (g - s) @ (g - s), noise @ noise])
-        found = torch.cat([found, found.new_tensor([0.0, 1.0]) if losses is None else losses.to(found)])
+        unknown = tensor_on(found.device, [0.0, 1.0], found.dtype)
+        found = torch.cat([found, unknown if losses is None else losses.to(found)])
         self._event: torch.cuda.Event | None = None
         self._found = found
         if found.is_cuda:
@@ -296,23 +300,30 @@ class _Comparison:
                 return ""
             return (
                 f"natgrad: .grad is {factor:.4g} times the gradient that the backward passes of a step have shown, and "
-                f"that factors are scaled by. {self._cause_of_factor(factor)} {self._causes(reduces)}"
+                f"that factors are scaled by. {self._cause_of_factor(factor)}{self._causes(reduces)}"
             )
-        if apart <= _REST**2 * max(shown, given) + noise:
+        # Later a model may have come to where a penalty and the rest of the loss balance.
+        if not self._first or apart <= _REST**2 * max(shown, given) + noise:
             return ""
-        cause = ""
-        if self._remain:
-            cause = "Likely gradients of earlier steps are still in it: call step() once after all micro-batches, "
-            cause += "and optimizer.zero_grad() after each step."
-        elif self._ranks > 1:
-            cause = "Likely nothing averages gradients over the ranks: wrap the model in DistributedDataParallel, or "
-            cause += "pass gradients='reduce'."
         size = math.sqrt(apart / max(shown, given))
-        text = (
+        return (
             "natgrad: .grad is not the gradient that the backward passes of a step have shown: they differ by "
-            f"{size:.2g} of it, and the factor that fits best is {factor:.4g}."
+            f"{size:.2g} of it, and the factor that fits best is {factor:.4g}. {self._likely_cause(reduces)} "
+            f"{self._causes(reduces)}"
         )
-        return " ".join(part for part in (text, cause, self._causes(reduces)) if part)
+
+    def _likely_cause(self, reduces: bool) -> str:
+        """Return in words what makes gradients differ by more than a factor."""
+        cause = (
+            "gradients of earlier steps or micro-batches are still in it: call step() once after all micro-batches, "
+        )
+        cause += "and optimizer.zero_grad() after each step"
+        if reduces:
+            cause = f"it was averaged over the ranks already: pass gradients='averaged'; or {cause}"
+        elif self._ranks > 1:
+            averaging = "wrap the model in DistributedDataParallel, or pass gradients='reduce'"
+            cause = f"nothing averages gradients over the ranks: {averaging}; or {cause}"
+        return f"Likely {cause}."
 
     def describe_accumulation(self, *, divides: bool) -> str:
         """Return in words that the loss is divided by the passes though it should not be, or the other way round."""
@@ -336,32 +347,35 @@ class _Comparison:
         if self._passes > 1 and (near(self._passes) or near(1 / self._passes)):
             return (
                 f"Likely it was multiplied or divided by the {self._passes} backward passes afterwards: divide the "
-                "loss instead, and pass accumulation='mean'; or divide nothing, and pass accumulation='sum'."
+                "loss instead, and pass accumulation='mean'; or divide nothing, and pass accumulation='sum'. "
             )
         if self._ranks > 1 and (near(self._ranks) or near(1 / self._ranks)):
-            return f"Likely it was summed, and not averaged, over the {self._ranks} ranks, or averaged twice."
+            return f"Likely it was summed, and not averaged, over the {self._ranks} ranks, or averaged twice. "
         if power <= -4 and math.isclose(power, round(power), abs_tol=_FACTOR):
-            return "Likely a GradScaler has unscaled it: pass scaler= to the Preconditioner."
-        return "Likely it was clipped: clip after step()." if 0 < factor < 1 else ""
+            return "Likely a GradScaler has unscaled it: pass scaler= to the Preconditioner. "
+        return "Likely it was clipped: clip after step(). " if 0 < factor < 1 else ""
 
     def _causes(self, reduces: bool) -> str:
         averaged = "gradients averaged already, with gradients='reduce'" if reduces else ""
         averaged = averaged or "gradients that nothing has averaged over the ranks, with gradients='averaged'"
         return (
             "Possible causes: a GradScaler without scaler=, accumulation= the other way round, gradients clipped or "
-            f"otherwise changed before step(), step() called on every micro-batch, gradients not cleared, {averaged}"
+            f"otherwise changed before step(), step() called on every micro-batch, gradients not cleared, {averaged}. "
+            "Where a term of the loss depends on the parameters directly (a penalty, or a weight that another layer "
+            "uses), all is well"
         )
 
 
 def _cross_entropy_scale(logits: Tensor, gradient: Tensor, *, summed: bool) -> Tensor:
     """Return what a cross-entropy is multiplied by, and the part of its gradient that is none of one.
 
+    ``logits [m, classes]`` are those of the first rows; `gradient` is that of all rows ``[..., classes]``.
+
     The gradient of c times the mean over n rows is c/n (p - y), with p the softmax of a row of logits and y its label,
     where the gradient is least; that of c times the sum is c (p - y). Rows whose gradient is zero do not count.
     """
     counted = 1 if summed else (gradient[..., 0] != 0).sum()
-    z, g = (tensor.flatten(0, -2)[:_ROWS].float() for tensor in (logits, gradient))
-    p = z.softmax(-1)
+    p, g = logits.float().softmax(-1), gradient.flatten(0, -2)[: len(logits)].float()
     expected = p.scatter_add(-1, g.argmin(-1, keepdim=True), p.new_full((), -1.0).expand(len(p), 1))
     expected = expected * (g != 0).any(-1, keepdim=True)
     factor = (g * expected).sum() / expected.square().sum()

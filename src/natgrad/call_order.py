@@ -71,7 +71,8 @@ class CallOrder:
             self._warned_of_forgotten = True
             warnings.warn(
                 "natgrad: optimizer.step() uses gradients that were never preconditioned: call preconditioner.step() "
-                "after each backward() and before each optimizer.step()",
+                "after each backward() and before each optimizer.step(); if these steps are the optimizer's on "
+                "purpose, as in a warm-up, all is well",
                 NatgradWarning,
                 stacklevel=4,  # past the hook and torch's wrapper of the step
             )

@@ -45,8 +45,8 @@ def parts(preconditioner: Preconditioner) -> tuple[Callable[[Optimizer, Parts], 
     obstacle = _obstacle(preconditioner, model, arguments)
     if obstacle:
         raise TypeError(
-            f"a PreconditionedOptimizer is not copied or pickled {obstacle}: save its state_dict(gather=True), and "
-            "load it into one that you build for the copy"
+            f"this PreconditionedOptimizer cannot be copied or pickled: it is {obstacle}. Save its "
+            "state_dict(gather=True), and load it into one that you build for the copy"
         )
     state = preconditioner.state_dict()
     return rebuilt, Parts(type(preconditioner), model, arguments, preconditioner.optimizer is not None, state)
@@ -55,14 +55,14 @@ def parts(preconditioner: Preconditioner) -> tuple[Callable[[Optimizer, Parts], 
 def _obstacle(preconditioner: Preconditioner, model: nn.Module, arguments: Mapping[str, Any]) -> str:
     """Return why a preconditioner cannot be copied; empty: it can."""
     if isinstance(model, DistributedDataParallel):
-        return "with a model in DistributedDataParallel, which belongs to a process group"
+        return "of a model in DistributedDataParallel, which belongs to a process group"
     if find_mesh(model) is not None:
-        return "with a model that FSDP2 shards, whose mesh cannot be copied"
+        return "of a model that FSDP2 shards, whose mesh cannot be copied"
     for name in ("process_group", "mesh"):
         if arguments[name] is not None:
-            return f"with the argument {name}, which cannot be copied"
+            return f"built with {name}=, which cannot be copied"
     if preconditioner.plan.columns > 1:
-        return f"under placement '{preconditioner.plan.placement}', where each rank holds a part of the state"
+        return f"built with placement '{preconditioner.plan.placement}', where each rank holds a part of the state"
     return ""
 
 

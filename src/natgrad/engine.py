@@ -127,10 +127,10 @@ class Engine:
 
     def _compare(self, damping: float) -> None:
         """Check once, and after every change of the model, that all ranks are about to do the same."""
-        if self._reductions.is_automatic and self._runtime.ranks > 1:
+        if self._runtime.ranks > 1:
             found = self._runtime.everywhere(self._reductions.nearest)
-            if self._reductions.nearest is None:  # a rank without a backward pass takes it from another
-                self._reductions.nearest = next((own for own in found if own is not None), None)
+            if self._reductions.is_undecided:  # a rank without a backward pass takes it from another
+                self._reductions.nearest = next((each for each in found if each is not None), None)
         check_agreement(
             self._runtime,
             self._structure,
@@ -192,7 +192,9 @@ class Engine:
     def _check_step(self, count: Count | None, closure: Closure | None) -> None:
         """Check that a step may begin; `Preconditioner.step` tells what is raised."""
         capture = self._capture
-        self._reductions.check_count(count, capture.layers, capture.positions, capture.ambiguous)
+        counts_samples = capture.was_open and capture.ambiguous is None and self._reductions.single != "tokens"
+        if not (counts_samples and isinstance(count, int)):  # it was asked for in another step, and is not needed
+            self._reductions.check_count(count, capture.layers, capture.positions, capture.ambiguous)
         if self._detached:
             raise NatgradError("step() after detach(): build another Preconditioner, and load the state of this one")
         if self._capture.missing_samples:
@@ -215,7 +217,7 @@ class Engine:
         return type(next(replayed)).__name__ if needed else ""
 
     def _scale_gradients(self, count: Count | None) -> tuple[float | Tensor, Left | None]:
-        samples = count if isinstance(count, int) and not self._reductions.is_mapping else self._capture.samples
+        samples = self._capture.number(count)
         backwards, structure = len(self._capture.backwards), self._structure
         with self._progress.phase("reduce", self._runtime):
             device = next((parameter.device for parameter in self._root.parameters()), None)
@@ -231,7 +233,6 @@ class Engine:
                 self._scaling.of_loss,
                 step=self._progress.step,
                 passes=len(self._capture.backwards),
-                remain=self._given.remain(),
             )
 
     def _update_factors(self, count: Count | None) -> None:
@@ -403,8 +404,7 @@ class Engine:
         optimizer, capture = self._clip.optimizer, self._capture
         assert optimizer is not None  # checked when this was built
         model.take_others(self._root, self._stacks, self._runtime)
-        samples = count if isinstance(count, int) and not self._reductions.is_mapping else capture.samples
-        weight = self._scaling.weight(samples)
+        weight = self._scaling.weight(capture.number(count))
         losses = Losses(closure if capture.backwards else None, capture.recorded(), weight)
         self._compute(losses)
         self._second.await_step(optimizer, lambda: self._judge(model, losses))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -167,15 +166,14 @@ class PreconditionedOptimizer(Optimizer):
             NatgradWarning: once, where this rank's state is incomplete.
         """
         plan = self.preconditioner.plan
-        # ``torch.distributed.checkpoint`` takes only the inner optimizer's state, which is complete.
-        takes_all = sys._getframe(1).f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict"
-        if takes_all and not gather and plan.columns > 1 and not self._warned_of_incomplete:
+        if not gather and plan.columns > 1 and not self._warned_of_incomplete:
             self._warned_of_incomplete = True
             warnings.warn(
                 f"natgrad: under placement '{plan.placement}' this state is incomplete: it holds the curvature of this "
                 f"rank's layers only, and the file of one rank cannot resume all {plan.ranks}. Call "
                 "state_dict(gather=True) on every rank, or save preconditioner.state_dict(gather=True) beside it, or "
-                "have every rank save and load a file of its own",
+                "have every rank save and load a file of its own. (torch.distributed.checkpoint takes the optimizer's "
+                "part alone, which is complete: save the preconditioner with it)",
                 NatgradWarning,
                 stacklevel=2,
             )
@@ -218,7 +216,8 @@ class PreconditionedOptimizer(Optimizer):
         """Copy and pickle with the model, as torch's optimizers do with their parameters; between two steps.
 
         The copy has a preconditioner of its own, on the model's copy, with the same arguments and state. To train both
-        on, copy them together: ``copy.deepcopy((model, optimizer))``. Hooks of the user are left out, as torch does.
+        on, copy them together: ``copy.deepcopy((model, optimizer))``, and the ``GradScaler`` with them if there is one.
+        Hooks of the user are left out, as torch does.
 
         Raises:
             TypeError: if the preconditioner belongs to a process group, which cannot be copied.

@@ -292,6 +292,7 @@ def test_surprises(ranks, surprise, count, way):
     assert history[STEPS - 1] == history[SURPRISED - 1]  # after a step without, they leave early again
 
 
+@pytest.mark.filterwarnings("ignore:natgrad. .grad is")
 @pytest.mark.parametrize("surprise", ["halved behind the back of autograd", "replaced", "thrown away"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_surprises_of_all_ranks_equal_one_process(ranks, surprise, count):

@@ -226,8 +226,8 @@ def test_a_table_that_serves_as_a_functional_head(ranks, placement, count):
     results = ranks.run(count, train_functional_head, placement)
     expected = train_functional_head("comm-opt")
     for result, told, reasons in results:
-        assert len(told) == 1
-        assert "without any lookup" in told[0]
+        (text,) = [text for text in told if "reduction was left out" not in text]
+        assert "without any lookup" in text
         assert "lookups" in reasons["embedding.weight"]
         assert not reasons["body.weight"]
         for key, value in expected[0].items():

@@ -92,23 +92,28 @@ def test_a_scaler_that_the_preconditioner_does_not_know():
     assert "pass scaler=" in text
 
 
-def micro_batches(divides_loss=True, divides_gradients=False, steps_each=False, clears=True, accumulation="mean"):
+def micro_batches(
+    divides_loss=True, divides_gradients=False, steps_each=False, clears=True, accumulation="mean", factors=1, parts=4
+):
     torch.manual_seed(0)
     model = with_bias()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, damping=0.1, accumulation=accumulation)
+    refresh = natgrad.Refresh(factors=factors, inverses=10)
+    preconditioner = natgrad.Preconditioner(
+        model, optimizer=optimizer, damping=0.1, accumulation=accumulation, refresh=refresh
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", natgrad.NatgradWarning)
         for step in range(3):
             if clears:
                 optimizer.zero_grad()
-            for part in range(4):
-                x, y = batch(4 * step + part)
-                (cross_entropy(model(x), y) / (4 if divides_loss else 1)).backward()
+            for part in range(parts):
+                x, y = batch(parts * step + part)
+                (cross_entropy(model(x), y) / (parts if divides_loss else 1)).backward()
                 if steps_each:
                     preconditioner.step()
             if divides_gradients:
-                scale(1 / 4)(model)
+                scale(1 / parts)(model)
             if not steps_each:
                 preconditioner.step()
             optimizer.step()
@@ -134,8 +139,9 @@ def test_accumulation_the_other_way_round(divides, accumulation):
     assert f"accumulation={'sum' if accumulation == 'mean' else 'mean'!r}" in text
 
 
-def test_a_step_on_every_micro_batch():
-    (text,) = micro_batches(steps_each=True)
+@pytest.mark.parametrize(("factors", "parts"), [(1, 4), (10, 2), (10, 5)])
+def test_a_step_on_every_micro_batch(factors, parts):
+    (text,) = micro_batches(steps_each=True, factors=factors, parts=parts)
     assert "after all micro-batches" in text
 
 
@@ -175,7 +181,7 @@ def test_it_looks_again_after_a_thousand_steps():
         scale(factor)(model)
         preconditioner.step()
 
-    for number in range(1101):  # of which those at 0, 50 and 100 are compared, and the one at 1100
+    for number in range(1051):  # of which the first three are compared, and the one at 1050
         step(1.0 if number < 500 else 3.0)
     with pytest.warns(natgrad.NatgradWarning, match="3 times"):
         step(1.0)

@@ -132,6 +132,31 @@ def test_a_count_is_the_number_of_samples_of_an_ambiguous_batch():
     dense.assert_equal(actual, expected)
 
 
+def test_a_count_is_taken_in_steps_that_need_none_too():
+    model = Clouds(pools=False)
+    preconditioner = natgrad.Preconditioner(model, refresh=natgrad.Refresh(factors=10, inverses=10))
+    for _ in range(5):
+        model.zero_grad()
+        model(clouds()).square().mean().backward()
+        preconditioner.step(count=2)
+
+
+def test_auto_finds_tokens_before_it_asks_for_a_number_of_samples():
+    class Sequences(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, parts):
+            return self.head(torch.cat(parts))
+
+    model = Sequences()
+    preconditioner = natgrad.Preconditioner(model, reduction="auto")
+    model([torch.randn(2, 4, 3), torch.randn(3, 4, 3)]).square().mean().backward()
+    preconditioner.step()
+    assert "tokens" in preconditioner.explain().note
+
+
 def test_tokens_need_no_number_of_samples():
     model = Clouds(pools=False)
     preconditioner = natgrad.Preconditioner(model, damping=0.05, reduction="tokens")

@@ -95,7 +95,8 @@ class DASO(Averager):
                 last step forgets what is under way; without that a warning tells when the first epoch ends.
             batches_to_wait: S, at the start, at most B; the paper's: 1. With 0 the average is waited for.
             warmup_epochs: The length of the warm-up; None: a tenth of `epochs`, but one where there are 3 or more.
-            cooldown_epochs: That of the cool-down; likewise. Without `epochs` there is none, and a warning says so.
+            cooldown_epochs: That of the cool-down; likewise. Without `epochs` there is none; where no epoch ends in
+                the first thousand steps either, a warning says what is missing.
             merge: "delta": x += Σ x_sent / P - x_sent, which keeps what the node has learned since it sent; "paper":
                 x = (2 S x + Σ x_sent) / (2 S + P), eq. 1 of the paper, which gives part of that back.
             wire: What travels in warm-up and cool-down: differences from the last synchronisation in this dtype; None:

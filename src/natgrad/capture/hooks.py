@@ -147,6 +147,16 @@ class Capture:
         """The samples (token losses: positions) of this rank since the last step; without layers those of forwards."""
         return sum(self.backwards.values()) if self._layers else self._forward.samples
 
+    @property
+    def was_open(self) -> bool:
+        """Whether the model was called with a list that left the number of samples open, since the last step."""
+        return self._forward.was_open
+
+    def number(self, count: Count | None) -> int:
+        """Return how many samples (token losses: positions) the step has, by the `count` where that says it."""
+        says = self.ambiguous is not None or self._reductions.single == "tokens"
+        return count if says and isinstance(count, int) else self.samples
+
     def positions(self, layer: str) -> int:
         """Return the most positions that layers of its group have shown since the last step: no loss has more."""
         return self._terms.of(layer).most
@@ -239,7 +249,7 @@ class Capture:
         """Forget what backward passes have shown; forward passes may still be differentiated."""
         self._pooled.clear()
         self._loss = None
-        self._forward.began, self._forward.samples = False, 0
+        self._forward.began, self._forward.samples, self._forward.was_open = False, 0, False
         self.ambiguous = None
         self._terms.clear()
         self._sightings.forget()
@@ -335,10 +345,10 @@ class Capture:
         primary, inputs, first = use.primary, use.inputs, use.first_task(task)
         if use.batch < 0 and use.forward is not None:
             use.batch = use.forward.batch  # a later layer may have settled it
-        if use.forward is not None and use.forward.open is not None and self._reductions.of(primary.name) != "tokens":
-            self.ambiguous = use.forward.open
         if self._reductions.asks:
             self._reductions.note_nearest(use.layer, use.outline)
+        if use.forward is not None and use.forward.open is not None and self._reductions.of(primary.name) != "tokens":
+            self.ambiguous = use.forward.open
         if first not in self._terms:
             self.forget_thrown_away(slot.parameter for layer, _ in self._layers.values() for slot in layer.slots)
         if not self.sampling:

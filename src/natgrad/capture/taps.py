@@ -75,6 +75,7 @@ class Forward:
         current: The pass that is under way.
         began: Whether a pass with gradients has begun since it was set to False.
         samples: Those of such passes since it was set to 0; of compiled ones none.
+        was_open: Whether the batch size of such a pass was open, since it was set to False.
         script: What is told of passes with gradients; None: nobody.
     """
 
@@ -84,6 +85,7 @@ class Forward:
         self.current: Pass | None = None
         self.began = False
         self.samples = 0
+        self.was_open = False
         self.script: Script | None = None
 
     def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -96,6 +98,7 @@ class Forward:
             if torch.compiler.is_compiling():
                 return
             self.current.open = found if found.choices else None
+            self.was_open = self.was_open or bool(found.choices)
             self.current.batch = found.number
             self.samples += max(0, found.number)
             if self.script is not None:
