@@ -1,4 +1,4 @@
-"""Warnings about epochs that nobody ends, or that are not as long as a schedule was told."""
+"""Warnings about epochs that never end, or that are shorter than a schedule expects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from natgrad.refresh import Clock, Sides
 PATIENCE = 1000
 """After how many steps of the first epoch `next_epoch` is missed."""
 _SHORTER = 2
-"""By which factor an epoch has to be shorter than an interval was told."""
+"""By which factor an epoch has to be shorter than an interval expects."""
 
 
 class EpochWarnings:
@@ -53,7 +53,7 @@ class EpochWarnings:
             )
 
     def epoch_ended(self, step: int) -> None:
-        """Warn if the epoch that ends was far shorter than an interval was told.
+        """Warn if the epoch that ends was far shorter than an interval expects.
 
         Args:
             step: Completed steps.
@@ -62,10 +62,10 @@ class EpochWarnings:
         steps, self._steps, self._began = self._steps, 0, step
         if not whole or not steps:
             return
-        for told in [told for told in self._intervals if told >= _SHORTER * steps]:
-            interval = self._intervals.pop(told)
+        for expected in [expected for expected in self._intervals if expected >= _SHORTER * steps]:
+            interval = self._intervals.pop(expected)
             warnings.warn(
-                f"natgrad: an epoch ended after {steps} steps, but {interval!r} takes {told} for one, and advances "
+                f"natgrad: an epoch ended after {steps} steps, but {interval!r} takes {expected} for one, and advances "
                 "so much later: give it the optimizer steps of an epoch, as len(loader), not its samples",
                 NatgradWarning,
                 stacklevel=3,

@@ -43,7 +43,7 @@ def warn_of_missing_process_group() -> None:
         f"natgrad: {name}={size} says that this process is one of {size} ranks, but torch.distributed is not "
         "initialised: each rank would precondition by its own samples only, and their models drift apart. Call "
         "torch.distributed.init_process_group() before you build the Preconditioner (under Horovod or MPI too: natgrad "
-        f"talks through torch.distributed), or unset {name} if this process trains alone",
+        f"communicates through torch.distributed), or unset {name} if this process trains alone",
         NatgradWarning,
         stacklevel=3,
     )

@@ -130,7 +130,7 @@ class Preconditioner(Engine):
             ValueError: if an argument is not allowed; before anything was touched or communicated.
             NatgradError: on all ranks, if under ``DistributedDataParallel`` they differ in `gradients`.
         """
-        # For copies; the default bound is told by its identity, which a copy does not keep.
+        # For copies; the default bound is recognised by its identity, which a copy does not keep.
         given = {name: value for name, value in locals().items() if value is not USUAL_BOUND}
         self._arguments = {name: given[name] for name in given.keys() - {"self", "model", "optimizer"}}
         curvature = KFAC() if curvature is None else curvature
@@ -169,7 +169,7 @@ class Preconditioner(Engine):
         self._watch, self._clip = Watch(guard), Clip(optimizer, kl_clip, covered)
         self._given, self._second, self._inspection = Given(), SecondPass(), Inspection()
         # Every rank notices of layers that others capture how many positions a loss has, and passes to be repeated.
-        noticed = self._reductions.any_tokens() or any(own.replays for _, own in covered)
+        noticed = self._reductions.has_tokens() or any(own.replays for _, own in covered)
         counting = self._scaling.counts or (where.name == "dp" and noticed)
         audit = GradientAudit(reduces=reduces, divides=accumulation == "mean")
         self._capture = Capture(self._root, reductions=self._reductions, counting=counting, audit=audit)

@@ -28,7 +28,7 @@ _CHANNELS_FIRST = (
 
 
 class _LeftOut(str):
-    """A default: equal to its text, and told apart from the same text by its identity."""
+    """A default: equal to its text, and distinguished from the same text by its identity."""
 
 
 LEFT_OUT: Any = _LeftOut("mean")
@@ -88,7 +88,7 @@ class Reductions:
         kinds = {*self._patterns.values()} if self.is_mapping else {self.of("")}
         return next(iter(kinds)) if len(kinds) == 1 and (not self.is_mapping or "*" in self._patterns) else None
 
-    def any_tokens(self) -> bool:
+    def has_tokens(self) -> bool:
         """Tell whether the terms of any layer are tokens, or may turn out to be."""
         return self.is_undecided or "tokens" in self._patterns.values() or self.of("") == "tokens"
 
@@ -119,7 +119,7 @@ class Reductions:
         return self.is_automatic and self.nearest is None
 
     @property
-    def asks(self) -> bool:
+    def needs_nearest_layer(self) -> bool:
         """Whether the layer nearest to the loss is to be noted."""
         return (self.is_automatic or self._left_out) and self.nearest is None
 

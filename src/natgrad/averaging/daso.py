@@ -92,7 +92,7 @@ class DASO(Averager):
             steps_per_epoch: How many steps an epoch has; None: each ends with `next_epoch`, which tells what becomes of
                 epochs that have more or fewer.
             batches_between: B, at the start; the paper's: 4. B + S has to be below `steps_per_epoch`, for an epoch's
-                last step forgets what is under way; without that a warning tells when the first epoch ends.
+                last step forgets what is under way; without it there is a warning when the first epoch ends.
             batches_to_wait: S, at the start, at most B; the paper's: 1. With 0 the average is waited for.
             warmup_epochs: The length of the warm-up; None: a tenth of `epochs`, but one where there are 3 or more.
             cooldown_epochs: That of the cool-down; likewise. Without `epochs` there is none; where no epoch ends in

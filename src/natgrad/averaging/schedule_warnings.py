@@ -61,7 +61,7 @@ def longest_cycling(phases: Phases, steps: int) -> int | None:
 
 
 class ScheduleWarnings:
-    """Warns once where a schedule waits for epochs that nobody ends, or that are too short for its messages.
+    """Warns once where a schedule waits for epochs that never end, or that are too short for its messages.
 
     Attributes:
         synchronized: Whether all ranks were made equal at any time.
@@ -72,24 +72,24 @@ class ScheduleWarnings:
         self._epochs, self._judged, self.synchronized = epochs, False, False
 
     def step_ended(self) -> None:
-        """Warn after the thousandth step of the first epoch, where its end has to be told by a call."""
+        """Warn after the thousandth step of the first epoch, where only a call ends it."""
         epochs, phases = self._epochs, self._epochs.phases
         if epochs.steps is not None or epochs.epoch or epochs.batches != PATIENCE:
             return
         if phases.warmup:
             known = f" of epochs={phases.total}" if phases.total is not None else ""
-            told = f"DASO is still in its first epoch{known}, a warm-up in which all nodes wait for each other at each "
-            told += "step"
+            problem = f"DASO is still in its first epoch{known}, a warm-up in which all nodes wait for each other "
+            problem += "at each step"
         elif phases.total is not None:
-            told = f"DASO is still in its first epoch of epochs={phases.total}: buffers (norm statistics) are not "
-            told += "averaged, and no cool-down comes"
+            problem = f"DASO is still in its first epoch of epochs={phases.total}: buffers (norm statistics) are not "
+            problem += "averaged, and no cool-down comes"
         elif self.synchronized:
             return
         else:
-            told = "DASO without epochs= has neither warm-up nor cool-down, and buffers (norm statistics) are not "
-            told += "averaged"
+            problem = "DASO without epochs= has neither warm-up nor cool-down, and buffers (norm statistics) are not "
+            problem += "averaged"
         self._warn(
-            f"natgrad: {PATIENCE} steps without next_epoch(): {told}. Give epochs= and steps_per_epoch=, or call "
+            f"natgrad: {PATIENCE} steps without next_epoch(): {problem}. Give epochs= and steps_per_epoch=, or call "
             "next_epoch() after each epoch (if the first has more steps, and the call is still to come, all is well)"
         )
 

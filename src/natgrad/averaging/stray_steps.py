@@ -16,7 +16,7 @@ from natgrad.optimizer import PreconditionedOptimizer
 
 
 class StraySteps:
-    """Notes, by torch's hooks, when somebody else than the averager steps its optimizer.
+    """Notes, by torch's hooks, when its optimizer steps outside of the averager's own step.
 
     A step that moves nothing is none: without gradients, or at learning rates of zero, as by which
     ``torch.distributed.checkpoint`` makes an optimizer's state exist.

@@ -345,7 +345,7 @@ class Capture:
         primary, inputs, first = use.primary, use.inputs, use.first_task(task)
         if use.batch < 0 and use.forward is not None:
             use.batch = use.forward.batch  # a later layer may have settled it
-        if self._reductions.asks:
+        if self._reductions.needs_nearest_layer:
             self._reductions.note_nearest(use.layer, use.outline)
         if use.forward is not None and use.forward.open is not None and self._reductions.of(primary.name) != "tokens":
             self.ambiguous = use.forward.open

@@ -224,7 +224,7 @@ class HyLo(RowCurvature):
             method: "kid", "kis", or "switch": KID in critical epochs, KIS else. Critical are the first two, those after
                 a fall of a learning rate to half or less, and e ≥ 2 with |‖Δ_{e-1}‖ - ‖Δ_{e-2}‖| ≥ η ‖Δ_{e-2}‖, where
                 Δ is the gradient summed over an epoch. ``preconditioner.next_epoch()`` tells of epochs: without it
-                everything is the first, of which a warning tells after 1000 steps.
+                everything is the first; a warning follows after 1000 steps.
             fisher: "empirical": g from the true labels. "sampled": g from labels drawn from the model's own
                 prediction, in one more backward pass; use ``preconditioner.backward(loss, outputs)``.
             likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.

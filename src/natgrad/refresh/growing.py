@@ -15,7 +15,7 @@ class GrowingInterval:
 
     Attributes:
         steps_per_epoch: Steps of an epoch: epochs are counted by it, whoever calls ``next_epoch()``. Where that is
-            called after fewer than half as many steps a warning tells.
+            called after fewer than half as many steps there is a warning.
         epochs: After how many epochs it grows, and by how many steps.
         most: The longest interval.
 
