@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import tempfile
 import traceback
@@ -159,6 +160,7 @@ class Ranks:
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported need not be looked at whenever a run has ended
     with sizes.treated_alike(), device.chosen():
         _answer(connection)
 
@@ -180,6 +182,7 @@ def _answer(connection: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            gc.collect()  # process groups in cycles would keep their threads
         connection.send_bytes(answer)
         if last:
             return
