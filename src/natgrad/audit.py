@@ -231,9 +231,10 @@ class GradientAudit:
                 continue
             pieces = own_rows(entry.slot.name, gradient) if is_sharded(gradient) else [(0, gradient)]
             for start, rows in pieces:
-                if entry.of_bias:
-                    own = rows[: max(0, entry.size - start)]
-                    begin = entry.start + start
+                if entry.of_bias:  # that of a norm over several dimensions has as many
+                    first = start * math.prod(gradient.shape[1:])
+                    own = rows.flatten()[: max(0, entry.size - first)]
+                    begin = entry.start + first
                 else:
                     own = rows[0].flatten()[: entry.size] if start == 0 and len(rows) else rows.flatten()[:0]
                     begin = entry.start

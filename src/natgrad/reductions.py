@@ -225,5 +225,8 @@ def _is_whole(number: object) -> bool:
 
 def _sees_positions(layer: Layer, inputs: Tensor) -> bool:
     """Tell whether a layer's inputs are [batch, positions, features], of a layer with features last."""
-    channels_first = isinstance(layer.module, _CHANNELS_FIRST)
-    return layer.form != "one-hot" and not channels_first and inputs.ndim > 2 and layer.batched(inputs)
+    if layer.form == "one-hot" or isinstance(layer.module, _CHANNELS_FIRST) or not layer.batched(inputs):
+        return False
+    norm = isinstance(layer.module, (nn.LayerNorm, nn.RMSNorm))
+    features = len(layer.module.normalized_shape) if norm else 1  # type: ignore[arg-type]
+    return inputs.ndim > 1 + features

@@ -187,6 +187,14 @@ def test_it_looks_again_after_a_thousand_steps():
         step(1.0)
 
 
+def test_a_norm_over_several_dimensions_is_compared_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Unflatten(1, (3, 2)), nn.LayerNorm((3, 2)), nn.Flatten(), nn.Tanh())
+    assert train(model) == []
+    (text,) = train(model, scale(0.5))
+    assert "0.5 times" in text
+
+
 def test_convolutions_without_bias_are_compared_too():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Unflatten(1, (1, 6, 1)), nn.Conv2d(1, 3, (6, 1), bias=False), nn.Flatten())
