@@ -85,6 +85,7 @@ class GradientAudit:
         """
         self._reduces, self._divides, self._off = reduces, divides, off
         self._losses: Tensor | None = None
+        self._looked = 0  # at so many passes
         self._last: weakref.ref[Any] | None = None
         self._entries: dict[str, _Entry] = {}
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
@@ -171,11 +172,12 @@ class GradientAudit:
         if self._wanted and output is not None and gradient.shape[-1] == output.shape[-1]:
             found = _cross_entropy_scale(output, gradient, summed=summed)
             self._losses = found if self._losses is None else self._losses + found
+            self._looked += 1
 
     def forget(self) -> None:
         """Forget what was added: the backward passes that showed it are thrown away."""
         self._sums.clear()
-        self._losses = None
+        self._losses, self._looked = None, 0
 
     def begin(self, step: int, *, captures: bool) -> None:
         """Begin a step; the same on all ranks.
@@ -216,7 +218,8 @@ class GradientAudit:
         held *= shown[1] > 0  # of a layer that was used without its forward, nothing was captured
         given *= held
         ranks = runtime.ranks if averaged else 1
-        losses = self._losses / loss_scale if self._losses is not None and passes > 1 else None
+        every = passes > 1 and self._looked == passes  # not where several forward passes came first
+        losses = self._losses / loss_scale if self._losses is not None and every else None
         self._pending = _Comparison(
             shown * held, given, losses, ranks=ranks, passes=passes, first=self._compared <= _FIRST
         )

@@ -150,6 +150,18 @@ def test_gradients_that_are_never_cleared():
     assert "zero_grad" in text
 
 
+def test_forward_passes_that_all_come_first_are_silent():
+    torch.manual_seed(0)
+    model = with_bias()
+    preconditioner = natgrad.Preconditioner(model, damping=0.1, accumulation="sum")
+    for step in range(4):
+        model.zero_grad()
+        losses = [cross_entropy(model(x), y) for x, y in (batch(4 * step + part) for part in range(4))]
+        for loss in losses:
+            loss.backward()
+        preconditioner.step()
+
+
 def test_a_penalty_on_the_parameters_is_silent():
     def penalised(outputs, y):
         return cross_entropy(outputs, y) + 1e-3 * sum(p.square().sum() for p in model.parameters())
