@@ -185,14 +185,204 @@ _add(
     "dense/test_norm.py::test_the_mode_of_the_forward_counts",
     ("layers.norm:BatchNormLayer._normalise", "self._running is None", "True"),
 )
+_add(
+    "convolution_dilation",
+    "The patches of a convolution are taken without its dilation.",
+    "dense/test_layers.py::test_convolution",
+    (
+        "layers.convolution:ConvolutionLayer._patches",
+        "dilation=self.module.dilation",
+        "dilation=(1,) * len(self.module.dilation)",
+    ),
+)
+_add(
+    "convolution_padding",
+    "With padding='same' and an odd total the larger half of the zeros goes in front.",
+    "dense/test_layers.py::test_convolution",
+    ("layers.convolution:_padding", "(total // 2, total - total // 2)", "(total - total // 2, total // 2)"),
+)
+_add(
+    "convolution_padding_mode",
+    "Circular or reflecting padding of a convolution is taken for zeros.",
+    "dense/test_layers.py::test_convolution",
+    ("layers.convolution:ConvolutionLayer._patches", 'self.module.padding_mode != "zeros"', "False"),
+)
+_add(
+    "sampled_labels",
+    "The sampled Fisher takes the most probable label instead of drawing one.",
+    "dense/test_fisher.py::test_sampled_fisher_converges_to_the_exact_one",
+    (
+        "sampling.likelihood:Categorical.score",
+        "torch.multinomial(drawable, 1, generator=generator)",
+        "drawable.argmax(-1)",
+    ),
+)
 
 # --- Decompositions, damping and solves ---------------------------------------------------------------------------
 
+_add(
+    "eigenvalue_clamp",
+    "Eigenvalues that rounding has made negative are not set to zero.",
+    "test_linalg.py::test_eigenvalues_below_zero_count_as_zero dense/test_guard.py",
+    ("linalg:eigh", "return values.clamp_(min=0), vectors, torch.ones", "return values, vectors, torch.ones"),
+)
+_add(
+    "damping_in_factor",
+    "The damping of an inverse stays on the diagonal of the factor's running average.",
+    "test_linalg.py::test_damped_inverse_inverts_and_restores_the_diagonal",
+    ("linalg:damped_inverse", "diagonal.copy_(undamped)", "pass"),
+)
+_add(
+    "forgotten_pi",
+    "The damping of A and G is not balanced by the ratio of their traces: π is 1.",
+    "dense/test_layers.py::test_linear",
+    ("linalg:trace_balance", "1).sqrt()", "1).sqrt() ** 0"),
+)
+_add(
+    "inverted_pi",
+    "π is exchanged: A gets the damping that belongs to G.",
+    "dense/test_layers.py::test_linear",
+    ("curvature.kfac:KFAC.renew", 'pi if part == "A" else 1 / pi', '1 / pi if part == "A" else pi'),
+)
+_add(
+    "damping_root",
+    "Each of A and G is damped by γ instead of its square root.",
+    "dense/test_layers.py::test_linear",
+    ("curvature.kfac:KFAC.renew", "damping**0.5 * (", "damping * ("),
+)
+_add(
+    "transposed_basis",
+    "The gradient is rotated by the eigenvectors of G instead of their transpose.",
+    "dense/test_layers.py::test_linear",
+    ("linalg:solve_rotated", "product(QG.mT, W)", "product(QG, W)"),
+)
+_add(
+    "norm_cross_term",
+    "The covariance of a norm layer's weight and bias is left out of its 2 x 2 blocks.",
+    "dense/test_norm.py::test_every_norm",
+    ("linalg:solve_pairs", "ratio = f12 / pivot", "f12 = f12 * 0\n    ratio = f12 / pivot"),
+)
+_add(
+    "stale_basis",
+    "A new eigenbasis or inverse is not written once there is an old one.",
+    "dense/test_steps.py::test_intervals",
+    (
+        "renewal.renew:Job.keep",
+        "held.write(spec.name, blocks, fresh)",
+        "held.write(spec.name, blocks, before if before.any() else fresh)",
+    ),
+)
+_add(
+    "second_moments_restart",
+    "EKFAC's second moments go on averaging over eigenbases instead of beginning anew with each.",
+    "dense/test_ekfac.py::test_moments_begin_anew_with_each_basis",
+    ("stacks.blocks:Stack.restart", "part.restarts if self.averages else ()", "()"),
+)
+_add(
+    "second_moments_correction",
+    "EKFAC's second moments are not corrected for the steps since they began anew.",
+    "dense/test_ekfac.py::test_moments_begin_anew_with_each_basis",
+    ("curvature.ekfac:EKFAC.spectrum", "S.clamp(min=0) / torch.where(measured, s, 1)", "S.clamp(min=0)"),
+)
+_add(
+    "clip_learning_rate",
+    "The KL clip takes the learning rate, not its square.",
+    "dense/test_steps.py::test_kl_clip",
+    ("gradients.clip:_squares", "square = rate * rate", "square = rate"),
+)
+_add(
+    "clip_sum_scale",
+    "The KL clip of a summed loss takes the gradients of the sum for those of the mean.",
+    "dense/test_scale.py::test_the_clip_means_the_same_for_every_loss",
+    ("gradients.clip:Clip._scale", "total * scale * scale", "total"),
+)
+_add(
+    "gradient_poison",
+    "Statistics that hold NaN or infinity are averaged as any others.",
+    "dense/test_guard.py::test_a_poisoned_batch_is_skipped_counted_and_forgotten",
+    ("renewal.averages:_finite", ".all(0)", ".all(0) | True"),
+)
 
 # --- Row curvatures and quasi-Newton ------------------------------------------------------------------------------
 
+_add(
+    "importance_weights",
+    "Rows that importance sampling has drawn are not divided by the root of their probability.",
+    "rows/test_kernel.py::test_drawn_rows_make_an_unbiased_fisher",
+    ("curvature.kernel:sample", "rsqrt()", "rsqrt().pow(0)"),
+)
+_add(
+    "woodbury_damping",
+    "The Woodbury identity's result is not divided by the damping α.",
+    "rows/test_kernel.py::test_with_all_rows_the_kernel_gives_the_dense_natural_gradient",
+    ("curvature.kernel:precondition", ".add_(V).div_(_last(damping, 2))", ".add_(V)"),
+)
+_add(
+    "double_damping",
+    "K-BFGS leaves out the second of its two dampings, which keeps sᵀy above a share of sᵀs.",
+    "dense/test_kbfgs.py::test_damped_pairs_have_curvature",
+    ("curvature.quasi_newton:damped", "return s, theta * y + (1 - theta) * s", "return s, y"),
+)
+_add(
+    "gradient_average_correction",
+    "K-BFGS does not correct its running average of the gradient for its beginning.",
+    "dense/test_kbfgs.py::test_steps_equal_the_reference",
+    (
+        "curvature.kbfgs:KBFGS.solve",
+        'held["W"] / held["share"].clamp(min=torch.finfo(W.dtype).tiny)[:, None, None]',
+        'held["W"]',
+    ),
+)
 
 # --- When: intervals, rules, adaptive damping, checkpoints --------------------------------------------------------
 
+_add(
+    "refresh_off_by_one",
+    "A refresh comes one step later than its interval says.",
+    "dense/test_steps.py::test_intervals",
+    ("refresh.base:_due", "step - last >= interval", "step - last > interval"),
+)
+_add(
+    "refresh_rule",
+    "The drift rule decomposes what has moved little and keeps what has moved far.",
+    "refresh/test_rules.py::test_drift_and_basis_go_by_what_is_measured",
+    ("refresh.drift:DriftRule.verdict", "change >= self.threshold", "change < self.threshold"),
+)
+_add(
+    "reduction_ratio",
+    "Levenberg-Marquardt raises the damping where the quadratic model predicts well and lowers it where not.",
+    "damping/test_levenberg_marquardt.py::test_gamma_follows_the_ratio",
+    ("damping.levenberg_marquardt:_Search.learn", "decay**self._options.interval", "decay**-self._options.interval"),
+)
+_add(
+    "autopilot_quartile",
+    "The default damping goes by the upper quartile of the layers' mean eigenvalues, not the lower.",
+    "damping/test_autopilot.py::test_it_goes_by_the_lower_quartile_of_the_mean_eigenvalues",
+    ("damping.autopilot:_Sized.measure", 'method="inclusive")[0]', 'method="inclusive")[-1]'),
+)
+_add(
+    "checkpoint_last_refresh",
+    "A loaded checkpoint forgets when the last decomposition was, so that one is due at once.",
+    "dense/test_state.py::test_a_resumed_run_is_bit_identical",
+    (
+        "progress:Progress.load_state_dict",
+        "None if state[name] < 0 else int(state[name])",
+        'None if state[name] < 0 or name == "last_inverses" else int(state[name])',
+    ),
+)
+_add(
+    "scaler_skip",
+    "Statistics of a step that the GradScaler skips are folded into the running averages.",
+    "test_second_pass.py::test_a_loss_scaler_changes_nothing_and_may_skip_a_step "
+    "test_scaling.py dense/test_ekfac_scale.py",
+    ("renewal.averages:fold", "seen if sums.spoilt is None else seen & ~sums.spoilt.to(seen.device)", "seen"),
+)
 
 # --- Ranks --------------------------------------------------------------------------------------------------------
+
+_add(
+    "daso_merge",
+    "The parameters of now weigh S instead of 2 S batches against those that the nodes sent.",
+    "averaging/test_merge.py::test_paper",
+    ("averaging.merge:merge_paper_", "2 * waited / (2 * waited + senders)", "waited / (2 * waited + senders)"),
+)
