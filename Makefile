@@ -4,7 +4,7 @@ VENV   ?= .venv
 READY  := $(VENV)/.ready
 RUN    := OMP_NUM_THREADS=1 $(VENV)/bin/
 
-.PHONY: help setup demo test test-slow bench lint types check clean
+.PHONY: help setup demo test test-slow test-faults bench lint types check clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,9 @@ test: $(READY)  ## Run the tests
 
 test-slow: $(READY)  ## Run the tests that take minutes
 	$(RUN)python -m pytest -m slow
+
+test-faults: $(READY)  ## Check that each seeded fault fails a test
+	$(RUN)python -m tests.faults
 
 bench: $(READY)  ## Run every benchmark; results go to benchmarks/results
 	$(RUN)python -m benchmarks.gram

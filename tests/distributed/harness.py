@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import tempfile
 import traceback
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tests import device, sizes
+from tests.faults import plugin
 
 GRACE = 5.0  # seconds the other ranks get to end once one has failed
 
@@ -161,6 +163,8 @@ class Ranks:
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what was imported need not be looked at whenever a run has ended
+    if os.environ.get(plugin.VARIABLE):
+        plugin.apply_from_environment()
     with sizes.treated_alike(), device.chosen():
         _answer(connection)
 

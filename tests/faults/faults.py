@@ -1,0 +1,388 @@
+"""Seeded faults: each changes one rule of the mathematics or of the bookkeeping, and at least one test must fail.
+
+The meanings outlive the names: when code is renamed or rewritten, a fault is applied at the new place, and its meaning
+stays as it is.
+"""
+
+import __future__
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from types import CodeType, FunctionType
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A deliberate error.
+
+    Attributes:
+        meaning: What goes wrong, in the field's words.
+        apply: Makes it go wrong in this process.
+        tests: Arguments of pytest: the cheapest tests that are known to notice.
+    """
+
+    meaning: str
+    apply: Callable[[], None]
+    tests: tuple[str, ...]
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def _add(name: str, meaning: str, tests: str, *edits: tuple[str, str, str]) -> None:
+    """Add a fault that consists of some edits: arguments of `edit`."""
+    FAULTS[name] = Fault(meaning, partial(_edit_all, edits), tuple(f"tests/{test}" for test in tests.split()))
+
+
+def _edit_all(edits: tuple[tuple[str, str, str], ...]) -> None:
+    for edit_ in edits:
+        edit(*edit_)
+
+
+def edit(place: str, old: str, new: str) -> None:
+    """Compile a function anew with one piece of its source replaced, wherever it was imported to.
+
+    Args:
+        place: The function, or the property, as "module:qualified.name".
+        old: A piece of its source, which must occur exactly once.
+        new: What takes its place.
+
+    Raises:
+        ValueError: if `old` does not occur once: the fault must be ported.
+    """
+    module, _, name = place.partition(":")
+    found = attrgetter(name)(importlib.import_module(f"natgrad.{module}"))
+    function = inspect.unwrap(found.fget if isinstance(found, property) else found)
+    function = getattr(function, "__func__", function)
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(old) != 1:
+        raise ValueError(f"{old!r} occurs {source.count(old)} times in {place}")
+    tree = ast.parse(source.replace(old, new))
+    tree.body[0].decorator_list.clear()
+    # Code that names __class__ or calls super() keeps its cell as a free variable of the enclosing function.
+    outer = ast.parse(f"def outer({', '.join(function.__code__.co_freevars)}): pass")
+    outer.body[0].body = tree.body
+    flags = __future__.annotations.compiler_flag
+    compiled = compile(outer, inspect.getfile(function), "exec", flags=flags, dont_inherit=True)
+    function.__code__ = _code_of(compiled, function)
+
+
+def _code_of(compiled: CodeType, function: FunctionType) -> CodeType:
+    for constant in compiled.co_consts:
+        if isinstance(constant, CodeType):
+            if constant.co_name == function.__name__:
+                return constant
+            found = _code_of(constant, function)
+            if found:
+                return found
+    return None
+
+
+# --- Factors ------------------------------------------------------------------------------------------------------
+
+_add(
+    "gradient_factor_divisor",
+    "The gradient factor G is divided by the number of samples, not of samples times positions.",
+    "dense/test_layers.py::test_convolution",
+    ("curvature.kfac:KFAC.statistics", 'mean="rows"', 'mean="samples"'),
+)
+_add(
+    "input_factor_divisor",
+    "The input factor A is divided by samples times positions, not by the number of samples.",
+    "dense/test_layers.py::test_convolution",
+    ("curvature.kfac:KFAC.statistics", 'mean="samples"', 'mean="rows"'),
+)
+_add(
+    "masked_divisor",
+    "Masked tokens count in the divisors of running averages.",
+    "dense/test_scale.py::test_masked_tokens_are_no_samples",
+    (
+        "sums.messages:Message.close",
+        "tally.beyond + (tally.rows - tally.beyond) * min(share, 1.0)",
+        "tally.rows",
+    ),
+)
+_add(
+    "masked_gain",
+    "Output gradients are multiplied by the number of all positions, not of those that the loss averages over.",
+    "dense/test_scale.py::test_masked_tokens_are_no_samples",
+    ("sums.messages:Message.close", "gain * share", "gain"),
+)
+_add(
+    "masked_share",
+    "Masked tokens count as samples: sums are not corrected for the share of positions that the loss averages over.",
+    "dense/test_embedding.py::test_token_means_with_a_mask dense/test_tied.py::test_token_means_with_a_mask "
+    "dense/test_rows.py::test_of_token_losses_each_position_that_counts_is_a_row",
+    ("sums.messages:Message.close", "shares.get(name, 1.0)", "1.0"),
+)
+_add(
+    "masked_inputs",
+    "The inputs of masked tokens are summed into A although their output gradients are zero.",
+    "dense/test_scale.py::test_masked_tokens_are_no_samples",
+    ("capture.hooks:Capture._observe", "rows, sight = rows.masked(counted), None", "pass"),
+)
+_add(
+    "bias_correction",
+    "Running averages are not divided by 1 - decay^t.",
+    "dense/test_steps.py::test_running_average_with_bias_correction",
+    ("renewal.averages:_correct", "decay * before + (1 - decay)", "torch.ones_like(before)"),
+)
+_add(
+    "decay_exchanged",
+    "The running average weighs the old by 1 - decay and the new by decay.",
+    "dense/test_steps.py::test_running_average_with_bias_correction",
+    ("renewal.averages:_average", "0.0 if spec.fresh else decay", "0.0 if spec.fresh else 1 - decay"),
+)
+_add(
+    "loss_scale",
+    "The scale that a GradScaler gives the loss is not taken out of the output gradients.",
+    "dense/test_scale.py::test_the_loss_scale_of_a_grad_scaler_is_undone",
+    ("gradients.reduction:Scaling.of_loss", "1.0 if scale is None else scale", "1.0"),
+)
+_add(
+    "accumulation",
+    "With micro-batches whose losses are divided by their number, G is not multiplied back.",
+    "dense/test_scale.py::test_accumulation_equals_one_big_batch",
+    ("gradients.reduction:Scaling.of_captured", "float(max(1, backwards)) if self._divided else 1.0", "1.0"),
+)
+_add(
+    "sum_loss",
+    "A loss that sums over samples is taken for a mean: its output gradients are multiplied by the batch size.",
+    "dense/test_scale.py",
+    ("capture.hooks:Capture._observe", 'self.sampling or reduction == "sum"', "self.sampling"),
+)
+_add(
+    "embedding_counts",
+    "The input factor of an embedding notes whether a row was looked up, not how often.",
+    "dense/test_embedding.py::test_embedding",
+    (
+        "layers.embedding:OneHotRows.squares",
+        "index_add_(1, self.ids.flatten(), weights)",
+        "index_add_(1, self.ids.flatten(), weights).clamp(max=1)",
+    ),
+)
+_add(
+    "tied_weights",
+    "Of modules that share a weight only the first one's rows count in the factors.",
+    "dense/test_tied.py::test_two_modules_of_one_type",
+    ("layers.base:Layer.adopt", "self.others = others", "self.others = others[:0]"),
+)
+_add(
+    "layer_norm_centre",
+    "The normalised input of a layer norm is scaled but not centred.",
+    "dense/test_norm.py::test_every_norm",
+    ("layers.norm:LayerNormLayer._normalise", "F.layer_norm(inputs, shape,", "F.rms_norm(inputs, shape,"),
+)
+_add(
+    "batch_norm_mode",
+    "In evaluation mode a batch norm's input is normalised by the batch, not by the running statistics.",
+    "dense/test_norm.py::test_the_mode_of_the_forward_counts",
+    ("layers.norm:BatchNormLayer._normalise", "self._running is None", "True"),
+)
+_add(
+    "convolution_dilation",
+    "The patches of a convolution are taken without its dilation.",
+    "dense/test_layers.py::test_convolution",
+    (
+        "layers.convolution:ConvolutionLayer._patches",
+        "dilation=self.module.dilation",
+        "dilation=(1,) * len(self.module.dilation)",
+    ),
+)
+_add(
+    "convolution_padding",
+    "With padding='same' and an odd total the larger half of the zeros goes in front.",
+    "dense/test_layers.py::test_convolution",
+    ("layers.convolution:_padding", "(total // 2, total - total // 2)", "(total - total // 2, total // 2)"),
+)
+_add(
+    "convolution_padding_mode",
+    "Circular or reflecting padding of a convolution is taken for zeros.",
+    "dense/test_layers.py::test_convolution",
+    ("layers.convolution:ConvolutionLayer._patches", 'self.module.padding_mode != "zeros"', "False"),
+)
+_add(
+    "sampled_labels",
+    "The sampled Fisher takes the most probable label instead of drawing one.",
+    "dense/test_fisher.py::test_sampled_fisher_converges_to_the_exact_one",
+    (
+        "sampling.likelihood:Categorical.score",
+        "torch.multinomial(drawable, 1, generator=generator)",
+        "drawable.argmax(-1)",
+    ),
+)
+
+# --- Decompositions, damping and solves ---------------------------------------------------------------------------
+
+_add(
+    "eigenvalue_clamp",
+    "Eigenvalues that rounding has made negative are not set to zero.",
+    "test_linalg.py::test_eigenvalues_below_zero_count_as_zero dense/test_guard.py",
+    ("linalg:eigh", "return values.clamp_(min=0), vectors, torch.ones", "return values, vectors, torch.ones"),
+)
+_add(
+    "damping_in_factor",
+    "The damping of an inverse stays on the diagonal of the factor's running average.",
+    "test_linalg.py::test_damped_inverse_inverts_and_restores_the_diagonal",
+    ("linalg:damped_inverse", "diagonal.copy_(undamped)", "pass"),
+)
+_add(
+    "forgotten_pi",
+    "The damping of A and G is not balanced by the ratio of their traces: π is 1.",
+    "dense/test_layers.py::test_linear",
+    ("linalg:trace_balance", "1).sqrt()", "1).sqrt() ** 0"),
+)
+_add(
+    "inverted_pi",
+    "π is exchanged: A gets the damping that belongs to G.",
+    "dense/test_layers.py::test_linear",
+    ("curvature.kfac:KFAC.renew", 'pi if part == "A" else 1 / pi', '1 / pi if part == "A" else pi'),
+)
+_add(
+    "damping_root",
+    "Each of A and G is damped by γ instead of its square root.",
+    "dense/test_layers.py::test_linear",
+    ("curvature.kfac:KFAC.renew", "damping**0.5 * (", "damping * ("),
+)
+_add(
+    "transposed_basis",
+    "The gradient is rotated by the eigenvectors of G instead of their transpose.",
+    "dense/test_layers.py::test_linear",
+    ("linalg:solve_rotated", "product(QG.mT, W)", "product(QG, W)"),
+)
+_add(
+    "norm_cross_term",
+    "The covariance of a norm layer's weight and bias is left out of its 2 x 2 blocks.",
+    "dense/test_norm.py::test_every_norm",
+    ("linalg:solve_pairs", "ratio = f12 / pivot", "f12 = f12 * 0\n    ratio = f12 / pivot"),
+)
+_add(
+    "stale_basis",
+    "A new eigenbasis or inverse is not written once there is an old one.",
+    "dense/test_steps.py::test_intervals",
+    (
+        "renewal.renew:Job.keep",
+        "held.write(spec.name, blocks, fresh)",
+        "held.write(spec.name, blocks, before if before.any() else fresh)",
+    ),
+)
+_add(
+    "second_moments_restart",
+    "EKFAC's second moments go on averaging over eigenbases instead of beginning anew with each.",
+    "dense/test_ekfac.py::test_moments_begin_anew_with_each_basis",
+    ("stacks.blocks:Stack.restart", "part.restarts if self.averages else ()", "()"),
+)
+_add(
+    "second_moments_correction",
+    "EKFAC's second moments are not corrected for the steps since they began anew.",
+    "dense/test_ekfac.py::test_moments_begin_anew_with_each_basis",
+    ("curvature.ekfac:EKFAC.spectrum", "S.clamp(min=0) / torch.where(measured, s, 1)", "S.clamp(min=0)"),
+)
+_add(
+    "clip_learning_rate",
+    "The KL clip takes the learning rate, not its square.",
+    "dense/test_steps.py::test_kl_clip",
+    ("gradients.clip:_squares", "square = rate * rate", "square = rate"),
+)
+_add(
+    "clip_sum_scale",
+    "The KL clip of a summed loss takes the gradients of the sum for those of the mean.",
+    "dense/test_scale.py::test_the_clip_means_the_same_for_every_loss",
+    ("gradients.clip:Clip._scale", "total * scale * scale", "total"),
+)
+_add(
+    "gradient_poison",
+    "Statistics that hold NaN or infinity are averaged as any others.",
+    "dense/test_guard.py::test_a_poisoned_batch_is_skipped_counted_and_forgotten",
+    ("renewal.averages:_finite", ".all(0)", ".all(0) | True"),
+)
+
+# --- Row curvatures and quasi-Newton ------------------------------------------------------------------------------
+
+_add(
+    "importance_weights",
+    "Rows that importance sampling has drawn are not divided by the root of their probability.",
+    "rows/test_kernel.py::test_drawn_rows_make_an_unbiased_fisher",
+    ("curvature.kernel:sample", "rsqrt()", "rsqrt().pow(0)"),
+)
+_add(
+    "woodbury_damping",
+    "The Woodbury identity's result is not divided by the damping α.",
+    "rows/test_kernel.py::test_with_all_rows_the_kernel_gives_the_dense_natural_gradient",
+    ("curvature.kernel:precondition", ".add_(V).div_(_last(damping, 2))", ".add_(V)"),
+)
+_add(
+    "double_damping",
+    "K-BFGS leaves out the second of its two dampings, which keeps sᵀy above a share of sᵀs.",
+    "dense/test_kbfgs.py::test_damped_pairs_have_curvature",
+    ("curvature.quasi_newton:damped", "return s, theta * y + (1 - theta) * s", "return s, y"),
+)
+_add(
+    "gradient_average_correction",
+    "K-BFGS does not correct its running average of the gradient for its beginning.",
+    "dense/test_kbfgs.py::test_steps_equal_the_reference",
+    (
+        "curvature.kbfgs:KBFGS.solve",
+        'held["W"] / held["share"].clamp(min=torch.finfo(W.dtype).tiny)[:, None, None]',
+        'held["W"]',
+    ),
+)
+
+# --- When: intervals, rules, adaptive damping, checkpoints --------------------------------------------------------
+
+_add(
+    "refresh_off_by_one",
+    "A refresh comes one step later than its interval says.",
+    "dense/test_steps.py::test_intervals",
+    ("refresh.base:_due", "step - last >= interval", "step - last > interval"),
+)
+_add(
+    "refresh_rule",
+    "The drift rule decomposes what has moved little and keeps what has moved far.",
+    "refresh/test_rules.py::test_drift_and_basis_go_by_what_is_measured",
+    ("refresh.drift:DriftRule.verdict", "change >= self.threshold", "change < self.threshold"),
+)
+_add(
+    "reduction_ratio",
+    "Levenberg-Marquardt raises the damping where the quadratic model predicts well and lowers it where not.",
+    "damping/test_levenberg_marquardt.py::test_gamma_follows_the_ratio",
+    ("damping.levenberg_marquardt:_Search.learn", "decay**self._options.interval", "decay**-self._options.interval"),
+)
+_add(
+    "autopilot_quartile",
+    "The default damping goes by the upper quartile of the layers' mean eigenvalues, not the lower.",
+    "damping/test_autopilot.py::test_it_goes_by_the_lower_quartile_of_the_mean_eigenvalues",
+    ("damping.autopilot:_Sized.measure", 'method="inclusive")[0]', 'method="inclusive")[-1]'),
+)
+_add(
+    "checkpoint_last_refresh",
+    "A loaded checkpoint forgets when the last decomposition was, so that one is due at once.",
+    "dense/test_state.py::test_a_resumed_run_is_bit_identical",
+    (
+        "progress:Progress.load_state_dict",
+        "None if state[name] < 0 else int(state[name])",
+        'None if state[name] < 0 or name == "last_inverses" else int(state[name])',
+    ),
+)
+_add(
+    "scaler_skip",
+    "Statistics of a step that the GradScaler skips are folded into the running averages.",
+    "test_second_pass.py::test_a_loss_scaler_changes_nothing_and_may_skip_a_step "
+    "test_scaling.py dense/test_ekfac_scale.py",
+    ("renewal.averages:fold", "seen if sums.spoilt is None else seen & ~sums.spoilt.to(seen.device)", "seen"),
+)
+
+# --- Ranks --------------------------------------------------------------------------------------------------------
+
+_add(
+    "daso_merge",
+    "The parameters of now weigh S instead of 2 S batches against those that the nodes sent.",
+    "averaging/test_merge.py::test_paper",
+    ("averaging.merge:merge_paper_", "2 * waited / (2 * waited + senders)", "waited / (2 * waited + senders)"),
+)
