@@ -16,7 +16,6 @@ from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer, Slot
 from natgrad.layers.rows import Rows
 from natgrad.linalg import tensor_on
-from natgrad.placement import Runtime
 from natgrad.stacks.shards import is_sharded, own_rows
 
 # The steps in which statistics are captured that are compared at first, and how many steps pass between later ones.
@@ -58,6 +57,23 @@ class _Entry:
         return self.slot.leaf == "bias"
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """What is to be compared once the sums of all ranks are there.
+
+    Attributes:
+        gradients: As they were ``[n]``.
+        held: Which of them this rank holds ``[n]``, 0 or 1.
+        losses: What cross-entropies were multiplied by: see `_Comparison`.
+        passes: The backward passes of this rank.
+    """
+
+    gradients: Tensor
+    held: Tensor
+    losses: Tensor | None
+    passes: int
+
+
 class Use(Protocol):
     """A use of a layer: see `natgrad.capture.uses.Use`."""
 
@@ -70,8 +86,8 @@ class GradientAudit:
 
     A bias's gradient is the sum of the gradients of its layer's output; one row of a weight's is the sum of the
     inputs, times the gradients of one output. The sums are compared in the first three steps, and in one that captures
-    statistics after each thousand steps. Where the ranks' gradients are averaged, the sums are averaged likewise, in a
-    message of their own of at most 8 KiB: under some placements no other reaches all ranks. Nothing waits for the
+    statistics after each thousand steps. Where the ranks' gradients are averaged, the sums are averaged likewise: they
+    are at most 8 KiB, and travel with the statistics where the step sums these on all ranks. Nothing waits for the
     device: the result is read in a later step.
     """
 
@@ -88,12 +104,19 @@ class GradientAudit:
         self._looked = 0  # at so many passes
         self._last: weakref.ref[Any] | None = None
         self._entries: dict[str, _Entry] = {}
+        self._size = 0
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
         self._compared = 0
         self._next = 0
         self._wanted = not off
         self._warned = False
+        self._taken: _Taken | None = None
         self._pending: _Comparison | None = None
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the ranks add up in this step; 0: none. The same on all ranks."""
+        return 2 * self._size if self._wanted and not self._reduces else 0
 
     def attach(self, layers: Sequence[Layer]) -> None:
         """Choose which layers are compared, the same on all ranks: those with a bias, else some without."""
@@ -190,17 +213,20 @@ class GradientAudit:
         self._wanted = not self._off and (self._compared < _FIRST or (captures and step >= self._next))
 
     @torch.no_grad()
-    def compare(self, runtime: Runtime, loss_scale: float | Tensor, *, step: int, passes: int) -> None:
-        """Compare ``.grad`` with what was captured; collective where gradients are averaged over the ranks.
+    def take(self, loss_scale: float | Tensor, *, step: int, passes: int) -> Tensor | None:
+        """Take ``.grad`` as it is, and what was captured.
 
         Args:
-            runtime: The ranks.
             loss_scale: That of the ``GradScaler``.
             step: The steps so far.
             passes: The backward passes of this rank.
+
+        Returns:
+            What `compare` is to be given the sum of, over the ranks whose gradients are averaged: at most 2048 numbers.
+            None, on all ranks alike: nothing is compared in this step.
         """
         if not self._wanted or not self._entries:
-            return
+            return None
         self._compared += 1
         self._next = step + _BETWEEN
         first = next(iter(self._entries.values())).slot.parameter
@@ -210,20 +236,32 @@ class GradientAudit:
             for row, own in zip(shown, pair, strict=True):
                 row[entry.start : entry.start + entry.size] = own
         shown /= loss_scale if isinstance(loss_scale, float) else loss_scale.to(shown)
-        averaged = runtime.ranks > 1 and not self._reduces
-        if averaged:
-            runtime.sum_(shown.view(-1), {"audit": shown.numel()})
-            shown /= runtime.ranks
-        given, held = self._gradients(shown[0])
-        held *= shown[1] > 0  # of a layer that was used without its forward, nothing was captured
-        given *= held
-        ranks = runtime.ranks if averaged else 1
         every = passes > 1 and self._looked == passes  # not where several forward passes came first
         losses = self._losses / loss_scale if self._losses is not None and every else None
-        self._pending = _Comparison(
-            shown * held, given, losses, ranks=ranks, passes=passes, first=self._compared <= _FIRST
-        )
+        self._taken = _Taken(*self._gradients(shown[0]), losses, passes)
         self.forget()
+        return shown.view(-1)
+
+    @torch.no_grad()
+    def compare(self, shown: Tensor, ranks: int) -> None:
+        """Compare the gradients with what was captured.
+
+        Args:
+            shown: What `take` has returned, summed over the ranks whose gradients are averaged.
+            ranks: How many these are.
+        """
+        taken, self._taken = self._taken, None
+        assert taken is not None
+        shown = shown.to(taken.gradients).view(2, -1) / ranks
+        held = taken.held * (shown[1] > 0)  # of a layer that was used without its forward, nothing was captured
+        self._pending = _Comparison(
+            shown * held,
+            taken.gradients * held,
+            taken.losses,
+            ranks=ranks,
+            passes=taken.passes,
+            first=self._compared <= _FIRST,
+        )
 
     def _gradients(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients as they are, and a mask of those that this rank holds."""

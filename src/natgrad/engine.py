@@ -121,6 +121,7 @@ class Engine:
             rows = Collected(row_stacks(self._stacks), wire if self._runtime.ranks > 1 else None, origin)
             self._capture.again = self._damping.tries(self._progress.step)
             self._capture.attach(self._stacks, sums, rows)
+            self._carry_audit()
         self._agenda.look(self._stacks)
         self._watch.forget()
         self._progress.began = self._progress.ended = 0.0
@@ -171,6 +172,12 @@ class Engine:
         )
         capture = self._capture
         capture.audit.begin(self._progress.step, captures=capture.wanted or capture.rows_wanted)
+        self._carry_audit()
+
+    def _carry_audit(self) -> None:
+        """Let what is audited in the coming step travel with its statistics, unless these are folded in a later one."""
+        capture = self._capture
+        capture.sums.carry(capture.audit.numbers if capture.wanted and not self._behind else 0)
 
     def _draw(self, outputs: Tensor, mask: Tensor | None) -> None:
         """Differentiate the loss of sampled labels, where the coming step needs any; as `Preconditioner.backward`."""
@@ -226,14 +233,16 @@ class Engine:
             return self._scaling.of_gradients(self._root, structure, self._runtime, self._early, samples, backwards)
 
     def _compare_gradients(self) -> None:
-        """Compare ``.grad`` with what the hooks have seen, in some steps."""
+        """Compare ``.grad`` with what the hooks have seen, in some steps: at once, or when the statistics arrive."""
+        audit, sums, ranks = self._capture.audit, self._capture.sums, 1 if self._reduces else self._runtime.ranks
         with self._progress.phase("reduce", self._runtime):
-            self._capture.audit.compare(
-                self._runtime,
-                self._scaling.of_loss,
-                step=self._progress.step,
-                passes=len(self._capture.backwards),
-            )
+            passes = len(self._capture.backwards)
+            shown = sums.extra = audit.take(self._scaling.of_loss, step=self._progress.step, passes=passes)
+            if shown is None or (sums.carries and self._capture.wanted):
+                return
+            if ranks > 1:
+                self._runtime.sum_(shown, {"counters": len(shown)})
+            audit.compare(shown, ranks)
 
     def _update_factors(self, count: Count | None) -> None:
         self._capture.finish()
@@ -248,7 +257,10 @@ class Engine:
                 sums, inspection = self._capture.sums, self._inspection
                 self._background.post(self._stacks, sums, self._runtime, self._progress, inspection, wire)
                 return
-            self._capture.sums.travel(self._runtime, wire)
+            sums = self._capture.sums
+            sums.travel(self._runtime, wire)
+            if sums.carries and sums.extra is not None:
+                self._capture.audit.compare(sums.extra, self._runtime.ranks)
             self._agenda.hear_times(self._capture.sums.heard)
             if "gradients" in sides:
                 self._inspection.look(self._stacks, self._capture.sums, self._runtime)

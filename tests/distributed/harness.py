@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import pickle
@@ -26,6 +27,8 @@ GRACE = 5.0  # seconds the other ranks get to end once one has failed
 
 # Imported once by the server that ranks are forked from: each of them would take seconds to import torch.
 PRELOADED = ["torch.distributed.fsdp", "torch.nn.parallel", "torch.testing", "natgrad.averaging", "natgrad.recipes"]
+
+MOST_THREADS = 200  # of a rank: each group that a run leaves behind keeps some
 
 ATTEMPTS = 3  # at forming a group: on a busy machine gloo's connections break now and then
 
@@ -111,10 +114,13 @@ class Ranks:
             for rank, (_, connection) in enumerate(workers):
                 last = dying is not None
                 connection.send_bytes(pickle.dumps((rank, ranks, rendezvous.as_uri(), limit, last, function, args)))
-            return self._collect(workers, monotonic() + limit, dying)
+            results = self._collect(workers, monotonic() + limit, dying)
         except BaseException:
             self.close()
             raise
+        if max(_threads(process) for process, _ in workers) > MOST_THREADS:
+            self.close()
+        return results
 
     def close(self) -> None:
         """Kill the processes."""
@@ -148,7 +154,7 @@ class Ranks:
                     if success and rank == dying:
                         success, answer = False, "lives\n"
                 except EOFError:
-                    success, answer = (True, None) if rank == dying else (False, "died\n")
+                    success, answer = (True, None) if rank == dying else (False, _how_it_ended(workers[rank][0]))
                 joined = joined and success is not None
                 if success:
                     results[rank] = answer
@@ -160,7 +166,18 @@ class Ranks:
         return [results[rank] for rank in range(len(workers))]
 
 
+def _threads(process: Any) -> int:
+    tasks = Path(f"/proc/{process.pid}/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
+
+
+def _how_it_ended(process: Any) -> str:
+    process.join(GRACE)
+    return f"died with exit code {process.exitcode}\n"
+
+
 def _serve(connection: Connection) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     gc.freeze()  # what was imported need not be looked at whenever a run has ended
     if os.environ.get(plugin.VARIABLE):

@@ -111,6 +111,7 @@ class Message:
         early: Whether no statistic needs a gradient. All pieces of a message are alike in this.
         role: What this rank has to do with all of its layers.
         kind: What its sums are counted as.
+        extra: How many numbers travel at its very end in this step alone; nothing may be allocated when this changes.
     """
 
     def __init__(self, pieces: list[Piece], kind: str = "factors", riders: int = 0) -> None:
@@ -121,7 +122,7 @@ class Message:
             kind: What its sums are counted as.
             riders: How many numbers that are none of a layer travel behind the counters.
         """
-        self._riders = riders
+        self._riders, self.extra = riders, 0
         self.pieces, self.role, self.kind = pieces, pieces[0].stack.role, kind
         self.places = {member.layer.name: index for index, piece in enumerate(pieces) for member in piece.members}
         self.early = pieces[0].portion == "early"
@@ -140,7 +141,7 @@ class Message:
         if self.buffer is not None:
             return self.buffer
         first = self.pieces[0].stack
-        self.buffer = torch.empty(self.numel, dtype=first.dtype, device=first.device)
+        self.buffer = torch.empty(self.numel + self.extra, dtype=first.dtype, device=first.device)
         offset = 0
         for index, piece in enumerate(self.pieces):
             size, tensors = piece.blocks.stop - piece.blocks.start, {}
@@ -163,7 +164,7 @@ class Message:
     @property
     def kinds(self) -> dict[str, int]:
         """How many of its elements are of which kind."""
-        return {self.kind: self.numel - self._counters, "counters": self._counters}
+        return {self.kind: self.numel - self._counters, "counters": self._counters + self.extra}
 
     def arrived(self, early: Mapping[str, Message] | None = None) -> Iterator[Arrived]:
         """Yield the sums of each piece, with the counters; nothing of a message without them.
@@ -192,7 +193,9 @@ class Message:
     @property
     def riders(self) -> Tensor | None:
         """The numbers behind the counters, while there is a buffer."""
-        return self.buffer[self.numel - self._riders :] if self._riders and self.buffer is not None else None
+        if self.buffer is None or not self._riders:
+            return None
+        return self.buffer[self.numel - self._riders : self.numel]
 
     def release(self) -> None:
         """Drop the buffer."""
@@ -233,7 +236,7 @@ class Message:
             counters += [tally.samples * share, rows]
         counters += riders if self._riders else ()
         if self._counters:
-            buffer[-len(counters) :] = tensor_on(buffer.device, counters, buffer.dtype)
+            buffer[self.numel - len(counters) : self.numel] = tensor_on(buffer.device, counters, buffer.dtype)
         return buffer
 
     @property

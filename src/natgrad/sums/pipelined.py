@@ -132,6 +132,9 @@ class PipelinedSums(Sums):
         self._forms = self._messages, self._messages  # without what leaves in the forward pass, and with it
         self._begin()
 
+    def carry(self, numbers: int) -> None:
+        """Make no room: a message may have left before there is anything to put there."""
+
     def _begin(self) -> None:
         """Begin the next captured step."""
         self._travels.clear()

@@ -45,6 +45,8 @@ class Sums:
         choice: What is collected.
         rider: What this rank has to say beside its sums.
         turns: `Stack.turns` as they were when this step began, by the ``id`` of the stack.
+        extra: What travels with the first message to all ranks in this step alone, after `carry` has made room for it;
+            after `travel` it is the sum over the ranks.
     """
 
     def __init__(self, stacks: Sequence[Stack], *, fused: bool, kind: str = "factors", riders: int = 0) -> None:
@@ -59,6 +61,8 @@ class Sums:
         stacks = [stack for stack in stacks if stack.role.captures or stack.role.receives]
         self._fused, self._kind, self._riders = fused, kind, riders
         self.rider: Sequence[float] = ()
+        self.extra: Tensor | None = None
+        self._carrier: Message | None = None
         self._members = {member.layer.name: (stack, member) for stack in stacks for member in stack.members}
         self.tallies = {name: Tally() for name in self._members}
         self._open: dict[str, dict[str, Tensor]] = {}  # sums of layers that are not packed yet
@@ -105,6 +109,23 @@ class Sums:
     def portion(self, layer: str) -> Portion | None:
         """Return which statistics of a layer are collected; None: none, or there are no sums of it."""
         return self._portions.get(layer)
+
+    def carry(self, numbers: int) -> None:
+        """Make room for so many numbers in `extra` until the next call, where they can travel; before hooks have run.
+
+        The same on all ranks.
+        """
+        if self._carrier is not None:
+            self._carrier.extra = 0
+        to_all = (message for message in self._messages if message.role.seat.sums == "all")
+        self._carrier = next(to_all, None) if numbers and self._fused else None
+        if self._carrier is not None:
+            self._carrier.extra = numbers
+
+    @property
+    def carries(self) -> bool:
+        """Whether there is room for `extra`."""
+        return self._carrier is not None
 
     def _arrange(self, messages: list[Message]) -> None:
         """Collect in these messages from now on."""
@@ -288,6 +309,8 @@ class Sums:
             wire: The dtype in which sums travel, if narrower than their own.
         """
         to_workers: dict[object, list[Message]] = {}
+        if self._carrier is not None and self.extra is not None:
+            self._carrier.allocate()[self._carrier.numel :] = self.extra
         for message in self._messages:
             assert message.buffer is not None
             if message.role.seat.sums == "all":
@@ -296,6 +319,8 @@ class Sums:
                 to_workers.setdefault((message.buffer.dtype, message.buffer.device), []).append(message)
         for messages in to_workers.values():
             runtime.sum_to_([(message.role.server, message.allocate(), message.kinds) for message in messages], wire)
+        if self._carrier is not None and self.extra is not None:
+            self.extra = self._carrier.allocate()[self._carrier.numel :].clone()
 
     def post(self, runtime: Runtime, wire: torch.dtype | None) -> list[Posted]:
         """Begin what `travel` does, in a queue of its own; only where all ranks receive all sums."""
