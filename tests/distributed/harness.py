@@ -8,6 +8,7 @@ import os
 import pickle
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
@@ -30,7 +31,7 @@ PRELOADED = ["torch.distributed.fsdp", "torch.nn.parallel", "torch.testing", "na
 
 MOST_THREADS = 200  # of a rank: each group that a run leaves behind keeps some
 
-ATTEMPTS = 3  # at forming a group: on a busy machine gloo's connections break now and then
+ATTEMPTS = 3  # at a run: on a busy machine gloo's connections break now and then, and its threads crash a process
 
 
 class RankError(AssertionError):
@@ -38,7 +39,7 @@ class RankError(AssertionError):
 
 
 class GroupError(RankError):
-    """The ranks did not come together; the function was not called on all of them."""
+    """The ranks did not come together, or the process of one crashed: no answer of the function's."""
 
 
 class Ranks:
@@ -69,9 +70,10 @@ class Ranks:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return self._run(ranks, function, args, limit)
-            except GroupError:
+            except GroupError as error:
                 if attempt == ATTEMPTS:
                     raise
+                warnings.warn(f"{function.__name__} is run again: {error}", stacklevel=2)
         raise AssertionError("unreachable")
 
     def outlive(
@@ -154,7 +156,7 @@ class Ranks:
                     if success and rank == dying:
                         success, answer = False, "lives\n"
                 except EOFError:
-                    success, answer = (True, None) if rank == dying else (False, _how_it_ended(workers[rank][0]))
+                    success, answer = (True, None) if rank == dying else _end_of(workers[rank][0])
                 joined = joined and success is not None
                 if success:
                     results[rank] = answer
@@ -171,9 +173,10 @@ def _threads(process: Any) -> int:
     return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
-def _how_it_ended(process: Any) -> str:
+def _end_of(process: Any) -> tuple[bool | None, str]:
     process.join(GRACE)
-    return f"died with exit code {process.exitcode}\n"
+    code = process.exitcode
+    return None if code is not None and code < 0 else False, f"died with exit code {code}\n"
 
 
 def _serve(connection: Connection) -> None:

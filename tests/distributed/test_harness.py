@@ -23,6 +23,12 @@ def fail_on_one_rank():
     dist.barrier()
 
 
+def crash_on_one_rank():
+    if dist.get_rank() == 1:
+        os.abort()
+    dist.barrier()
+
+
 def sleep_for_ever():
     time.sleep(1000)
 
@@ -51,6 +57,12 @@ def test_an_exception_reaches_the_test_and_the_next_run_works(doomed_ranks):
     with pytest.raises(RankError, match="the second rank's own words"):
         doomed_ranks.run(2, fail_on_one_rank)
     assert len(doomed_ranks.run(2, gathered, 0)) == 2
+
+
+@pytest.mark.filterwarnings("ignore:crash_on_one_rank is run again")
+def test_a_crash_is_reported_if_it_comes_again(doomed_ranks):
+    with pytest.raises(RankError, match="exit code -6"):
+        doomed_ranks.run(2, crash_on_one_rank)
 
 
 def test_a_hanging_run_is_killed(doomed_ranks):
