@@ -22,7 +22,7 @@ demo: $(READY)  ## Compare natural gradient with its rivals on two embedded task
 	$(RUN)natgrad compare autoencoder digits --workers 2 --first-seed 100 --out runs/demo
 
 test: $(READY)  ## Run the tests
-	$(RUN)python -m pytest -m "not slow"
+	$(RUN)python -m pytest -m "not slow" -n auto --dist loadfile
 
 test-slow: $(READY)  ## Run the tests that take minutes
 	$(RUN)python -m pytest -m slow

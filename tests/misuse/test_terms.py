@@ -141,7 +141,8 @@ def test_a_mapping_of_one_word_is_that_word():
     dense.assert_equal(mapped, plain, tolerance=0)
 
 
-def test_explain_shows_the_reduction_of_each_layer():
+def test_explain_shows_the_reduction_of_each_layer(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     _, preconditioner = natural(batch(), {"tokens": "tokens", "*": "mean"}, None)
     shown = {row.parameter: row.reduction for row in preconditioner.explain().rows}
     assert shown["tokens.weight"] == "tokens"
