@@ -29,7 +29,6 @@ from benchmarks.common import Clock, Device, chosen_device, conditions, interlea
 from natgrad import linalg
 from natgrad.lapack import symmetric
 from natgrad.numerics.iterative import Warm
-from natgrad.numerics.products import quick_products
 from natgrad.tasks.glyphs import Glyphs
 
 NETWORKS = ("linear", "resnet32")
@@ -139,8 +138,7 @@ def measure(
     def timed(run: Callable[[], object]) -> Callable[[], dict[str, float]]:
         def subject() -> dict[str, float]:
             start = clock()
-            with quick_products(new.device, new.shape[-1] ** 3 / 8):  # as the library renews
-                run()
+            run()
             return {"run": clock() - start}
 
         return subject

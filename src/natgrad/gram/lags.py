@@ -21,7 +21,6 @@ from torch.nn import grad as gradients
 
 from natgrad.gram.rows import add_column_grams_
 from natgrad.gram.windows import Window, pieces
-from natgrad.numerics.products import quick_products
 
 _T = TypeVar("_T")
 
@@ -171,10 +170,9 @@ def _line_lags(maps: Tensor, kernel: int, dilation: int, groups: int) -> Tensor:
     row[:, :count].view(channels, batch, -1)[..., :length].copy_(maps.transpose(0, 1))
     row = row.view(groups, per_group, -1)
     half = maps.new_empty(kernel, groups, per_group, per_group)
-    with quick_products(maps.device, count * per_group**2 if per_group >= 64 else 0):
-        for start, out in zip(range(0, reach + 1, dilation), half, strict=True):
-            for each, product in zip(row, out, strict=True):
-                torch.mm(each[:, :count], each[:, start : start + count].t(), out=product)
+    for start, out in zip(range(0, reach + 1, dilation), half, strict=True):
+        for each, product in zip(row, out, strict=True):
+            torch.mm(each[:, :count], each[:, start : start + count].t(), out=product)
     return half.permute(1, 2, 3, 0).reshape(channels, per_group, kernel)
 
 

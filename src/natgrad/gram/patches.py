@@ -9,7 +9,6 @@ from torch import Tensor
 from natgrad.gram.lags import add_lag_gram_
 from natgrad.gram.rows import add_bias_row_, add_column_grams_, add_row_gram_
 from natgrad.gram.windows import Window, pieces
-from natgrad.numerics.products import quick_products
 
 _CPU_PIECE, _GPU_PIECE = 1 << 18, 1 << 24
 """Elements to copy at a time: what stays in a core's cache, or keeps a GPU busy."""
@@ -91,8 +90,7 @@ def add_patch_gram_(
 def _add_products_(out: Tensor, maps: Tensor, *, scale: float, overwrite: bool) -> None:
     """Do so where channels are few: copying them all takes longer than the half of a product that it saves."""
     samples = maps.view(-1, *out.shape[1:2], maps[0, 0].numel())  # [B n, c, T]
-    with quick_products(samples.device):
-        product = torch.bmm(samples, samples.mT).view(-1, *out.shape).sum(0)
+    product = torch.bmm(samples, samples.mT).view(-1, *out.shape).sum(0)
     if overwrite:
         torch.mul(product, scale, out=out)
     else:

@@ -5,11 +5,9 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from natgrad.numerics.products import quick_products
-
 _CPU, _GPU = (320, 112), (1 << 31, 1024)
 """The most rows of a triangle that is not halved, and of a panel of it. A GPU wants few large products rather than few
-operations; a CPU few kinds of them, each of which oneDNN compiles, and keeps in half a MiB."""
+operations."""
 
 
 def add_row_gram_(
@@ -59,12 +57,11 @@ def add_lower_product_(
         return
     # A product times a number is another kind; what has just been written is still in a cache.
     factor, scale = (scale, 1.0) if on_cpu and overwrite else (1.0, scale)
-    with quick_products(out.device, right.shape[-2:].numel() * panel):
-        for rows, columns in _pieces(0, out.shape[-1], whole, panel):
-            piece = out[..., rows, columns]
-            product(piece, left[..., rows, :], right[..., columns], beta=float(not overwrite), alpha=scale)
-            if factor != 1.0:
-                piece.mul_(factor)
+    for rows, columns in _pieces(0, out.shape[-1], whole, panel):
+        piece = out[..., rows, columns]
+        product(piece, left[..., rows, :], right[..., columns], beta=float(not overwrite), alpha=scale)
+        if factor != 1.0:
+            piece.mul_(factor)
 
 
 def add_column_grams_(out: Tensor, pieces: Iterable[Tensor], *, scale: float = 1.0, overwrite: bool = False) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from natgrad.errors import require
 from natgrad.lapack import symmetric
 from natgrad.linalg import damped_inverse, eigh, product, tensor_on
-from natgrad.numerics.products import plain_products
 
 # An iteration turns one in so many eigenvectors, the first and those after it; and divides the residual by so much, as
 # a rule.
@@ -236,8 +235,7 @@ def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tens
         return [Y], *_rayleigh(Q, Y), torch.zeros_like(reach)
     rest = size - max(1, size // _TESTED)
     leading, others = Q[..., rest:], Q[..., :rest]
-    with plain_products(F.device, leading.shape[-2:].numel() * size):
-        last = product(F, leading)
+    last = product(F, leading)
     last_values, beyond = _rayleigh(leading, last)
     lost = beyond > far  # mostly all of them are, or none: then nobody asks whether they are orthogonal
     if bool(lost.all()) or (bool((beyond > reach).all()) and bool((lost | _is_straight(leading)).all())):

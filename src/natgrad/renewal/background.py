@@ -23,7 +23,6 @@ from torch import Tensor
 
 from natgrad.curvature import Curvature, Part, Spec
 from natgrad.errors import CurvatureError
-from natgrad.numerics.products import leave_alone_for
 from natgrad.placement import Plan, Runtime
 from natgrad.progress import Progress
 from natgrad.renewal.averages import fold
@@ -157,7 +156,6 @@ class Background:
             return False
         find_equal([job for job in jobs if job.owner in (None, runtime.rank)])
         renewal = _Renewal(progress.step, progress.last_inverses, keys, jobs)
-        leave_alone_for(renewal)
         renewal.pieces += [self._submit(job, damping) if job.owner in (None, runtime.rank) else [] for job in jobs]
         self._renewal = renewal
         progress.last_inverses = progress.step

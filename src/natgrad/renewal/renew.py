@@ -14,7 +14,7 @@ from torch import Tensor
 from natgrad.curvature import Part, Spec
 from natgrad.linalg import equal_shares, tensor_on
 from natgrad.numerics import triangle
-from natgrad.numerics.products import full_products, quick_products
+from natgrad.numerics.products import full_products
 from natgrad.placement import Layout, Plan, Runtime, narrower
 from natgrad.refresh.sides import READS, Reads, side_of
 from natgrad.renewal.equal import Source, find_equal
@@ -104,9 +104,7 @@ class Job:
         shared = () if self.columns is None else (self.columns,)  # which only curvatures with such parts know
         averages = stack.corrected(blocks, part.reads, part.diagonals)
         warm: dict[str, Any] = {"before": stack.before(part, blocks)} if part.warm else {}
-        side = max((average.shape[-1] for average in averages.values()), default=0)
-        # Some of the products have only a part of the columns.
-        with full_products(stack.device), quick_products(stack.device, side**3 / 8):
+        with full_products(stack.device):
             written, fine = stack.curvature.renew(part.name, averages, damping, *shared, **warm)
         flags = self.keep(blocks, written, fine)
         self.done.update(zip(range(blocks.start, blocks.stop), map(float, flags), strict=True))

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from natgrad.curvature import kernel
 from natgrad.linalg import tensor_on
 from natgrad.numerics.joined import together
-from natgrad.numerics.products import full_products, quick_products
+from natgrad.numerics.products import full_products
 from natgrad.placement import Plan, Runtime
 from natgrad.rows.collected import Collected, joined
 from natgrad.rows.epochs import Epochs
@@ -148,7 +148,7 @@ class Renewal:
         for rank, count in counts.items():
             a, g = A[:, start : start + count], G[:, start : start + count]
             starts = torch.cat([self._drawn(one, rank) for one in alike]).to(stack.device)
-            with full_products(stack.device), quick_products(stack.device):
+            with full_products(stack.device):
                 found.append(stack.curvature.select(a, g, alike[0].share, self.epochs, **options, starts=starts))
             start += count
         chosen = _joined(found)
@@ -210,7 +210,7 @@ class Renewal:
             _write(fresh, "Y", places, _links(chosen, damping), rows)
         if self._owns(some[0]):
             A, G = (fresh.read(name, places)[:, :own].to(stack.work_dtype) for name in ("A", "G"))
-            with full_products(stack.device), quick_products(stack.device):
+            with full_products(stack.device):
                 M, fine = kernel.inverted(A, G, chosen.Y, samples=some[0].samples, damping=damping)
             flags = (fine & chosen.fine & joined([one.finite for one in some], 0)).tolist()
         else:

@@ -17,7 +17,6 @@ from natgrad.curvature import Curvature, Part, Spec
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.numerics.precision import Precision, at_least_float32
-from natgrad.numerics.products import quick_products
 from natgrad.stacks.kept import Kept, along, diagonals, packed_shape, spec_dtype, unpack
 from natgrad.stacks.pieces import even_pieces, within
 from natgrad.stacks.roles import Role
@@ -220,8 +219,7 @@ class Stack:
             known = {spec.name: memory.read(spec.name, blocks) for spec in self.memories}
             fine = W.flatten(1).sum(1).isfinite()
             self.rewrite(blocks, known, self.curvature.remember(known, W), fine)
-        with quick_products(self.device, W.numel() * max(W.shape[-2:])):
-            return self.curvature.solve({**self.solvers(blocks), **known}, W, damping * self.factor)
+        return self.curvature.solve({**self.solvers(blocks), **known}, W, damping * self.factor)
 
     def multiply(self, D: Tensor) -> Tensor:
         """Return F D ``[N, o, i]``, without damping; zero for layers without usable curvature."""
