@@ -241,7 +241,7 @@ class Engine:
             if shown is None or (sums.carries and self._capture.wanted):
                 return
             if ranks > 1:
-                self._runtime.sum_(shown, {"counters": len(shown)})
+                self._runtime.sum_(shown, {"audit": len(shown)})
             audit.compare(shown, ranks)
 
     def _update_factors(self, count: Count | None) -> None:

@@ -350,8 +350,8 @@ class Preconditioner(Engine):
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by kind of message.
 
-        "rows" are of SNGD and HyLo, "replay" of second passes; "padding" evens out FSDP2's shards; "schedule" tells
-        what left early ("pipelined").
+        "rows" are of SNGD and HyLo, "replay" of second passes, "audit" of gradients that are compared; "padding" evens
+        out FSDP2's shards; "schedule" tells what left early ("pipelined").
         """
         return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self._runtime.traffic()}
 

@@ -71,10 +71,10 @@ def test_every_placement(ranks, placement, form, count):
     # gradients each block's ⟨V, W⟩, each layer's readiness and trouble.
     riders = TIMES["factors"] * factors * 2 * layers + TIMES["inverses"] * inverses * 2 * blocks
     riders += TIMES["step"] * gradients * (blocks + 2 * layers)
-    riders += AUDITS * 2 * (count - 1) * audited(network())
     # Where there are workers, all ranks are told once, in float32, whether any has curvature.
     once = 2 * (count - 1) * 4 if gradients else 0
     assert sent["counters"] == riders * BYTES + once
+    assert sent.get("audit", 0) == AUDITS * 2 * (count - 1) * audited(network()) * BYTES
 
 
 def sequence():
@@ -103,9 +103,10 @@ def train_sequence(placement, form):
             foretold[kind] = foretold.get(kind, 0) + TIMES[moment] * elements * BYTES
     foretold["counters"] += 2 * (P - 1) * 4  # once: whether a table serves as a head,
     foretold["counters"] += 2 * (P - 1) * 4 if plan.columns > 1 else 0  # and whether there is curvature
-    foretold["counters"] += AUDITS * 2 * (P - 1) * audited(model) * BYTES
     table = next(work for key, work in plan.layers.items() if not work.alone)
-    return preconditioner.traffic(), foretold, table.sums * BYTES
+    traffic = preconditioner.traffic()
+    assert traffic.pop("audit") == pytest.approx(AUDITS * 2 * (P - 1) / P * audited(model) * BYTES, abs=1)
+    return traffic, foretold, table.sums * BYTES
 
 
 @pytest.mark.parametrize("count", [2, 4])

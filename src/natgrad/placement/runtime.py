@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 from typing import Any
@@ -90,7 +90,8 @@ class Runtime:
         Args:
             message: A contiguous vector of the same size on every rank.
             kinds: How many of its elements are of which kind, for `traffic`.
-            wire: The dtype in which all but "counters", its last elements, travel, if narrower than their own.
+            wire: The dtype in which all but its last elements travel, "counters" and what is audited, if narrower than
+                their own.
         """
         self.post_sum(message, kinds, wire, self.group).wait()
 
@@ -121,12 +122,15 @@ class Runtime:
         The sum of a piece is rounded once, by the rank that made it, which keeps what the others receive: all ranks
         end with the same bits.
         """
-        kind, counters = next(kind for kind in kinds if kind != "counters"), kinds.get("counters", 0)
+        kind, audited = next(iter(kinds)), kinds.get("audit", 0)
+        counters = kinds.get("counters", 0) + audited
         halves = message.split([len(message) - counters, counters])
         narrow, wide = (cut(half, self.ranks) for half in halves)
         layout = Layout(wide=wide.shape[1], narrow=narrow.shape[1], dtype=message.dtype, wire=wire)
         counted = layout.wide * message.element_size()
-        self.count({kind: layout.payload - counted, "counters": counted}, 2 * (self.ranks - 1))
+        own = {"audit": audited * message.element_size() / self.ranks} if audited else {}
+        rest = {kind: layout.payload - counted, "counters": counted - sum(own.values())}
+        self.count({**rest, **own}, 2 * (self.ranks - 1))
         sent = layout.empty(self.ranks, message.device)
         layout.write(sent, wide, [narrow])
         arrived = torch.empty_like(sent)
@@ -293,7 +297,7 @@ class Runtime:
             _all_gather(arrived, message, group)
         return arrived.view(ranks, -1)
 
-    def count(self, kinds: dict[str, int], weight: float = 1.0) -> None:
+    def count(self, kinds: Mapping[str, float], weight: float = 1.0) -> None:
         """Count `weight` bytes for each element of some kinds that this rank has sent."""
         for kind, elements in kinds.items():
             self._sent[kind] = self._sent.get(kind, 0.0) + elements * weight

@@ -111,7 +111,7 @@ class Message:
         early: Whether no statistic needs a gradient. All pieces of a message are alike in this.
         role: What this rank has to do with all of its layers.
         kind: What its sums are counted as.
-        extra: How many numbers travel at its very end in this step alone; nothing may be allocated when this changes.
+        extra: How many audited numbers travel at its very end in this step alone; changed while nothing is allocated.
     """
 
     def __init__(self, pieces: list[Piece], kind: str = "factors", riders: int = 0) -> None:
@@ -164,7 +164,8 @@ class Message:
     @property
     def kinds(self) -> dict[str, int]:
         """How many of its elements are of which kind."""
-        return {self.kind: self.numel - self._counters, "counters": self._counters + self.extra}
+        kinds = {self.kind: self.numel - self._counters, "counters": self._counters}
+        return {**kinds, "audit": self.extra} if self.extra else kinds
 
     def arrived(self, early: Mapping[str, Message] | None = None) -> Iterator[Arrived]:
         """Yield the sums of each piece, with the counters; nothing of a message without them.
