@@ -24,7 +24,7 @@ class Row:
         parameter: Its qualified name.
         shape: Its shape.
         curvature: What approximates its Fisher block; empty when it is left to the optimizer.
-        owners: The rank that does each part of its renewal, or those that share it; None: all do it.
+        owners: The rank that does each part of its renewal; None: all do it.
         share: Its layer's share of the work of a renewal, given on the layer's first parameter.
         time: The share of the time of all steps so far that its layer's curvature took on this rank's host; likewise.
             None before the second step.
@@ -40,7 +40,7 @@ class Row:
     parameter: str
     shape: tuple[int, ...]
     curvature: str = ""
-    owners: dict[str, int | tuple[int, ...] | None] | None = None
+    owners: dict[str, int | None] | None = None
     share: float = 0.0
     time: float | None = None
     bytes: int = 0
@@ -83,7 +83,8 @@ class Explanation(Printed):
         table.add_column("time", justify="right")
         table.add_column("memory", justify="right")
         for row in self.rows:
-            owners = " ".join(f"{part}:{_ranks(owner)}" for part, owner in (row.owners or {}).items())
+            named = {part: "all" if owner is None else owner for part, owner in (row.owners or {}).items()}
+            owners = " ".join(f"{part}:{owner}" for part, owner in named.items())
             table.add_row(
                 escape(row.parameter),
                 "x".join(map(str, row.shape)),
@@ -105,12 +106,6 @@ class Explanation(Printed):
 
     def _summary(self) -> str:
         return f"{self.preconditioned:.1%} of the parameters preconditioned so far, {self.covered:.1%} covered"
-
-
-def _ranks(owner: int | tuple[int, ...] | None) -> str:
-    if owner is None:
-        return "all"
-    return "+".join(map(str, owner)) if isinstance(owner, tuple) else str(owner)
 
 
 def explain(

@@ -8,7 +8,6 @@ gradient block is ``W [N, o, i]``; a Fisher block is ``G [N, o, o]`` ⊗ ``A [N,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from math import isfinite
 
 import torch
@@ -69,21 +68,7 @@ def off_diagonal(matrices: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     return rotated.square().sum((-2, -1)), X.square().sum((-2, -1))
 
 
-def equal_shares(size: int, count: int) -> list[slice]:
-    """Cut the columns of an inverse into slices of equal work.
-
-    Of a symmetric inverse the rows from a column's own on suffice, and the columns c to d cost (d - c)³ up to a factor:
-    what follows the k-th of n cuts is to be a share 1 - k / n of that.
-
-    Args:
-        size: d.
-        count: n, far below d.
-    """
-    cuts = [round(size * (1 - (1 - index / count) ** (1 / 3))) for index in range(count + 1)]
-    return [slice(start, stop) for start, stop in pairwise(cuts)]
-
-
-def damped_inverse(matrices: Tensor, damping: Tensor, columns: slice | None = None) -> tuple[Tensor, Tensor]:
+def damped_inverse(matrices: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     """Invert ``matrices + damping I`` by Cholesky, in float64 where their own dtype fails.
 
     What is indefinite by rounding, as factors in bfloat16 may be, is projected: negative eigenvalues count as zero.
@@ -91,21 +76,19 @@ def damped_inverse(matrices: Tensor, damping: Tensor, columns: slice | None = No
     Args:
         matrices: ``[N, d, d]`` symmetric positive semi-definite; only the lower triangles are read.
         damping: ``[N]``.
-        columns: Which columns of the inverses are wanted, from the diagonal down; None: the whole inverses.
 
     Returns:
-        The inverses ``[N, d, d]`` and whether each succeeded ``[N]`` (bool). What failed holds zeros; with `columns`
-        nothing else means anything. Cost: N d³ multiply-adds; with `columns` a third of that, and their share of the
-        rest.
+        The inverses ``[N, d, d]`` and whether each succeeded ``[N]`` (bool). What failed holds zeros. Cost: N d³
+        multiply-adds.
     """
     diagonal = matrices.diagonal(dim1=-2, dim2=-1)
     undamped = diagonal.clone()
     diagonal.add_(damping[:, None])  # and back below: a copy of the diagonal instead of one of everything
-    inverses, fine = _spd_inverse(matrices, columns)
+    inverses, fine = _spd_inverse(matrices)
     if not bool(fine.all()):
         for index in (~fine).nonzero().flatten().tolist():
             whole = matrices[index : index + 1].double()
-            retried, success = _spd_inverse(whole, columns)
+            retried, success = _spd_inverse(whole)
             if not bool(success):
                 retried, success = _projected_inverse(whole, damping[index])
             fine[index] = success[0]
@@ -120,23 +103,13 @@ def _projected_inverse(damped: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]
     return lapack.symmetric((vectors / values.clamp(min=damping)[:, None, :]) @ vectors.mT), fine
 
 
-def _spd_inverse(matrices: Tensor, columns: slice | None) -> tuple[Tensor, Tensor]:
+def _spd_inverse(matrices: Tensor) -> tuple[Tensor, Tensor]:
     size = matrices.shape[-1]
     factor, info = lapack.cholesky(matrices)
     # cholesky_inverse raises where a diagonal entry is 0, as a failed factorisation may leave it.
     factor.diagonal(dim1=-2, dim2=-1).masked_fill_((info != 0)[:, None], 1)
-    if columns is None:
-        inverses = lapack.invert_by_(factor)[:, :size, :size]
-        return inverses, (info == 0) & inverses.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
-    # What lies below and right of a diagonal entry of the inverse is the inverse of that part's Schur complement, of
-    # which the same part of the Cholesky factor is one.
-    start, width = columns.start, columns.stop - columns.start
-    rest = factor[:, start:, start:]
-    unit = torch.eye(rest.shape[-1], width, dtype=factor.dtype, device=factor.device).expand(len(factor), -1, -1)
-    own = torch.cholesky_solve(unit, rest)[:, : size - start]
-    inverses = torch.zeros_like(matrices)
-    inverses[:, start:, columns] = own
-    return inverses, (info == 0) & own.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
+    inverses = lapack.invert_by_(factor)[:, :size, :size]
+    return inverses, (info == 0) & inverses.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
 
 
 def trace_balance(mean_a: Tensor, mean_g: Tensor) -> Tensor:

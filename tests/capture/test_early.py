@@ -85,7 +85,7 @@ def test_inputs_show_the_same_in_the_forward_pass(name, sides, monkeypatch):
     members = {member.layer.name: (stack, member) for stack in preconditioner._stacks for member in stack.members}
     found = {}
 
-    def foresee(layer, use, observe, passes, sight):
+    def foresee(layer, use, observe, passes):
         stack, member = members[layer]
         (spec,) = (spec for spec in stack.statistics if spec.name in stack.curvature.early)
         shape = member.stop - member.start, *spec.shape

@@ -193,9 +193,9 @@ def keep(placement):
     """Tell how many of the guessed sums live on after each pass, and after each step."""
     alive, original = [], Guesses.make
 
-    def make(self, layer, use, sums, shown):
+    def make(self, layer, use, sums):
         alive.extend(weakref.ref(tensor) for tensor in sums.values())
-        original(self, layer, use, sums, shown)
+        original(self, layer, use, sums)
 
     def count():
         gc.collect()

@@ -1,7 +1,5 @@
 """Packed symmetric matrices unpack to what they were."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import nn
@@ -33,20 +31,6 @@ def test_packing_writes_where_it_is_told_to():
     triangle.pack(matrices, out[1:4])
     assert torch.equal(out[1:4], triangle.pack(matrices))
     assert out[[0, 4]].isnan().all()
-
-
-@pytest.mark.parametrize("cuts", [(0, 7), (0, 3, 7), (0, 1, 2, 6, 7)])
-def test_columns_are_packed_and_put_together_again(cuts):
-    rows = torch.randn(2, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    matrices, whole = rows.mT @ rows, torch.full((2, 7, 7), float("nan"), dtype=torch.float64)
-    sent = 0
-    for start, stop in pairwise(cuts):
-        packed = triangle.pack_columns(matrices, slice(start, stop))
-        assert packed.shape == (2, triangle.columns_length(7, slice(start, stop)))
-        triangle.unpack_columns_(whole, packed, slice(start, stop))
-        sent += packed.shape[1]
-    assert sent == triangle.length(7)
-    assert torch.equal(whole, matrices.tril() + matrices.tril(-1).mT)
 
 
 @pytest.mark.parametrize("form", ["eigen", "inverse"])

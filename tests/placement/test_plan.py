@@ -1,6 +1,5 @@
 """The planner, for up to 4096 ranks without a process: who works for whom, how even it is, and what travels."""
 
-from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from time import perf_counter
@@ -437,30 +436,3 @@ def test_bad_links(name, value):
 def test_bad_names(name):
     with pytest.raises(ValueError, match=r"placement=.* is not allowed"):
         resolve(name)
-
-
-def test_a_factor_that_outweighs_the_rest_is_shared():
-    big = Work(parts={"A": 1000.0**3, "G": 10.0**3}, repeated={"A": 1 / 3}, results={"A": 500_500, "G": 55})
-    small = Work(parts={"A": 600.0**3}, repeated={"A": 1 / 3}, results={"A": 180_300})
-    plan = make_plan(Placement(name="comm-opt"), {"big": big, "small": small}, 4)
-    # Three take 1/3 + 2/9 of the big one each, the fourth the small one: no way ends sooner.
-    assert plan.seats["big"].renewers("A") == (0, 1, 2)
-    assert plan.seats["small"].renewers("A") == (3,)
-    assert max(plan.renewal(rank) for rank in range(4)) == pytest.approx(5 / 9 * 1000.0**3)
-    for placement in ("mem-opt", "reduce-scatter", "dp", "pipelined", "background"):
-        other = make_plan(Placement(name=placement), {"big": big, "small": small}, 4)
-        assert not any(isinstance(owner, tuple) for seat in other.seats.values() for owner in seat.owners.values())
-
-
-@given(
-    sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=12),
-    ranks=st.sampled_from([2, 3, 4, 8, 64]),
-)
-def test_sharing_is_never_slower_than_not(sizes, ranks):
-    whole = {str(i): Work(parts={"A": float(size) ** 3}) for i, size in enumerate(sizes)}
-    shared = {key: replace(work, repeated={"A": 1 / 3}) for key, work in whole.items()}
-    plans = [make_plan(Placement(name="comm-opt"), works, ranks) for works in (whole, shared)]
-    longest = [max(plan.renewal(rank) for rank in range(ranks)) for plan in plans]
-    assert longest[1] <= longest[0] * (1 + 1e-9)
-    for seat in plans[1].seats.values():
-        assert len(set(seat.renewers("A"))) == len(seat.renewers("A")) <= 16

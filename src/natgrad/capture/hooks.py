@@ -25,7 +25,6 @@ from natgrad.capture.early import look_ahead
 from natgrad.capture.pooled import Pooled
 from natgrad.capture.samples import Samples
 from natgrad.capture.saved import Saved, outline, whole
-from natgrad.capture.sightings import Sightings
 from natgrad.capture.taps import EndTap, Forward, LayerTap, RootTap, warn_of_others
 from natgrad.capture.upstream import destination, go_down, mark, marked, sources
 from natgrad.capture.uses import LossTerms, Use
@@ -87,7 +86,7 @@ class Capture:
         self._drew = False  # whether labels were sampled since the last step
         self.sums = Sums([], fused=False)
         self.rows = Collected([], None)
-        self._terms, self._sightings = LossTerms(reductions), Sightings()
+        self._terms = LossTerms(reductions)
         self.seconds = 0.0
         self.ambiguous: Samples | None = None
         weakref.finalize(self, remove_all, self._handles).atexit = False
@@ -252,7 +251,6 @@ class Capture:
         self._forward.began, self._forward.samples, self._forward.was_open = False, 0, False
         self.ambiguous = None
         self._terms.clear()
-        self._sightings.forget()
         self.audit.forget()
         self.sums.reset()
         self.rows.reset()
@@ -306,7 +304,7 @@ class Capture:
         if forward is not None and (self._reductions.of(name) == "tokens" or self._reductions.is_undecided):
             forward.note(name, layer.positions(output))
         if wanted and outer_task == -1 and not primary.reshaped:
-            self.seconds += look_ahead(use, inputs, output, self._terms, self.sums, self._sightings)
+            self.seconds += look_ahead(use, inputs, output, self._terms, self.sums)
         self.audit.keep_output(use, output)
         size, output = output.shape, whole(output)
         output.register_hook(lambda gradient: self._gradient(use, gradient.reshape(size)))
@@ -391,12 +389,10 @@ class Capture:
         if samples == 0 or gradient.numel() == 0:
             return
         rows, gradients = layer.rows(inputs, gradient, samples)
-        # A compiled graph may have put another tensor in the place of one that it has done with.
-        sight = None if use.traced else self._sightings.number(inputs, layer, samples, task)
         if reduction == "tokens":
             counted = gradients.nonzero()
             if counted.device.type != "cpu" or not bool(counted.all()):
-                rows, sight = rows.masked(counted), None
+                rows = rows.masked(counted)
         rows, gradients = (by_sample(each, samples) for each in (rows, gradients))
         scale = 1.0 if self.sampling or reduction == "sum" else float(terms.of_loss[task])
         if curvature.pools:
@@ -405,7 +401,7 @@ class Capture:
                 self._flush(name)
             return
         seen = {"inputs": rows, "gradients": gradients, "scale": scale, **self._looked_at(name)}
-        self.sums.add(name, task, partial(curvature.observe, **seen), use, sight)
+        self.sums.add(name, task, partial(curvature.observe, **seen), use)
         self._count(name, task, rows, samples, layer.positions(gradient))
 
     def _looked_at(self, name: str) -> dict[str, Any]:

@@ -65,9 +65,7 @@ class Part:
         diagonals: Those of the statistics of which the diagonals are enough: it gets ``[N, d]``, in any order.
         writes: What it makes, held until the next renewal.
         cost: Its work in multiply-adds, up to a factor common to all parts.
-        repeated: Where several ranks may share the work, by columns of the one symmetric matrix that is written: the
-            share of it that each has to repeat. None: one rank does it all.
-        warm: Whether it begins with what it has made last (`before` of `Curvature.renew`); then ranks cannot share it.
+        warm: Whether it begins with what it has made last (`before` of `Curvature.renew`).
         restarts: The statistics of which a new running average begins with what it makes.
         everywhere: Whether every worker does it for itself: where the results are larger than the work.
         replayed: Whether it goes on with what a replay has shown; a renewal only begins it.
@@ -78,7 +76,6 @@ class Part:
     writes: tuple[Spec, ...]
     cost: float
     diagonals: tuple[str, ...] = ()
-    repeated: float | None = None
     warm: bool = False
     restarts: tuple[str, ...] = ()
     everywhere: bool = False
@@ -217,7 +214,6 @@ class Curvature(ABC):
         part: str,
         averages: Mapping[str, Tensor],
         damping: float,
-        columns: slice | None = None,
         before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
         """Do a part for some blocks.
@@ -227,7 +223,6 @@ class Curvature(ABC):
             averages: What the part reads ``[N, *shape]``: of statistics the running averages, bias-corrected, or
                 their diagonals.
             damping: γ at this renewal.
-            columns: Of a part that ranks share, which columns are wanted, from the diagonal down; None: all.
             before: What a warm part has written last ``[N, *shape]``, not to be changed; None: it never has.
 
         Returns:

@@ -64,11 +64,10 @@ class InputKFAC(Curvature):
         part: str,
         averages: Mapping[str, Tensor],
         damping: float,
-        columns: slice | None = None,
         before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
         """See `Curvature.renew`."""
-        return self._factors.renew(part, averages, damping, columns, before)
+        return self._factors.renew(part, averages, damping, before)
 
     traced = ("A",)
 

@@ -189,7 +189,6 @@ class KBFGS(Curvature):
         part: str,
         averages: Mapping[str, Tensor],
         damping: float,
-        columns: slice | None = None,
         before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
         """See `Curvature.renew`; `damping` is below 1."""

@@ -186,7 +186,6 @@ class KFAC(Curvature):
                 diagonals=(other,) if balanced else (),
                 writes=side.writes(self._made, name, size),
                 cost=side.cost(size) * _COST[self.form],
-                repeated=side.repeated(self._made) if self.warm is None else None,
                 warm=self.warm is not None and side.matrices,
             )
             for name, other, side, size in (("A", "G", self.A, inputs), ("G", "A", self.G, outputs))
@@ -217,7 +216,6 @@ class KFAC(Curvature):
         part: str,
         averages: Mapping[str, Tensor],
         damping: float,
-        columns: slice | None = None,
         before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
         """See `Curvature.renew`."""
@@ -230,7 +228,7 @@ class KFAC(Curvature):
             means = self.A.mean_eigenvalue(averages["A"]), self.G.mean_eigenvalue(averages["G"])
             pi = linalg.trace_balance(*means)
             share = damping**0.5 * (pi if part == "A" else 1 / pi)
-        return side.invert(factor, share, columns, self.warm, last)
+        return side.invert(factor, share, self.warm, last)
 
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
         """See `Curvature.solve`."""

@@ -69,7 +69,6 @@ class Diagonal(Side):
         self,
         factor: Tensor,
         damping: Tensor,
-        columns: slice | None = None,
         warm: Warm | None = None,
         before: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -178,7 +177,6 @@ class Blocks(Side):
         self,
         factor: Tensor,
         damping: Tensor,
-        columns: slice | None = None,
         warm: Warm | None = None,
         before: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -88,7 +88,6 @@ class RankOne(Curvature):
         part: str,
         averages: Mapping[str, Tensor],
         damping: float,
-        columns: slice | None = None,
         before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
         """See `Curvature.renew`."""

@@ -85,20 +85,15 @@ class Side(ABC):
         """Whether what is made of the factor are matrices, with which the next renewal can begin."""
         return True
 
-    def repeated(self, form: Form) -> float | None:
-        """Return what `Part.repeated` is to be."""
-        return None
-
     @abstractmethod
     def invert(
         self,
         factor: Tensor,
         damping: Tensor,
-        columns: slice | None = None,
         warm: Warm | None = None,
         before: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return ``(factor + damping I)⁻¹`` for a damping ``[N]``, or `columns` of it; and which blocks succeeded.
+        """Return ``(factor + damping I)⁻¹`` for a damping ``[N]``, and which blocks succeeded.
 
         With `warm` it is brought forward from the inverse `before`, where there is one.
         """
@@ -169,21 +164,16 @@ class Full(Side):
         """See `Side.misfit`."""
         return linalg.off_diagonal(factor, vectors)
 
-    def repeated(self, form: Form) -> float | None:
-        """See `Side.repeated`: the Cholesky factor, a third of the inverse."""
-        return 1 / 3 if form == "inverse" else None
-
     def invert(
         self,
         factor: Tensor,
         damping: Tensor,
-        columns: slice | None = None,
         warm: Warm | None = None,
         before: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """See `Side.invert`."""
         if warm is None:
-            inverse, fine = linalg.damped_inverse(factor, damping, columns)
+            inverse, fine = linalg.damped_inverse(factor, damping)
         else:
             inverse, fine = warm.damped_inverse(factor, damping, before)
         return (inverse,), fine

@@ -127,11 +127,10 @@ class TableKFAC(Curvature):
         part: str,
         averages: Mapping[str, Tensor],
         damping: float,
-        columns: slice | None = None,
         before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
         """See `Curvature.renew`."""
-        return self._factors.renew(part, self.merged(averages), damping, columns, before)
+        return self._factors.renew(part, self.merged(averages), damping, before)
 
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
         """See `Curvature.solve`."""

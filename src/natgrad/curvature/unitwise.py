@@ -116,7 +116,6 @@ class UnitWise(Curvature):
         part: str,
         averages: Mapping[str, Tensor],
         damping: float,
-        columns: slice | None = None,
         before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
         """See `Curvature.renew`."""

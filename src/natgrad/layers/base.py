@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -179,11 +179,6 @@ class Layer(ABC):
     def current(self) -> Layer:
         """Return the layer as its module works in the mode it has now: itself, or one that the mode decides on."""
         return self
-
-    @property
-    def sight(self) -> Hashable:
-        """What is equal for layers that make the same rows of the same inputs; None: no other is known to."""
-        return None
 
     @abstractmethod
     def batched(self, inputs: Tensor) -> bool:

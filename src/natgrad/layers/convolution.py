@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable
 from itertools import product
 from math import prod
 from typing import cast
@@ -28,13 +27,6 @@ class ConvolutionLayer(Layer):
     def _count_blocks(self) -> int:
         self._ndim = len(self.module.kernel_size) + 2
         return self.module.groups
-
-    @property
-    def sight(self) -> Hashable:
-        """See `Layer.sight`: the kernel and how it moves."""
-        own = self.module
-        moves = own.kernel_size, own.stride, own.padding, own.dilation, own.padding_mode
-        return type(self), self._columns, self.bias, self.blocks, moves
 
     def batched(self, inputs: Tensor) -> bool:
         """See `Layer.batched`."""

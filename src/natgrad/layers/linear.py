@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
 
 from torch import Tensor, nn
 
@@ -18,11 +17,6 @@ class LinearLayer(Layer):
         """See `Layer.ties`: an embedding looks up rows of the weight."""
         table = other.form == "one-hot" and self.weight and other.slots[0].identity == self.slots[0].identity
         return table or super().ties(other)
-
-    @property
-    def sight(self) -> Hashable:
-        """See `Layer.sight`."""
-        return type(self), self._columns, self.bias
 
     def batched(self, inputs: Tensor) -> bool:
         """See `Layer.batched`: anything but a single vector."""

@@ -10,7 +10,7 @@ with kernel 2 and stride 2, half of it with kernel 4 and stride 2, and as much a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import gcd, prod
@@ -47,11 +47,6 @@ class TransposedConvolutionLayer(ConvolutionLayer):
             return super().align(slot, tensor, blocks)
         own = tensor.unflatten(0, (self.blocks, -1))
         return own, blocks.unflatten(2, (own.shape[1], *self._kernel)).transpose(1, 2)
-
-    @property
-    def sight(self) -> Hashable:
-        """See `Layer.sight`: rows depend on the output's size too."""
-        return None
 
     def _patches(self, maps: Tensor, positions: tuple[int, ...]) -> Rows:
         return PhaseRows(maps, self.module, positions, bias=self.bias)

@@ -77,36 +77,6 @@ def diagonals(packed: Tensor, size: int) -> Tensor:
     return torch.cat([half.diagonal(dim1=1, dim2=2) for half in _halves(packed, size)], 1)
 
 
-def columns_length(size: int, columns: slice) -> int:
-    """Return the number of elements of some columns of a matrix ``[size, size]``, from the diagonal down."""
-    return length(size - columns.start) - length(size - columns.stop)
-
-
-def pack_columns(matrices: Tensor, columns: slice) -> Tensor:
-    """Return some columns of matrices ``[N, d, d]`` from the diagonal down, packed ``[N, columns_length(d)]``."""
-    top, rest = _trapezoid(matrices, columns)
-    return torch.cat([pack(top), rest.flatten(1)], 1)
-
-
-def unpack_columns_(matrices: Tensor, packed: Tensor, columns: slice) -> None:
-    """Write columns that were packed into symmetric matrices ``[N, d, d]``, and the same rows."""
-    top, rest = _trapezoid(matrices, columns)
-    corner = length(top.shape[-1])
-    top.copy_(unpack(packed[:, :corner], top.shape[-1]))
-    rest.copy_(packed[:, corner:].view_as(rest))
-    matrices[:, columns, columns.stop :] = rest.mT
-
-
-def copy_columns_(matrices: Tensor, others: Tensor, columns: slice) -> None:
-    """Copy some columns of others from the diagonal down into symmetric matrices ``[N, d, d]``, and the same rows."""
-    unpack_columns_(matrices, pack_columns(others, columns), columns)
-
-
-def _trapezoid(matrices: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return views of the square on the diagonal, and of what is below it."""
-    return matrices[:, columns, columns], matrices[:, columns.stop :, columns]
-
-
 def _halves(packed: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return views of the left columns ``[N, size, size - n]``, and of the corner ``[N, n, n]`` over them."""
     n = size // 2

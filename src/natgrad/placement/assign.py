@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -14,12 +13,7 @@ from natgrad.placement.plan import Plan, Seat, Work
 
 Key = TypeVar("Key", bound=Hashable)
 
-Owners: TypeAlias = dict[Key, dict[str, "int | tuple[int, ...] | None"]]
-
-# Placements whose workers may share a part, and from which work on (a factor of side 512): below, messages cost more.
-_SHARING = ("comm-opt", "hybrid")
-_LARGE = 512.0**3
-_MOST = 16
+Owners: TypeAlias = dict[Key, dict[str, "int | None"]]
 
 
 def assign(placement: Placement, works: Mapping[Key, Work], ranks: int, seated: Mapping[Key, Seat]) -> Plan[Key]:
@@ -72,26 +66,9 @@ def _columns(
 def _owners(
     plan: Plan[Key], homes: Mapping[Key, int], members: Sequence[Sequence[int]], speeds: Sequence[float]
 ) -> Owners[Key]:
-    """Return the owner of each part, or those who share it: with as much sharing as ends a renewal soonest."""
-    divisible = [part for part in _weights(plan) if _is_divisible(plan, *part)]
-    limits = [inf]
-    if divisible:  # what a rank has to do of the largest part, if so many share it
-        key, part = max(divisible, key=lambda one: plan.weight(*one))
-        counts = range(2, min(_MOST, len(members[0])) + 1)
-        limits += [plan.weight(key, part) * plan.layers[key].share(part, count) for count in counts]
-    found = [_place(plan, homes, members, speeds, limit) for limit in limits]
-    return min(found, key=lambda one: one[0])[1]
-
-
-def _place(
-    plan: Plan[Key],
-    homes: Mapping[Key, int],
-    members: Sequence[Sequence[int]],
-    speeds: Sequence[float],
-    limit: float,
-) -> tuple[float, Owners[Key]]:
-    """Return when the last rank is done, and the owners, if no divisible part is to take a rank longer than `limit`."""
-    placement, weights = plan.placement, _weights(plan)
+    """Return the owner of each part: the worker that will be done with it first, the largest parts first."""
+    placement = plan.placement
+    weights = {(key, part): plan.weight(key, part) for key, work in plan.layers.items() for part in work.parts}
     owners: Owners[Key] = {key: {} for key in plan.layers}
     loads = [_Load(own, [speeds[rank] for rank in own]) for own in members]
     turns = [0] * len(members)
@@ -105,24 +82,9 @@ def _place(
             own = members[homes[key]]
             owners[key][part] = own[turns[homes[key]] % len(own)]
             turns[homes[key]] += 1
-        elif weight > limit and _is_divisible(plan, key, part):
-            counts = range(2, min(_MOST, len(members[0])) + 1)
-            count = next((n for n in counts if weight * work.share(part, n) <= limit), counts[-1])
-            owners[key][part] = load.give_some(weight * work.share(part, count), count)
         else:
             owners[key][part] = load.give(weight)
-    return max(load.end for load in loads), owners
-
-
-def _weights(plan: Plan[Key]) -> dict[tuple[Key, str], float]:
-    return {(key, part): plan.weight(key, part) for key, work in plan.layers.items() for part in work.parts}
-
-
-def _is_divisible(plan: Plan[Key], key: Key, part: str) -> bool:
-    """Tell whether several ranks may share a part."""
-    work, placement = plan.layers[key], plan.placement
-    shares = placement.name in _SHARING and placement.owners == "balanced"
-    return shares and part in work.repeated and work.parts[part] >= _LARGE * work.blocks
+    return owners
 
 
 def _is_cheaper_everywhere(placement: Placement, work: Work, part: str) -> bool:
@@ -153,14 +115,3 @@ class _Load:
         best = int(((self._work + cost) / self._speeds).argmin())
         self.add(best, cost)
         return self._workers[best]
-
-    def give_some(self, cost: float, count: int) -> tuple[int, ...]:
-        """Give work to each of as many as `count`, those that will be done with it first, and return these."""
-        chosen = np.argsort((self._work + cost) / self._speeds, kind="stable")[:count]
-        self._work[chosen] += cost
-        return tuple(sorted(self._workers[index] for index in chosen))
-
-    @property
-    def end(self) -> float:
-        """When the last of them is done."""
-        return float((self._work / self._speeds).max())

@@ -109,9 +109,7 @@ def _inverses(plan: Plan[Key]) -> float:
         layer, own = plan.layers[key], sent[plan.home(key)]
         for part, owner in seat.owners.items():
             if owner is not None:
-                renewers = seat.renewers(part)
-                for rank in renewers:
-                    own[rank] = own.get(rank, 0) + layer.results.get(part, 0) * layer.travels // len(renewers)
+                own[owner] = own.get(owner, 0) + layer.results.get(part, 0) * layer.travels
     # Each owner's results are a message, and all are under way at once; a rank receives those of the others.
     messages = [link.message(_received(own, plan)) for own in sent if own]
     return link.work(work) + max(messages, default=0.0)

@@ -40,7 +40,6 @@ class Work:
     Attributes:
         parts: The work of each part of a renewal, in multiply-adds.
         sums: Elements of its statistics as they travel (triangles).
-        repeated: For those parts that ranks may share, which share of the work each of them repeats.
         replayed: Elements of what a second pass over the batch shows.
         everywhere: Those parts that every worker does for itself.
         results: Elements of what each part makes, as they travel.
@@ -60,7 +59,6 @@ class Work:
 
     parts: Mapping[str, float]
     sums: int = 0
-    repeated: Mapping[str, float] = field(default_factory=dict)
     replayed: int = 0
     everywhere: frozenset[str] = frozenset()
     results: Mapping[str, int] = field(default_factory=dict)
@@ -75,11 +73,6 @@ class Work:
     itemsize: int = 4
     wire: int | None = None
     alone: bool = True
-
-    def share(self, part: str, ranks: int) -> float:
-        """Return which share of a part's work each of some ranks does."""
-        repeated = self.repeated.get(part, 0.0)
-        return repeated + (1 - repeated) / ranks
 
     @property
     def cost(self) -> float:
@@ -98,21 +91,19 @@ class Seat:
 
     Attributes:
         workers: Those that hold what its renewals make, in rising order.
-        owners: For each part the worker that does it, or those that share it; None: every worker does it for itself.
+        owners: For each part the worker that does it; None: every worker does it for itself.
         sums: Who receives the sums: "all" ranks, or the only "worker"; or it sums "alone", of its own samples. Rows of
             samples go to each "worker", or nowhere.
     """
 
     workers: tuple[int, ...]
-    owners: Mapping[str, int | tuple[int, ...] | None]
+    owners: Mapping[str, int | None]
     sums: Literal["all", "worker", "alone"] = "all"
 
     def renewers(self, part: str) -> tuple[int, ...]:
-        """Return the workers that do a part, or some of it."""
+        """Return the workers that do a part."""
         owner = self.owners[part]
-        if owner is None:
-            return self.workers
-        return owner if isinstance(owner, tuple) else (owner,)
+        return self.workers if owner is None else (owner,)
 
 
 @dataclass(frozen=True, repr=False)
@@ -283,9 +274,7 @@ class Plan(Printed, Generic[Key]):
                 if owner is None:
                     everywhere[self.home(key)] += self.weight(key, part)
                     continue
-                renewers = seat.renewers(part)
-                for rank in renewers:
-                    renewals[rank] += self.weight(key, part) * self.layers[key].share(part, len(renewers))
+                renewals[owner] += self.weight(key, part)
         return [own + everywhere[rank % self.columns] for rank, own in enumerate(renewals)]
 
     def weight(self, key: Key, part: str) -> float:

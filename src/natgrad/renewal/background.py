@@ -26,7 +26,6 @@ from natgrad.errors import CurvatureError
 from natgrad.placement import Plan, Runtime
 from natgrad.progress import Progress
 from natgrad.renewal.averages import fold
-from natgrad.renewal.equal import find_equal
 from natgrad.renewal.renew import RAISED, Job, conclude, jobs_of
 from natgrad.stacks.blocks import Stack, unpacked
 from natgrad.sums import Departed, Sums
@@ -154,7 +153,6 @@ class Background:
         jobs = jobs_of(stacks, plan, keys, kept=kept)
         if not jobs:
             return False
-        find_equal([job for job in jobs if job.owner in (None, runtime.rank)])
         renewal = _Renewal(progress.step, progress.last_inverses, keys, jobs)
         renewal.pieces += [self._submit(job, damping) if job.owner in (None, runtime.rank) else [] for job in jobs]
         self._renewal = renewal
@@ -199,7 +197,7 @@ class Background:
             job.stack.allocate_held()
             error, beside = _keep(job, pieces)
             own, self.seconds = own or error, self.seconds + beside
-            success.append(job.take_over())
+            success.append(job.success)
         stopped = conclude(renewal.jobs, success, plan.column(runtime.rank), runtime, watch, wire)
         progress.inverse_updates += 1
         if stopped:
@@ -270,7 +268,7 @@ def _decompose(
     """Do a part for some blocks, in the thread.
 
     What torch may do to products (`products.full_products`) is a setting of the process, which a thread cannot change
-    for itself: while it is at work nobody else takes a quicker routine either.
+    for itself.
     """
     started = perf_counter()
     beside: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from natgrad.curvature import Part, Spec
-from natgrad.linalg import equal_shares, tensor_on
-from natgrad.numerics import triangle
+from natgrad.linalg import tensor_on
 from natgrad.numerics.products import full_products
 from natgrad.placement import Layout, Plan, Runtime, narrower
 from natgrad.refresh.sides import READS, Reads, side_of
-from natgrad.renewal.equal import Source, find_equal
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import along, pack, packed_shape, unpack
 from natgrad.trouble.guard import Watch
@@ -33,8 +31,6 @@ class Job:
     """A part of some neighbouring blocks of a stack, all on one owner; None: on every worker.
 
     Attributes:
-        columns: Which columns of the matrix that is written are this job's, from the diagonal down; None: all of it.
-        equal: The blocks of which nothing is made, with those whose results are theirs too.
         done: What became of each block: above 0 where it succeeded.
     """
 
@@ -43,31 +39,21 @@ class Job:
     part: Part
     start: int
     stop: int
-    columns: slice | None = None
-    equal: dict[int, Source] = field(default_factory=dict)
     done: dict[int, float] = field(default_factory=dict)
 
     def numel(self, spec: Spec) -> int:
         """Return how many elements of a tensor that the part writes travel."""
-        if self.columns is None:
-            return (self.stop - self.start) * prod(packed_shape(spec))
-        return (self.stop - self.start) * triangle.columns_length(spec.shape[-1], self.columns)
+        return (self.stop - self.start) * prod(packed_shape(spec))
 
     def read(self, spec: Spec) -> Tensor:
         """Return what is held of a tensor, as it travels ``[numel(spec)]``."""
         held = self.stack.held.read(spec.name, slice(self.start, self.stop))
-        packed = pack(held, spec) if self.columns is None else triangle.pack_columns(held, self.columns)
-        return packed.reshape(-1)
+        return pack(held, spec).reshape(-1)
 
     def write(self, spec: Spec, values: Tensor) -> None:
         """Hold what has arrived of a tensor."""
-        blocks = slice(self.start, self.stop)
-        if self.columns is None:
-            whole = unpack(values.view(-1, *packed_shape(spec)), spec)
-        else:
-            whole = self.stack.held.read(spec.name, blocks).to(values.dtype, copy=True)
-            triangle.unpack_columns_(whole, values.view(len(whole), -1), self.columns)
-        self.stack.held.write(spec.name, blocks, whole)
+        whole = unpack(values.view(-1, *packed_shape(spec)), spec)
+        self.stack.held.write(spec.name, slice(self.start, self.stop), whole)
 
     @property
     def members(self) -> list[Member]:
@@ -83,10 +69,8 @@ class Job:
         start = self.start
         for stop in range(self.start + 1, self.stop + 1):
             # What is warm begins with what it has made last: with those blocks apart that it never has.
-            ends = stop == self.stop or stop in self.equal or stop - start == step
-            if stop - 1 in self.equal:
-                start = stop
-            elif ends or (self.part.warm and good[stop] != good[start]):
+            ends = stop == self.stop or stop - start == step
+            if ends or (self.part.warm and good[stop] != good[start]):
                 yield slice(start, stop)
                 start = stop
 
@@ -95,27 +79,21 @@ class Job:
         started = perf_counter()
         for blocks in self.pieces():
             self._renew(blocks, damping * self.stack.factor)
-        success = self.take_over()
         self.stack.charge(self.members, perf_counter() - started)
-        return success
+        return self.success
 
     def _renew(self, blocks: slice, damping: float) -> None:
         stack, part = self.stack, self.part
-        shared = () if self.columns is None else (self.columns,)  # which only curvatures with such parts know
         averages = stack.corrected(blocks, part.reads, part.diagonals)
         warm: dict[str, Any] = {"before": stack.before(part, blocks)} if part.warm else {}
         with full_products(stack.device):
-            written, fine = stack.curvature.renew(part.name, averages, damping, *shared, **warm)
+            written, fine = stack.curvature.renew(part.name, averages, damping, **warm)
         flags = self.keep(blocks, written, fine)
         self.done.update(zip(range(blocks.start, blocks.stop), map(float, flags), strict=True))
 
-    def take_over(self) -> list[float]:
-        """Hold what was made of equal blocks, and return what became of each block."""
-        for block, source in self.equal.items():
-            self.done[block] = source.done[source.block]
-            if self.done[block] > 0:
-                for spec in self.part.writes:
-                    self.stack.held.copy_block(spec.name, block, source.stack.held, source.block)
+    @property
+    def success(self) -> list[float]:
+        """What became of each block, once all are done."""
         return [self.done[block] for block in range(self.start, self.stop)]
 
     def keep(self, blocks: slice, written: Sequence[Tensor], fine: Tensor) -> list[bool]:
@@ -123,9 +101,6 @@ class Job:
         held, flags = self.stack.held, [bool(flag) for flag in fine.tolist()]
         for spec, made in zip(self.part.writes, written, strict=True):
             before, fresh = held.read(spec.name, blocks), made
-            if self.columns is not None:
-                fresh = before.to(made.dtype, copy=True)
-                triangle.copy_columns_(fresh, made, self.columns)
             if not all(flags):
                 fresh = torch.where(along(fine, len(spec.shape)), fresh, before)
             held.write(spec.name, blocks, fresh)
@@ -173,7 +148,6 @@ def renew(
     """
     jobs = jobs_of(stacks, plan, keys, kept=kept, reads=reads, replayed=replayed)
     success: list[list[float]] = []
-    find_equal([job for job in jobs if job.owner in (None, runtime.rank)])
     for job in jobs:
         job.stack.allocate_held()
         mine = job.owner in (None, runtime.rank)
@@ -206,14 +180,7 @@ def conclude(
     """
     if len(workers) > 1:
         success = _exchange(jobs, success, workers, runtime, wire)
-    shared: list[list[float]] = []
     for job, numbers in zip(jobs, success, strict=True):
-        if job.columns is not None:
-            # A block is renewed where all who share it have succeeded; the last of them tells.
-            shared.append(numbers)
-            if job.columns.stop < job.part.writes[0].shape[-1]:
-                continue
-            numbers, shared = [min(own) for own in zip(*shared, strict=True)], []  # noqa: PLW2901
         flags = [number > 0 for number in numbers]
         job.stack.renewed(job.part.name, job.start, flags)
         job.stack.restart(job.part, job.start, flags)
@@ -248,18 +215,13 @@ def jobs_of(
                 due = member.layer.key in keys and (member.layer.key, part.name) not in kept
                 if due and begun == replayed:
                     owner = plan.seats[member.layer.key].owners[part.name]
-                    if isinstance(owner, tuple):
-                        shares = equal_shares(part.writes[0].shape[-1], len(owner))
-                        own = zip(owner, shares, strict=True)
-                        jobs += [Job(rank, stack, part, member.start, member.stop, columns) for rank, columns in own]
-                    else:
-                        _append(jobs, Job(owner, stack, part, member.start, member.stop))
+                    _append(jobs, Job(owner, stack, part, member.start, member.stop))
     return jobs
 
 
 def _append(jobs: list[Job], job: Job) -> None:
     """Append `job`, or lengthen the last one by it where they are neighbours."""
-    last = jobs[-1] if jobs and jobs[-1].columns is None else None
+    last = jobs[-1] if jobs else None
     if last and (last.owner, last.stack, last.part, last.stop) == (job.owner, job.stack, job.part, job.start):
         last.stop = job.stop
     else:

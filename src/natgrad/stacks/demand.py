@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from math import prod
 
-import torch
-
 from natgrad.curvature import Curvature, RowCurvature, Spec
 from natgrad.layers import Layer
 from natgrad.numerics.precision import Precision, at_least_float32
@@ -25,8 +23,6 @@ def work(layer: Layer, curvature: Curvature, precision: Precision) -> Work:
     shards, replicated = shares(layer)
     return Work(
         parts={part.name: part.cost * n for part in parts},
-        # Blocks in float16 carry a scale each, which shares of a block would not agree on.
-        repeated={part.name: part.repeated for part in parts if part.repeated is not None and held != torch.float16},
         replayed=n * sum(spec.numel for spec in statistics if spec.name in curvature.replays),
         everywhere=frozenset(part.name for part in parts if part.everywhere),
         sums=n * sum(prod(packed_shape(spec)) for spec in statistics),

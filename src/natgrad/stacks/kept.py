@@ -78,12 +78,6 @@ class Kept(dict[str, Tensor]):
             values = round_stochastically(values, target.dtype, generator)
         target[blocks] = values.to(target.dtype)
 
-    def copy_block(self, name: str, block: int, source: Kept, its: int) -> None:
-        """Write one block of a tensor as another is kept, in the same dtype."""
-        self[name][block] = source[name][its]
-        if name in self._scales:
-            self._scales[name][block] = source._scales[name][its]
-
     def whole(self, name: str, blocks: slice) -> Tensor:
         """Return some blocks of a tensor ``[n, *shape]`` as `read` does, packed ones unpacked."""
         own = self.read(name, blocks)

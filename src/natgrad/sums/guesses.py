@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -17,31 +17,21 @@ class Guesses:
 
     def __init__(self) -> None:
         """Begin with none."""
-        self._open: dict[str, tuple[weakref.ref[object], Mapping[str, Tensor], Hashable]] = {}
-        self._latest: dict[Hashable, str] = {}
+        self._open: dict[str, tuple[weakref.ref[object], Mapping[str, Tensor]]] = {}
         self.proven: set[str] = set()
 
     def begin(self) -> None:
         """Begin the next step."""
         self._open.clear()
-        self._latest.clear()
         self.proven.clear()
 
     def pending(self, layer: str) -> bool:
         """Tell whether there is one of a layer, for a use whose gradient may come yet."""
         return layer in self._open and self._open[layer][0]() is not None
 
-    def make(self, layer: str, use: object, sums: Mapping[str, Tensor], shown: Hashable = None) -> None:
-        """Guess that a use of a layer counts; what it has `shown` is equal for uses with equal sums (None: unknown)."""
-        self._open[layer] = weakref.ref(use), sums, shown
-        self._latest[shown] = layer
-
-    def like(self, shown: Hashable) -> Mapping[str, Tensor]:
-        """Return that of a use that has shown the same, and whose gradient has not come yet; nothing: there is none."""
-        layer = None if shown is None else self._latest.get(shown)
-        if layer is None or layer not in self._open or self._open[layer][2] != shown:
-            return {}
-        return self._open[layer][1]
+    def make(self, layer: str, use: object, sums: Mapping[str, Tensor]) -> None:
+        """Guess that a use of a layer counts."""
+        self._open[layer] = weakref.ref(use), sums
 
     def prove(self, layer: str, use: object) -> Mapping[str, Tensor]:
         """Return that of a use whose gradient has come; nothing, if there is none."""
@@ -58,5 +48,4 @@ class Guesses:
         """Drop all for which no gradient has come, and return their layers."""
         dropped = set(self._open)
         self._open.clear()
-        self._latest.clear()
         return dropped

@@ -23,7 +23,7 @@ without one, no rank sends anything in the forward pass for a while, and sums le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import and_
@@ -167,14 +167,11 @@ class PipelinedSums(Sums):
         first = self._index[layer][0]
         return first >= len(self._travels) if self._messages[first].early else self._measured < _MEASURED
 
-    def foresee(self, layer: str, use: object, observe: ObserveInputs, passes: int, sight: Hashable = None) -> None:
+    def foresee(self, layer: str, use: object, observe: ObserveInputs, passes: int) -> None:
         """Send what has become complete by this use; see `Sums.foresee`."""
-        shown = None if sight is None else (self._kinds[layer], sight)
+        sums = self._summed(layer, observe)
         with self._lock:
-            sums = self._guesses.like(shown)
-        sums = sums or self._summed(layer, observe)
-        with self._lock:
-            self._guesses.make(layer, use, sums, shown)
+            self._guesses.make(layer, use, sums)
             if self._measured < _MEASURED:
                 self._clock.stamp((layer, "early"), self._members[layer][0].device)
             first = self._index[layer][0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Protocol
 
@@ -13,7 +13,6 @@ from natgrad.placement import Posted, Runtime
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import pack
 from natgrad.sums.choice import WHOLE, Choice
-from natgrad.sums.histories import Histories
 from natgrad.sums.messages import Arrived, Departed, Message, Portion, Shares, Tally, neighbours, portion_of
 from natgrad.sums.whole import Whole, alone
 
@@ -68,8 +67,6 @@ class Sums:
         self._open: dict[str, dict[str, Tensor]] = {}  # sums of layers that are not packed yet
         self._filled: set[str] = set()  # the layers that have packed ones
         self._memory = Whole(stacks)
-        self._kinds = {name: _kind(stack) for name, (stack, _) in self._members.items() if stack.curvature.early}
-        self._histories = Histories(self._kinds)
         self.spoilt: Tensor | None = None
         self._stacks = stacks
         self.note_turns()
@@ -161,7 +158,7 @@ class Sums:
         """Tell whether `foresee` is to be given the next use of a layer."""
         return False
 
-    def foresee(self, layer: str, use: object, observe: ObserveInputs, passes: int, sight: Hashable = None) -> None:
+    def foresee(self, layer: str, use: object, observe: ObserveInputs, passes: int) -> None:
         """Take what one use of a layer shows in the forward pass, of which nothing is known but that it may count.
 
         Args:
@@ -169,10 +166,9 @@ class Sums:
             use: The use, until whose gradient comes this is a guess.
             observe: Writes whole sums of the early statistics, as `Curvature.observe_inputs` does.
             passes: The backward passes of the loss since the last step.
-            sight: That of `add`.
         """
 
-    def add(self, layer: str, task: int, observe: Observe, use: object = None, sight: Hashable = None) -> None:
+    def add(self, layer: str, task: int, observe: Observe, use: object = None) -> None:
         """Add what one use of a layer shows; its tally is counted afterwards.
 
         The first use in a backward pass is packed at once, so that no whole matrix outlives the hook. Those that follow
@@ -184,24 +180,17 @@ class Sums:
             task: The backward pass.
             observe: Adds to whole sums, as `Curvature.observe` does.
             use: The use. What it was foreseen to show is taken as it is.
-            sight: What is equal for uses in this pass whose inputs show the same, which is summed up once; None: none.
         """
-        tally, event = self.tallies[layer], None if sight is None else (task, sight)
+        tally = self.tallies[layer]
         again = tally.task == task and tally.rows > 0
         foreseen = {} if again else self._foreseen(layer, use)
         if again or (self._stays_whole(layer) and not foreseen):
-            self._add_whole(layer, observe, self._histories.twin(layer, event))
+            self._add_whole(layer, observe)
         else:
             self._pack(layer)
-            event = None if foreseen else event
-            twin = self._histories.twin(layer, event)
-            equal = {} if twin is None else self._of_inputs(layer, self.of(twin))
-            whole = self._whole(layer, {*foreseen, *equal})
+            whole = self._whole(layer, foreseen)
             observe(whole, first=True)
             self._merge(layer, whole, foreseen)
-            for name, sums in equal.items():
-                self.of(layer)[name].copy_(sums)
-        self._histories.go_on(layer, event)
 
     def counted(self, layer: str, passes: int) -> None:
         """Take that a use of a layer was added and counted.
@@ -218,28 +207,18 @@ class Sums:
         """Return the packed sums that `foresee` has made of a use, which is no guess any more."""
         return {}
 
-    def _add_whole(self, layer: str, observe: Observe, twin: str | None) -> None:
-        """Add what a use shows to the whole sums of a layer, or take of it what a `twin` has whole."""
+    def _add_whole(self, layer: str, observe: Observe) -> None:
+        """Add what a use shows to the whole sums of a layer."""
         begun = layer in self._open
         own = self._open[layer] if begun else self._whole(layer)
-        same = twin is not None and self._stays_whole(twin) == self._stays_whole(layer)  # else others are packed by now
-        equal = self._of_inputs(layer, self._open.get(twin, {})) if twin is not None and same else {}
         try:
-            observe({name: sums for name, sums in own.items() if name not in equal}, first=not begun)
+            observe(own, first=not begun)
         except BaseException:
             if begun:  # who goes on in spite of it may have half of a use there: then none of this step counts
                 for sums in own.values():
                     sums.fill_(torch.nan)
             raise
-        for name, sums in equal.items():
-            own[name].copy_(sums)
         self._open[layer] = own
-
-    def _of_inputs(self, layer: str, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what there is among `sums` that the inputs alone show, as far as it is collected of a layer."""
-        stack, _ = self._members[layer]
-        wanted = {spec.name for spec in portion_of(stack, self._portions[layer])}
-        return {name: sums[name] for name in stack.curvature.early if name in wanted and name in sums}
 
     def _stays_whole(self, layer: str) -> bool:
         """Tell whether all that a layer shows in a step is summed whole, beside the other layers of its stack."""
@@ -258,7 +237,6 @@ class Sums:
         """Add the whole sums of a layer, if there are any, to those that travel."""
         if layer in self._open:
             self._merge(layer, self._open.pop(layer), {})
-            self._histories.go_on(layer, "packed")
 
     def _pack_all(self, message: Message) -> None:
         """Add all whole sums of the layers of a message to it: those of neighbours in one call, where that can be."""
@@ -282,7 +260,6 @@ class Sums:
         for member in members:
             del self._open[member.layer.name]
             self._filled.add(member.layer.name)
-            self._histories.go_on(member.layer.name, "packed")
 
     def _awaits(self, layer: str) -> bool:
         """Tell whether all of a layer's sums are whole, of a stack whose sums are, and travel together."""
@@ -382,16 +359,9 @@ class Sums:
             tally.task = None
         for known in (self._open, self._filled, self._memory):
             known.clear()
-        self._histories.forget()
         self.spoilt = None
         for message in self._messages:
             message.release()
-
-
-def _kind(stack: Stack) -> Hashable:
-    """Return what is equal for stacks of which the same inputs show the same."""
-    early = tuple(spec for spec in stack.statistics if spec.name in stack.curvature.early)
-    return id(stack.curvature), stack.dtype, stack.device, early
 
 
 def _destination(stack: Stack) -> tuple[object, ...]:
