@@ -272,12 +272,14 @@ class Capture:
     def aside(self) -> Iterator[None]:
         """Want statistics meanwhile, and know nothing of it afterwards; to be called between steps."""
         before = partial(self.reset, wanted=self.wanted, rows=self.rows_wanted, choice=self.sums.choice)
+        carried = self.audit.numbers if self.sums.carries else 0
         self.reset(wanted=True, rows=True)
         try:
             with aside(self, seconds=0.0, again=self.again, audit=GradientAudit(off=True)):
                 yield
         finally:
             before()
+            self.sums.carry(carried)
 
     def watch(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
         """Keep the inputs of one use of a layer, or of the one tied to it, until the gradient of its output comes."""
