@@ -28,7 +28,13 @@ GRACE = 5.0  # seconds the other ranks get to end once one has failed
 
 # Imported once by the server that ranks are forked from: each of them would take seconds to import torch. A process has
 # one such server, which is that of `natgrad.training` too.
-PRELOADED = ["torch.distributed.fsdp", "torch.testing", "natgrad.averaging", "natgrad.recipes", "natgrad.training.preload"]
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.testing",
+    "natgrad.averaging",
+    "natgrad.recipes",
+    "natgrad.training.preload",
+]
 
 MOST_THREADS = 200  # of a rank: each group that a run leaves behind keeps some
 
