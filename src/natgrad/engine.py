@@ -116,7 +116,8 @@ class Engine:
             placement, wire = self._structure.plan.placement, self._precision.wire
             summed = [stack for stack in self._stacks if not stack.curvature.rows]
             riders = 0 if self._agenda.budget is None else self._agenda.budget.numbers
-            sums = make_sums(summed, placement, self._runtime, wire, self._scaling.of_captured, riders)
+            names = [layer.name for layer, _ in self._structure.coverage.layers]
+            sums = make_sums(summed, placement, self._runtime, wire, self._scaling.of_captured, riders, names)
             origin = Origin(self._runtime.rank, self._runtime.ranks, placement.name != "dp")
             rows = Collected(row_stacks(self._stacks), wire if self._runtime.ranks > 1 else None, origin)
             self._capture.again = self._damping.tries(self._progress.step)

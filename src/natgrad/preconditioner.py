@@ -16,6 +16,7 @@ from natgrad.arguments import check_arguments, resolve_group, unwrap
 from natgrad.audit import GradientAudit
 from natgrad.call_order import CallOrder
 from natgrad.capture import Capture
+from natgrad.capture.ddp import listen
 from natgrad.compatibility import check_combinations, warn_of_combinations
 from natgrad.curvature import KFAC, Curvature
 from natgrad.damping import Control, Damping, TrustRegion
@@ -199,6 +200,8 @@ class Preconditioner(Engine):
         check_reduction(model, self._runtime, gradients)
         if reduces:
             take_over_reduction(model)
+        elif where.name == "pipelined" and self._runtime.ranks > 1:
+            listen(model, self._capture.reduced)
         self._order = CallOrder(self)
         self._begin()
 

@@ -1,9 +1,15 @@
-"""``placement="pipelined"``: sums leave during the passes; whatever happens, ranks equal one process."""
+"""``placement="pipelined"``: statistics leave during the backward pass; whatever happens, ranks equal one process."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from tests.dense import reference as dense
@@ -11,29 +17,30 @@ from tests.distributed import jobs, sharded_jobs, test_hidden_layers, test_place
 from tests.distributed.jobs import Job, assert_bit_identical, assert_close
 
 STEPS = range(7)
-# A and G of every layer leave alone, as soon as they can: on a link without latency that always pays.
-SINGLY = natgrad.Placement(name="pipelined", bucket=1, link=natgrad.Link(latency=0.0))
-PLACEMENTS = {"one bucket": "pipelined", "a bucket a factor": SINGLY}
+SINGLY = natgrad.Placement(name="pipelined", bucket=1)  # each layer leaves alone
+PLACEMENTS = {"one bucket": "pipelined", "a bucket a layer": SINGLY}
 
 
 class Watched(natgrad.Preconditioner):
-    """Tells how many messages had left before each captured step, and of how many."""
+    """Tells of each captured step how many bytes of statistics had left before it, and how many had after it."""
 
-    departed: list[tuple[int, int]] = []  # noqa: RUF012 - of all of this process
+    left: list[tuple[int, int]] = []  # noqa: RUF012 - of all of this process
 
-    def step(self, count=None):
-        sums = self._capture.sums
-        if self._capture.wanted and self._runtime.ranks > 1:
-            Watched.departed.append((sums.departed, len(sums._messages)))
-        super().step(count)
+    def step(self, *args, **options):
+        before = getattr(self, "sent", 0)
+        early = self.traffic()["factors"]
+        super().step(*args, **options)
+        self.sent = self.traffic()["factors"]
+        if self.sent > before:
+            Watched.left.append((early - before, self.sent - before))
 
 
 def pipelined(function, *args, placement="pipelined"):
     """Call a function of other tests with this placement; return its answer and what left early."""
-    original, Watched.departed = natgrad.Preconditioner, []
+    original, Watched.left = natgrad.Preconditioner, []
     natgrad.Preconditioner = lambda *args, **options: Watched(*args, **options | {"placement": placement})
     try:
-        return function(*args), Watched.departed
+        return function(*args), Watched.left
     finally:
         natgrad.Preconditioner = original
 
@@ -41,39 +48,39 @@ def pipelined(function, *args, placement="pipelined"):
 def run(ranks, count, function, *args, placement="pipelined"):
     """Return the answers of all ranks, and for each what left early."""
     results = ranks.run(count, partial(pipelined, placement=placement), function, *args)
-    return [answer for answer, _ in results], [departed for _, departed in results]
+    return [answer for answer, _ in results], [left for _, left in results]
 
 
-def assert_early(departed, messages=None):
-    """In the second half of the captured steps all messages have left before `step`."""
-    for own in departed:
-        late = own[len(own) // 2 :]
-        assert late, own
-        assert all(left == of for left, of in late), own
-        assert messages is None or all(of == messages for _, of in late), own
+def assert_early(left):
+    """From the second captured step on the larger part has left before `step`."""
+    for own in left:
+        assert own[0][0] == 0
+        assert len(own) > 1
+        assert all(0.5 < early / whole < 1 for early, whole in own[1:]), own
+
+
+def assert_late(left):
+    for own in left:
+        assert all(early == 0 for early, _ in own), own
 
 
 # --- It equals one process --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("form", ["eigen", "inverse"])
-def test_ranks_equal_one_process(ranks, form, count, placement):
-    job = Job(curvature={"form": form})
-    results, departed = run(ranks, count, jobs.train, job, STEPS, placement=PLACEMENTS[placement])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_ranks_equal_one_process(ranks, count, placement):
+    job = Job(curvature={"form": "eigen" if count == 3 else "inverse"})
+    results, left = run(ranks, count, jobs.train, job, STEPS, placement=PLACEMENTS[placement])
     assert_bit_identical(results)
     assert_close(results[0], jobs.train(job, STEPS))
-    if count > 1:
-        assert_early(departed, 6 if placement == "a bucket a factor" else None)
+    (assert_late if placement == "one bucket" else assert_early)(left)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("name", test_placements.MODELS)
-def test_models_of_many_layers(ranks, name, count, placement):
-    results, departed = run(ranks, count, test_placements.train_model, name, STEPS, {}, placement=PLACEMENTS[placement])
-    assert_early(departed)
+def test_models_of_many_layers(ranks, name):
+    results, left = run(ranks, 4, test_placements.train_model, name, STEPS, {}, placement=SINGLY)
+    assert_early(left)
     expected = test_placements.train_model(name, STEPS, {})
     for result in results:
         for key, value in result.items():
@@ -83,92 +90,179 @@ def test_models_of_many_layers(ranks, name, count, placement):
 
 JOBS = {
     "accumulation": Job(micro_batches=3),
-    "no wrapper": Job(wrapped=False, options={"gradients": "reduce"}, micro_batches=3),
     "pooled": Job(curvature={"sharing": "reduce"}),
     "static graph": Job(wrapper={"static_graph": True}),
     "bucket views": Job(wrapper={"gradient_as_bucket_view": True}),
+    "small buckets of DDP": Job(wrapper={"bucket_cap_mb": 1e-4}),
     "every step": Job(refresh={"factors": 1, "inverses": 1}),
 }
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_ways_of_training(ranks, name):
-    results, departed = run(ranks, 2, jobs.train, JOBS[name], STEPS, placement=SINGLY)
+    results, left = run(ranks, 2, jobs.train, JOBS[name], STEPS, placement=SINGLY)
     assert_bit_identical(results)
     assert_close(results[0], jobs.train(Job(curvature=JOBS[name].curvature, refresh=JOBS[name].refresh), STEPS))
-    assert_early(departed)
+    assert_early(left)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("options", [{"wrapped": False}, {}])
-def test_ragged_batches(ranks, count, options):
-    job = Job(ragged=True, options={"gradients": "reduce"}, **options)
-    results, departed = run(ranks, count, jobs.train, job, STEPS, placement=SINGLY)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_gradients_that_natgrad_reduces(ranks, wrapped):
+    job = Job(ragged=True, wrapped=wrapped, options={"gradients": "reduce"}, micro_batches=1)
+    results, left = run(ranks, 2, jobs.train, job, STEPS, placement=SINGLY)
     assert_bit_identical(results)
     assert_close(results[0], jobs.train(Job(), STEPS))
-    assert_early(departed)
-
-
-def test_a_sum_loss(ranks):
-    job = Job(reduction="sum", ragged=True, wrapped=False, options={"gradients": "reduce"}, lr=0.1 / 12)
-    results, departed = run(ranks, 4, jobs.train, job, STEPS)
-    assert_bit_identical(results)
-    assert_close(results[0], jobs.train(Job(reduction="sum", lr=0.1 / 12), STEPS))
-    assert_early(departed)
+    assert_late(left)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_sampled_labels(ranks, parts):
     """They are those that comm-opt draws."""
-    curvature = {"fisher": "sampled", "likelihood": "categorical"}
-    job = Job(curvature=curvature, micro_batches=parts)
-    results, departed = run(ranks, 2, jobs.train, job, STEPS, placement=SINGLY)
+    job = Job(curvature={"fisher": "sampled", "likelihood": "categorical"}, micro_batches=parts)
+    results, left = run(ranks, 2, jobs.train, job, STEPS, placement=SINGLY)
     assert_bit_identical(results)
     assert_close(results[0], ranks.run(2, jobs.train, job, STEPS)[0])
-    assert_early(departed)
+    assert_early(left)
 
 
 @pytest.mark.parametrize("kind", [test_hidden_layers.Attending, test_hidden_layers.Recurrent])
 def test_weights_shared_over_time_and_hidden_projections(ranks, kind):
-    results, departed = run(ranks, 2, test_hidden_layers.train, kind, 5, placement=SINGLY)
+    results, _ = run(ranks, 2, test_hidden_layers.train, kind, 5, placement=SINGLY)
     expected = test_hidden_layers.train(kind, 5)
     for result in results:
         dense.assert_equal(result, expected, 1e-10)
-    assert_early(departed)
 
 
 @pytest.mark.parametrize("options", [{}, {"sharing": "reduce"}])
 def test_tied_weights(ranks, options):
-    results, departed = run(ranks, 2, test_tied.train, options, "mean", False, range(5), placement=SINGLY)
+    results, _ = run(ranks, 2, test_tied.train, options, "mean", False, range(5), placement=SINGLY)
     expected = test_tied.train(options, "mean", False, range(5))
     for result in results:
         dense.assert_equal(result["model"], expected["model"], 1e-10)
-    assert_early(departed)
 
 
 CASES = {
-    "layers": (2, sharded_jobs.Case()),
     "every kind of layer": (2, sharded_jobs.Case(network=sharded_jobs.Zoo)),
-    "accumulation": (2, sharded_jobs.Case(micro_batches=3)),
     "meshes": (4, sharded_jobs.Case(mesh=(2, 2), micro_batches=3)),
-    "checkpointing": (2, sharded_jobs.Case(checkpointing="REENTRANT")),
-    "evaluation": (2, sharded_jobs.Case(evaluate=True)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_fully_sharded(ranks, name):
     count, case = CASES[name]
-    results, departed = run(ranks, count, sharded_jobs.train, case, placement=SINGLY)
+    results, left = run(ranks, count, sharded_jobs.train, case, placement=SINGLY)
     expected = sharded_jobs.train(case)
     assert all(sharded_jobs.error(parameters, expected) <= 1e-10 for parameters in results)
-    assert_early(departed)
+    assert_late(left)
 
 
-@pytest.mark.slow
-def test_a_compiled_model(ranks):
-    """The norm layer, which pools what its uses show, ends no sooner than in `step`: it leaves last."""
-    results, departed = run(ranks, 2, sharded_jobs.train, sharded_jobs.Case(wrapper="compile"), placement=SINGLY)
-    expected = sharded_jobs.train(sharded_jobs.Case())
-    assert all(sharded_jobs.error(parameters, expected) <= 1e-10 for parameters in results)
-    assert departed == [[(0, 1), (5, 6), (5, 6)]] * 2
+# --- What else may happen between two steps ---------------------------------------------------------------------
+
+
+class Branched(nn.Module):
+    """A layer that a pass may go by."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.branch, self.last = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x, use=True):
+        y = self.first(x).tanh()
+        return self.last(self.branch(y).tanh() if use else y)
+
+
+def batches(steps, parts):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(parts, 12, 5, generator=generator, dtype=torch.float64)
+        yield x, torch.randint(3, (parts, 12), generator=generator)
+
+
+def step_by(way, wrapped, scaler, x, y):
+    """Run the passes of a step: `x` ``[parts, samples, 5]``."""
+    rank, count = jobs.place()
+    for part, (inputs, labels) in enumerate(zip(x.chunk(count, 1)[rank], y.chunk(count, 1)[rank], strict=True)):
+        if way == "a pass that is thrown away" and part == 0:
+            cross_entropy(wrapped(2 * inputs), labels).backward()
+            wrapped.zero_grad()
+        use = way != "a branch by ranks" or rank == 0
+        loss = scaler.scale(cross_entropy(wrapped(inputs, use), labels) / len(x))
+        last = part == len(x) - 1
+        alone = way == "no_sync" and not last and count > 1
+        with wrapped.no_sync() if alone else nullcontext():
+            loss.backward()
+
+
+def train(way, placement):
+    torch.manual_seed(0)
+    model = Branched()
+    wrapped = model
+    if dist.is_initialized():
+        wrapped = DistributedDataParallel(model, find_unused_parameters=way == "a branch by ranks", bucket_cap_mb=1e-4)
+        if way == "a hook of the user's":
+            wrapped.register_comm_hook(None, allreduce_hook)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=way == "loss scale")
+    preconditioner = natgrad.Preconditioner(
+        wrapped, damping=0.05, refresh=natgrad.Refresh(factors=2, inverses=3), placement=placement, scaler=scaler
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    early = []
+    for step, (x, y) in enumerate(batches(7, 1 if way == "a branch by ranks" else 3)):
+        if way == "a layer that is frozen" and step == 4:
+            model.branch.requires_grad_(False)
+            if dist.is_initialized():
+                wrapped = DistributedDataParallel(model)
+        optimizer.zero_grad()
+        sent = preconditioner.traffic()["factors"]
+        step_by(way, wrapped, scaler, x, y)
+        early.append(preconditioner.traffic()["factors"] - sent)
+        scaler.unscale_(optimizer)
+        preconditioner.step()
+        scaler.step(optimizer)
+        scaler.update()
+    return [p.detach().clone() for p in model.parameters()], early
+
+
+WAYS = [
+    "synchronised each time",
+    "no_sync",
+    "a pass that is thrown away",
+    "a branch by ranks",
+    "a hook of the user's",
+    "loss scale",
+    "a layer that is frozen",
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:.*frozen.*:natgrad.NatgradWarning")
+def test_what_may_happen_between_two_steps(ranks, way):
+    results = ranks.run(2, train, way, SINGLY)
+    reference = ranks.run(2, train, way, "comm-opt")[0] if way == "a branch by ranks" else train(way, "comm-opt")
+    for parameters, early in results:
+        for value, expected, same in zip(parameters, reference[0], results[0][0], strict=True):
+            assert torch.equal(value, same)
+            torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-11)
+        assert (sum(early) > 0) == (way != "a hook of the user's")
+
+
+def differentiate_too_late():
+    model = Branched()
+    wrapped = DistributedDataParallel(model)
+    preconditioner = natgrad.Preconditioner(wrapped, refresh=natgrad.Refresh(factors=1), placement=SINGLY)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    for last in (False, True):
+        wrapped(x).square().mean().backward()
+        if last:
+            with wrapped.no_sync():
+                wrapped(x).square().mean().backward()
+            with pytest.raises(natgrad.NatgradError, match="must be synchronised"):
+                preconditioner.step()
+        else:
+            preconditioner.step()
+
+
+def test_a_pass_that_comes_too_late_is_refused(ranks):
+    ranks.run(2, differentiate_too_late)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from natgrad.aside import aside
 from natgrad.audit import GradientAudit
 from natgrad.capture import compiled
 from natgrad.capture.again import Chance, Pass, Recording, Repetition
-from natgrad.capture.early import look_ahead
 from natgrad.capture.pooled import Pooled
 from natgrad.capture.samples import Samples
 from natgrad.capture.saved import Saved, outline, whole
@@ -38,7 +38,7 @@ from natgrad.rows import Collected
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.sharding import owners
 from natgrad.stacks.shards import is_sharded
-from natgrad.sums import WHOLE, Choice, Sums
+from natgrad.sums import WHOLE, BucketedSums, Choice, Sums
 from natgrad.sums.messages import Tally
 
 if TYPE_CHECKING:
@@ -305,8 +305,6 @@ class Capture:
         use = Use(primary, layer, curvature, saved, shape, batch, forward, outer_task)
         if forward is not None and (self._reductions.of(name) == "tokens" or self._reductions.is_undecided):
             forward.note(name, layer.positions(output))
-        if wanted and outer_task == -1 and not primary.reshaped:
-            self.seconds += look_ahead(use, inputs, output, self._terms, self.sums)
         self.audit.keep_output(use, output)
         size, output = output.shape, whole(output)
         output.register_hook(lambda gradient: self._gradient(use, gradient.reshape(size)))
@@ -403,7 +401,7 @@ class Capture:
                 self._flush(name)
             return
         seen = {"inputs": rows, "gradients": gradients, "scale": scale, **self._looked_at(name)}
-        self.sums.add(name, task, partial(curvature.observe, **seen), use)
+        self.sums.add(name, task, partial(curvature.observe, **seen))
         self._count(name, task, rows, samples, layer.positions(gradient))
 
     def _looked_at(self, name: str) -> dict[str, Any]:
@@ -434,6 +432,22 @@ class Capture:
         uses = self._uses.get(use.primary.name, ())
         return any(other.inputs is not None for other in uses if not (self.sampling and other is use))
 
+    def reduced(self, bucket: GradBucket) -> None:
+        """Send the statistics to which this pass adds nothing more, now that DDP has reduced a bucket of gradients."""
+        sums = self.sums
+        if not (isinstance(sums, BucketedSums) and self._layers and self.wanted and self._may_leave):
+            return
+        with torch.no_grad():
+            for name in sums.ready(bucket.parameters(), first=bucket.index() == 0):
+                if name in self._pooled:
+                    self._flush(name)
+            sums.leave(len(self.backwards))
+
+    @property
+    def _may_leave(self) -> bool:
+        """Whether nothing but the backward passes says which samples count: the same on all ranks."""
+        return self._reductions.single in ("mean", "sum") and not self._replaying
+
     def _flush(self, name: str) -> None:
         _, curvature = self._layers[name]
         for one_hot, pooled in self._pooled.pop(name).items():
@@ -457,5 +471,3 @@ class Capture:
         beyond = samples > whole or not tokens  # a count of samples says nothing of positions
         before = tally.known(task) if tokens else 0  # a head in pieces
         tally.count(task, whole if inputs.one_hot else min(before + samples, whole), rows, beyond=beyond)
-        if name in self.sums.tallies:
-            self.sums.counted(name, len(self.backwards))

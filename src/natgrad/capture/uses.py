@@ -166,11 +166,6 @@ class LossTerms:
         """Tell whether the terms of a pass are settled."""
         return any(task in own.of_loss or task in own.of_drawn for own in (self._samples, *self._groups.values()))
 
-    def foreseeable(self, use: Use) -> bool:
-        """Tell whether it is known in the forward pass which rows of a use will count, and of how many samples."""
-        undecided = self._reductions.is_undecided
-        return not undecided and self._reductions.of(use.primary.name) != "tokens" and use.batch > 0
-
     def settle(self, use: Use, task: int, gradient: Tensor, *, drawn: bool) -> None:
         """Settle the terms of a pass: see `Terms.settle`."""
         self.of(use.primary.name).settle(use, task, gradient, drawn=drawn)

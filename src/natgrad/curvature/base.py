@@ -92,7 +92,7 @@ class Curvature(ABC):
         rows: Whether it keeps rows and no sums over them (`natgrad.curvature.rows`).
         looks: Which of what the parts write `observe` needs: then only workers can capture.
         live: Which statistics `solve` needs, as they are at that step.
-        early: Which statistics are of the inputs alone, without any gradient, and may be summed in the forward pass.
+        early: Which statistics are of the inputs alone, without any gradient.
         replays: Which statistics are seen again in a replay: the same batch after the optimizer's step.
         multiplies: Which statistics `multiply` needs beside what renewals have made; None: it has no `multiply`.
         diagonals: Which statistics `diagonal` reads; none: there is no such estimate.
@@ -190,23 +190,14 @@ class Curvature(ABC):
 
         Args:
             sums: A tensor ``[n, *shape]`` for each of `statistics`, in a replay for each of `replays`; uninitialised
-                memory when `first`. Those of `early` are missing where `observe_inputs` has seen this use: they are not
-                asked for again. Where they have a clock of their own, either they or all others may be missing.
+                memory when `first`. Where those of `early` have a clock of their own, either they or all others may be
+                missing.
             inputs: The rows a, of as many samples as the loss has terms here (token losses: positions).
             gradients: The rows g of the same samples, times ``1 / scale``.
             scale: What makes `gradients` those of per-sample losses.
             first: Whether nothing was added to `sums` yet.
             held: Those of `looks` ``[n, *shape]``, as they were when the gradient came; None before the first renewal.
         """
-
-    def observe_inputs(self, sums: Mapping[str, Tensor], inputs: Rows) -> None:
-        """Write what one use of a layer shows of its inputs, in the forward pass; for curvatures with any `early`.
-
-        Args:
-            sums: Uninitialised memory ``[n, *shape]`` for each of `early`.
-            inputs: The rows a.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def renew(

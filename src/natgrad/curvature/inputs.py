@@ -55,10 +55,6 @@ class InputKFAC(Curvature):
         if "A" in sums:
             self._factors.A.add_(sums["A"], inputs, scale=1.0, overwrite=first)
 
-    def observe_inputs(self, sums: Mapping[str, Tensor], inputs: Rows) -> None:
-        """See `Curvature.observe_inputs`: A."""
-        self._factors.observe_inputs(sums, inputs)
-
     def renew(
         self,
         part: str,

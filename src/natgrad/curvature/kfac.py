@@ -207,10 +207,6 @@ class KFAC(Curvature):
         if "G" in sums:
             self.G.add_(sums["G"], gradients, scale=scale * scale, overwrite=first)
 
-    def observe_inputs(self, sums: Mapping[str, Tensor], inputs: Rows) -> None:
-        """See `Curvature.observe_inputs`: A."""
-        self.A.add_(sums["A"], inputs, scale=1.0, overwrite=True)
-
     def renew(
         self,
         part: str,

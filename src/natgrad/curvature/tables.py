@@ -118,10 +118,6 @@ class TableKFAC(Curvature):
             Diagonal().add_(sums["D"], inputs, scale=1.0, overwrite=False)
         features.add_(sums["E"], gradients, scale=scale * scale, overwrite=False)
 
-    def observe_inputs(self, sums: Mapping[str, Tensor], inputs: Rows) -> None:
-        """See `Curvature.observe_inputs`: D."""
-        Diagonal().add_(sums["D"], inputs, scale=1.0, overwrite=True)
-
     def renew(
         self,
         part: str,

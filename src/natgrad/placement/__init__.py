@@ -2,7 +2,7 @@
 
 from natgrad.placement.choice import make_plan, step_seconds
 from natgrad.placement.cost import Cycle, Link
-from natgrad.placement.fusion import arrival, cut, fuse, groups
+from natgrad.placement.fusion import cut, groups
 from natgrad.placement.options import Placement, resolve
 from natgrad.placement.plan import Plan, Rows, Seat, Work
 from natgrad.placement.posted import Exchange, Posted
@@ -21,10 +21,8 @@ __all__ = [
     "Runtime",
     "Seat",
     "Work",
-    "arrival",
     "cut",
     "flatten",
-    "fuse",
     "groups",
     "joined",
     "make_plan",

@@ -29,8 +29,8 @@ class Placement:
     - "mem-opt": each layer has one worker. "hybrid" (KAISA, Pauloski 2021): a `fraction` of the ranks.
     - "reduce-scatter" (Osawa 2019): as "mem-opt", but factors travel to their worker only.
     - "dp" (DP-KFAC, Zhang 2022): as "mem-opt", but a layer's only worker builds its factors, of its own samples.
-    - "pipelined" (SPD-KFAC, Shi 2021): as "comm-opt", but A leaves during the forward pass and G during the backward
-      pass, and those that are decomposed sooner than sent are decomposed by every rank.
+    - "pipelined" (after SPD-KFAC, Shi 2021): as "comm-opt", but factors leave during the backward pass, under
+      ``DistributedDataParallel``, and those that are decomposed sooner than sent are decomposed by every rank.
     - "background": as "comm-opt", but renewals happen beside the steps that follow, which go on with what there is.
     - "auto": of "comm-opt", "hybrid" of every fraction, "mem-opt" and "reduce-scatter", which train alike, the one
       whose step costs the least by the model of its `link`; "comm-opt" unless another saves a tenth. It is chosen once,
@@ -44,13 +44,13 @@ class Placement:
         speeds: How fast each rank is compared with the others, the same on every rank, as all that is measured has to
             be; None: all alike.
         costs: Measured work by a layer's key, in any unit, the same on every rank; what is not measured is modelled.
-        bucket: Bytes of sums that leave together ("pipelined").
+        bucket: The most bytes of the factors of several layers that leave together ("pipelined").
         staleness: Steps after which what a renewal has made is used ("background"), by all ranks alike; sooner where
             inverses are due again.
         memory: Bytes of curvature that a rank may hold between two steps: "auto" keeps to it, what is asked for by name
             and holds more is an error. None: any.
-        link: What messages and work cost, the same on every rank. "auto" chooses by it, and it tells what leaves early,
-            and in how many messages ("pipelined"; gradients that natgrad reduces to single workers; their results).
+        link: What messages and work cost, the same on every rank. "auto" chooses by it, and it tells in how many
+            messages gradients leave early that natgrad reduces to single workers, and their results.
         nodes: How many nodes the ranks are on, equally many consecutive ones on each.
         inside: What messages cost among ranks of one node, where that is not what `link` says; None: the same.
 

@@ -1,10 +1,11 @@
 """The raw sums of a step: collected by the hooks in messages, which travel in the step or before it."""
 
+from natgrad.sums.bucketed import BucketedSums as BucketedSums
 from natgrad.sums.choice import WHOLE as WHOLE
 from natgrad.sums.choice import Choice as Choice
+from natgrad.sums.make import make_sums as make_sums
 from natgrad.sums.messages import Arrived as Arrived
 from natgrad.sums.messages import Departed as Departed
-from natgrad.sums.pipelined import make_sums as make_sums
 from natgrad.sums.sums import Sums as Sums
 
-__all__ = ["WHOLE", "Arrived", "Choice", "Departed", "Sums", "make_sums"]
+__all__ = ["WHOLE", "Arrived", "BucketedSums", "Choice", "Departed", "Sums", "make_sums"]

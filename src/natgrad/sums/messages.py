@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -20,8 +19,7 @@ from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import packed_shape
 
 # Of a layer's statistics: all, those that its curvature has from the inputs alone, or those that need a gradient.
-# "inputs" are the early ones too, where no rest follows: the counters of the layer go with them.
-Portion: TypeAlias = Literal["whole", "early", "rest", "inputs"]
+Portion: TypeAlias = Literal["whole", "inputs", "rest"]
 
 # By the layer's name: how much of the terms that its gradients were scaled by counts; what is not in it: all.
 Shares: TypeAlias = Mapping[str, float]
@@ -34,7 +32,7 @@ class Piece:
     Attributes:
         stack: The stack.
         members: The layers.
-        portion: Which statistics. The counters of a layer go with all of them, with the rest or with "inputs".
+        portion: Which statistics.
     """
 
     stack: Stack
@@ -108,7 +106,6 @@ class Message:
     Attributes:
         pieces: Its layers.
         places: In which piece each is.
-        early: Whether no statistic needs a gradient. All pieces of a message are alike in this.
         role: What this rank has to do with all of its layers.
         kind: What its sums are counted as.
         extra: How many audited numbers travel at its very end in this step alone; changed while nothing is allocated.
@@ -125,8 +122,7 @@ class Message:
         self._riders, self.extra = riders, 0
         self.pieces, self.role, self.kind = pieces, pieces[0].stack.role, kind
         self.places = {member.layer.name: index for index, piece in enumerate(pieces) for member in piece.members}
-        self.early = pieces[0].portion == "early"
-        self._counters = (0 if self.early else 2 * len(self.places)) + riders
+        self._counters = 2 * len(self.places) + riders
         self.numel = self._counters + sum(
             (piece.blocks.stop - piece.blocks.start) * prod(packed_shape(spec))
             for piece in pieces
@@ -167,29 +163,19 @@ class Message:
         kinds = {self.kind: self.numel - self._counters, "counters": self._counters}
         return {**kinds, "audit": self.extra} if self.extra else kinds
 
-    def arrived(self, early: Mapping[str, Message] | None = None) -> Iterator[Arrived]:
-        """Yield the sums of each piece, with the counters; nothing of a message without them.
-
-        Args:
-            early: What has brought the early statistics of each layer of which this message has the rest.
-        """
-        if self.early:
-            return
+    def arrived(self) -> Iterator[Arrived]:
+        """Yield the sums of each piece, with the counters."""
         assert self.buffer is not None
         counters, counted = self.buffer[self.numel - self._counters : self.numel - self._riders].view(-1, 2), 0
         for index, piece in enumerate(self.pieces):
-            for other, run in groupby(piece.members, lambda member: _place(early, member)):
-                members = list(run)
-                blocks = slice(members[0].start, members[-1].stop)
-                size, sums = blocks.stop - blocks.start, self.stacked(index, blocks)
-                if other is not None:
-                    sums |= other[0].stacked(other[1], blocks)
-                own = counters[counted : counted + len(members)]
-                counted += len(members)
-                if size != len(members):
-                    repeats = tensor_on(own.device, [member.stop - member.start for member in members])
-                    own = own.repeat_interleave(repeats, dim=0, output_size=size)
-                yield Arrived(piece.stack, blocks, sums, own[:, 0], own[:, 1])
+            blocks, sums = piece.blocks, self.stacked(index, piece.blocks)
+            own = counters[counted : counted + len(piece.members)]
+            counted += len(piece.members)
+            size = blocks.stop - blocks.start
+            if size != len(piece.members):
+                repeats = tensor_on(own.device, [member.stop - member.start for member in piece.members])
+                own = own.repeat_interleave(repeats, dim=0, output_size=size)
+            yield Arrived(piece.stack, blocks, sums, own[:, 0], own[:, 1])
 
     @property
     def riders(self) -> Tensor | None:
@@ -210,18 +196,21 @@ class Message:
         self.buffer, self.views, self._stacked = None, {}, []
         return given
 
-    def twin(self) -> Message:
-        """Return a copy; of what was never allocated one that is not either."""
-        other = Message(self.pieces)
-        if self.buffer is not None:
-            other.allocate().copy_(self.buffer)
-        return other
+    def take_back(self, given: Message) -> None:
+        """Take the buffer of what `give` has returned, or add it to the one there is."""
+        assert given.buffer is not None
+        if self.buffer is None:
+            self.buffer, self.views, self._stacked = given.buffer, given.views, given._stacked
+        else:
+            self.buffer.add_(given.buffer)
 
-    def blank(self) -> Message:
-        """Return one of the same layers, of zeros."""
-        other = Message(self.pieces)
-        other.allocate().zero_()
-        return other
+    def rescale(self, before: float | Tensor, gain: float | Tensor) -> None:
+        """Replace the factor of gradients in sums that were closed with the one `before`."""
+        if isinstance(before, float) and isinstance(gain, float) and before == gain:
+            return
+        for piece in self.pieces:
+            for member in piece.members:
+                _correct(piece, self.views[member.layer.name], gain / before, {}, seen=True)
 
     def close(
         self, tallies: Mapping[str, Tally], shares: Shares, gain: float | Tensor, riders: Sequence[float] = ()
@@ -239,16 +228,6 @@ class Message:
         if self._counters:
             buffer[self.numel - len(counters) : self.numel] = tensor_on(buffer.device, counters, buffer.dtype)
         return buffer
-
-    @property
-    def scaled(self) -> bool:
-        """Whether any of its sums are of gradients that the loss has scaled."""
-        return any(not _drawn(piece.stack) and any(spec.degree for spec in piece.specs) for piece in self.pieces)
-
-    @property
-    def shared(self) -> bool:
-        """Whether anything in it depends on how many positions of the loss count."""
-        return bool(self._counters) or any(spec.counts for piece in self.pieces for spec in piece.specs)
 
 
 class Departed:
@@ -291,8 +270,8 @@ class Departed:
 
 def portion_of(stack: Stack, portion: Portion) -> list[Spec]:
     """Return some of the statistics of a stack."""
-    early, inputs = stack.curvature.early, portion in ("early", "inputs")
-    return [spec for spec in stack.statistics if portion == "whole" or (spec.name in early) == inputs]
+    early = stack.curvature.early
+    return [spec for spec in stack.statistics if portion == "whole" or (spec.name in early) == (portion == "inputs")]
 
 
 def neighbours(layers: Iterable[tuple[Stack, Member, Portion]]) -> list[Piece]:
@@ -312,12 +291,6 @@ def neighbours(layers: Iterable[tuple[Stack, Member, Portion]]) -> list[Piece]:
     return pieces
 
 
-def _place(early: Mapping[str, Message] | None, member: Member) -> tuple[Message, int] | None:
-    """Return the message and the piece that a layer's early statistics came in, if not in the one at hand."""
-    name = member.layer.name
-    return (early[name], early[name].places[name]) if early and name in early else None
-
-
 def _correct(
     piece: Piece, views: dict[str, Tensor], factor: float | Tensor, shares: Mapping[str, float], *, seen: bool
 ) -> None:
@@ -331,7 +304,7 @@ def _correct(
             views[spec.name].zero_()
         elif spec.degree and not plain:
             views[spec.name].mul_(factor**spec.degree)
-        elif spec.counts:
+        elif spec.counts and shares:
             views[spec.name].mul_(shares[spec.mean])
 
 

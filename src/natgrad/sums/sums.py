@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Protocol
 
@@ -16,19 +16,15 @@ from natgrad.sums.choice import WHOLE, Choice
 from natgrad.sums.messages import Arrived, Departed, Message, Portion, Shares, Tally, neighbours, portion_of
 from natgrad.sums.whole import Whole, alone
 
+# What `Sums.close` is given, by the number of backward passes.
+Gain = Callable[[int], "float | Tensor"]
+
 
 class Observe(Protocol):
     """`Curvature.observe` with the rows of one use."""
 
     def __call__(self, sums: Mapping[str, Tensor], *, first: bool) -> None:
         """Add to whole sums ``[n, *shape]``, or write into uninitialised ones."""
-
-
-class ObserveInputs(Protocol):
-    """`Curvature.observe_inputs` with the rows of one use."""
-
-    def __call__(self, sums: Mapping[str, Tensor]) -> None:
-        """Write whole sums ``[n, *shape]``."""
 
 
 class Sums:
@@ -114,10 +110,13 @@ class Sums:
         """
         if self._carrier is not None:
             self._carrier.extra = 0
-        to_all = (message for message in self._messages if message.role.seat.sums == "all")
-        self._carrier = next(to_all, None) if numbers and self._fused else None
+        self._carrier = self._first_carrier if numbers and self._fused else None
         if self._carrier is not None:
             self._carrier.extra = numbers
+
+    @property
+    def _first_carrier(self) -> Message | None:
+        return next((message for message in self._messages if message.role.seat.sums == "all"), None)
 
     @property
     def carries(self) -> bool:
@@ -137,11 +136,6 @@ class Sums:
         """Whether nothing was added since the last step."""
         return not any(tally.rows for tally in self.tallies.values())
 
-    @property
-    def departed(self) -> int:
-        """How many messages have left since the last step."""
-        return 0
-
     def of(self, layer: str) -> dict[str, Tensor]:
         """Return the sums of a layer ``[n, *packed_shape(spec)]``, uninitialised if its tally is at zero."""
         self._pack(layer)
@@ -154,21 +148,7 @@ class Sums:
             views |= message.views[layer]
         return views
 
-    def foresees(self, layer: str) -> bool:
-        """Tell whether `foresee` is to be given the next use of a layer."""
-        return False
-
-    def foresee(self, layer: str, use: object, observe: ObserveInputs, passes: int) -> None:
-        """Take what one use of a layer shows in the forward pass, of which nothing is known but that it may count.
-
-        Args:
-            layer: The layer.
-            use: The use, until whose gradient comes this is a guess.
-            observe: Writes whole sums of the early statistics, as `Curvature.observe_inputs` does.
-            passes: The backward passes of the loss since the last step.
-        """
-
-    def add(self, layer: str, task: int, observe: Observe, use: object = None) -> None:
+    def add(self, layer: str, task: int, observe: Observe) -> None:
         """Add what one use of a layer shows; its tally is counted afterwards.
 
         The first use in a backward pass is packed at once, so that no whole matrix outlives the hook. Those that follow
@@ -179,33 +159,19 @@ class Sums:
             layer: The layer.
             task: The backward pass.
             observe: Adds to whole sums, as `Curvature.observe` does.
-            use: The use. What it was foreseen to show is taken as it is.
         """
         tally = self.tallies[layer]
         again = tally.task == task and tally.rows > 0
-        foreseen = {} if again else self._foreseen(layer, use)
-        if again or (self._stays_whole(layer) and not foreseen):
+        if again or self._stays_whole(layer):
             self._add_whole(layer, observe)
         else:
             self._pack(layer)
-            whole = self._whole(layer, foreseen)
+            whole = self._whole(layer)
             observe(whole, first=True)
-            self._merge(layer, whole, foreseen)
-
-    def counted(self, layer: str, passes: int) -> None:
-        """Take that a use of a layer was added and counted.
-
-        Args:
-            layer: The layer.
-            passes: The backward passes of the loss since the last step.
-        """
+            self._merge(layer, whole)
 
     def abandon(self) -> None:
         """End what is under way: others take the place of these sums; all ranks together."""
-
-    def _foreseen(self, layer: str, use: object) -> Mapping[str, Tensor]:
-        """Return the packed sums that `foresee` has made of a use, which is no guess any more."""
-        return {}
 
     def _add_whole(self, layer: str, observe: Observe) -> None:
         """Add what a use shows to the whole sums of a layer."""
@@ -224,10 +190,10 @@ class Sums:
         """Tell whether all that a layer shows in a step is summed whole, beside the other layers of its stack."""
         return self._memory.takes(self._members[layer][0])
 
-    def _whole(self, layer: str, known: Container[str] = ()) -> dict[str, Tensor]:
-        """Return uninitialised memory for the whole sums of a layer, but for those that are known."""
+    def _whole(self, layer: str) -> dict[str, Tensor]:
+        """Return uninitialised memory for the whole sums of a layer."""
         stack, member = self._members[layer]
-        specs = [spec for spec in portion_of(stack, self._portions[layer]) if spec.name not in known]
+        specs = portion_of(stack, self._portions[layer])
         if self._stays_whole(layer):
             return {spec.name: self._memory.of(stack, spec, member.blocks) for spec in specs}
         like = next(iter(self._views(layer).values()))
@@ -236,7 +202,7 @@ class Sums:
     def _pack(self, layer: str) -> None:
         """Add the whole sums of a layer, if there are any, to those that travel."""
         if layer in self._open:
-            self._merge(layer, self._open.pop(layer), {})
+            self._merge(layer, self._open.pop(layer))
 
     def _pack_all(self, message: Message) -> None:
         """Add all whole sums of the layers of a message to it: those of neighbours in one call, where that can be."""
@@ -266,17 +232,14 @@ class Sums:
         waits = layer in self._open and layer not in self._filled
         return waits and self._stays_whole(layer) and len(self._homes[layer]) == 1
 
-    def _merge(self, layer: str, whole: dict[str, Tensor], packed: Mapping[str, Tensor]) -> None:
+    def _merge(self, layer: str, whole: dict[str, Tensor]) -> None:
         views, overwrite = self._views(layer), layer not in self._filled
         self._filled.add(layer)
         for spec in portion_of(self._members[layer][0], self._portions[layer]):
-            name, target = spec.name, views[spec.name]
-            if overwrite and name in packed:
-                target.copy_(packed[name])
-            elif overwrite and name in whole:
-                pack(whole.pop(name), spec, target)
-            elif name in packed or name in whole:
-                target.add_(packed[name] if name in packed else pack(whole.pop(name), spec))
+            if overwrite:
+                pack(whole.pop(spec.name), spec, views[spec.name])
+            else:
+                views[spec.name].add_(pack(whole.pop(spec.name), spec))
 
     def travel(self, runtime: Runtime, wire: torch.dtype | None) -> None:
         """Sum the closed messages over the ranks, in place.
@@ -286,8 +249,7 @@ class Sums:
             wire: The dtype in which sums travel, if narrower than their own.
         """
         to_workers: dict[object, list[Message]] = {}
-        if self._carrier is not None and self.extra is not None:
-            self._carrier.allocate()[self._carrier.numel :] = self.extra
+        self._load()
         for message in self._messages:
             assert message.buffer is not None
             if message.role.seat.sums == "all":
@@ -296,6 +258,15 @@ class Sums:
                 to_workers.setdefault((message.buffer.dtype, message.buffer.device), []).append(message)
         for messages in to_workers.values():
             runtime.sum_to_([(message.role.server, message.allocate(), message.kinds) for message in messages], wire)
+        self._unload()
+
+    def _load(self) -> None:
+        """Write `extra` behind the message that carries it."""
+        if self._carrier is not None and self.extra is not None:
+            self._carrier.allocate()[self._carrier.numel :] = self.extra
+
+    def _unload(self) -> None:
+        """Read `extra` from the message that has carried it."""
         if self._carrier is not None and self.extra is not None:
             self.extra = self._carrier.allocate()[self._carrier.numel :].clone()
 

@@ -1,0 +1,55 @@
+"""Whose gradients ``DistributedDataParallel`` has just reduced, told by its communication hook."""
+# Without annotations as strings: DDP compares those of its hook with its types.
+
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+Listener = Callable[[GradBucket], None]
+
+
+class _Relay:
+    """What DDP's hook is given: it reduces as DDP does by itself, and tells a listener that may be replaced."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.listener: weakref.WeakMethod[Listener] | None = None
+
+
+_relays: weakref.WeakKeyDictionary[nn.Module, _Relay] = weakref.WeakKeyDictionary()
+
+
+def listen(model: nn.Module, listener: Listener) -> None:
+    """Have a bound method called with each bucket that DDP reduces, in place of the one before.
+
+    Nothing happens where `model` is not wrapped in DDP, or has a communication hook of the user's.
+
+    Args:
+        model: The model, as the user calls it.
+        listener: A bound method, held weakly; called once DDP's own reduction of the bucket has begun.
+    """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if model not in _relays:
+        relay = _Relay(model.process_group)
+        try:
+            model.register_comm_hook(relay, _reduce)
+        except RuntimeError:  # it has one
+            return
+        _relays[model] = relay
+    _relays[model].listener = weakref.WeakMethod(listener)
+
+
+def _reduce(relay: _Relay, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future = allreduce_hook(relay.group, bucket)
+    listener = None if relay.listener is None else relay.listener()
+    if listener is not None:
+        listener(bucket)
+    return future
