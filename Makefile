@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## Compare natural gradient with its rivals on two embedded tasks (about 4 minutes)
+demo: $(READY)  ## Compare natural gradient with its rivals on two embedded tasks (4 to 7 minutes)
 	$(RUN)natgrad compare autoencoder digits --workers 2 --first-seed 100 --out runs/demo
 
 test: $(READY)  ## Run the tests

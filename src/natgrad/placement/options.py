@@ -44,7 +44,8 @@ class Placement:
         speeds: How fast each rank is compared with the others, the same on every rank, as all that is measured has to
             be; None: all alike.
         costs: Measured work by a layer's key, in any unit, the same on every rank; what is not measured is modelled.
-        bucket: The most bytes of the factors of several layers that leave together ("pipelined").
+        bucket: The most bytes of the factors of several layers that leave together ("pipelined"); in a small model they
+            are an eighth of all.
         staleness: Steps after which what a renewal has made is used ("background"), by all ranks alike; sooner where
             inverses are due again.
         memory: Bytes of curvature that a rank may hold between two steps: "auto" keeps to it, what is asked for by name

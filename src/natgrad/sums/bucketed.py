@@ -25,6 +25,10 @@ from natgrad.stacks.blocks import Member, Stack
 from natgrad.sums.messages import Message, Portion, Shares, Tally, neighbours
 from natgrad.sums.sums import Gain, Sums
 
+# All factors are cut into so many buckets or more, where there are as many layers: else those of a small model would
+# all be in the last one.
+_LEAST_BUCKETS = 8
+
 
 @dataclass
 class _Departure:
@@ -81,13 +85,14 @@ class BucketedSums(Sums):
 
     def _laid_out(self, portions: Mapping[str, Portion]) -> list[Message]:
         layers = [(*self._members[name], portions[name]) for name in reversed(self._names) if name in portions]
+        sizes = [Message(neighbours([layer])).numel * narrower(self._wire, layer[0].dtype).itemsize for layer in layers]
+        limit = min(self._bucket, sum(sizes) / _LEAST_BUCKETS)
         buckets: list[list[tuple[Stack, Member, Portion]]] = []
-        size = 0.0
-        for layer in layers:
+        size = 0
+        for layer, own in zip(layers, sizes, strict=True):
             stack = layer[0]
-            own = Message(neighbours([layer])).numel * narrower(self._wire, stack.dtype).itemsize
             last = buckets[-1][-1][0] if buckets else stack
-            fits = size + own <= self._bucket and (last.dtype, last.device) == (stack.dtype, stack.device)
+            fits = size + own <= limit and (last.dtype, last.device) == (stack.dtype, stack.device)
             if buckets and fits:
                 buckets[-1].append(layer)
                 size += own
