@@ -132,22 +132,16 @@ def test_no_matrices(dtype, size):
 @given(
     size=st.sampled_from([127, 128, 256]),
     count=st.integers(1, 3),
-    columns=st.tuples(st.integers(0, 120), st.integers(1, 8)),
     seed=st.integers(0, 100),
 )
 @settings(max_examples=20, deadline=None)
-def test_inverses_are_those_of_the_matrices(size, count, columns, seed):
+def test_inverses_are_those_of_the_matrices(size, count, seed):
     whole, lower = covariances(count, size, torch.float64, seed=seed)
     damping = torch.linspace(0.1, 1, count, dtype=torch.float64)
     expected = torch.linalg.inv(whole + damping[:, None, None] * torch.eye(size, dtype=torch.float64))
     inverses, fine = linalg.damped_inverse(lower, damping)
     assert fine.all()
     torch.testing.assert_close(inverses, expected)
-    wanted = slice(columns[0], sum(columns))
-    some, fine = linalg.damped_inverse(lower, damping, wanted)
-    assert fine.all()
-    assert some.shape == whole.shape
-    torch.testing.assert_close(some[:, wanted.start :, wanted].tril(), expected[:, wanted.start :, wanted].tril())
 
 
 @pytest.mark.parametrize("size", [127, 128])

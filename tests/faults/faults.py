@@ -386,3 +386,104 @@ _add(
     "averaging/test_merge.py::test_paper",
     ("averaging.merge:merge_paper_", "2 * waited / (2 * waited + senders)", "waited / (2 * waited + senders)"),
 )
+_add(
+    "residual_sign",
+    "The residual of the interpolative decomposition has the wrong sign.",
+    "rows/test_kernel.py dense/test_rows.py",
+    ("curvature.kernel:_interpolate", "Q.baddbmm_(L, L.mT, alpha=-1)", "Q.baddbmm_(L, L.mT, alpha=1, beta=-1)"),
+)
+_add(
+    "residual_dropped",
+    "The interpolative decomposition leaves its residual out.",
+    "rows/test_kernel.py dense/test_rows.py",
+    ("curvature.kernel:_interpolate", "Q.baddbmm_(L, L.mT, alpha=-1)", "Q.zero_()"),
+)
+_add(
+    "checkpoint_counters",
+    "A loaded checkpoint does not restore how often factors and decompositions were renewed.",
+    "dense/test_state.py::test_a_resumed_run_is_bit_identical",
+    ("progress:Progress.load_state_dict", "self.factor_updates, self.inverse_updates = (int", "_ = (int"),
+)
+_add(
+    "daso_buffers",
+    "When all nodes are made equal, floating-point buffers are not averaged.",
+    "distributed/test_averaging_base.py::test_synchronize",
+    ("averaging.base:Averager.synchronize", "self._buffers.mean_(0, floats)", "pass"),
+)
+_add(
+    "gradient_subgroup",
+    "Local gradients are averaged over the nodes where they should be over the ranks of a node.",
+    "distributed/test_averaging_base.py::test_gradients_are_averaged_over_the_ranks_of_a_node_that_have_a_batch",
+    ("averaging.gradients:NodeGradients.average_", "runtime = self._grid.inside", "runtime = self._grid.between"),
+)
+_add(
+    "broadcast_skipped",
+    "Workers do not keep the decompositions that others broadcast to them.",
+    "distributed/test_equality.py::test_ranks_equal_one_process",
+    ("renewal.renew:_Parcel.receive", "job.write(spec, values)", "pass"),
+)
+_add(
+    "ragged_gradients",
+    "Gradients of ranks with different numbers of samples are averaged with equal weights.",
+    "distributed/test_equality.py::test_ragged_batches_equal_one_process_when_natgrad_reduces",
+    ("gradients.reduction:reduce_gradients", "1.0 if summed else float(samples) or _UNSEEN", "1.0"),
+)
+_add(
+    "reduce_scatter_rank",
+    "A reduction of factors to their owner leaves out what rank 0 has sent.",
+    "distributed/test_reduce_to_owners.py::test_ranks_equal_one_process",
+    ("placement.runtime:Runtime.sum_to_", "messages[0][1].device):", "messages[0][1].device)[1:]:"),
+)
+_add(
+    "sampled_labels_rank",
+    "All ranks draw the labels of the sampled Fisher from the same random numbers.",
+    "distributed/test_equality.py::test_every_rank_draws_its_own_labels",
+    (
+        "sampling.labels:LabelSampler._generator",
+        "seed_of(self._seed, self._rank, step, draw)",
+        "seed_of(self._seed, 0, step, draw)",
+    ),
+)
+_add(
+    "row_count_local",
+    "HyLo and SNGD divide the kernel by the samples of a rank, not of all ranks.",
+    "distributed/test_rows.py::test_with_all_rows_ranks_make_the_dense_natural_gradient",
+    (
+        "rows.renewal:Renewal._counted",
+        "samples = sum(numbers[len(names) + index] for numbers in found)",
+        "samples = found[0][len(names) + index]",
+    ),
+)
+_add(
+    "dp_all_data",
+    "With data-parallel factors that belong to one owner each, the owner's factors see the samples of all ranks.",
+    "distributed/test_dp.py::test_dp_is_its_definition",
+    ("placement.plan:Plan.captures", 'self.seats[key].sums != "alone" or self.works(key, rank)', "True"),
+    ("sums.sums:Sums.travel", 'message.role.seat.sums == "worker"', 'message.role.seat.sums in ("worker", "alone")'),
+)
+_add(
+    "shards_order",
+    "The shards of a gathered FSDP2 gradient are put together in reverse order of the ranks.",
+    "distributed/test_sharded.py::test_ranks_equal_one_process",
+    (
+        "stacks.shards:gather",
+        "enumerate(runtime.gather(message, kinds, first.group))",
+        "enumerate(runtime.gather(message, kinds, first.group).flip(0))",
+    ),
+)
+_add(
+    "pipelined_increments",
+    "Factors that leave in a second backward pass are counted with the samples of the first pass once more.",
+    "distributed/test_pipelined.py::test_what_may_happen_between_two_steps",
+    (
+        "sums.bucketed:BucketedSums._count_rest",
+        "tally, before = self.tallies[name], self._counted",
+        "tally, before = self.tallies[name], {}",
+    ),
+)
+_add(
+    "pipelined_gain",
+    "Factors that have left early keep the factor that undoes accumulation as it was when they left.",
+    "distributed/test_pipelined.py::test_what_may_happen_between_two_steps",
+    ("sums.bucketed:BucketedSums.travel", "departure.message.rescale(departure.gain, self._gain_now)", "pass"),
+)
