@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from natgrad.curvature.base import Curvature, Part, Spec
 from natgrad.curvature.kfac import KFAC
@@ -129,6 +130,7 @@ class EKFAC(KFAC):
         parts = super().parts(outputs, inputs)
         return tuple(replace(part, restarts=self.live) if f"Q{part.name}" in self.looks else part for part in parts)
 
+    @override
     def observe(
         self,
         sums: Mapping[str, Tensor],
@@ -139,7 +141,6 @@ class EKFAC(KFAC):
         first: bool,
         held: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """See `Curvature.observe`."""
         super().observe(sums, inputs, gradients, scale=scale, first=first)
         if "S" not in sums:
             return

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+from typing_extensions import override
 
 from natgrad.curvature.base import Curvature, Part, Spec
 from natgrad.layers import Rows
@@ -29,8 +30,8 @@ class InputKFAC(Curvature):
         return self._factors.describe(A=self._factors.A)
 
     @property
+    @override
     def factor_decay(self) -> float:
-        """See `Curvature.factor_decay`."""
         return self._factors.factor_decay
 
     def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
@@ -41,6 +42,7 @@ class InputKFAC(Curvature):
         """See `Curvature.parts`: that of A."""
         return tuple(part for part in self._factors.parts(outputs, inputs) if part.name == "A")
 
+    @override
     def observe(
         self,
         sums: Mapping[str, Tensor],
@@ -51,10 +53,10 @@ class InputKFAC(Curvature):
         first: bool,
         held: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """See `Curvature.observe`."""
         if "A" in sums:
             self._factors.A.add_(sums["A"], inputs, scale=1.0, overwrite=first)
 
+    @override
     def renew(
         self,
         part: str,
@@ -62,7 +64,6 @@ class InputKFAC(Curvature):
         damping: float,
         before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
-        """See `Curvature.renew`."""
         return self._factors.renew(part, averages, damping, before)
 
     traced = ("A",)
@@ -76,19 +77,19 @@ class InputKFAC(Curvature):
         """See `Curvature.rotated`: A, as K-FAC's."""
         return tuple(name for name in self._factors.rotated if name == "A")
 
+    @override
     def misfit(self, averages: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
-        """See `Curvature.misfit`."""
         return self._factors.misfit(averages, held)
 
+    @override
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
-        """See `Curvature.solve`."""
         A = self._factors.A
         if "vA" not in held:
             return A.multiply(W, held, "A")
         return A.rotate_back(A.rotate(W, held, "A") / (held["vA"][:, None, :] + damping), held, "A")
 
+    @override
     def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
-        """See `Curvature.multiply`."""
         A = self._factors.A
         if "vA" not in held:
             return A.times(D, averages["A"])

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from natgrad import linalg
 from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
@@ -90,8 +91,8 @@ class KBFGS(Curvature):
         return f"KBFGS(memory={self.limit}, sharing={self.sharing!r})"
 
     @property
+    @override
     def factor_decay(self) -> float:
-        """See `Curvature.factor_decay`."""
         return self._factor_decay
 
     @cached_property
@@ -236,8 +237,8 @@ class KBFGS(Curvature):
         curved = (inner(s, y) > 0)[:, None, None]
         return torch.where(curved, append(S, s), S), torch.where(curved, append(Y, y), Y)
 
+    @override
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
-        """See `Curvature.solve`."""
         mean = held["W"] / held["share"].clamp(min=torch.finfo(W.dtype).tiny)[:, None, None]
         right = linalg.product(mean, held["H_A"])
         if self.limit is None:

@@ -8,6 +8,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
+from typing_extensions import override
 
 from natgrad import linalg
 from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
@@ -123,8 +124,8 @@ class KFAC(Curvature):
         return [f"form={self.form!r}", *warm, f"fisher={self.fisher!r}", f"sharing={self.sharing!r}"]
 
     @property
+    @override
     def factor_decay(self) -> float:
-        """See `Curvature.factor_decay`."""
         return self._factor_decay
 
     def fit(self, layer: Layer) -> Curvature | str:
@@ -191,6 +192,7 @@ class KFAC(Curvature):
             for name, other, side, size in (("A", "G", self.A, inputs), ("G", "A", self.G, outputs))
         )
 
+    @override
     def observe(
         self,
         sums: Mapping[str, Tensor],
@@ -201,12 +203,12 @@ class KFAC(Curvature):
         first: bool,
         held: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """See `Curvature.observe`."""
         if "A" in sums:
             self.A.add_(sums["A"], inputs, scale=1.0, overwrite=first)
         if "G" in sums:
             self.G.add_(sums["G"], gradients, scale=scale * scale, overwrite=first)
 
+    @override
     def renew(
         self,
         part: str,
@@ -214,7 +216,6 @@ class KFAC(Curvature):
         damping: float,
         before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
-        """See `Curvature.renew`."""
         factor, side = averages[part], self.A if part == "A" else self.G
         last = None if before is None else before.get(f"Q{part}", before.get(f"inverse_{part}"))
         if self._made == "eigen":
@@ -226,8 +227,8 @@ class KFAC(Curvature):
             share = damping**0.5 * (pi if part == "A" else 1 / pi)
         return side.invert(factor, share, self.warm, last)
 
+    @override
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
-        """See `Curvature.solve`."""
         A, G = self.A, self.G
         if self._made == "inverse":
             if A == G == Full():
@@ -259,8 +260,8 @@ class KFAC(Curvature):
         sides = {"A": self.A, "G": self.G} if self._made == "eigen" else {}
         return tuple(name for name, side in sides.items() if side.matrices)
 
+    @override
     def misfit(self, averages: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
-        """See `Curvature.misfit`."""
         sides = {"A": self.A, "G": self.G}
         return [sides[name].misfit(averages[name], held[f"Q{name}"]) for name in self.rotated if f"Q{name}" in held]
 

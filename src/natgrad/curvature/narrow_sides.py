@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from natgrad import linalg
 from natgrad.curvature.base import Spec
@@ -21,50 +22,51 @@ from natgrad.numerics.iterative import Warm
 class Diagonal(Side):
     """Second moments alone ``[d]``: the factor's diagonal, whose eigenvectors are the unit vectors."""
 
+    @override
     def __str__(self) -> str:
-        """See `Side`."""
         return "diagonal"
 
     @property
+    @override
     def matrices(self) -> bool:
-        """See `Side.matrices`."""
         return False
 
+    @override
     def statistic(self, name: str, size: int, *, mean: Literal["samples", "rows"], degree: int) -> Spec:
-        """See `Side.statistic`."""
         return Spec(name=name, shape=(size,), mean=mean, degree=degree)
 
+    @override
     def cost(self, size: int) -> float:
-        """See `Side.cost`."""
         return float(size)
 
+    @override
     def writes(self, form: Form, name: str, size: int) -> tuple[Spec, ...]:
-        """See `Side.writes`."""
         return (Spec(name=f"v{name}" if form == "eigen" else f"inverse_{name}", shape=(size,)),)
 
+    @override
     def add_(self, out: Tensor, rows: Rows, *, scale: float, overwrite: bool) -> None:
-        """See `Side.add_`."""
         squares = rows.squares().mul_(scale)
         out.copy_(squares) if overwrite else out.add_(squares)
 
+    @override
     def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
-        """See `Side.add_diagonal_`."""
         factor.add_(diagonal)
 
+    @override
     def diagonal(self, factor: Tensor) -> Tensor:
-        """See `Side.diagonal`."""
         return factor
 
+    @override
     def trace(self, factor: Tensor) -> Tensor:
-        """See `Side.trace`."""
         return factor.sum(-1)
 
+    @override
     def decompose(
         self, factor: Tensor, warm: Warm | None = None, before: Tensor | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """See `Side.decompose`."""
         return (factor,), factor.sum(-1).isfinite()
 
+    @override
     def invert(
         self,
         factor: Tensor,
@@ -72,24 +74,23 @@ class Diagonal(Side):
         warm: Warm | None = None,
         before: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """See `Side.invert`."""
         inverse = (factor + damping[:, None]).reciprocal_()
         return (inverse,), inverse.sum(-1).isfinite()
 
+    @override
     def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        """See `Side.rotate`."""
         return W
 
+    @override
     def rotate_back(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        """See `Side.rotate_back`."""
         return W
 
+    @override
     def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        """See `Side.multiply`."""
         return W * held[f"inverse_{name}"][:, None, :]
 
+    @override
     def times(self, W: Tensor, factor: Tensor) -> Tensor:
-        """See `Side.times`."""
         return W * factor[:, None, :]
 
 
@@ -110,20 +111,20 @@ class Blocks(Side):
         """The number of columns of a block."""
         return ceil(self.size / self.count)
 
+    @override
     def __str__(self) -> str:
-        """See `Side`."""
         return f"in {self.count} blocks of {self.length}"
 
+    @override
     def statistic(self, name: str, size: int, *, mean: Literal["samples", "rows"], degree: int) -> Spec:
-        """See `Side.statistic`."""
         return Spec(name=name, shape=(self.count, self.length, self.length), symmetric=True, mean=mean, degree=degree)
 
+    @override
     def cost(self, size: int) -> float:
-        """See `Side.cost`."""
         return self.count * float(self.length) ** 3
 
+    @override
     def writes(self, form: Form, name: str, size: int) -> tuple[Spec, ...]:
-        """See `Side.writes`."""
         shape = (self.count, self.length, self.length)
         if form == "eigen":
             return (Spec(name=f"Q{name}", shape=shape), Spec(name=f"v{name}", shape=(self.eigenvalues(size),)))
@@ -133,8 +134,8 @@ class Blocks(Side):
         """See `Side.eigenvalues`: with those of what pads the last block."""
         return self.count * self.length
 
+    @override
     def add_(self, out: Tensor, rows: Rows, *, scale: float, overwrite: bool) -> None:
-        """See `Side.add_`."""
         for index, start in enumerate(range(0, self.size, self.length)):
             stop = min(start + self.length, self.size)
             width = stop - start
@@ -144,26 +145,26 @@ class Blocks(Side):
         if overwrite:
             out[:, ceil(self.size / self.length) :].zero_()
 
+    @override
     def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
-        """See `Side.add_diagonal_`."""
         factor.diagonal(dim1=-2, dim2=-1).add_(self._padded(diagonal).unflatten(-1, (self.count, -1)))
 
+    @override
     def diagonal(self, factor: Tensor) -> Tensor:
-        """See `Side.diagonal`."""
         return factor.diagonal(dim1=-2, dim2=-1).flatten(1)[:, : self.size]
 
+    @override
     def trace(self, factor: Tensor) -> Tensor:
-        """See `Side.trace`."""
         return factor.diagonal(dim1=-2, dim2=-1).sum((-2, -1))
 
     def mean_eigenvalue(self, factor: Tensor) -> Tensor:
         """See `Side.mean_eigenvalue`: what pads the last block is no part of it."""
         return (factor if factor.ndim == 2 else self.diagonal(factor)).sum(-1) / self.size
 
+    @override
     def decompose(
         self, factor: Tensor, warm: Warm | None = None, before: Tensor | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """See `Side.decompose`."""
         every, start = factor.flatten(0, 1), None if before is None else before.flatten(0, 1)
         values, vectors, fine = linalg.eigh(every) if warm is None else warm.eigh(every, start)
         return (vectors.view_as(factor), values.view(len(factor), -1)), fine.view(len(factor), -1).all(-1)
@@ -173,6 +174,7 @@ class Blocks(Side):
         off, whole = linalg.off_diagonal(factor.flatten(0, 1), vectors.flatten(0, 1))
         return off.view(len(factor), -1).sum(-1), whole.view(len(factor), -1).sum(-1)
 
+    @override
     def invert(
         self,
         factor: Tensor,
@@ -180,7 +182,6 @@ class Blocks(Side):
         warm: Warm | None = None,
         before: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """See `Side.invert`."""
         every, damping = factor.flatten(0, 1), damping.repeat_interleave(self.count)
         if warm is None:
             inverse, fine = linalg.damped_inverse(every, damping)
@@ -188,20 +189,20 @@ class Blocks(Side):
             inverse, fine = warm.damped_inverse(every, damping, None if before is None else before.flatten(0, 1))
         return (inverse.view_as(factor),), fine.view(len(factor), -1).all(-1)
 
+    @override
     def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        """See `Side.rotate`."""
         return self._times(W, held[f"Q{name}"])
 
+    @override
     def rotate_back(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        """See `Side.rotate_back`."""
         return self._times(W, held[f"Q{name}"].mT)[..., : self.size]
 
+    @override
     def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        """See `Side.multiply`."""
         return self._times(W, held[f"inverse_{name}"])[..., : self.size]
 
+    @override
     def times(self, W: Tensor, factor: Tensor) -> Tensor:
-        """See `Side.times`."""
         return self._times(W, factor)[..., : self.size]
 
     def _times(self, W: Tensor, blocks: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from natgrad import linalg
 from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
@@ -52,8 +53,8 @@ class RankOne(Curvature):
         return f"RankOne(sharing={self.sharing!r})"
 
     @property
+    @override
     def factor_decay(self) -> float:
-        """See `Curvature.factor_decay`."""
         return self._factor_decay
 
     def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
@@ -68,6 +69,7 @@ class RankOne(Curvature):
         written = (Spec(name="mean_a", shape=(inputs,)), Spec(name="mean_g", shape=(outputs,)))
         return (Part(name="ag", reads=("a", "g"), writes=written, cost=float(outputs + inputs)),)
 
+    @override
     def observe(
         self,
         sums: Mapping[str, Tensor],
@@ -78,11 +80,11 @@ class RankOne(Curvature):
         first: bool,
         held: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """See `Curvature.observe`."""
         for name, rows, factor in (("a", inputs, 1.0), ("g", gradients, scale)):
             total = rows.pool().sum(1).to(sums[name].dtype).mul_(factor)
             sums[name].copy_(total) if first else sums[name].add_(total)
 
+    @override
     def renew(
         self,
         part: str,
@@ -90,7 +92,6 @@ class RankOne(Curvature):
         damping: float,
         before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
-        """See `Curvature.renew`."""
         a, g = averages["a"], averages["g"]
         return (a, g), torch.ones(len(a), dtype=torch.bool, device=a.device)
 
@@ -100,8 +101,8 @@ class RankOne(Curvature):
         """See `Curvature.trace`: ``‖ā‖² ‖ḡ‖²``."""
         return averages["a"].square().sum(-1) * averages["g"].square().sum(-1)
 
+    @override
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
-        """See `Curvature.solve`."""
         return linalg.solve_rank_one(W, held["mean_a"], held["mean_g"], damping)
 
     def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from math import ceil, inf
 from typing import Literal, NoReturn, Protocol
 
 from torch import Tensor
+from typing_extensions import override
 
 from natgrad.curvature import kernel
 from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
@@ -186,14 +187,14 @@ class SNGD(RowCurvature):
         """See `RowCurvature.share`: all, as many as the rank with most has."""
         return most
 
+    @override
     def links(self, training: Training) -> bool:
-        """See `RowCurvature.links`."""
         return False
 
+    @override
     def select(
         self, A: Tensor, G: Tensor, count: int, training: Training, *, samples: float, damping: float, starts: Tensor
     ) -> kernel.Selection:
-        """See `RowCurvature.select`."""
         return kernel.every(A, G, count)
 
 
@@ -251,8 +252,8 @@ class HyLo(RowCurvature):
         return f"HyLo(rank={self.rank!r}, method={self.method!r}, fisher={self.fisher!r})"
 
     @property
+    @override
     def nominal(self) -> int:
-        """See `RowCurvature.nominal`."""
         return self.rank if isinstance(self.rank, int) else _NOMINAL
 
     def share(self, samples: float, most: int, ranks: int) -> int:
@@ -265,10 +266,10 @@ class HyLo(RowCurvature):
         """See `RowCurvature.links`: in KID."""
         return training.critical(self.threshold) if self.switches else self.method == "kid"
 
+    @override
     def select(
         self, A: Tensor, G: Tensor, count: int, training: Training, *, samples: float, damping: float, starts: Tensor
     ) -> kernel.Selection:
-        """See `RowCurvature.select`."""
         if self.links(training):
             return kernel.interpolate(A, G, count, samples=samples, damping=damping)
         return kernel.sample(A, G, count, starts=starts)

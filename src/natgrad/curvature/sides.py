@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
+from typing_extensions import override
 
 from natgrad import linalg
 from natgrad.curvature.base import Spec
@@ -119,51 +120,52 @@ class Side(ABC):
 class Full(Side):
     """The whole factor ``[d, d]``."""
 
+    @override
     def __str__(self) -> str:
-        """See `Side`."""
         return ""
 
+    @override
     def statistic(self, name: str, size: int, *, mean: Literal["samples", "rows"], degree: int) -> Spec:
-        """See `Side.statistic`."""
         return Spec(name=name, shape=(size, size), symmetric=True, mean=mean, degree=degree)
 
+    @override
     def cost(self, size: int) -> float:
-        """See `Side.cost`."""
         return float(size) ** 3
 
+    @override
     def writes(self, form: Form, name: str, size: int) -> tuple[Spec, ...]:
-        """See `Side.writes`."""
         if form == "eigen":
             return (Spec(name=f"Q{name}", shape=(size, size)), Spec(name=f"v{name}", shape=(size,)))
         return (Spec(name=f"inverse_{name}", shape=(size, size), symmetric=True),)
 
+    @override
     def add_(self, out: Tensor, rows: Rows, *, scale: float, overwrite: bool) -> None:
-        """See `Side.add_`."""
         rows.add_gram_(out, scale=scale, overwrite=overwrite)
 
+    @override
     def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
-        """See `Side.add_diagonal_`."""
         factor.diagonal(dim1=-2, dim2=-1).add_(diagonal)
 
+    @override
     def diagonal(self, factor: Tensor) -> Tensor:
-        """See `Side.diagonal`."""
         return factor.diagonal(dim1=-2, dim2=-1)
 
+    @override
     def trace(self, factor: Tensor) -> Tensor:
-        """See `Side.trace`."""
         return factor.diagonal(dim1=-2, dim2=-1).sum(-1)
 
+    @override
     def decompose(
         self, factor: Tensor, warm: Warm | None = None, before: Tensor | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """See `Side.decompose`."""
         values, vectors, fine = linalg.eigh(factor) if warm is None else warm.eigh(factor, before)
         return (vectors, values), fine
 
+    @override
     def misfit(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Side.misfit`."""
         return linalg.off_diagonal(factor, vectors)
 
+    @override
     def invert(
         self,
         factor: Tensor,
@@ -171,25 +173,24 @@ class Full(Side):
         warm: Warm | None = None,
         before: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """See `Side.invert`."""
         if warm is None:
             inverse, fine = linalg.damped_inverse(factor, damping)
         else:
             inverse, fine = warm.damped_inverse(factor, damping, before)
         return (inverse,), fine
 
+    @override
     def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        """See `Side.rotate`."""
         return linalg.product(W, held[f"Q{name}"])
 
+    @override
     def rotate_back(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        """See `Side.rotate_back`."""
         return linalg.product(W, held[f"Q{name}"].mT)
 
+    @override
     def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        """See `Side.multiply`."""
         return linalg.product(W, held[f"inverse_{name}"])
 
+    @override
     def times(self, W: Tensor, factor: Tensor) -> Tensor:
-        """See `Side.times`."""
         return linalg.product(W, factor)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from natgrad.curvature.base import Curvature, Part, Spec
 from natgrad.curvature.narrow_sides import Diagonal
@@ -64,8 +65,8 @@ class TableKFAC(Curvature):
         return factors.describe(A=factors.G, G=factors.A)  # of a lookup, the entries are the inputs
 
     @property
+    @override
     def factor_decay(self) -> float:
-        """See `Curvature.factor_decay`."""
         return self._factors.factor_decay
 
     def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
@@ -90,6 +91,7 @@ class TableKFAC(Curvature):
         reads = tuple(spec.name for spec in self.statistics(outputs, inputs))
         return tuple(replace(part, reads=reads, diagonals=()) for part in self._factors.parts(outputs, inputs))
 
+    @override
     def observe(
         self,
         sums: Mapping[str, Tensor],
@@ -100,7 +102,6 @@ class TableKFAC(Curvature):
         first: bool,
         held: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """See `Curvature.observe`."""
         if first:
             for tensor in sums.values():
                 tensor.zero_()
@@ -118,6 +119,7 @@ class TableKFAC(Curvature):
             Diagonal().add_(sums["D"], inputs, scale=1.0, overwrite=False)
         features.add_(sums["E"], gradients, scale=scale * scale, overwrite=False)
 
+    @override
     def renew(
         self,
         part: str,
@@ -125,15 +127,14 @@ class TableKFAC(Curvature):
         damping: float,
         before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
-        """See `Curvature.renew`."""
         return self._factors.renew(part, self.merged(averages), damping, before)
 
+    @override
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
-        """See `Curvature.solve`."""
         return self._factors.solve(held, W, damping)
 
+    @override
     def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
-        """See `Curvature.multiply`."""
         return self._factors.multiply(held, self.merged(averages) if averages else {}, D)
 
     def diagonal(self, averages: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
@@ -154,8 +155,8 @@ class TableKFAC(Curvature):
         """See `Curvature.rotated`: all, where R or C have eigenvectors."""
         return self.traced if self._factors.rotated else ()
 
+    @override
     def misfit(self, averages: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
-        """See `Curvature.misfit`."""
         return self._factors.misfit(self.merged(averages), held)
 
     def merged(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from natgrad import linalg
 from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
@@ -61,8 +62,8 @@ class UnitWise(Curvature):
         return f"UnitWise(form={self.form!r}, fisher={self.fisher!r})"
 
     @property
+    @override
     def factor_decay(self) -> float:
-        """See `Curvature.factor_decay`."""
         return self._factor_decay
 
     def fit(self, layer: Layer) -> Curvature | str:
@@ -79,13 +80,14 @@ class UnitWise(Curvature):
         """
         return (self._spec("F", outputs, inputs),)
 
+    @override
     def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
-        """See `Curvature.parts`."""
         name = "inverse" if self.form == "full" else "fisher"
         written = self._spec(name, outputs, inputs)
         cost = float(outputs * inputs) ** 3 if self.form == "full" else float(written.numel)
         return (Part(name="F", reads=("F",), writes=(written,), cost=cost),)
 
+    @override
     def observe(
         self,
         sums: Mapping[str, Tensor],
@@ -96,7 +98,6 @@ class UnitWise(Curvature):
         first: bool,
         held: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """See `Curvature.observe`."""
         total = sums["F"]
         if self.form == "full":
             gradients.add_gram_(total, scale=scale * scale, overwrite=first)
@@ -111,6 +112,7 @@ class UnitWise(Curvature):
             if total.shape[2] > u.shape[2]:
                 total[..., -1].add_((u[:, :, 0] * u[:, :, 1]).sum(1), alpha=scale * scale)
 
+    @override
     def renew(
         self,
         part: str,
@@ -118,30 +120,29 @@ class UnitWise(Curvature):
         damping: float,
         before: Mapping[str, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], Tensor]:
-        """See `Curvature.renew`."""
         F = averages["F"]
         if self.form == "full":
             inverse, fine = linalg.damped_inverse(F, F.new_full((len(F),), damping))
             return (inverse,), fine
         return (F,), torch.ones(len(F), dtype=torch.bool, device=F.device)
 
+    @override
     def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
-        """See `Curvature.solve`."""
         if self.form == "full":
             columns = W.mT.flatten(1)[:, :, None]
             return linalg.product(held["inverse"], columns).view_as(W.mT).mT
         F = held["fisher"]
         return W / (F + damping) if F.shape == W.shape else linalg.solve_pairs(W, F, damping)
 
+    @override
     def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
-        """See `Curvature.multiply`."""
         if self.form == "full":
             return (averages["F"] @ D.mT.flatten(1)[:, :, None]).view_as(D.mT).mT
         F = held["fisher"]
         return D * F if F.shape == D.shape else linalg.multiply_pairs(D, F)
 
+    @override
     def diagonal(self, averages: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        """See `Curvature.diagonal`."""
         F = averages["F"]
         if self.form != "full":
             return F[..., :inputs]

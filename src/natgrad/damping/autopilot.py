@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import exp, inf, isfinite, log
 from statistics import quantiles
 
+from typing_extensions import override
+
 from natgrad.damping.adaptive import Adaptation, Adaptive, Extent, Outcome
 from natgrad.schedule import check_number
 
@@ -66,8 +68,8 @@ class Autopilot(Adaptive):
         check_number("share", self.share, "a number > 0", minimum=0, strict=True)
         check_number("stride", self.stride, "a number > 0", minimum=0, strict=True)
 
+    @override
     def begin(self) -> _Sized:
-        """See `Adaptive.begin`."""
         return _Sized(self)
 
 

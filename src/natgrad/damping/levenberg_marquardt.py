@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf, isnan, nan
 
+from typing_extensions import override
+
 from natgrad.damping.adaptive import Adaptation, Adaptive, Outcome
 from natgrad.errors import require
 from natgrad.schedule import check_number
@@ -62,8 +64,8 @@ class LevenbergMarquardt(Adaptive):
         check_number("start", self.start, "a number > 0", minimum=0, strict=True)
         require(least <= self.start <= greatest, "start", self.start, f"within bounds={self.bounds}")
 
+    @override
     def begin(self) -> _Search:
-        """See `Adaptive.begin`."""
         return _Search(self)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from natgrad.layers.base import Handle, Layer, Tap
 from natgrad.layers.hidden import HiddenLayer, RevealingForward, rebound, unknown_forward
@@ -50,12 +51,12 @@ def _unknown(module: nn.MultiheadAttention) -> str:
 class _SequenceFirst(LinearLayer):
     """Inputs ``[positions, samples, features]``, or ``[positions, features]`` without a batch: one sample."""
 
+    @override
     def batched(self, inputs: Tensor) -> bool:
-        """See `Layer.batched`."""
         return inputs.ndim == 3
 
+    @override
     def samples(self, inputs: Tensor) -> int:
-        """See `Layer.samples`."""
         return inputs.shape[1] if self.batched(inputs) else 1
 
     def rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> tuple[Rows, Rows]:
@@ -78,8 +79,8 @@ class OutputLayer(_SequenceFirst):
         super().__init__(name, module)
         self._attention = attention
 
+    @override
     def tap(self, tap: Tap) -> list[Handle]:
-        """See `Layer.tap`."""
         return [AttentionForward.reveal(self._attention, "output", tap)]
 
 
@@ -100,8 +101,8 @@ class AttentionForward(RevealingForward):
         functions = {**vars(F), "multi_head_attention_forward": self._attention}
         self._run = rebound(nn.MultiheadAttention.forward, F=SimpleNamespace(**functions))
 
+    @override
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """See `RevealingForward.run`."""
         return self._run(module, *args, **kwargs)
 
     def _attention(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from natgrad.layers.base import Layer
 from natgrad.layers.hidden import HiddenLayer, RevealingForward, rebound, unknown_forward
@@ -41,8 +42,8 @@ class CellForward(RevealingForward):
         )
         self._run = rebound(type(module).forward, _VF=cells)
 
+    @override
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """See `RevealingForward.run`."""
         inputs = args[0] if args else kwargs["input"]
         self._batched = inputs.ndim == 2
         return self._run(module, *args, **kwargs)

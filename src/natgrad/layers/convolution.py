@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from natgrad import gram
 from natgrad.gram.windows import Window
@@ -28,16 +29,16 @@ class ConvolutionLayer(Layer):
         self._ndim = len(self.module.kernel_size) + 2
         return self.module.groups
 
+    @override
     def batched(self, inputs: Tensor) -> bool:
-        """See `Layer.batched`."""
         return inputs.ndim == self._ndim
 
+    @override
     def positions(self, gradients: Tensor) -> int:
-        """See `Layer.positions`."""
         return gradients.numel() // self.module.out_channels
 
+    @override
     def input_rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> Rows:
-        """See `Layer.input_rows`."""
         if not self.weight:
             ones = MatrixRows(inputs.new_empty(self.positions(gradients), 0), samples, bias=True)
             return ones if self.blocks == 1 else _Repeated(ones, self.blocks)
@@ -59,8 +60,8 @@ class ConvolutionLayer(Layer):
         )
         return PatchRows(maps, window, self.module.groups, bias=self.bias)
 
+    @override
     def gradient_rows(self, gradients: Tensor, samples: int) -> Rows:
-        """See `Layer.gradient_rows`."""
         return ChannelRows(gradients if self.batched(gradients) else gradients[None], self.blocks)
 
 
@@ -77,8 +78,8 @@ class KernelRows(Rows):
     def of(self, maps: Tensor, *, bias: bool) -> Rows:
         """Return what the same kernel meets in other `maps`, of the same sizes."""
 
+    @override
     def part(self, start: int, stop: int) -> Rows:
-        """See `Rows.part`."""
         return self.of(self.maps[start:stop], bias=self.bias)
 
     def squares(self) -> Tensor:
@@ -108,12 +109,12 @@ class PatchRows(KernelRows):
         self._spatial = window.positions(tuple(maps.shape[2:]))
         self.positions = prod(self._spatial)
 
+    @override
     def of(self, maps: Tensor, *, bias: bool) -> Rows:
-        """See `KernelRows.of`."""
         return PatchRows(maps, self.window, self.groups, bias=bias)
 
+    @override
     def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        """See `Rows.add_gram_`."""
         gram.add_patch_gram_(
             out,
             self.maps,

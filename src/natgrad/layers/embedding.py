@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from natgrad.layers.base import Layer
 from natgrad.layers.rows import MatrixRows, Rows
@@ -36,17 +37,17 @@ class EmbeddingLayer(Layer):
         """See `Layer.batched`: anything but a single id."""
         return inputs.ndim > 0
 
+    @override
     def positions(self, gradients: Tensor) -> int:
-        """See `Layer.positions`."""
         return gradients.shape[:-1].numel()
 
+    @override
     def rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> tuple[Rows, Rows]:
-        """See `Layer.rows`."""
         looked_up, seen = self.input_rows(inputs, gradients, samples), self.gradient_rows(gradients, samples)
         return looked_up, seen if looked_up.mask is None else seen.masked(looked_up.mask)
 
+    @override
     def input_rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> OneHotRows:
-        """See `Layer.input_rows`."""
         ids, padding = inputs.reshape(samples, -1), self.module.padding_idx
         return OneHotRows(ids, self.outputs, None if padding is None else ids.ne(padding))
 
@@ -67,8 +68,8 @@ class OneHotRows(Rows):
         self.ids, self.size, self.mask = ids, size, mask
         self.samples, self.positions = ids.shape
 
+    @override
     def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        """See `Rows.add_gram_`."""
         if overwrite:
             out.zero_()
         out.diagonal(dim1=-2, dim2=-1).add_(self.squares(), alpha=scale)
@@ -83,14 +84,14 @@ class OneHotRows(Rows):
         weights = self._weights()
         return weights.new_zeros(1, self.samples, self.size).scatter_add_(2, self.ids[None], weights[None])
 
+    @override
     def dense(self) -> Tensor:
-        """See `Rows.dense`."""
         weights = self._weights()[None, :, :, None]
         rows = weights.new_zeros(1, self.samples, self.positions, self.size)
         return rows.scatter_(3, self.ids[None, :, :, None], weights)
 
+    @override
     def masked(self, mask: Tensor) -> OneHotRows:
-        """See `Rows.masked`."""
         return OneHotRows(self.ids, self.size, mask if self.mask is None else mask & self.mask)
 
     def _weights(self) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from natgrad.layers.base import Handle, Slot, Tap, is_trained, qualified
 from natgrad.layers.linear import LinearLayer
@@ -52,8 +53,8 @@ class HiddenLayer(LinearLayer):
             if is_trained(self.module, leaf)
         ]
 
+    @override
     def tap(self, tap: Tap) -> list[Handle]:
-        """See `Layer.tap`."""
         return [self.revealing.reveal(self.module, self.part, tap)]
 
     def rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> tuple[Rows, Rows]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from natgrad.layers.base import Layer, Slot
 from natgrad.layers.rows import MatrixRows, Rows
@@ -22,17 +23,17 @@ class LinearLayer(Layer):
         """See `Layer.batched`: anything but a single vector."""
         return inputs.ndim > 1
 
+    @override
     def positions(self, gradients: Tensor) -> int:
-        """See `Layer.positions`."""
         return gradients.shape[:-1].numel()
 
+    @override
     def input_rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> Rows:
-        """See `Layer.input_rows`."""
         matrix = inputs.flatten(0, -2) if inputs.ndim > 1 else inputs[None]
         return MatrixRows(matrix[:, : self._columns], samples, bias=self.bias)
 
+    @override
     def gradient_rows(self, gradients: Tensor, samples: int) -> Rows:
-        """See `Layer.gradient_rows`."""
         return MatrixRows(gradients.flatten(0, -2) if gradients.ndim > 1 else gradients[None], samples)
 
 
@@ -51,8 +52,8 @@ class Conv1DLayer(LinearLayer):
         """See `Layer.ties`: the rows that an embedding looks up are columns here."""
         return Layer.ties(self, other)
 
+    @override
     def align(self, slot: Slot, tensor: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Layer.align`."""
         return super().align(slot, tensor, blocks) if slot.leaf == "bias" else (tensor, blocks[0].mT)
 
 

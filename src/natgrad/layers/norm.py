@@ -12,6 +12,7 @@ from copy import copy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from natgrad.layers.base import Layer
 from natgrad.layers.rows import CoefficientRows, DenseRows, Rows
@@ -33,8 +34,8 @@ class NormLayer(Layer):
         self.inputs = self._columns + int(self.bias)
         self._place_slots()
 
+    @override
     def positions(self, gradients: Tensor) -> int:
-        """See `Layer.positions`."""
         return gradients.numel() // self.outputs
 
     def rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> tuple[Rows, Rows]:
@@ -147,8 +148,8 @@ class InstanceNormLayer(BatchNormLayer):
 
     module: nn.modules.instancenorm._InstanceNorm  # type: ignore[assignment]
 
+    @override
     def batched(self, inputs: Tensor) -> bool:
-        """See `Layer.batched`."""
         unbatched: int = self.module._get_no_batch_dim()
         return inputs.ndim != unbatched
 

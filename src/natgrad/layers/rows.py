@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from natgrad import gram
 
@@ -97,20 +98,20 @@ class DenseRows(Rows):
         self.values, self.one_hot, self._rounding = values, one_hot, rounding
         self.samples, self.positions = values.shape[1], values.shape[2]
 
+    @override
     def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        """See `Rows.add_gram_`."""
         gram.add_row_gram_(out, self.values.flatten(1, 2), scale=scale, overwrite=overwrite)
 
+    @override
     def rounding(self) -> Tensor:
-        """See `Rows.rounding`."""
         return super().rounding() if self._rounding is None else self._rounding
 
+    @override
     def pool(self) -> Tensor:
-        """See `Rows.pool`."""
         return sum_up(self.values, 2)
 
+    @override
     def dense(self) -> Tensor:
-        """See `Rows.dense`."""
         return self.values
 
 
@@ -122,32 +123,32 @@ class MatrixRows(Rows):
         self.matrix, self.bias = matrix, bias
         self.samples, self.positions = samples, matrix.shape[0] // max(1, samples)
 
+    @override
     def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        """See `Rows.add_gram_`."""
         gram.add_row_gram_(out[0], self.matrix, scale=scale, bias=self.bias, overwrite=overwrite)
 
+    @override
     def squares(self) -> Tensor:
-        """See `Rows.squares`."""
         squares = sum_squares(self.matrix, 0)
         return with_constant(squares, len(self.matrix))[None] if self.bias else squares[None]
 
+    @override
     def narrow(self, start: int, stop: int) -> Rows:
-        """See `Rows.narrow`."""
         bias = self.bias and stop > self.matrix.shape[1]
         return MatrixRows(self.matrix[:, start:stop], self.samples, bias=bias)
 
+    @override
     def part(self, start: int, stop: int) -> Rows:
-        """See `Rows.part`."""
         rows = self.matrix[start * self.positions : stop * self.positions]
         return MatrixRows(rows, stop - start, bias=self.bias)
 
+    @override
     def pool(self) -> Tensor:
-        """See `Rows.pool`."""
         pooled = sum_up(self.matrix.view(self.samples, self.positions, -1), 1)
         return with_constant(pooled, self.positions)[None] if self.bias else pooled[None]
 
+    @override
     def dense(self) -> Tensor:
-        """See `Rows.dense`."""
         matrix = with_constant(self.matrix, 1) if self.bias else self.matrix
         return matrix.view(1, self.samples, self.positions, -1)
 
@@ -160,28 +161,28 @@ class ChannelRows(Rows):
         self.maps, self.blocks = maps, blocks
         self.samples, self.positions = maps.shape[0], maps.shape[2:].numel()
 
+    @override
     def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        """See `Rows.add_gram_`."""
         gram.add_channel_gram_(out, self.maps, scale=scale, overwrite=overwrite)
 
+    @override
     def squares(self) -> Tensor:
-        """See `Rows.squares`."""
         return sum_squares(self.maps, (0, *range(2, self.maps.ndim))).view(self.blocks, -1)
 
+    @override
     def narrow(self, start: int, stop: int) -> Rows:
-        """See `Rows.narrow`."""
         return ChannelRows(self.maps.unflatten(1, (self.blocks, -1))[:, :, start:stop].flatten(1, 2), self.blocks)
 
+    @override
     def part(self, start: int, stop: int) -> Rows:
-        """See `Rows.part`."""
         return ChannelRows(self.maps[start:stop], self.blocks)
 
+    @override
     def pool(self) -> Tensor:
-        """See `Rows.pool`."""
         return sum_up(self.dense(), 2)
 
+    @override
     def dense(self) -> Tensor:
-        """See `Rows.dense`."""
         rows: Tensor = self.maps.flatten(2).unflatten(1, (self.blocks, -1)).permute(1, 0, 3, 2)
         return rows
 
@@ -194,20 +195,20 @@ class CoefficientRows(Rows):
         self.columns = [column for column in columns if column is not None]
         self.samples, self.positions = self.columns[0].shape[1:3]
 
+    @override
     def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        """See `Rows.add_gram_`."""
         DenseRows(self.dense()).add_gram_(out, scale=scale, overwrite=overwrite)
 
+    @override
     def pool(self) -> Tensor:
-        """See `Rows.pool`."""
         return torch.cat([sum_up(column, 2) for column in self.columns], -1)
 
+    @override
     def dense(self) -> Tensor:
-        """See `Rows.dense`."""
         return torch.cat(self.columns, -1)
 
+    @override
     def nonzero(self) -> Tensor:
-        """See `Rows.nonzero`."""
         return self.columns[-1].abs().amax(-1).amax(0).ne(0)
 
 

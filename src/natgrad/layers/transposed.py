@@ -17,6 +17,7 @@ from math import gcd, prod
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from natgrad.gram.windows import Window
 from natgrad.layers.base import Slot
@@ -106,8 +107,8 @@ class PhaseRows(KernelRows):
             self._phases.setdefault(seen, []).append(places)
         self._rows = [_patches(turned, seen, module.groups, bias=bias) for seen in self._phases]
 
+    @override
     def of(self, maps: Tensor, *, bias: bool) -> Rows:
-        """See `KernelRows.of`."""
         return PhaseRows(maps, self._module, self._spatial, bias=bias)
 
     def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
@@ -129,8 +130,8 @@ class PhaseRows(KernelRows):
         if self.bias:
             out[:, -1, -1].add_(scale * self.samples * self.positions)
 
+    @override
     def pool(self) -> Tensor:
-        """See `Rows.pool`."""
         dtype = torch.promote_types(self.maps.dtype, torch.float32)
         pooled = self.maps.new_zeros(self.groups, self.samples, *self._patch, dtype=dtype)
         for rows, phases in zip(self._rows, self._phases.values(), strict=True):

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Generic, Literal, TypeVar
 
 from rich.table import Table
+from typing_extensions import override
 
 from natgrad.errors import require
 from natgrad.placement.options import Placement
@@ -281,8 +282,8 @@ class Plan(Printed, Generic[Key]):
         """Return the work of a part of a layer, in the unit of `weights`."""
         return self.weights[key] * self.layers[key].parts[part] / (self.layers[key].cost or 1.0)
 
+    @override
     def __rich__(self) -> Table:
-        """See `Printed`."""
         return render(self)
 
     def __repr__(self) -> str:

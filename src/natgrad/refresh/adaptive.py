@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
 from natgrad.errors import require, require_one_of
 from natgrad.refresh.base import Clock
 from natgrad.refresh.rule import OF_FACTORS, By, Rule
@@ -43,18 +45,18 @@ class Adaptive(Clock):
         for name in ("factors", "inverses"):
             check_schedule(name, getattr(self, name), _ALLOWED, minimum=1)
 
+    @override
     def factor_interval(self, step: int, side: Side = "gradients") -> float:
-        """See `Clock.factor_interval`."""
         return value_at("factors", self.factors, step, _ALLOWED, minimum=1)
 
+    @override
     def inverse_interval(self, step: int, reads: Reads = "both") -> float:
-        """See `Clock.inverse_interval`."""
         return value_at("inverses", self.inverses, step, _ALLOWED, minimum=1)
 
     def intervals(self, step: int) -> dict[str, float]:
         """See `Clock.intervals`: as if the rule always renewed."""
         return {"factors": self.factor_interval(step), "inverses": self.inverse_interval(step)}
 
+    @override
     def settings(self, step: int) -> object:
-        """See `Clock.settings`."""
         return repr(self.rule), self.by, self.intervals(step)

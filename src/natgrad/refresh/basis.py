@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import ClassVar
 
+from typing_extensions import override
+
 from natgrad.refresh.rule import Measure, Rule, Verdict
 from natgrad.schedule import check_number
 
@@ -38,6 +40,6 @@ class BasisRule(Rule):
         """See `Rule.change`: what is measured."""
         return value if isfinite(value) else inf
 
+    @override
     def verdict(self, change: float) -> Verdict:
-        """See `Rule.verdict`."""
         return "renew" if change >= self.tolerance else "keep"

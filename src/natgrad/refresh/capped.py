@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
 from natgrad.errors import require
 from natgrad.refresh.adaptive import Adaptive
 from natgrad.refresh.base import Clock
@@ -47,13 +49,13 @@ class Capped(Clock):
         require(self.share < 1, "share", self.share, "a number in (0, 1)")
 
     @property
+    @override
     def rule(self) -> Rule:  # type: ignore[override]
-        """See `Clock.rule`."""
         return self.refresh.rule or _NORM
 
     @property
+    @override
     def by(self) -> By:  # type: ignore[override]
-        """See `Clock.by`."""
         return self.refresh.by
 
     def factor_interval(self, step: int, side: Side = "gradients") -> float:
@@ -68,6 +70,6 @@ class Capped(Clock):
         """See `Clock.intervals`: without the cap."""
         return self.refresh.intervals(step)
 
+    @override
     def settings(self, step: int) -> object:
-        """See `Clock.settings`."""
         return self.share, self.refresh.settings(step)

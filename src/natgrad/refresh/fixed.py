@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from natgrad.refresh.base import Clock
 from natgrad.refresh.sides import Reads, Side, Sides, interval, mean_interval
 from natgrad.schedule import Schedule, check_schedule
@@ -36,18 +38,18 @@ class Refresh(Clock):
                 check_schedule(name, value, _ALLOWED, minimum=1)
 
     @property
+    @override
     def separate(self) -> bool:  # type: ignore[override]
-        """See `Clock.separate`."""
         return isinstance(self.factors, Sides) or isinstance(self.inverses, Sides)
 
+    @override
     def factor_interval(self, step: int, side: Side = "gradients") -> float:
-        """See `Clock.factor_interval`."""
         return interval("factors", self.factors, side, step)
 
+    @override
     def inverse_interval(self, step: int, reads: Reads = "both") -> float:
-        """See `Clock.inverse_interval`."""
         return interval("inverses", self.inverses, reads, step)
 
+    @override
     def intervals(self, step: int) -> dict[str, float]:
-        """See `Clock.intervals`."""
         return {name: mean_interval(name, value, step) for name, value in vars(self).items()}

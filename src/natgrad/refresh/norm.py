@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import isfinite
 from typing import ClassVar
 
+from typing_extensions import override
+
 from natgrad.refresh.rule import Measure, Rule, Verdict
 from natgrad.refresh.trace import relative
 
@@ -18,12 +20,12 @@ class NormRule(Rule):
 
     measure: ClassVar[Measure] = "norm"
 
+    @override
     def change(self, value: float, last: float | None) -> float:
-        """See `Rule.change`."""
         return relative(value, last)
 
+    @override
     def verdict(self, change: float) -> Verdict:
-        """See `Rule.verdict`."""
         return "renew"
 
     def remember(self, value: float, last: float | None, *, renewed: bool) -> float | None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import ClassVar
 
+from typing_extensions import override
+
 from natgrad.errors import require
 from natgrad.refresh.rule import Measure, Rule, Verdict
 from natgrad.schedule import check_number
@@ -51,8 +53,8 @@ class TraceRule(Rule):
         """See `Rule.change`: Δ."""
         return relative(value, last)
 
+    @override
     def verdict(self, change: float) -> Verdict:
-        """See `Rule.verdict`."""
         if 0 < change < self.lower:
             return "stop"
         return "renew" if change > self.upper else "keep"

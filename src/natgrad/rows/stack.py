@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from natgrad.aside import aside
 from natgrad.curvature import RowCurvature, Spec
@@ -50,8 +51,8 @@ class RowStack(Stack):
         rows = given.shape[1] if isinstance(given, Tensor) and given.ndim == 3 else 0
         return list(self.curvature.held(rows, self.outputs, self.inputs))
 
+    @override
     def make_room(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """See `Stack.make_room`."""
         most = max((own["A"].shape[1] for own in states if "A" in own), default=0)
         self._resize(most if len(states) == len(self.members) else max(most, self.rows))
 
@@ -82,8 +83,8 @@ class RowStack(Stack):
             fresh.write(name, whole, self.fitted(name, values))
 
     @contextmanager
+    @override
     def aside(self) -> Iterator[None]:
-        """See `Stack.aside`."""
         with aside(self, rows=0), super().aside():
             yield
 
