@@ -303,7 +303,8 @@ class Preconditioner(Engine):
         """Take every hook off the model, for good: for what does not bear them, as ``torch.jit.script``.
 
         It happens by itself when this object is deleted. Afterwards `step` raises a `natgrad.NatgradError`; the state
-        may still be saved. The communication hook of ``gradients="reduce"`` stays, which torch cannot remove.
+        may still be saved. The communication hooks of ``gradients="reduce"`` and of "pipelined" stay: torch cannot
+        remove them.
         """
         self._second.cancel()
         self._order.detach()
@@ -354,7 +355,7 @@ class Preconditioner(Engine):
         """Return the bytes that this rank has sent so far, by kind of message.
 
         "rows" are of SNGD and HyLo, "replay" of second passes, "audit" of gradients that are compared; "padding" evens
-        out FSDP2's shards; "schedule" tells what left early ("pipelined").
+        out FSDP2's shards.
         """
         return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self._runtime.traffic()}
 

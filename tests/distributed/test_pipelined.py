@@ -1,5 +1,7 @@
 """``placement="pipelined"``: statistics leave during the backward pass; whatever happens, ranks equal one process."""
 
+import copy
+import io
 from contextlib import nullcontext
 from functools import partial
 
@@ -246,6 +248,53 @@ def test_what_may_happen_between_two_steps(ranks, way):
             assert torch.equal(value, same)
             torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-11)
         assert (sum(early) > 0) == (way != "a hook of the user's")
+
+
+def copy_wrapped():
+    model = Branched()
+    wrapped = DistributedDataParallel(model)
+    natgrad.Preconditioner(wrapped, placement=SINGLY)
+    copied = copy.deepcopy(wrapped)
+    torch.save(wrapped, io.BytesIO())
+    x = torch.randn(4, 5, dtype=torch.float64)
+    for each in (wrapped, copied):
+        each(x).square().mean().backward()
+    return [p.grad for p in model.parameters()], [p.grad for p in copied.parameters()]
+
+
+def test_the_wrapped_model_can_be_copied_and_saved(ranks):
+    for gradients, of_copy in ranks.run(2, copy_wrapped):
+        assert all(map(torch.equal, gradients, of_copy))
+
+
+def pass_without_steps():
+    model = Branched()
+    wrapped = DistributedDataParallel(model)
+    preconditioner = natgrad.Preconditioner(
+        wrapped, refresh=natgrad.Refresh(factors=1), placement=SINGLY, precision=natgrad.Precision(wire=torch.float32)
+    )
+    for step in range(6):  # only the first and the last are steps
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 5, dtype=torch.float64, generator=generator).chunk(2)[dist.get_rank()]
+        wrapped.zero_grad()
+        wrapped(x).square().mean().backward()
+        if step in (0, 5):
+            preconditioner.step()
+    return [p.grad for p in model.parameters()]
+
+
+def test_passes_without_a_step_count_for_nothing(ranks):
+    first, second = ranks.run(2, pass_without_steps)
+    assert all(map(torch.equal, first, second))
+    model = Branched()
+    preconditioner = natgrad.Preconditioner(model, refresh=natgrad.Refresh(factors=1))
+    for step in (0, 5):
+        x = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        model(x).square().mean().backward()
+        preconditioner.step()
+    for parameter, found in zip(model.parameters(), first, strict=True):
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-7)
 
 
 def differentiate_too_late():

@@ -485,5 +485,5 @@ _add(
     "pipelined_gain",
     "Factors that have left early keep the factor that undoes accumulation as it was when they left.",
     "distributed/test_pipelined.py::test_what_may_happen_between_two_steps",
-    ("sums.bucketed:BucketedSums.travel", "departure.message.rescale(departure.gain, self._gain_now)", "pass"),
+    ("sums.bucketed:BucketedSums.travel", "arrived.rescale(once, self._gain_now)", "pass"),
 )

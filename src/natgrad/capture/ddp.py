@@ -1,4 +1,4 @@
-"""Whose gradients ``DistributedDataParallel`` has just reduced, told by its communication hook."""
+"""Call a listener with each bucket of gradients that ``DistributedDataParallel`` begins to reduce."""
 # Without annotations as strings: DDP compares those of its hook with its types.
 
 import weakref
@@ -15,11 +15,14 @@ Listener = Callable[[GradBucket], None]
 
 
 class _Relay:
-    """What DDP's hook is given: it reduces as DDP does by itself, and tells a listener that may be replaced."""
+    """The state of the communication hook: the process group and the listener. Copies of the model have neither."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.listener: weakref.WeakMethod[Listener] | None = None
+
+    def __reduce__(self) -> tuple[type["_Relay"], tuple[None]]:
+        return _Relay, (None,)
 
 
 _relays: weakref.WeakKeyDictionary[nn.Module, _Relay] = weakref.WeakKeyDictionary()
@@ -48,7 +51,7 @@ def listen(model: nn.Module, listener: Listener) -> None:
 
 
 def _reduce(relay: _Relay, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    future = allreduce_hook(relay.group, bucket)
+    future = allreduce_hook(relay.group, bucket)  # type: ignore[arg-type]  # None: all ranks
     listener = None if relay.listener is None else relay.listener()
     if listener is not None:
         listener(bucket)

@@ -1,7 +1,7 @@
 """The hooks: what a layer's forward saw is kept until its output's gradient arrives, then reduced to sums.
 
-Only gradient hooks commit. A forward pass that is never differentiated leaves no trace but a guess (`early.py`), and
-nothing is kept once the gradient has come: activations are never hoarded.
+Only gradient hooks add statistics. A forward pass that is never differentiated leaves nothing behind, and no activation
+is kept once the gradient has come.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ class Capture:
     def detach(self) -> None:
         """Remove every hook."""
         self._forget()
+        self.sums.abandon()
         compiled.forget(self._root)
 
     def _forget(self) -> None:
@@ -348,7 +349,7 @@ class Capture:
         if use.forward is not None and use.forward.open is not None and self._reductions.of(primary.name) != "tokens":
             self.ambiguous = use.forward.open
         if first not in self._terms:
-            self.forget_thrown_away(slot.parameter for layer, _ in self._layers.values() for slot in layer.slots)
+            self._forget_thrown_away()
         if not self.sampling:
             if begins:
                 self._loss, self._fills = task, taken == "grad"
@@ -368,6 +369,9 @@ class Capture:
                 self._observe(use, first, inputs.get(), gradient)
         spent = perf_counter() - started
         self.seconds, primary.seconds = self.seconds + spent, primary.seconds + spent
+
+    def _forget_thrown_away(self) -> None:
+        self.forget_thrown_away(slot.parameter for layer, _ in self._layers.values() for slot in layer.slots)
 
     def forget_thrown_away(self, parameters: Iterable[Tensor]) -> None:
         """Forget the passes counted so far if they wrote gradients and those of `parameters` are all None by now."""
@@ -437,15 +441,19 @@ class Capture:
         sums = self.sums
         if not (isinstance(sums, BucketedSums) and self._layers and self.wanted and self._may_leave):
             return
+        started, first = perf_counter(), bucket.index() == 0
+        if first and torch._C._current_graph_task_id() not in self._terms:  # no layer has shown this pass yet
+            self._forget_thrown_away()
         with torch.no_grad():
-            for name in sums.ready(bucket.parameters(), first=bucket.index() == 0):
+            for name in sums.ready(bucket.parameters(), first=first):
                 if name in self._pooled:
                     self._flush(name)
-            sums.leave(len(self.backwards))
+            sums.leave()
+        self.seconds += perf_counter() - started
 
     @property
     def _may_leave(self) -> bool:
-        """Whether nothing but the backward passes says which samples count: the same on all ranks."""
+        """Whether the number of samples is known during the backward pass; the same on all ranks."""
         return self._reductions.single in ("mean", "sum") and not self._replaying
 
     def _flush(self, name: str) -> None:

@@ -49,6 +49,11 @@ class Posted:
         self._work = self._finish = None
         self.whole = True
 
+    def drop(self) -> None:
+        """Wait until the message may be forgotten; all ranks leave out alike what would follow it."""
+        self._finish = None
+        self.wait()
+
 
 class Exchange:
     """Bytes from each rank of a group to each other: what is to arrive is expected before anything is sent.

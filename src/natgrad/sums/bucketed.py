@@ -7,8 +7,8 @@ ranks, because all ranks see DDP's buckets in the same order. The last bucket le
 ``step`` knows.
 
 A backward pass that DDP does not synchronise (``no_sync``) adds to what leaves in the next one. A second synchronised
-pass before ``step`` sends what it has added itself; the two are summed up when they have arrived. Where DDP tells
-nothing (FSDP2, a communication hook of the user's, ``gradients="reduce"``, no wrapper) all buckets leave in ``step``.
+pass before ``step`` sends what it has added itself; the two are summed up when they have arrived. Without its
+hook (FSDP2, a communication hook of the user's, ``gradients="reduce"``, no wrapper) all buckets leave in ``step``.
 """
 
 from __future__ import annotations
@@ -35,16 +35,21 @@ class _Departure:
     """A bucket that has left in a backward pass.
 
     Attributes:
-        index: The number of the bucket.
         message: Its sums.
         posted: What to wait for.
-        gain: What they were multiplied by.
+        before: What has arrived of earlier passes of the same step.
     """
 
-    index: int
     message: Message
     posted: Posted
-    gain: float | Tensor
+    before: Message | None
+
+    def arrive(self) -> Message:
+        """Wait, and return the sums of all passes."""
+        self.posted.wait()
+        if self.before is not None:
+            self.message.take_back(self.before)
+        return self.message
 
 
 class BucketedSums(Sums):
@@ -74,8 +79,7 @@ class BucketedSums(Sums):
         """
         self._names, self._bucket = list(names), bucket
         self._runtime, self._wire, self._gain = runtime, wire, gain
-        self._departures: list[_Departure] = []  # in the order in which they have left
-        self._dropped: list[Posted] = []  # of passes that were thrown away
+        self._departures: dict[int, _Departure] = {}  # by the number of the bucket, in the order in which they left
         self._counted: dict[str, Tally] = {}  # what the departures have counted
         self._reduced: set[int] = set()  # the parameters that DDP has reduced in this pass, by their `id`
         self._next = 0  # the bucket that leaves next in this pass
@@ -137,20 +141,18 @@ class BucketedSums(Sums):
         self._reduced.update(map(id, parameters))
         return [name for index in self._complete() for name in self._messages[index].places]
 
-    def leave(self, passes: int) -> None:
-        """Send the buckets that are complete.
-
-        Args:
-            passes: The backward passes of the loss since the last step.
-        """
-        gain = self._gain(passes)
+    def leave(self) -> None:
+        """Send the buckets that are complete; how many passes accumulate is known only in the step."""
+        gain = self._gain(1)
         for index in self._complete():
             message = self._messages[index]
             self._pack_all(message)
             message.close({name: self._count_rest(name) for name in message.places}, {}, gain)
             given = message.give()
             self._filled.difference_update(message.places)
-            self._departures.append(_Departure(index, given, self._post(given), gain))
+            earlier = self._departures.pop(index, None)
+            before = None if earlier is None else earlier.arrive()
+            self._departures[index] = _Departure(given, self._post(given), before)
             self._next = index + 1
 
     def _complete(self) -> range:
@@ -181,7 +183,7 @@ class BucketedSums(Sums):
             NatgradError: if what has left lacks something: a backward pass came after the one that DDP synchronised,
                 or ``step(count=...)`` says that not all samples count.
         """
-        left = {name for departure in self._departures for name in departure.message.places}
+        left = {name for departure in self._departures.values() for name in departure.message.places}
         if not left.isdisjoint(self._filled.union(self._open)):
             raise NatgradError(
                 "a backward pass that DistributedDataParallel does not synchronise came after one that it does, before "
@@ -199,33 +201,33 @@ class BucketedSums(Sums):
     @property
     def _staying(self) -> list[int]:
         """The buckets that leave in the step."""
-        left = {departure.index for departure in self._departures}
-        return [index for index in range(len(self._messages)) if index not in left]
+        return [index for index in range(len(self._messages)) if index not in self._departures]
 
     def travel(self, runtime: Runtime, wire: torch.dtype | None) -> None:
         """Send the closed messages, and wait for all; see `Sums.travel`."""
         self._may_leave = True
         self._load()
         posted = [self._post(self._messages[index]) for index in self._staying]
-        for each in (*self._dropped, *(departure.posted for departure in self._departures), *posted):
-            each.wait()
-        self._dropped.clear()
-        for departure in self._departures:  # under DDP all ranks make the same number of passes, and have one gain
-            departure.message.rescale(departure.gain, self._gain_now)
-            self._messages[departure.index].take_back(departure.message)
+        once = self._gain(1)
+        for index, departure in self._departures.items():
+            arrived = departure.arrive()
+            arrived.rescale(once, self._gain_now)  # the same on all ranks, which under DDP make as many passes
+            self._messages[index].take_back(arrived)
         self._departures.clear()
+        for each in posted:
+            each.wait()
         self._unload()
 
     def reset(self) -> None:
         """Begin anew; what has left since the last step was of passes that are thrown away."""
         super().reset()
-        self._dropped += [departure.posted for departure in self._departures]
-        self._departures.clear()
+        self.abandon()
         self._counted.clear()
         self._reduced.clear()
         self._next = 0
 
     def abandon(self) -> None:
-        """Wait for what has left; collective."""
-        for posted in (*self._dropped, *(departure.posted for departure in self._departures)):
-            posted.wait()
+        """Drop what has left, once the other ranks have sent theirs."""
+        for departure in self._departures.values():
+            departure.posted.drop()
+        self._departures.clear()
