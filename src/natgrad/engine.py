@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import NoReturn
 
 import torch
@@ -11,18 +10,19 @@ from torch import Tensor, nn
 
 from natgrad.agreement import check_agreement
 from natgrad.arguments import check_joined
-from natgrad.aside import aside
 from natgrad.capture import Capture
 from natgrad.damping import Control
 from natgrad.damping.losses import Losses
 from natgrad.damping.quadratic import Model
 from natgrad.damping.sizes import extent
 from natgrad.errors import NatgradError, describe, require
-from natgrad.exchange import Early, Left, collect, deliver
+from natgrad.exchange.collect import collect
 from natgrad.gradients.clip import Clip
 from natgrad.gradients.given import Given
+from natgrad.gradients.owners import OwnedGradients
 from natgrad.gradients.reduction import Scaling
-from natgrad.gradients.stacked import Entry, Gradients
+from natgrad.gradients.sharing import share
+from natgrad.gradients.stacked import Gradients
 from natgrad.layers import Layer
 from natgrad.numerics.precision import Precision
 from natgrad.placement import Runtime
@@ -52,7 +52,6 @@ class Engine:
     _runtime: Runtime
     _capture: Capture
     _scaling: Scaling
-    _early: Early
     _background: Background
     _inspection: Inspection
     _watch: Watch
@@ -224,14 +223,14 @@ class Engine:
         needed = self._capture.wanted and self._second.needed(self._stacks)
         return type(next(replayed)).__name__ if needed else ""
 
-    def _scale_gradients(self, count: Count | None) -> tuple[float | Tensor, Left | None]:
+    def _scale_gradients(self, count: Count | None) -> tuple[float | Tensor, list[OwnedGradients]]:
         samples = self._capture.number(count)
         backwards, structure = len(self._capture.backwards), self._structure
         with self._progress.phase("reduce", self._runtime):
             device = next((parameter.device for parameter in self._root.parameters()), None)
             if device is not None and (self._reduces or self._capture.wanted or self._capture.rows_wanted):
                 self._capture.sums.spoilt = self._scaling.spoilt(self._runtime, device)
-            return self._scaling.of_gradients(self._root, structure, self._runtime, self._early, samples, backwards)
+            return self._scaling.of_gradients(self._root, structure, self._runtime, samples, backwards)
 
     def _compare_gradients(self) -> None:
         """Compare ``.grad`` with what the hooks have seen, in some steps: at once, or when the statistics arrive."""
@@ -352,7 +351,7 @@ class Engine:
         """Run the second pass, and with a `damping` renew what goes on with what it shows."""
         stacks = [stack for stack in self._stacks if stack.curvature.replays]
         views = [stack.showing(stack.curvature.replays) for stack in stacks]
-        with self._progress.phase("replay", self._runtime), aside(self._early, listens=False):
+        with self._progress.phase("replay", self._runtime):
             sums = replay.sums(self._model, views, self._capture, self._runtime)
         with self._progress.phase("renew", self._runtime):
             keys = replay.learn(stacks, sums, views, self._watch, self._runtime)
@@ -387,7 +386,12 @@ class Engine:
                 self._progress.renewed_inverses(reads)
 
     def _precondition(
-        self, damping: float, scale: float | Tensor, left: Left | None, count: Count | None, closure: Closure | None
+        self,
+        damping: float,
+        scale: float | Tensor,
+        owned: list[OwnedGradients],
+        count: Count | None,
+        closure: Closure | None,
     ) -> None:
         tries = self._damping.tries(self._progress.step)
         model = Model.of(self._stacks, self._runtime, damping, scale) if tries else None
@@ -397,10 +401,12 @@ class Engine:
             ladder = Ladder(self._watch.guard, measures=measures, spoilt=spoilt, step=progress.step)
             gradients = Gradients.take(self._stacks, ladder, exchanged=self._exchanges)
             if self._exchanges:
-                solve = partial(Entry.solve, damping=damping, gathered=collect(gradients, self._runtime))
-                plan = self._structure.plan
-                rider = self._agenda.tell("gradients", plan) if self._capture.wanted else ()
-                self._agenda.hear_times(deliver(gradients, solve, plan, self._runtime, self._watch, left, rider))
+                gathered, plan = collect(gradients, self._runtime), self._structure.plan
+                for entry in gradients.entries:
+                    if entry.stack.role.works:
+                        entry.solve(damping, gathered)
+                scalars = self._agenda.tell("gradients", plan) if self._capture.wanted else ()
+                self._agenda.hear_times(share(gradients, plan, self._runtime, self._watch, owned, scalars))
             else:
                 gradients.solve(damping, self._runtime)
             layer_scale = None if self._scaling.of_sum is None else self._layer_scale
@@ -423,7 +429,7 @@ class Engine:
         self._second.await_step(optimizer, lambda: self._judge(model, losses))
 
     def _compute(self, losses: Losses) -> None:
-        with self._progress.phase("replay", self._runtime), aside(self._early, listens=False):
+        with self._progress.phase("replay", self._runtime):
             losses.compute(self._model, self._capture)
 
     @torch.no_grad()

@@ -24,7 +24,6 @@ from natgrad.damping.default import default_damping, describe_damping
 from natgrad.engine import Engine
 from natgrad.epoch_warnings import EpochWarnings
 from natgrad.errors import NatgradWarning, describe, require
-from natgrad.exchange import Early
 from natgrad.explanation import Explanation, explain
 from natgrad.gradients.clip import USUAL_BOUND, Clip
 from natgrad.gradients.given import Given, Unseen
@@ -190,7 +189,6 @@ class Preconditioner(Engine):
             reduces=reduces,
             factor=self._damping.factor,
         )
-        self._early = Early(self._runtime, self._structure.plan.placement.link)
         warn_of_idle(self._root, curvature, self._structure.coverage)
         self._reductions.warn_of_idle(names)
         warn_of_combinations(*choices)
@@ -271,9 +269,9 @@ class Preconditioner(Engine):
         self._reductions.warn_of_default()
         self._collect(early=self._behind and self._inverses_due)
         self._compare_gradients()
-        scale, left = self._scale_gradients(count)
+        scale, owned = self._scale_gradients(count)
         damping = self._renew(count, damping, scale, closure)
-        self._precondition(damping, scale, left, count, closure)
+        self._precondition(damping, scale, owned, count, closure)
         progress.step += 1
         self._agenda.lap(self._spent(), self._background.seconds)
         self._await()
@@ -309,9 +307,7 @@ class Preconditioner(Engine):
         self._second.cancel()
         self._order.detach()
         self._capture.detach()
-        self._early.detach()
         self._background.close(self._progress)
-        self._runtime.close()
         self._detached = True
 
     # --- What the user may ask ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import natgrad
 from natgrad.averaging import Averager, Grid, Nodes
 from natgrad.errors import AveragingError
-from natgrad.placement.lending import timeout_of
+from natgrad.placement.groups import timeout_of
 
 
 def mesh(nodes, local):

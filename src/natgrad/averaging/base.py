@@ -69,12 +69,8 @@ class Averager(ABC):
         self.model, self.optimizer, self._scaler = model, optimizer, scaler
         self._root, self._budget = unwrap(model), message_bytes
         self.grid = Grid(mesh if mesh is not None else nodes)
-        try:
-            self.agree(**self._common(), **(options or {}))
-            self._sharded = self._check_wrapper()
-        except (ValueError, AveragingError):
-            self.grid.close()
-            raise
+        self.agree(**self._common(), **(options or {}))
+        self._sharded = self._check_wrapper()
         wrapped = self._sharded or replica(model) is not None
         self._gradients = None if wrapped else NodeGradients(self.grid, message_bytes)
         self._closed, self._averaged = False, False
@@ -241,12 +237,11 @@ class Averager(ABC):
         return self.grid.traffic()
 
     def detach(self) -> None:
-        """End all messages, for good, and give back the process groups that were borrowed; collective."""
+        """End all messages, for good; collective."""
         if not self._closed:
             self.drain()
             self._closed = True
             self._stray.stop()
-            self.grid.close()
 
     def _has_gradients(self) -> bool:
         """Tell whether there is anything to step with: a scaler refuses to where there is not."""

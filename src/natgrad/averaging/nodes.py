@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from natgrad.averaging.agreement import check_alike
 from natgrad.errors import require
 from natgrad.placement import Runtime
-from natgrad.placement.lending import timeout_of
+from natgrad.placement.groups import timeout_of
 
 MESH_NAMES = ("node", "local")
 
@@ -125,7 +125,6 @@ class Grid:
             ValueError: if it does not fit the ranks.
             AveragingError: on all ranks, if they were told of different nodes.
         """
-        self._lender: Runtime | None = None
         self.sizes: tuple[int, ...]
         if not dist.is_initialized():
             fits = nodes is None or (isinstance(nodes, Nodes) and nodes.sizes == (1,))
@@ -174,9 +173,6 @@ class Grid:
         shared = self.local < min(self.sizes)
         between = [own[self.local] for own in grid] if shared else [world.rank]
         self.inside, self.between = (Runtime(world.subgroup(ranks)) for ranks in (grid[self.node], between))
-        # What is under way is to be known where the groups come back to.
-        self.inside.groups = self.between.groups = world.groups
-        self._lender = world
 
     @property
     def nodes(self) -> int:
@@ -223,9 +219,3 @@ class Grid:
     def seconds(self) -> dict[str, float]:
         """Return the host seconds that this rank has spent on messages inside its node and between nodes."""
         return {"seconds/inside": self.inside.seconds, "seconds/between": self.between.seconds}
-
-    def close(self) -> None:
-        """Give back the groups that were borrowed; those of a mesh stay."""
-        if self._lender is not None:
-            self._lender.close()
-        self._lender = None

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from natgrad.exchange.vectors import Size, nbytes, swap
 from natgrad.gradients.stacked import Gradients
 from natgrad.layers import Slot
 from natgrad.placement import Runtime
@@ -55,13 +54,13 @@ def collect_rows(
         The rows by the parameter's ``id``.
     """
     holders = Holders(runtime)
-    devices: dict[torch.device, list[tuple[Slot, tuple[int, ...]]]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Slot, tuple[int, ...]]]] = {}
     for slot, receivers in wanted:
         if is_sharded(slot.parameter):
-            devices.setdefault(slot.parameter.device, []).append((slot, receivers))
+            kinds.setdefault((slot.parameter.device, slot.parameter.dtype), []).append((slot, receivers))
     gathered: dict[int, list[Piece]] = {}
-    for device, slots in devices.items():
-        _collect(slots, of, holders, runtime, device, kind, gathered)
+    for (device, dtype), slots in kinds.items():
+        _collect(slots, of, holders, runtime, torch.empty(0, dtype=dtype, device=device), kind, gathered)
     return gathered
 
 
@@ -70,30 +69,32 @@ def _collect(
     of: Callable[[Slot, range], Tensor],
     holders: Holders,
     runtime: Runtime,
-    device: torch.device,
+    nothing: Tensor,
     kind: str,
     gathered: dict[int, list[Piece]],
 ) -> None:
-    outgoing: list[list[Tensor]] = [[] for _ in range(runtime.ranks)]
-    expected: list[list[Size]] = [[] for _ in range(runtime.ranks)]
-    places: list[list[tuple[int, int]]] = [[] for _ in range(runtime.ranks)]
+    """Add the rows of parameters of one device and dtype to those `gathered`."""
+    outgoing: list[list[Tensor]] = [[nothing] for _ in range(runtime.ranks)]
+    places: list[list[tuple[int, int, int]]] = [[] for _ in range(runtime.ranks)]
     for slot, receivers in slots:
         parameter, own = slot.parameter, holders.rows(slot, runtime.rank)
         for worker in receivers:
             if worker != runtime.rank:
                 if len(own) and holders.together(slot, worker, runtime.rank):
-                    outgoing[worker].append(of(slot, own))
+                    outgoing[worker].append(of(slot, own).reshape(-1))
                 continue
             for peer in holders.peers(slot, worker):
                 rows = holders.rows(slot, peer)
                 if peer == worker:
                     gathered.setdefault(id(parameter), []).append((rows.start, of(slot, rows)))
                 elif len(rows):
-                    expected[peer].append((len(rows) * math.prod(parameter.shape[1:]), parameter.dtype))
-                    places[peer].append((id(parameter), rows.start))
-    runtime.count({kind: sum(map(nbytes, outgoing))})
-    for own_places, vectors in zip(places, swap(runtime, outgoing, expected, device), strict=True):
-        for (key, start), vector in zip(own_places, vectors, strict=True):
+                    places[peer].append((id(parameter), rows.start, len(rows) * math.prod(parameter.shape[1:])))
+    messages = [torch.cat(own) for own in outgoing]
+    runtime.count({kind: sum(map(len, messages))}, nothing.element_size())
+    arrived = runtime.redistribute(messages, [sum(size for *_, size in own) for own in places])
+    for own_places, message in zip(places, arrived, strict=True):
+        vectors = message.split([size for *_, size in own_places])
+        for (key, start, _), vector in zip(own_places, vectors, strict=True):
             gathered.setdefault(key, []).append((start, vector))
 
 

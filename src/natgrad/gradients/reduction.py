@@ -10,7 +10,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.errors import NatgradError, require
-from natgrad.exchange import Early, Left, reduce_to_workers
+from natgrad.gradients.owners import OwnedGradients, reduce_to_workers
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime, flatten, unflatten
 from natgrad.reductions import Reductions
@@ -157,36 +157,27 @@ class Scaling:
         return 1.0 if scale is None else scale
 
     def of_gradients(
-        self, model: nn.Module, structure: Structure, runtime: Runtime, early: Early, samples: int, backwards: int
-    ) -> tuple[float | Tensor, Left | None]:
+        self, model: nn.Module, structure: Structure, runtime: Runtime, samples: int, backwards: int
+    ) -> tuple[float | Tensor, list[OwnedGradients]]:
         """Reduce ``.grad`` if that is ours to do, and return what makes it the gradient of the mean loss.
 
         Args:
             model: The model.
             structure: What of it is preconditioned, and where.
             runtime: The ranks.
-            early: What has left in the backward pass of what goes to workers only.
             samples: This rank's samples (token losses: positions) of the step.
             backwards: Its backward passes since the last step.
 
         Returns:
-            What makes it so; and where only the workers of the layers have the reduced gradients, what is left over.
+            What makes it so; and where only the workers of the layers have the reduced gradients, all of these.
         """
         scale: float | Tensor = 1.0
-        left = None
+        owned: list[OwnedGradients] = []
         device = structure.stacks[0].device if structure.stacks else None
         dtype = structure.stacks[0].work_dtype if structure.stacks else torch.float32
         passes = self._passes(model, runtime, backwards, device, dtype)
         if self._reduces and structure.plan.columns == runtime.ranks > 1:
-            scale, left = reduce_to_workers(
-                model,
-                structure.stacks,
-                runtime,
-                samples,
-                summed=self._summed,
-                early=early,
-                unscale=self._inverse_scale(),
-            )
+            scale, owned = reduce_to_workers(model, structure.stacks, runtime, samples, summed=self._summed)
         elif self._reduces:
             scale = reduce_gradients(model, runtime, samples, summed=self._summed)
         elif (self._summed or self._mixed) and device is not None:
@@ -196,17 +187,10 @@ class Scaling:
             scale = runtime.ranks / exact.clamp(min=1)  # what DDP has averaged is a sum over P
         if self._mixed:
             self.of_sum = scale * passes
-            return 1.0 if self._divided else 1 / passes, left
+            return 1.0 if self._divided else 1 / passes, owned
         if self._summed:
-            return scale * passes if self._divided else scale, left
-        return scale if self._divided else scale / passes, left
-
-    def _inverse_scale(self) -> Tensor | None:
-        """Return what ``unscale_`` has multiplied the gradients by; None: nothing."""
-        scale: Tensor | None = getattr(self._scaler, "_scale", None)
-        if self._scaler is None or not self._scaler.is_enabled() or scale is None:
-            return None
-        return scale.double().reciprocal().float()
+            return scale * passes if self._divided else scale, owned
+        return scale if self._divided else scale / passes, owned
 
     def _passes(
         self, model: nn.Module, runtime: Runtime, backwards: int, device: torch.device | None, dtype: torch.dtype

@@ -2,16 +2,14 @@
 
 from natgrad.placement.choice import make_plan, step_seconds
 from natgrad.placement.cost import Cycle, Link
-from natgrad.placement.fusion import cut, groups
 from natgrad.placement.options import Placement, resolve
 from natgrad.placement.plan import Plan, Rows, Seat, Work
-from natgrad.placement.posted import Exchange, Posted
-from natgrad.placement.runtime import Runtime, flatten, joined, unflatten
+from natgrad.placement.runtime import Posted, Runtime, flatten, unflatten
+from natgrad.placement.slices import Slices
 from natgrad.placement.wire import Layout, narrower
 
 __all__ = [
     "Cycle",
-    "Exchange",
     "Layout",
     "Link",
     "Placement",
@@ -20,11 +18,9 @@ __all__ = [
     "Rows",
     "Runtime",
     "Seat",
+    "Slices",
     "Work",
-    "cut",
     "flatten",
-    "groups",
-    "joined",
     "make_plan",
     "narrower",
     "resolve",

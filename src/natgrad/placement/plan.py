@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from natgrad.errors import require
 from natgrad.placement.options import Placement
+from natgrad.placement.slices import Slices
 from natgrad.placement.table import render
 from natgrad.printed import Printed
 
@@ -107,6 +108,53 @@ class Seat:
         return self.workers if owner is None else (owner,)
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """A message on flat buckets.
+
+    Attributes:
+        kind: What it is counted as.
+        ranks: Those that take part.
+        sizes: How many elements all of them sum; or how many each of them owns.
+        reduces: Whether owners receive sums; else they share what they have.
+    """
+
+    kind: str
+    ranks: Sequence[int]
+    sizes: int | tuple[int, ...]
+    reduces: bool = False
+
+    @cached_property
+    def _slices(self) -> Slices:
+        assert isinstance(self.sizes, tuple)
+        return Slices(self.sizes)
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    @property
+    def elements(self) -> int:
+        """The elements of the bucket."""
+        return self.sizes if isinstance(self.sizes, int) else sum(self.sizes)
+
+    def sent(self, rank: int) -> float:
+        """Return how many elements a rank sends."""
+        return self._moved(rank, sends=True)
+
+    def received(self, rank: int) -> float:
+        """Return how many elements a rank receives."""
+        return self._moved(rank, sends=False)
+
+    def _moved(self, rank: int, *, sends: bool) -> float:
+        if rank not in self._places:
+            return 0
+        if isinstance(self.sizes, int):
+            return 2 * (len(self.ranks) - 1) / len(self.ranks) * self.sizes
+        place = self._places[rank]
+        return self._slices.sent(place) if sends == self.reduces else self._slices.received(place)
+
+
 @dataclass(frozen=True, repr=False)
 class Plan(Printed, Generic[Key]):
     """The seats of all layers on a grid of ranks (KAISA): rank = row q + column.
@@ -166,7 +214,7 @@ class Plan(Printed, Generic[Key]):
 
         Symmetric matrices count as triangles, an all-reduce of n elements as 2 (P - 1) n, one copy of n elements as n.
         "factors" is what one refresh of the factors sends, "inverses" one of the inverses, "step" every step; counters
-        ride along, and a refresh of the factors has the "replay" of a second pass follow.
+        travel with them, and a refresh of the factors has the "replay" of a second pass follow.
         Beside them, once in a training, a count or two find out whether there is curvature and whether tables serve as
         heads. Gradients that the model's wrapper averages are not counted. Those that it shards (FSDP2) go to the
         workers by rows, and with one column to all ranks, in messages that "padding" makes equally long; rank r has the
@@ -180,33 +228,95 @@ class Plan(Printed, Generic[Key]):
         Raises:
             ValueError: if `samples` is none of those.
         """
-        local = self._local(samples)
-        P, n = self.ranks, self.ranks // self.columns
-        copies = {"all": 2 * (P - 1), "worker": P - 1, "alone": 0}
-        factors = {"factors": 0, "counters": 0}
-        inverses = {"inverses": 0, "counters": 0}
-        step = {"gradients": 0, "counters": 0}
-        for key, seat in self.seats.items():
-            layer, sent = self.layers[key], copies[seat.sums]
-            if layer.rows is not None and seat.sums != "alone":
-                for kind, elements in self._rows_sent(layer, layer.rows, local).items():
-                    inverses[kind] = inverses.get(kind, 0) + elements
-                sent = 0
-            factors["factors"] += sent * layer.sums
-            factors["counters"] += sent * 2  # samples and rows
-            if layer.replayed:
-                weights = 2 * self._lacked(key) if layer.shards else 0  # before the optimizer's step and after it
-                factors["replay"] = factors.get("replay", 0) + sent * layer.replayed + weights
-                factors["counters"] += sent * 2
-            owned = [part for part, owner in seat.owners.items() if owner is not None]
-            inverses["inverses"] += (n - 1) * sum(layer.results.get(part, 0) for part in owned)
-            shares = sum(len(seat.renewers(part)) for part in owned)
-            inverses["counters"] += (n - 1) * shares * layer.blocks  # whether each has succeeded
-            step["gradients"] += self._shards_sent(key) if layer.shards else (P - n) * layer.gradients
-            step["counters"] += (P - n) * (layer.blocks + 2)  # ⟨V, W⟩; what has served it, and trouble
+        found: dict[Moment, dict[str, int]] = {
+            "factors": {"factors": 0, "counters": 0},
+            "inverses": {"inverses": 0, "counters": 0},
+            "step": {"gradients": 0, "counters": 0},
+        }
+        for moment, exchanges in self.exchanges(samples).items():
+            for exchange in exchanges:
+                sent = sum(map(exchange.sent, range(self.ranks)))
+                found[moment][exchange.kind] = found[moment].get(exchange.kind, 0) + round(sent)
+        for kind, elements in self._rows_sent(self._local(samples)).items():
+            found["inverses"][kind] = found["inverses"].get(kind, 0) + elements
+        for key, layer in self.layers.items():
+            if layer.shards:
+                found["step"]["gradients"] += self._shards_sent(key)
+                found["step"]["counters"] += self._served * (layer.blocks + 2)
+                if layer.replayed:  # the weights, before the optimizer's step and after it
+                    copies = {"all": 2 * (self.ranks - 1), "worker": self.ranks - 1, "alone": 0}
+                    found["factors"]["replay"] += 2 * self._lacked(key) * bool(copies[self.seats[key].sums])
         if padding := self._padding():
-            step["padding"] = padding
-        return {"factors": factors, "inverses": inverses, "step": step}
+            found["step"]["padding"] = padding
+        return found
+
+    def exchanges(self, samples: int | Sequence[int] | None = None) -> dict[Moment, list[Exchange]]:
+        """Return the messages on flat buckets: sums, results and preconditioned gradients; no rows, nothing sharded.
+
+        Args:
+            samples: As in `traffic`.
+
+        Raises:
+            ValueError: as `traffic`.
+        """
+        local = self._local(samples)
+        columns = [range(column, self.ranks, self.columns) for column in range(self.columns)]
+        rows = [self.row(rank) for rank in range(0, self.ranks, self.columns)]
+        sums = {key: layer.sums if layer.rows is None else 0 for key, layer in self.layers.items()}
+        replayed = {key: layer.replayed for key, layer in self.layers.items()}
+        factors = self._sum_exchanges("factors", sums) + self._sum_exchanges("replay", replayed)
+        inverses, step = [], []
+        if len(columns[0]) > 1:
+            for column, workers in enumerate(columns):
+                sizes, flags = self._results(column, workers, local)
+                inverses += [Exchange("inverses", workers, sizes), Exchange("counters", workers, flags)]
+        if self.columns > 1:
+            gradients, counters = [0] * self.columns, [0] * self.columns
+            for key, layer in self.layers.items():
+                if not layer.shards:
+                    gradients[self.home(key)] += layer.gradients
+                    counters[self.home(key)] += layer.blocks + 2  # <V, W>; what has served it, and trouble
+            for row in rows:
+                step += [Exchange("gradients", row, tuple(gradients)), Exchange("counters", row, tuple(counters))]
+        found: dict[Moment, list[Exchange]] = {"factors": factors, "inverses": inverses, "step": step}
+        return found
+
+    def _sum_exchanges(self, kind: str, sizes: Mapping[Key, int]) -> list[Exchange]:
+        """Return the messages of sums of layers of these `sizes`, with the samples and rows of each layer."""
+        every, found = range(self.ranks), []
+        reduced, counters = [0] * self.ranks, [0] * self.ranks
+        for key, size in sizes.items():
+            seat = self.seats[key]
+            if not size or self.ranks == 1:
+                continue
+            if seat.sums == "all":
+                found += [Exchange(kind, every, size), Exchange("counters", every, 2)]
+            elif seat.sums == "worker":
+                reduced[self.home(key)] += size
+                counters[self.home(key)] += 2
+        if any(reduced):
+            found += [Exchange(kind, every, tuple(reduced), True), Exchange("counters", every, tuple(counters), True)]
+        return found
+
+    def _results(
+        self, column: int, workers: Sequence[int], local: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return how many elements each worker of a column shares of what renewals make, and how many flags."""
+        sizes, flags = dict.fromkeys(workers, 0), dict.fromkeys(workers, 0)
+        for key, seat in self.seats.items():
+            layer = self.layers[key]
+            if self.home(key) != column:
+                continue
+            for part, owner in seat.owners.items():
+                if owner is not None:
+                    sizes[owner] += layer.results.get(part, 0)
+                    if layer.rows is not None and local and seat.sums != "alone":
+                        sizes[owner] += layer.blocks * (self.ranks * self._share_of(layer.rows, local)) ** 2
+                    flags[owner] += layer.blocks  # whether each has succeeded
+        return tuple(sizes.values()), tuple(flags.values())
+
+    def _share_of(self, rows: Rows, local: Sequence[int]) -> int:
+        return rows.share(float(sum(local)), max(local, default=0), self.ranks)
 
     def _local(self, samples: int | Sequence[int] | None) -> Sequence[int]:
         """Return how many samples each rank has; nothing where that is not told."""
@@ -220,15 +330,25 @@ class Plan(Printed, Generic[Key]):
         require(fits and sum(own) > 0, "samples", samples, allowed)  # type: ignore[arg-type]
         return own  # type: ignore[return-value]
 
-    def _rows_sent(self, layer: Work, rows: Rows, local: Sequence[int]) -> dict[str, int]:
-        """Return what a renewal of rows sends where a layer's workers gather those of all ranks."""
+    def _rows_sent(self, local: Sequence[int]) -> dict[str, int]:
+        """Return what a renewal of rows sends, besides what is made of them."""
         P, n = self.ranks, self.ranks // self.columns
-        # To all ranks how many rows and samples each has; to the workers whether blocks are finite.
-        counters = P * (P - 1) * 2 + n * (P - 1) * layer.blocks
-        share = rows.share(float(sum(local)), max(local, default=0), P)
-        links = layer.blocks * share * share if rows.linked else 0
-        sent = {"rows": n * (P - 1) * (share * rows.width + links)} if local else {}
-        return {**sent, "inverses": (n - 1) * layer.blocks * (P * share) ** 2, "counters": counters}
+        found: dict[str, int] = {}
+        for key, layer in self.layers.items():
+            if layer.rows is None or self.seats[key].sums == "alone":
+                continue
+            # To all ranks how many rows and samples each has; to the workers whether blocks are finite.
+            found["counters"] = found.get("counters", 0) + P * (P - 1) * 2 + n * (P - 1) * layer.blocks
+            if local:
+                share = self._share_of(layer.rows, local)
+                links = layer.blocks * share * share if layer.rows.linked else 0
+                found["rows"] = found.get("rows", 0) + n * (P - 1) * (share * layer.rows.width + links)
+        return found
+
+    @property
+    def _served(self) -> int:
+        """How many ranks are given the preconditioned gradient of a layer."""
+        return self.ranks - self.ranks // self.columns
 
     def _shards_sent(self, key: Key) -> int:
         """Return the elements that a step sends of a layer whose parameters are sharded, to its workers and back."""

@@ -6,7 +6,7 @@ A message has R rows, one for each rank that it goes to or comes from.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,32 +81,9 @@ class Layout:
             codes *= scales[:, : self.narrow]
         return self._wide(message), codes
 
-    @classmethod
-    def tail(cls, numel: int, wide: int, dtype: torch.dtype, wire: torch.dtype) -> Layout:
-        """Return that of a vector of `numel` numbers, of which the last `wide` are never narrowed."""
-        return cls(wide=wide, narrow=numel - wide, dtype=dtype, wire=wire)
-
-    @property
-    def encoded(self) -> int:
-        """The bytes of an encoded vector."""
-        return (self.wide + self.narrow) * self.dtype.itemsize if self.lossless else self.size
-
-    def encode(self, vector: Tensor) -> Tensor:
-        """Return the bytes ``[encoded]`` of a vector ``[narrow + wide]``, the wide numbers last."""
-        if self.lossless:
-            return vector.view(torch.uint8)
-        message = self.empty(1, vector.device)
-        self.write(message, vector[None, self.narrow :], [vector[None, : self.narrow]])
-        return message[0]
-
-    def add_to_(self, vector: Tensor, row: Tensor) -> None:
-        """Add what `encode` has made of another vector to a `vector`."""
-        if self.lossless:
-            vector.add_(row.view(self.dtype))
-            return
-        wide, narrow = self.read(row[None])
-        vector[: self.narrow].add_(narrow[0])
-        vector[self.narrow :].add_(wide[0])
+    def resized(self, *, values: int, counters: int) -> Layout:
+        """Return the layout of other numbers of these dtypes: `values` narrow ones and `counters` wide ones."""
+        return replace(self, wide=counters, narrow=values)
 
     @property
     def _groups(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from natgrad.curvature import Part, Spec
 from natgrad.linalg import tensor_on
 from natgrad.numerics.products import full_products
-from natgrad.placement import Layout, Plan, Runtime, narrower
+from natgrad.placement import Plan, Runtime, narrower
 from natgrad.refresh.sides import READS, Reads, side_of
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import along, pack, packed_shape, unpack
@@ -229,74 +229,83 @@ def _append(jobs: list[Job], job: Job) -> None:
 
 
 @dataclass
-class _Parcel:
-    """What one owner sends to all: matrices in the dtype of the wire, vectors and flags of success as they are."""
+class _Bucket:
+    """Results of one device and dtypes: those of each owner end to end, with whether each block succeeded.
 
-    owner: int
+    Attributes:
+        device: Where they are.
+        dtype: The dtype of decompositions.
+        wire: The dtype in which matrices travel.
+        jobs: For each worker which jobs are its.
+    """
+
     device: torch.device
-    layout: Layout
-    jobs: list[int]
-    matrices: list[tuple[Job, Spec]]
-    vectors: list[tuple[Job, Spec]]
+    dtype: torch.dtype
+    wire: torch.dtype
+    jobs: list[list[int]]
 
-    def send(self, flags: list[float]) -> Tensor:
-        """Return the message ``[1, size]``."""
-        vectors = [job.read(spec) for job, spec in self.vectors]
-        wide = torch.cat([*vectors, tensor_on(self.device, flags, self.layout.dtype)])
-        message = self.layout.empty(1, self.device)
-        self.layout.write(message, wide[None], [job.read(spec)[None] for job, spec in self.matrices])
-        return message
-
-    def receive(self, message: Tensor) -> list[float]:
-        """Write what arrived into what is held, and return the flags of success."""
-        wide, narrow = (numbers[0] for numbers in self.layout.read(message))
-        for outputs, numbers in ((self.vectors, wide), (self.matrices, narrow)):
-            sizes = [job.numel(spec) for job, spec in outputs]
-            for (job, spec), values in zip(outputs, numbers[: sum(sizes)].split(sizes), strict=True):
-                job.write(spec, values)
-        flags: list[float] = wide[sum(job.numel(spec) for job, spec in self.vectors) :].tolist()
-        return flags
+    def travels_narrow(self, spec: Spec) -> bool:
+        """Tell whether a tensor is among what travels in the dtype of the wire; vectors never travel narrow."""
+        return self.wire == self.dtype or len(spec.shape) > 1
 
 
 def _exchange(
     jobs: list[Job], success: list[list[float]], workers: Sequence[int], runtime: Runtime, wire: torch.dtype | None
 ) -> list[list[float]]:
-    """Send each owner's results to all workers: one message an owner, device and dtypes, flags of success with it."""
-    parcels = _parcels(jobs, wire)
-    messages = []
-    for parcel in parcels:
-        flags = [flag for index in parcel.jobs for flag in success[index]]
-        mine = parcel.owner == runtime.rank
-        message = parcel.send(flags) if mine else parcel.layout.empty(1, parcel.device)
-        counted = len(flags) * parcel.layout.dtype.itemsize
-        kinds = {"inverses": parcel.layout.payload - counted, "counters": counted}
-        messages.append((parcel.owner, message, kinds))
-    runtime.broadcast_(messages, workers)
+    """Share each owner's results with all workers, and return whether each block of each job succeeded."""
     result = list(success)
-    for parcel, (_, message, _) in zip(parcels, messages, strict=True):
-        if parcel.owner == runtime.rank and parcel.layout.lossless:
-            continue
-        arrived = iter(parcel.receive(message))
-        for index in parcel.jobs:
-            result[index] = [next(arrived) for _ in success[index]]
+    for bucket in _buckets(jobs, workers, wire):
+        empty = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+        sizes, outputs = [], []
+        for indices in bucket.jobs:
+            written = [(jobs[index], spec) for index in indices for spec in jobs[index].part.writes]
+            narrow = [output for output in written if bucket.travels_narrow(output[1])]
+            wide = [output for output in written if not bucket.travels_narrow(output[1])]
+            flags = sum(jobs[index].stop - jobs[index].start for index in indices)
+            sizes.append((sum(map(_numel, narrow)), sum(map(_numel, wide)) + flags))
+            outputs.append((narrow, wide))
+        place = workers.index(runtime.rank)
+        narrow, wide = outputs[place]
+        flags_now = [flag for index in bucket.jobs[place] for flag in success[index]]
+        values = torch.cat([empty, *(job.read(spec).to(bucket.dtype) for job, spec in narrow)])
+        counters = torch.cat(
+            [
+                *(job.read(spec).to(bucket.dtype) for job, spec in wide),
+                tensor_on(bucket.device, flags_now, bucket.dtype),
+            ]
+        )
+        shared = runtime.share_from_owners((values, counters), sizes, "inverses", ranks=workers, wire=bucket.wire)
+        for index, (numbers, (narrow, wide), indices) in enumerate(zip(shared, outputs, bucket.jobs, strict=True)):
+            if index == place and bucket.wire == bucket.dtype:
+                continue  # they have not changed
+            _write(narrow, numbers[0])
+            _write(wide, numbers[1])
+            told = iter(numbers[1][sum(map(_numel, wide)) :].tolist())
+            for job in indices:
+                result[job] = [next(told) for _ in success[job]]
     return result
 
 
-def _parcels(jobs: list[Job], wire: torch.dtype | None) -> list[_Parcel]:
-    groups: dict[tuple[int, torch.device, torch.dtype, torch.dtype], list[int]] = {}
+def _numel(output: tuple[Job, Spec]) -> int:
+    job, spec = output
+    return job.numel(spec)
+
+
+def _write(outputs: Sequence[tuple[Job, Spec]], numbers: Tensor) -> None:
+    """Hold what has arrived of some tensors."""
+    sizes = list(map(_numel, outputs))
+    for (job, spec), values in zip(outputs, numbers[: sum(sizes)].split(sizes), strict=True):
+        job.write(spec, values)
+
+
+def _buckets(jobs: list[Job], workers: Sequence[int], wire: torch.dtype | None) -> list[_Bucket]:
+    found: dict[tuple[torch.device, torch.dtype, torch.dtype], _Bucket] = {}
     for index, job in enumerate(jobs):
         if job.owner is None:
             continue
         stack = job.stack
         travels = narrower(wire, stack.held.dtype)
-        groups.setdefault((job.owner, stack.device, stack.work_dtype, travels), []).append(index)
-    parcels = []
-    for (owner, device, dtype, travels), indices in groups.items():
-        outputs = [(jobs[index], spec) for index in indices for spec in jobs[index].part.writes]
-        matrices = [output for output in outputs if len(output[1].shape) > 1]
-        vectors = [output for output in outputs if len(output[1].shape) <= 1]
-        flags = sum(jobs[index].stop - jobs[index].start for index in indices)
-        wide, narrow = (sum(job.numel(spec) for job, spec in some) for some in (vectors, matrices))
-        layout = Layout(wide=wide + flags, narrow=narrow, dtype=dtype, wire=travels)
-        parcels.append(_Parcel(owner, device, layout, indices, matrices, vectors))
-    return parcels
+        kind = stack.device, stack.work_dtype, narrower(travels, stack.work_dtype)
+        bucket = found.setdefault(kind, _Bucket(*kind, [[] for _ in workers]))
+        bucket.jobs[workers.index(job.owner)].append(index)
+    return list(found.values())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.curvature import kernel
+from natgrad.linalg import tensor_on
 from natgrad.placement import Layout, Plan, Runtime, narrower
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ def _send(parcels: Mapping[int, _Parcel], mine: _Parcel | None, plan: Plan[str],
             outgoing[worker].append(parcel.message)
         runtime.count(parcel.kinds, len(workers) - (parcel is mine))
     size, device = 0 if mine is None else len(mine.message), next(iter(parcels.values())).message.device
-    return torch.stack(runtime.exchange(outgoing, [size] * runtime.ranks, device))
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    messages = [torch.cat([nothing, *own]) for own in outgoing]
+    return torch.stack(runtime.redistribute(messages, [size] * runtime.ranks))
 
 
 class _Parcel:
@@ -108,7 +111,7 @@ class _Parcel:
 
 
 def give(seen: Sequence[Seen], plan: Plan[str], runtime: Runtime) -> None:
-    """Send each M from the layer's owner to its n workers: (n - 1) r² elements a layer, with a counter for each block.
+    """Share each M of the layer's owner with its n workers: (n - 1) r² elements a layer, with a counter for each block.
 
     Never in a narrower dtype: a solve subtracts what M makes of the gradient from the gradient itself, and the rounding
     of M would come out multiplied by the largest eigenvalue over α.
@@ -118,25 +121,22 @@ def give(seen: Sequence[Seen], plan: Plan[str], runtime: Runtime) -> None:
         plan: The owners.
         runtime: The ranks.
     """
-    messages, parcels = [], []
+    workers = plan.column(runtime.rank)
     for alike in _alike(seen):
-        owners: dict[int, list[Seen]] = {}
+        owned: list[list[Seen]] = [[] for _ in workers]
         for one in alike:
             owner = plan.seats[one.member.layer.key].owners["M"]
             assert isinstance(owner, int)
-            owners.setdefault(owner, []).append(one)
-        for owner, own in owners.items():
-            flags = torch.tensor([float(flag) for one in own for flag in one.fine], device="cpu")
-            message = torch.cat([*(one.M.flatten() for one in own), flags.to(own[0].M)])
-            messages.append((owner, message, {"inverses": len(message) - len(flags), "counters": len(flags)}))
-            parcels.append((own, message))
-    runtime.broadcast_(messages, plan.column(runtime.rank))
-    for own, message in parcels:
-        sizes = [one.M.numel() for one in own]
-        *made, told = message.split([*sizes, len(message) - sum(sizes)])
-        flags = iter(told.tolist())
-        for one, M in zip(own, made, strict=True):
-            one.M, one.fine = M.view_as(one.M), [next(flags) > 0 for _ in range(one.blocks)]
+            owned[workers.index(owner)].append(one)
+        sizes = [(sum(one.M.numel() for one in own), sum(one.blocks for one in own)) for own in owned]
+        mine, like = owned[workers.index(runtime.rank)], alike[0].M
+        values = torch.cat([like.new_empty(0), *(one.M.flatten() for one in mine)])
+        flags = tensor_on(like.device, [float(flag) for one in mine for flag in one.fine], like.dtype)
+        shared = runtime.share_from_owners((values, flags), sizes, "inverses", ranks=workers)
+        for own, (numbers, told) in zip(owned, shared, strict=True):
+            fine = iter(told.tolist())
+            for one, M in zip(own, numbers.split([one.M.numel() for one in own]), strict=True):
+                one.M, one.fine = M.view_as(one.M), [next(fine) > 0 for _ in range(one.blocks)]
 
 
 def _alike(seen: Sequence[Seen]) -> list[list[Seen]]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from natgrad.errors import require
 from natgrad.layers import Layer
-from natgrad.placement.lending import of_world
+from natgrad.placement.groups import subgroup_of_world
 from natgrad.stacks.shards import Spread, is_sharded
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def mesh_group(
         return own.get_group()
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
-    return of_world(ranks)
+    return subgroup_of_world(ranks)
 
 
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:

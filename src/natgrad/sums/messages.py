@@ -157,6 +157,11 @@ class Message:
         own = slice(blocks.start - start, blocks.stop - start)
         return {name: tensor[own] for name, tensor in self._stacked[index].items()}
 
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Return the sums and the counters, as vectors."""
+        sums, counters = self.allocate().split([self.numel - self._counters, self._counters + self.extra])
+        return sums, counters
+
     @property
     def kinds(self) -> dict[str, int]:
         """How many of its elements are of which kind."""

@@ -254,11 +254,23 @@ class Sums:
             assert message.buffer is not None
             if message.role.seat.sums == "all":
                 runtime.sum_(message.buffer, message.kinds, wire)
-            elif message.role.seat.sums == "worker":
+            elif message.role.seat.sums == "worker" and runtime.ranks > 1:
                 to_workers.setdefault((message.buffer.dtype, message.buffer.device), []).append(message)
         for messages in to_workers.values():
-            runtime.sum_to_([(message.role.server, message.allocate(), message.kinds) for message in messages], wire)
+            self._reduce_to_workers(messages, runtime, wire)
         self._unload()
+
+    def _reduce_to_workers(self, messages: list[Message], runtime: Runtime, wire: torch.dtype | None) -> None:
+        """Sum messages of one dtype and device on the one worker of each."""
+        nothing = messages[0].allocate()[:0]
+        values, counters = [nothing] * runtime.ranks, [nothing] * runtime.ranks
+        for message in messages:
+            values[message.role.server], counters[message.role.server] = message.halves()
+        summed = runtime.reduce_to_owners(values, counters, self._kind, wire)
+        for message in messages:
+            if message.role.server == runtime.rank:
+                for half, result in zip(message.halves(), summed, strict=True):
+                    half.copy_(result)
 
     def _load(self) -> None:
         """Write `extra` behind the message that carries it."""

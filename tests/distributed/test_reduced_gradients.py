@@ -1,0 +1,186 @@
+"""``gradients="reduce"`` with one worker a layer: ways to train, and what users do to gradients before the step."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad
+from tests.distributed.jobs import batch, place
+
+SPLITS = {1: [12], 2: [9, 3], 3: [5, 1, 6], 4: [5, 1, 4, 2]}
+STEPS = 6
+SURPRISED = 4  # the step in which something happens to the gradients
+
+
+class Network(nn.Module):
+    """A branch that not every pass goes through, a layer that is left to the optimizer, packed and frozen ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.branch = nn.Linear(4, 4)
+        self.trunk = nn.Conv1d(2, 4, 3, stride=2, groups=2)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.left, self.head = nn.Linear(12, 5), nn.Linear(5, 3)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.double()
+
+    def forward(self, x, use):
+        y = self.trunk(x).tanh().transpose(1, 2)
+        y = y + self.attention(y, y, y, need_weights=False)[0]
+        y = self.branch(y).tanh() if use else y
+        return self.frozen(self.head(self.left(y.flatten(1)).tanh()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to train."""
+
+    placement: str = "mem-opt"
+    wrapped: bool = True
+    wrapper: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int = 1
+    syncs: bool = False  # in every micro-batch
+    reduction: str = "mean"
+    accumulation: str = "mean"
+    branch: str = "always"
+    surprise: str = ""
+    scale: float | None = None
+
+
+class Trainer:
+    """A model in training by one way."""
+
+    def __init__(self, way):
+        self.way, self.model = way, Network()
+        self.rank, self.ranks = place()
+        distributed = dist.is_initialized() and way.wrapped
+        self.wrapped = DistributedDataParallel(self.model, **way.wrapper) if distributed else self.model
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, lr=0.1 / (12 if way.reduction == "sum" else 1), momentum=0.9)
+        self.scaler = (
+            None if way.scale is None else torch.amp.GradScaler("cpu", init_scale=way.scale, growth_interval=2)
+        )
+        options = {"placement": way.placement, "gradients": "reduce"}
+        self.preconditioner = natgrad.Preconditioner(
+            self.wrapped,
+            {"left": None, "*": natgrad.KFAC()},
+            optimizer=self.optimizer,
+            damping=0.05,
+            reduction=way.reduction,
+            accumulation=way.accumulation,
+            refresh=natgrad.Refresh(factors=2, inverses=3),
+            scaler=self.scaler,
+            **(options if dist.is_initialized() else {}),
+        )
+
+    def passes(self, step):
+        x, y = (tensor.split(SPLITS[self.ranks])[self.rank] for tensor in batch(step))
+        parts = self.way.micro_batches
+        weight = 1 / parts if self.way.accumulation == "mean" and self.way.reduction == "mean" else 1.0
+        # Of unequal pieces each is weighed by its samples, so that the ranks' means are those of all their samples.
+        for index, (xs, ys) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True)):
+            syncs = index == parts - 1 or self.way.syncs or self.wrapped is self.model
+            with nullcontext() if syncs else self.wrapped.no_sync():
+                own = weight * len(xs) * parts / len(x) if self.way.reduction == "mean" else 1.0
+                self.backward(xs, ys, step, own)
+
+    def backward(self, x, y, step, weight):
+        use = {"always": True, "odd steps": step % 2 == 1}[self.way.branch]
+        outputs = self.wrapped(x, use)
+        loss = cross_entropy(outputs, y, reduction="sum" if self.way.reduction == "sum" else "mean") * weight
+        if self.way.surprise == "infinite" and step == SURPRISED and self.rank == self.ranks - 1:
+            loss = loss * float("inf")
+        self.preconditioner.backward(loss if self.scaler is None else self.scaler.scale(loss), outputs)
+
+    def step(self, step):
+        surprise = self.way.surprise if step == SURPRISED else ""
+        self.optimizer.zero_grad()
+        if surprise == "thrown away":
+            self.passes(step + 1)
+            self.optimizer.zero_grad()
+        if surprise != "no samples" or self.rank > 0:
+            self.passes(step)
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        if surprise == "halved behind the back of autograd":
+            for p in parameters:
+                p.grad.data.mul_(0.5)
+        elif surprise == "replaced":
+            for p in parameters:
+                p.grad = p.grad * 2
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        self.preconditioner.step()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+def train(way):
+    """Return the parameters after some steps."""
+    trainer = Trainer(way)
+    for step in range(STEPS):
+        trainer.step(step)
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def assert_equal_to_one_process(results, way):
+    expected = train(way)
+    for parameters in results:
+        for name, value in expected.items():
+            assert float((parameters[name] - value).norm()) <= 1e-10 * float(value.norm()), name
+
+
+WAYS = {
+    "plain": Way(wrapped=False),
+    "DDP": Way(),
+    "views": Way(wrapper={"gradient_as_bucket_view": True}),
+    "unused": Way(wrapper={"find_unused_parameters": True}, branch="odd steps"),
+    "branch": Way(wrapped=False, branch="odd steps"),
+    "static": Way(wrapper={"static_graph": True}),
+    "reduce-scatter": Way(placement="reduce-scatter"),
+    "sums": Way(reduction="sum"),
+    "accumulated sums": Way(reduction="sum", micro_batches=3),
+    "accumulated and synced": Way(reduction="sum", micro_batches=3, syncs=True),
+    "accumulated, plain": Way(reduction="sum", micro_batches=3, wrapped=False),
+    "scaled": Way(scale=2.0**8),
+    "scaled by no power of two": Way(scale=1000.0, wrapped=False),
+}
+
+
+@pytest.mark.parametrize(("way", "count"), [(way, 2 + index % 3) for index, way in enumerate(WAYS)])
+def test_ways_to_train(ranks, way, count):
+    assert_equal_to_one_process(ranks.run(count, train, WAYS[way]), WAYS[way])
+
+
+@pytest.mark.filterwarnings("ignore:natgrad. .grad is")
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("surprise", ["halved behind the back of autograd", "replaced", "thrown away"])
+def test_what_users_do_to_gradients(ranks, surprise, count):
+    way = Way(surprise=surprise)
+    assert_equal_to_one_process(ranks.run(count, train, way), way)
+
+
+def test_a_rank_without_samples(ranks):
+    results = ranks.run(3, train, Way(surprise="no samples", wrapped=False))
+    for parameters in results[1:]:
+        assert all(torch.equal(value, results[0][name]) for name, value in parameters.items())
+    assert all(value.isfinite().all() for value in results[0].values())
+
+
+@pytest.mark.parametrize("placement", ["mem-opt", "dp"])
+def test_a_step_that_the_scaler_skips(ranks, placement):
+    way = Way(scale=2.0**8, surprise="infinite", placement=placement)
+    results = ranks.run(2, train, way)
+    for parameters in results[1:]:
+        assert all(torch.equal(value, results[0][name]) for name, value in parameters.items())
+    assert all(value.isfinite().all() for value in results[0].values())
