@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from natgrad.placement import Cycle, Link, Placement, Work, make_plan, resolve, step_seconds
+from natgrad.placement import Cycle, Link, Placement, Slices, Work, make_plan, resolve, step_seconds
 from tests.placement.layers import kfac, models, resnet50
 
 pure = settings(max_examples=100, deadline=None, derandomize=True)
@@ -196,7 +196,8 @@ def test_links_within_nodes(P, works, link, inside, cycle, random):
         sizes = [0] * flat.columns
         for key, work in works.items():
             sizes[flat.home(key)] += work.gradients * work.itemsize
-        message = max((max((flat.columns - 1) * own, sum(sizes) - own) for own in sizes), default=0)
+        row = Slices(tuple(sizes))
+        message = max(max(row.sent(rank), row.received(rank)) for rank in range(flat.columns))
         within = flat.columns > 1 and any(sizes) and (P // nodes) % flat.columns == 0
         saved = link.message(message) - inside.message(message) if within else 0.0
         prices = [step_seconds(plan, cycle) for plan in (flat, deep)]

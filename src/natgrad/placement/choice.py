@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
 from natgrad.errors import require
 from natgrad.placement.assign import assign
-from natgrad.placement.cost import Cycle
+from natgrad.placement.cost import Cycle, Link
 from natgrad.placement.options import Placement
-from natgrad.placement.plan import Plan, Seat, Work
+from natgrad.placement.plan import Exchange, Plan, Seat, Work
 from natgrad.placement.table import mebibytes
 
 Key = TypeVar("Key", bound=Hashable)
@@ -77,65 +77,52 @@ def step_seconds(plan: Plan[Key], cycle: Cycle) -> float:
         plan: The plan.
         cycle: How often factors and inverses are renewed.
     """
-    return _factors(plan) / cycle.factors + _inverses(plan) / cycle.inverses + _solve(plan) + _reduction(plan, cycle)
-
-
-def _factors(plan: Plan[Key]) -> float:
-    """Return the seconds of the messages of a factor refresh."""
-    everywhere, single = 0, [0] * plan.columns
-    for key, seat in plan.seats.items():
-        size = plan.layers[key].sums * plan.layers[key].travels
-        if seat.sums == "all":
-            everywhere += size
-        elif seat.sums == "worker":
-            single[plan.home(key)] += size
-    link, others = plan.placement.link, plan.ranks - 1
-    seconds = link.message(2 * others * everywhere / plan.ranks) if everywhere and others else 0.0
-    if any(single) and others:
-        total = sum(single)
-        seconds += link.message(max(max(others * own, total - own) for own in single))
-    return seconds
-
-
-def _inverses(plan: Plan[Key]) -> float:
-    """Return the seconds of a renewal: its decompositions, and the results sent within columns."""
-    link, speeds = plan.placement.link, plan.placement.speeds or (1.0,) * plan.ranks
-    unit = sum(work.cost for work in plan.layers.values()) / (sum(plan.weights.values()) or 1.0)
-    work = max(plan.renewal(rank) / speeds[rank] for rank in range(plan.ranks)) * unit
-    if plan.columns == plan.ranks:
-        return link.work(work)
-    sent: list[dict[int, int]] = [{} for _ in range(plan.columns)]
-    for key, seat in plan.seats.items():
-        layer, own = plan.layers[key], sent[plan.home(key)]
-        for part, owner in seat.owners.items():
-            if owner is not None:
-                own[owner] = own.get(owner, 0) + layer.results.get(part, 0) * layer.travels
-    # Each owner's results are a message, and all are under way at once; a rank receives those of the others.
-    messages = [link.message(_received(own, plan)) for own in sent if own]
-    return link.work(work) + max(messages, default=0.0)
-
-
-def _received(sent: Mapping[int, int], plan: Plan[Key]) -> int:
-    """Return the bytes that the worker receives which receives most."""
-    least = min(sent.values()) if len(sent) == plan.ranks // plan.columns else 0
-    return sum(sent.values()) - least
-
-
-def _solve(plan: Plan[Key]) -> float:
-    """Return the seconds of preconditioning, and of giving its results to the others of a row."""
-    link, speeds = plan.placement.link, plan.placement.speeds or (1.0,) * plan.ranks
-    work, sizes = [0.0] * plan.columns, [0.0] * plan.columns
-    for key in plan.seats:
-        layer, home = plan.layers[key], plan.home(key)
-        work[home] += layer.solve
-        sizes[home] += layer.gradients * layer.itemsize / (len(layer.shards) or 1)
-    seconds = max(work[rank % plan.columns] / speeds[rank] for rank in range(plan.ranks)) / link.products
-    seconds += _collection(plan)
-    if plan.columns == 1 or not any(sizes):
-        return seconds
-    total, others = sum(sizes), plan.columns - 1
+    exchanges, link = plan.exchanges(in_bytes=True), plan.placement.link
+    factors = _message(exchanges["factors"], "factors", link)
+    inverses = _message(exchanges["inverses"], "inverses", link) + link.work(_decompositions(plan))
     row = plan.placement.link_of(plan.ranks, plan.columns)
-    return seconds + row.message(max(max(others * own, total - own) for own in sizes))
+    step = _products(plan) + _message(exchanges["step"], "gradients", row) + _collection(plan) + _shards(plan, row)
+    return factors / cycle.factors + inverses / cycle.inverses + step + _reduction(plan, cycle)
+
+
+def _message(exchanges: Iterable[Exchange], kind: str, link: Link) -> float:
+    """Return the seconds of messages of some kind that are under way at once, by the busiest rank."""
+    sent: dict[int, float] = {}
+    received: dict[int, float] = {}
+    for exchange in exchanges:
+        for rank in exchange.ranks if exchange.kind == kind and exchange.elements else ():
+            sent[rank] = sent.get(rank, 0.0) + exchange.sent(rank)
+            received[rank] = received.get(rank, 0.0) + exchange.received(rank)
+    busiest = max([*sent.values(), *received.values()], default=0.0)
+    return link.message(busiest) if busiest else 0.0
+
+
+def _decompositions(plan: Plan[Key]) -> float:
+    """Return the multiply-adds of a renewal on the rank that is done last, as if it were of speed 1."""
+    speeds = plan.placement.speeds or (1.0,) * plan.ranks
+    unit = sum(work.cost for work in plan.layers.values()) / (sum(plan.weights.values()) or 1.0)
+    return max(plan.renewal(rank) / speeds[rank] for rank in range(plan.ranks)) * unit
+
+
+def _products(plan: Plan[Key]) -> float:
+    """Return the seconds of preconditioning."""
+    speeds = plan.placement.speeds or (1.0,) * plan.ranks
+    work = [0.0] * plan.columns
+    for key in plan.seats:
+        work[plan.home(key)] += plan.layers[key].solve
+    return max(work[rank % plan.columns] / speeds[rank] for rank in range(plan.ranks)) / plan.placement.link.products
+
+
+def _shards(plan: Plan[Key], row: Link) -> float:
+    """Return the seconds of giving the preconditioned rows of sharded layers to the others of a row."""
+    sizes = [0.0] * plan.columns
+    for key, layer in plan.layers.items():
+        if layer.shards:
+            sizes[plan.home(key)] += layer.gradients * layer.itemsize / len(layer.shards)
+    if plan.columns == 1 or not any(sizes):
+        return 0.0
+    total, others = sum(sizes), plan.columns - 1
+    return row.message(max(max(others * own, total - own) for own in sizes))
 
 
 def _collection(plan: Plan[Key]) -> float:
@@ -159,14 +146,16 @@ def _reduction(plan: Plan[Key], cycle: Cycle) -> float:
     """Return the seconds of summing the gradients: of a layer with one worker on that one only, of others on all."""
     if not cycle.reduces or plan.ranks == 1:
         return 0.0
-    link, others = plan.placement.link, plan.ranks - 1
     sizes = [0] * plan.columns
     for key, layer in plan.layers.items():
         sizes[plan.home(key)] += layer.gradients * layer.itemsize
-    total = sum(sizes)
-    if plan.columns < plan.ranks:
-        return link.message(2 * others * total / plan.ranks)
-    return link.message(max(max(others * own, total - own) for own in sizes))
+    every = range(plan.ranks)
+    owned = Exchange("reduced", every, tuple(sizes), True)
+    return _message(
+        [owned if plan.columns == plan.ranks else Exchange("reduced", every, sum(sizes))],
+        "reduced",
+        plan.placement.link,
+    )
 
 
 def _cheapest(

@@ -235,7 +235,7 @@ class Plan(Printed, Generic[Key]):
         }
         for moment, exchanges in self.exchanges(samples).items():
             for exchange in exchanges:
-                sent = sum(map(exchange.sent, range(self.ranks)))
+                sent = sum(map(exchange.sent, exchange.ranks))
                 found[moment][exchange.kind] = found[moment].get(exchange.kind, 0) + round(sent)
         for kind, elements in self._rows_sent(self._local(samples)).items():
             found["inverses"][kind] = found["inverses"].get(kind, 0) + elements
@@ -250,31 +250,36 @@ class Plan(Printed, Generic[Key]):
             found["step"]["padding"] = padding
         return found
 
-    def exchanges(self, samples: int | Sequence[int] | None = None) -> dict[Moment, list[Exchange]]:
+    def exchanges(
+        self, samples: int | Sequence[int] | None = None, *, in_bytes: bool = False
+    ) -> dict[Moment, list[Exchange]]:
         """Return the messages on flat buckets: sums, results and preconditioned gradients; no rows, nothing sharded.
 
         Args:
             samples: As in `traffic`.
+            in_bytes: Give the sizes of all but counters in bytes as they travel instead of elements.
 
         Raises:
             ValueError: as `traffic`.
         """
         local = self._local(samples)
-        columns = [range(column, self.ranks, self.columns) for column in range(self.columns)]
         rows = [self.row(rank) for rank in range(0, self.ranks, self.columns)]
-        sums = {key: layer.sums if layer.rows is None else 0 for key, layer in self.layers.items()}
-        replayed = {key: layer.replayed for key, layer in self.layers.items()}
+        widths = {key: layer.travels if in_bytes else 1 for key, layer in self.layers.items()}
+        sums = {key: layer.sums * widths[key] if layer.rows is None else 0 for key, layer in self.layers.items()}
+        replayed = {key: layer.replayed * widths[key] for key, layer in self.layers.items()}
         factors = self._sum_exchanges("factors", sums) + self._sum_exchanges("replay", replayed)
         inverses, step = [], []
-        if len(columns[0]) > 1:
-            for column, workers in enumerate(columns):
-                sizes, flags = self._results(column, workers, local)
-                inverses += [Exchange("inverses", workers, sizes), Exchange("counters", workers, flags)]
+        if self.columns < self.ranks:
+            sizes, flags = self._results(local, widths)
+            for column in range(self.columns):
+                workers = range(column, self.ranks, self.columns)
+                for kind, owned in (("inverses", sizes), ("counters", flags)):
+                    inverses.append(Exchange(kind, workers, tuple(owned[column :: self.columns])))
         if self.columns > 1:
             gradients, counters = [0] * self.columns, [0] * self.columns
             for key, layer in self.layers.items():
                 if not layer.shards:
-                    gradients[self.home(key)] += layer.gradients
+                    gradients[self.home(key)] += layer.gradients * (layer.itemsize if in_bytes else 1)
                     counters[self.home(key)] += layer.blocks + 2  # <V, W>; what has served it, and trouble
             for row in rows:
                 step += [Exchange("gradients", row, tuple(gradients)), Exchange("counters", row, tuple(counters))]
@@ -283,37 +288,36 @@ class Plan(Printed, Generic[Key]):
 
     def _sum_exchanges(self, kind: str, sizes: Mapping[Key, int]) -> list[Exchange]:
         """Return the messages of sums of layers of these `sizes`, with the samples and rows of each layer."""
-        every, found = range(self.ranks), []
-        reduced, counters = [0] * self.ranks, [0] * self.ranks
-        for key, size in sizes.items():
-            seat = self.seats[key]
-            if not size or self.ranks == 1:
-                continue
-            if seat.sums == "all":
-                found += [Exchange(kind, every, size), Exchange("counters", every, 2)]
-            elif seat.sums == "worker":
-                reduced[self.home(key)] += size
+        every: list[Exchange] = []
+        everywhere, layers = 0, 0
+        owned, counters = [0] * self.ranks, [0] * self.ranks
+        for key, size in sizes.items() if self.ranks > 1 else ():
+            where = self.seats[key].sums if size else "alone"
+            if where == "all":
+                everywhere, layers = everywhere + size, layers + 1
+            elif where == "worker":
+                owned[self.home(key)] += size
                 counters[self.home(key)] += 2
-        if any(reduced):
-            found += [Exchange(kind, every, tuple(reduced), True), Exchange("counters", every, tuple(counters), True)]
-        return found
+        ranks = range(self.ranks)
+        if layers:
+            every += [Exchange(kind, ranks, everywhere), Exchange("counters", ranks, 2 * layers)]
+        if any(owned):
+            every += [Exchange(kind, ranks, tuple(owned), True), Exchange("counters", ranks, tuple(counters), True)]
+        return every
 
-    def _results(
-        self, column: int, workers: Sequence[int], local: Sequence[int]
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return how many elements each worker of a column shares of what renewals make, and how many flags."""
-        sizes, flags = dict.fromkeys(workers, 0), dict.fromkeys(workers, 0)
+    def _results(self, local: Sequence[int], widths: Mapping[Key, int]) -> tuple[list[int], list[int]]:
+        """Return how much each rank shares of what renewals make, and whether how many blocks succeeded."""
+        sizes, flags = [0] * self.ranks, [0] * self.ranks
         for key, seat in self.seats.items():
             layer = self.layers[key]
-            if self.home(key) != column:
-                continue
+            kernel = 0
+            if layer.rows is not None and local and seat.sums != "alone":
+                kernel = layer.blocks * (self.ranks * self._share_of(layer.rows, local)) ** 2
             for part, owner in seat.owners.items():
                 if owner is not None:
-                    sizes[owner] += layer.results.get(part, 0)
-                    if layer.rows is not None and local and seat.sums != "alone":
-                        sizes[owner] += layer.blocks * (self.ranks * self._share_of(layer.rows, local)) ** 2
-                    flags[owner] += layer.blocks  # whether each has succeeded
-        return tuple(sizes.values()), tuple(flags.values())
+                    sizes[owner] += (layer.results.get(part, 0) + kernel) * widths[key]
+                    flags[owner] += layer.blocks
+        return sizes, flags
 
     def _share_of(self, rows: Rows, local: Sequence[int]) -> int:
         return rows.share(float(sum(local)), max(local, default=0), self.ranks)
