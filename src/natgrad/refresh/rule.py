@@ -263,6 +263,8 @@ def relative(value: float, last: float | None) -> float:
 
 def mean_interval(intervals: Sequence[float]) -> float:
     """Return the interval at which as much would be done as at several, if each cost the same."""
+    if len(set(intervals)) == 1:
+        return float(intervals[0])
     return len(intervals) / sum(1 / interval for interval in intervals)
 
 
