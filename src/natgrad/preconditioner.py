@@ -137,7 +137,7 @@ class Preconditioner(Engine):
         given = {name: value for name, value in locals().items() if value is not USUAL_BOUND}
         self._arguments = {name: given[name] for name in given.keys() - {"self", "model", "optimizer"}}
         curvature = KFAC() if curvature is None else curvature
-        refresh = Refresh() if refresh is None else refresh
+        refresh = Refresh() if refresh is None else resolve_refresh(refresh)
         precision = Precision() if precision is None else precision
         guard = Guard() if guard is None else guard
         check_arguments(
@@ -148,7 +148,6 @@ class Preconditioner(Engine):
             kl_clip=kl_clip,
             clip_is_explicit=kl_clip is not USUAL_BOUND,
             reduction=reduction,
-            refresh=refresh,
             placement=placement,
             precision=precision,
             guard=guard,
@@ -157,7 +156,7 @@ class Preconditioner(Engine):
             scaler=scaler,
             seed=seed,
         )
-        damping, refresh = default_damping(curvature) if damping is None else damping, resolve_refresh(refresh)
+        damping = default_damping(curvature) if damping is None else damping
         self._model, self._root, self._damping = model, unwrap(model), Control(damping)
         where, covered = resolve(placement), cover(self._root, curvature).layers
         check_layers(layer for layer, _ in covered)

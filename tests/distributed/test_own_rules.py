@@ -51,9 +51,9 @@ def test_ranks_decide_as_one_process(ranks, placement):
         assert all(counted(answer[name]) == counted(alone[name]) for answer in answers)
 
 
-@pytest.mark.parametrize("placement", ["mem-opt", "dp", "pipelined"])
-def test_ranks_stay_equal(ranks, placement):
-    answers = ranks.run(2, follow, list(RULES), placement)
+@pytest.mark.parametrize(("count", "placement"), [(2, "mem-opt"), (2, "dp"), (2, "pipelined"), (4, "hybrid:0.5")])
+def test_ranks_stay_equal(ranks, count, placement):
+    answers = ranks.run(count, follow, list(RULES), placement)
     for name in RULES:
         assert_bit_identical([answer[name] for answer in answers])
 

@@ -256,6 +256,33 @@ def test_wrong_verdicts_are_refused(answers):
         training.step(batch(1))
 
 
+def test_the_earlier_names_of_the_contract():
+    """With the methods that had to be overridden then."""
+
+    class Interval(natgrad.refresh.Clock):
+        def factor_interval(self, step, side="gradients"):
+            return 1
+
+        def inverse_interval(self, step, reads="both"):
+            return 3
+
+        def intervals(self, step):
+            return {"factors": 1, "inverses": 3}
+
+    class Moved(natgrad.refresh.Rule):
+        measure = "drift"
+
+        def change(self, value, last):
+            return value
+
+        def verdict(self, change):
+            return "renew" if change >= 0.3 else "keep"
+
+    assert_same(run(Interval(), 8)[0], run(natgrad.Refresh(inverses=3), 8)[0])
+    one, other = (run(natgrad.Adaptive(rule, inverses=2), 12)[0] for rule in (Moved(), natgrad.DriftRule(0.3)))
+    assert_same(one, other)
+
+
 def test_ranks_can_compare_options():
     assert RoundRobin(2).settings(0) == RoundRobin(2).settings(0) != RoundRobin(3).settings(0)
     assert Plateau(2).settings(0) == Plateau(2).settings(0) != Plateau(3).settings(0)
