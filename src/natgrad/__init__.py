@@ -54,6 +54,8 @@ _HOMES = {
     "TraceRule": "natgrad.refresh",
     "TwoPhaseInterval": "natgrad.refresh",
     "Refresh": "natgrad.refresh",
+    "RefreshRule": "natgrad.refresh",
+    "register_refresh": "natgrad.refresh",
     "Schedule": "natgrad.schedule",
     "TrustRegion": "natgrad.damping",
     "UnitWise": "natgrad.curvature",
@@ -101,10 +103,12 @@ if TYPE_CHECKING:
     from natgrad.refresh import GrowingInterval as GrowingInterval
     from natgrad.refresh import MultiStepInterval as MultiStepInterval
     from natgrad.refresh import Refresh as Refresh
+    from natgrad.refresh import RefreshRule as RefreshRule
     from natgrad.refresh import ScaledInterval as ScaledInterval
     from natgrad.refresh import Sides as Sides
     from natgrad.refresh import TraceRule as TraceRule
     from natgrad.refresh import TwoPhaseInterval as TwoPhaseInterval
+    from natgrad.refresh import register_refresh as register_refresh
     from natgrad.sampling.likelihood import Bernoulli as Bernoulli
     from natgrad.sampling.likelihood import Categorical as Categorical
     from natgrad.sampling.likelihood import Gaussian as Gaussian

@@ -18,7 +18,6 @@ from natgrad.errors import NatgradError, require, require_one_of
 from natgrad.numerics.precision import Precision
 from natgrad.placement import resolve
 from natgrad.reductions import Reductions
-from natgrad.refresh import Clock
 from natgrad.sampling.likelihood import Likelihood
 from natgrad.schedule import check_number
 from natgrad.stacks.sharding import check_model, find_mesh, mesh_group, reshard
@@ -34,7 +33,6 @@ def check_arguments(
     kl_clip: object,
     clip_is_explicit: bool,
     reduction: object,
-    refresh: object,
     placement: object,
     precision: object,
     guard: object,
@@ -98,7 +96,6 @@ def check_arguments(
         ("guard", guard, Guard),
     ):
         require(isinstance(value, kind), name, value, f"a natgrad.{kind.__name__}")
-    require(isinstance(refresh, Clock), "refresh", refresh, "a natgrad.Refresh, natgrad.Adaptive or natgrad.Capped")
     fits = scaler is None or isinstance(scaler, torch.amp.GradScaler)
     require(fits, "scaler", type(scaler).__name__, "a torch.amp.GradScaler, or None")
     require(isinstance(seed, int) and not isinstance(seed, bool), "seed", seed, "a whole number")

@@ -17,7 +17,7 @@ from natgrad.damping.control import Control
 from natgrad.errors import NatgradWarning, require
 from natgrad.layers import Layer
 from natgrad.placement import Placement
-from natgrad.refresh import Clock
+from natgrad.refresh import RefreshRule
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Choices:
     layer: Layer
     curvature: Curvature
     placement: Placement
-    refresh: Clock | None = None
+    refresh: RefreshRule | None = None
     damping: Adaptive | None = None
 
 
@@ -123,7 +123,7 @@ TABLE: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         "refresh",
-        lambda own: bool(own.curvature.replays) and own.refresh is not None and own.refresh.rule is not None,
+        lambda own: bool(own.curvature.replays) and own.refresh is not None and own.refresh.criterion is not None,
         "a natgrad.Refresh",
         "{curvature} updates all layers at every second pass, and no rule can leave some out",
     ),
@@ -142,14 +142,14 @@ TABLE: tuple[Incompatibility, ...] = (
 )
 
 
-def _rule_stops(refresh: Clock | None) -> bool:
-    return refresh is not None and refresh.rule is not None and refresh.rule.stops
+def _rule_stops(refresh: RefreshRule | None) -> bool:
+    return refresh is not None and refresh.criterion is not None and refresh.criterion.stops
 
 
 def check_combinations(
     covered: Iterable[tuple[Layer, Curvature]],
     placement: Placement,
-    refresh: Clock | None,
+    refresh: RefreshRule | None,
     damping: Control | None,
     ranks: int,
 ) -> None:
@@ -173,7 +173,7 @@ def check_combinations(
 def warn_of_combinations(
     covered: Iterable[tuple[Layer, Curvature]],
     placement: Placement,
-    refresh: Clock | None,
+    refresh: RefreshRule | None,
     damping: Control | None,
     ranks: int,
 ) -> None:
@@ -199,7 +199,10 @@ def warn_of_combinations(
 
 
 def _found(
-    covered: Iterable[tuple[Layer, Curvature]], placement: Placement, refresh: Clock | None, damping: Control | None
+    covered: Iterable[tuple[Layer, Curvature]],
+    placement: Placement,
+    refresh: RefreshRule | None,
+    damping: Control | None,
 ) -> Iterator[tuple[Choices, Incompatibility]]:
     """Yield the rows of the table that the choices meet, in its order, with the first layer of each."""
     rule = None if damping is None else damping.rule

@@ -28,9 +28,9 @@ from natgrad.numerics.precision import Precision
 from natgrad.placement import Runtime
 from natgrad.progress import Progress
 from natgrad.reductions import Count, Reductions
-from natgrad.refresh import Clock
-from natgrad.refresh.sides import SIDES
-from natgrad.renewal import Agenda, Background, fold, observed, renew
+from natgrad.refresh import RefreshRule
+from natgrad.refresh.rule import SIDES
+from natgrad.renewal import Background, RefreshScheduler, fold, observed, renew
 from natgrad.rows import Collected, Epochs, Origin, Renewal, row_stacks
 from natgrad.sampling.labels import LabelSampler
 from natgrad.second_pass import Closure, Replay, SecondPass, check_damping
@@ -63,8 +63,8 @@ class Engine:
     _epochs: Epochs
     _seed: int
     _precision: Precision
-    _refresh: Clock
-    _agenda: Agenda
+    _refresh: RefreshRule
+    _scheduler: RefreshScheduler
     _damping: Control
     _reduces: bool
     _detached: bool
@@ -92,13 +92,13 @@ class Engine:
         return self._structure.plan.placement.name == "background" and self._progress.last_inverses is not None
 
     def _collect(self, *, early: bool) -> None:
-        with self._agenda.timed("renewing", self._spent), self._progress.phase("renew", self._runtime):
+        with self._scheduler.timed("renewing", self._spent), self._progress.phase("renew", self._runtime):
             plan, wire, keys = self._structure.plan, self._precision.wire, self._background.keys
             try:
                 self._background.collect(plan, self._runtime, self._watch, self._progress, wire, early=early)
             finally:
                 if not self._background.keys:
-                    self._agenda.renewed(self._stacks, plan, keys)
+                    self._scheduler.end_renewal(self._stacks, plan, keys)
 
     def _end_renewal(self) -> None:
         """End a renewal under way between two steps; the passes to come see what it has made."""
@@ -114,7 +114,7 @@ class Engine:
         if not self._detached:
             placement, wire = self._structure.plan.placement, self._precision.wire
             summed = [stack for stack in self._stacks if not stack.curvature.rows]
-            riders = 0 if self._agenda.budget is None else self._agenda.budget.numbers
+            riders = 0 if self._scheduler.budget is None else self._scheduler.budget.numbers
             names = [layer.name for layer, _ in self._structure.coverage.layers]
             sums = make_sums(summed, placement, self._runtime, wire, self._scaling.of_captured, riders, names)
             origin = Origin(self._runtime.rank, self._runtime.ranks, placement.name != "dp")
@@ -122,7 +122,7 @@ class Engine:
             self._capture.again = self._damping.tries(self._progress.step)
             self._capture.attach(self._stacks, sums, rows)
             self._carry_audit()
-        self._agenda.look(self._stacks)
+        self._scheduler.find_stopped(self._stacks)
         self._watch.forget()
         self._progress.began = self._progress.ended = 0.0
 
@@ -152,7 +152,7 @@ class Engine:
         if self._structure.move():
             self._watch.forget()
         with self._progress.phase("renew", self._runtime):
-            self._agenda.hear_times(self._background.fold(self._watch))
+            self._scheduler.receive_times(self._background.fold(self._watch))
         if self._structure.follow(lambda: self._collect(early=True)):
             self._begin()
             self._inspection.restart()
@@ -161,13 +161,13 @@ class Engine:
 
     def _await(self) -> None:
         """Tell the hooks what the coming step needs."""
-        agenda, summed = self._agenda, [stack for stack in self._stacks if not stack.curvature.rows]
-        agenda.hear(self._stacks)
-        choice = Choice(agenda.sides(self._progress), agenda.without)
+        scheduler, summed = self._scheduler, [stack for stack in self._stacks if not stack.curvature.rows]
+        scheduler.receive_decisions(self._stacks)
+        choice = Choice(scheduler.due_statistics(self._progress), scheduler.stopped)
         self._capture.again = self._damping.tries(self._progress.step)
         self._capture.reset(
             wanted=any(choice.portion(one.layer.name, stack) for stack in summed for one in stack.members),
-            rows=self._keeps_rows and "gradients" in agenda.reads(self._progress),
+            rows=self._keeps_rows and "gradients" in scheduler.due_parts(self._progress),
             choice=choice,
         )
         capture = self._capture
@@ -251,7 +251,7 @@ class Engine:
         with self._progress.phase("reduce", self._runtime):
             wire = self._precision.wire
             sides = self._capture.sums.choice.sides
-            self._capture.sums.rider = self._agenda.tell("sums", self._structure.plan)
+            self._capture.sums.rider = self._scheduler.take_times("sums", self._structure.plan)
             self._capture.sums.close(*self._gains(count))
             if self._behind:
                 sums, inspection = self._capture.sums, self._inspection
@@ -261,7 +261,7 @@ class Engine:
             sums.travel(self._runtime, wire)
             if sums.carries and sums.extra is not None:
                 self._capture.audit.compare(sums.extra, self._runtime.ranks)
-            self._agenda.hear_times(self._capture.sums.heard)
+            self._scheduler.receive_times(self._capture.sums.heard)
             if "gradients" in sides:
                 self._inspection.look(self._stacks, self._capture.sums, self._runtime)
         with self._progress.phase("renew", self._runtime):
@@ -274,7 +274,7 @@ class Engine:
 
     @property
     def _inverses_due(self) -> bool:
-        return bool(self._agenda.reads(self._progress))
+        return bool(self._scheduler.due_parts(self._progress))
 
     def _spent(self) -> float:
         """Return the seconds that preconditioning has taken so far."""
@@ -287,7 +287,7 @@ class Engine:
             self._update_factors(count)
         if self._inverses_due:
             damping = self._sized(damping, scale)
-            with self._agenda.timed("renewing", self._spent):
+            with self._scheduler.timed("renewing", self._spent):
                 self._update_inverses(count, damping)
         self._prepare_second_pass(count, closure, before)
         return damping
@@ -371,16 +371,16 @@ class Engine:
             captured = captured and len(self._capture.sums.choice.sides) == len(SIDES)
             seen = observed(self._stacks)
             usable = self._inspection.usable(self._stacks, seen, captured=captured)
-            agenda, reads = self._agenda, self._agenda.reads(self._progress)
-            keys = agenda.choose(self._stacks, plan, usable, damping, self._progress)
-            decided = agenda.clock.rule is not None and bool(usable)
-            work = self._stacks, plan, self._runtime, keys, agenda.kept, damping
+            scheduler, reads = self._scheduler, self._scheduler.due_parts(self._progress)
+            keys = scheduler.select_layers(self._stacks, plan, usable, damping, self._progress)
+            decided = scheduler.selects_layers and bool(usable)
+            work = self._stacks, plan, self._runtime, keys, scheduler.kept_parts, damping
             if self._behind:
                 if not self._background.begin(*work, self._progress) and decided:
                     self._progress.renewed_inverses(reads)
                 return
             renewed = renew(*work, self._watch, wire, reads=reads)
-            agenda.renewed(self._stacks, plan, keys)
+            scheduler.end_renewal(self._stacks, plan, keys)
             decided = decided or renewed or refreshed
             if self._agreed(decided) if begins else decided or self._exchanges:
                 self._progress.renewed_inverses(reads)
@@ -395,7 +395,7 @@ class Engine:
     ) -> None:
         tries = self._damping.tries(self._progress.step)
         model = Model.of(self._stacks, self._runtime, damping, scale) if tries else None
-        with self._agenda.timed("fixed", self._spent), self._progress.phase("solve", self._runtime):
+        with self._scheduler.timed("fixed", self._spent), self._progress.phase("solve", self._runtime):
             progress, spoilt = self._progress, self._capture.sums.spoilt
             measures = progress.step == (progress.last_factors if self._sums_up else progress.last_inverses)
             ladder = Ladder(self._watch.guard, measures=measures, spoilt=spoilt, step=progress.step)
@@ -405,8 +405,8 @@ class Engine:
                 for entry in gradients.entries:
                     if entry.stack.role.works:
                         entry.solve(damping, gathered)
-                scalars = self._agenda.tell("gradients", plan) if self._capture.wanted else ()
-                self._agenda.hear_times(share(gradients, plan, self._runtime, self._watch, owned, scalars))
+                scalars = self._scheduler.take_times("gradients", plan) if self._capture.wanted else ()
+                self._scheduler.receive_times(share(gradients, plan, self._runtime, self._watch, owned, scalars))
             else:
                 gradients.solve(damping, self._runtime)
             layer_scale = None if self._scaling.of_sum is None else self._layer_scale

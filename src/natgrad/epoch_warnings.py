@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from natgrad.errors import NatgradWarning
-from natgrad.refresh import Clock, Sides
+from natgrad.refresh import RefreshRule, Sides
 
 PATIENCE = 1000
 """After how many steps of the first epoch `next_epoch` is missed."""
@@ -21,14 +21,14 @@ class EpochWarnings:
     It counts on the host, and neither waits for the device nor for another rank.
     """
 
-    def __init__(self, clock: Clock | None) -> None:
+    def __init__(self, refresh: RefreshRule | None) -> None:
         """Look for intervals that count epochs by a number of steps.
 
         Args:
-            clock: When curvature is renewed; None: nothing is to be warned of.
+            refresh: When curvature is renewed; None: nothing is to be warned of.
         """
-        self._silent = clock is None
-        self._intervals = {interval.steps_per_epoch: interval for interval in _counting(clock)}
+        self._silent = refresh is None
+        self._intervals = {interval.steps_per_epoch: interval for interval in _counting(refresh)}
         self._steps = self._began = 0
 
     def step_ended(self, step: int, epoch: int, stacks: Iterable[Any]) -> None:
@@ -73,9 +73,9 @@ class EpochWarnings:
 
 
 def _counting(schedule: object) -> Iterator[Any]:
-    """Yield what has a `steps_per_epoch` among the intervals of a clock, those of each side and of a clock within."""
+    """Yield what has a `steps_per_epoch` among the intervals of a rule, of each side and of rules that it contains."""
     for value in getattr(schedule, "__dict__", {}).values():
-        if isinstance(value, (Clock, Sides)):
+        if isinstance(value, (RefreshRule, Sides)):
             yield from _counting(value)
         elif isinstance(getattr(value, "steps_per_epoch", None), int):
             yield value

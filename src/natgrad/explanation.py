@@ -147,7 +147,7 @@ def explain(
                         parameter=slot.label,
                         shape=slot.shape,
                         curvature=repr(stack.curvature),
-                        verdict="" if stack.record is None else stack.record.describe(layer),
+                        verdict="" if stack.decisions is None else stack.decisions.describe(layer),
                         owners=dict(plan.seats[layer.key].owners) if first else None,
                         share=work * layer.blocks / total if first else 0.0,
                         time=layer.seconds / seconds if first and seconds else None,

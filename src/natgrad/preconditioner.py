@@ -33,8 +33,9 @@ from natgrad.numerics.precision import Precision
 from natgrad.placement import Placement, Plan, Runtime, resolve
 from natgrad.progress import Progress
 from natgrad.reductions import LEFT_OUT, Reduction, Reductions
-from natgrad.refresh import Clock, Refresh
-from natgrad.renewal import Agenda, Background
+from natgrad.refresh import Refresh, RefreshRule
+from natgrad.refresh.registry import resolve_refresh
+from natgrad.renewal import Background, RefreshScheduler
 from natgrad.rows import Epochs, row_stacks
 from natgrad.sampling.labels import LabelSampler
 from natgrad.second_pass import Closure, SecondPass, check_second_pass
@@ -69,7 +70,7 @@ class Preconditioner(Engine):
         damping: Damping | None = None,
         kl_clip: float | TrustRegion | None = USUAL_BOUND,
         reduction: Literal["mean", "tokens", "sum", "auto"] | Mapping[str, Reduction] = LEFT_OUT,
-        refresh: Clock | None = None,
+        refresh: RefreshRule | str | None = None,
         placement: str | Placement = "auto",
         precision: Precision | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -111,7 +112,8 @@ class Preconditioner(Engine):
                 or as many as ``count`` says; those whose gradient is zero are left out of the factors. With "sum"
                 L = Σ_r ℓ_r over samples. So a head sees the rows of its own term alone, and a trunk, with "mean", each
                 sample with its part of all terms.
-            refresh: When statistics are captured and decomposed.
+            refresh: When statistics are captured and decomposed: `natgrad.Refresh`, `natgrad.Adaptive`,
+                `natgrad.Capped`, another `natgrad.RefreshRule`, or the name of a registered one.
             placement: Where curvature is computed and what travels: a name, as "comm-opt" or "hybrid:0.5", or a
                 `natgrad.Placement`, which tells them all.
             precision: The dtypes of factors, of messages and of solves.
@@ -134,7 +136,7 @@ class Preconditioner(Engine):
         given = {name: value for name, value in locals().items() if value is not USUAL_BOUND}
         self._arguments = {name: given[name] for name in given.keys() - {"self", "model", "optimizer"}}
         curvature = KFAC() if curvature is None else curvature
-        refresh = Refresh() if refresh is None else refresh
+        refresh = Refresh() if refresh is None else resolve_refresh(refresh)
         precision = Precision() if precision is None else precision
         guard = Guard() if guard is None else guard
         check_arguments(
@@ -145,7 +147,6 @@ class Preconditioner(Engine):
             kl_clip=kl_clip,
             clip_is_explicit=kl_clip is not USUAL_BOUND,
             reduction=reduction,
-            refresh=refresh,
             placement=placement,
             precision=precision,
             guard=guard,
@@ -175,7 +176,7 @@ class Preconditioner(Engine):
         self._capture = Capture(self._root, reductions=self._reductions, counting=counting, audit=audit)
         single = self._reductions.single or "mean"
         self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=single)
-        self._progress, self._epochs, self._agenda = Progress(), Epochs(), Agenda(refresh)
+        self._progress, self._epochs, self._scheduler = Progress(), Epochs(), RefreshScheduler(refresh)
         self._background, self._unseen, self._detached, self._seed = Background(), Unseen(), False, seed
         self._epoch_warnings = EpochWarnings(refresh)
         self._structure = Structure(
@@ -273,7 +274,7 @@ class Preconditioner(Engine):
         damping = self._renew(count, damping, scale, closure)
         self._precondition(damping, scale, owned, count, closure)
         progress.step += 1
-        self._agenda.lap(self._spent(), self._background.seconds)
+        self._scheduler.end_step(self._spent(), self._background.seconds)
         self._await()
         progress.ended = perf_counter()
         self._inspection.report()
@@ -342,7 +343,7 @@ class Preconditioner(Engine):
             **self._damping.metrics(self._progress.damping),
             "kl_scale": self._clip.last,
             **self._watch.metrics(),
-            **self._agenda.metrics(self._stacks),
+            **self._scheduler.metrics(self._stacks),
             **self._epochs.metrics(row_stacks(self._stacks)),
             "plain_layers": len(self._inspection.reasons),
         }
@@ -421,7 +422,7 @@ class Preconditioner(Engine):
         Returns:
             Nested dicts of plain numbers, tensors and, where a batch decides their size (rows), tensors in tuples.
         """
-        self._agenda.hear_times(self._background.fold(self._watch, alone=not gather))
+        self._scheduler.receive_times(self._background.fold(self._watch, alone=not gather))
         if gather:
             self._end_renewal()
         blocks, counted = states.snapshot(self._structure.ahead().stacks), self._watch.state_dict()
@@ -432,7 +433,7 @@ class Preconditioner(Engine):
             **self._progress.state_dict(),
             **self._background.state_dict(),
             "damping": self._damping.state_dict(),
-            **self._agenda.state_dict(self._progress),
+            **self._scheduler.state_dict(self._progress),
             "epochs": self._epochs.state_dict(),
             "blocks": blocks,
             "watch": counted,
@@ -454,13 +455,13 @@ class Preconditioner(Engine):
             state, restarted = states.completed(state, self._stacks, self._runtime if self._exchanges else None)
         counters = {"updates": self._progress.updates, "watch": self._watch.state_dict()}
         state = states.checked(state, self._stacks, counters)
-        self._agenda.check_state(state)
+        self._scheduler.check_state(state)
         self._epochs, self._damping = Epochs.loaded(state["epochs"]), self._damping.loaded(state["damping"])
         states.restore(state["blocks"], self._stacks)
         self._background.drop(self._progress)
         self._progress.load_state_dict(state)
         self._watch.load_state_dict(state["watch"])
-        self._agenda.load_state_dict(state, self._progress, self._stacks)
+        self._scheduler.load_state_dict(state, self._progress, self._stacks)
         if restarted:  # so that the next step captures and decomposes everything
             self._progress.captured, self._progress.renewed = {}, {}
         self._await()

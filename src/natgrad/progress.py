@@ -11,7 +11,7 @@ from typing import Any
 
 from natgrad.layers import Layer
 from natgrad.placement import Runtime
-from natgrad.refresh.sides import READS, SIDES, Reads, Side
+from natgrad.refresh.rule import READS, SIDES, Reads, Side
 
 _PHASES = ("capture", "reduce", "renew", "solve")
 

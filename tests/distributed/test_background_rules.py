@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import natgrad
-from natgrad.renewal.record import KEPT, RENEWED, STOPPED
+from natgrad.renewal.decisions import KEPT, RENEWED, STOPPED
 from tests.distributed.jobs import messages, place
 from tests.distributed.test_background import (
     Case,
@@ -127,7 +127,7 @@ def save_on_the_way(rule, stop):
     for step in range(stop):
         before.step(step)
     live = {
-        member.layer.key: stack.record.verdict(index)
+        member.layer.key: stack.decisions.outcome(index)
         for stack in before.preconditioner._stacks
         for index, member in enumerate(stack.members)
     }

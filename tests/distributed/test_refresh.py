@@ -30,9 +30,9 @@ def follow(job, steps):
         stacks = training.preconditioner._stacks
         seen.append(
             {
-                member.layer.key: stack.record.verdict(index)
+                member.layer.key: stack.decisions.outcome(index)
                 for stack in stacks
-                if stack.record is not None
+                if stack.decisions is not None
                 for index, member in enumerate(stack.members)
             }
         )
@@ -192,16 +192,16 @@ class Uneven:
 
     def __init__(self, training, renewal):
         self.now = self.spent = 0.0
-        agenda, plan = training.preconditioner._agenda, training.preconditioner.plan
-        agenda.now, training.preconditioner._spent = (lambda: self.now), (lambda: self.spent)
-        original, rank = agenda.renewed, place()[0]
+        scheduler, plan = training.preconditioner._scheduler, training.preconditioner.plan
+        scheduler.now, training.preconditioner._spent = (lambda: self.now), (lambda: self.spent)
+        original, rank = scheduler.end_renewal, place()[0]
 
         def renewed(stacks, plan_, keys):
             for key in keys:
                 self.pass_((1 + rank) * renewal * plan.weights[key] / sum(plan.weights.values()))
             original(stacks, plan_, keys)
 
-        agenda.renewed = renewed
+        scheduler.end_renewal = renewed
 
     def pass_(self, seconds):
         self.now, self.spent = self.now + seconds, self.spent + seconds
@@ -216,7 +216,7 @@ def capped(job, steps, renewal):
         clock.pass_(0.01)
         training.step(step)
         metrics = training.preconditioner.metrics()
-        budget = training.preconditioner._agenda.budget
+        budget = training.preconditioner._scheduler.budget
         seen.append((metrics["layers_refreshed"], metrics["layers_waiting"], budget.resume, budget.times.spent))
     return seen, (clock.now, clock.spent), training.result()
 

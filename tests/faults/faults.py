@@ -340,13 +340,13 @@ _add(
     "refresh_off_by_one",
     "A refresh comes one step later than its interval says.",
     "dense/test_steps.py::test_intervals",
-    ("refresh.base:_due", "step - last >= interval", "step - last > interval"),
+    ("refresh.rule:_due", "step - last >= interval", "step - last > interval"),
 )
 _add(
     "refresh_rule",
     "The drift rule decomposes what has moved little and keeps what has moved far.",
     "refresh/test_rules.py::test_drift_and_basis_go_by_what_is_measured",
-    ("refresh.drift:DriftRule.verdict", "change >= self.threshold", "change < self.threshold"),
+    ("refresh.criteria:DriftRule.verdict", "change >= self.threshold", "change < self.threshold"),
 )
 _add(
     "reduction_ratio",

@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 
 import natgrad
 from natgrad.placement import resolve
-from natgrad.renewal.record import KEPT, RENEWED, STOPPED
+from natgrad.renewal.decisions import KEPT, RENEWED, STOPPED
 from natgrad.stacks.structure import Structure
 from tests.every import DAMPING, EVERY, Network, Training, batch
 
@@ -240,7 +240,7 @@ def test_a_decomposition_that_fails_is_tried_again(monkeypatch):
         training.step(batch(step))
     for stack in training.preconditioner._stacks:
         for index in range(len(stack.members)):
-            stack.record.end(index, failed=True)  # so that all are renewed at step 2
+            stack.decisions.end_renewal(index, failed=True)  # so that all are renewed at step 2
     fails.append(True)
     training.step(batch(2))
     failed = training.preconditioner.state_dict()
@@ -355,5 +355,7 @@ def test_what_drift_is_compared_with_counts_as_memory():
     plain, _ = run(natgrad.Adaptive(natgrad.TraceRule()), 1)
     drifting, _ = run(natgrad.Adaptive(natgrad.DriftRule()), 1)
     more = (sum(row.bytes for row in each.preconditioner.explain().rows) for each in (drifting, plain))
-    kept = sum(tensor.nbytes for stack in drifting.preconditioner._stacks for tensor in stack.record.averages.values())
+    kept = sum(
+        tensor.nbytes for stack in drifting.preconditioner._stacks for tensor in stack.decisions.last_averages.values()
+    )
     assert next(more) - next(more) == kept > 0

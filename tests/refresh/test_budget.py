@@ -2,7 +2,7 @@
 
 import pytest
 
-from natgrad.refresh.budget import Budget, Pace
+from natgrad.refresh.budget import Budget, PauseFilter
 
 MODEL, SOLVE, CAPTURE, RATE = 1.0, 0.01, 0.02, 0.1  # seconds of a step; of a unit of work
 
@@ -103,23 +103,30 @@ def test_the_account_outlives_a_checkpoint():
 
 
 def test_a_pause_between_steps_earns_no_more_than_a_few_steps():
-    pace = Pace()
-    assert [pace.count(seconds) for seconds in (1.0, 1.1, 0.9, 600.0, 1.0, 5.1)] == [1.0, 1.1, 0.9, 5.0, 1.0, 5.0]
+    pauses = PauseFilter()
+    assert [pauses.training_seconds(seconds) for seconds in (1.0, 1.1, 0.9, 600.0, 1.0, 5.1)] == [
+        1.0,
+        1.1,
+        0.9,
+        5.0,
+        1.0,
+        5.0,
+    ]
 
 
 def test_a_pause_in_the_first_step_is_taken_back():
-    pace = Pace()
-    assert [pace.count(seconds) for seconds in (600.0, 2.0, 1.0)] == [600.0, 2.0 - 590.0, 1.0]
+    pauses = PauseFilter()
+    assert [pauses.training_seconds(seconds) for seconds in (600.0, 2.0, 1.0)] == [600.0, 2.0 - 590.0, 1.0]
 
 
 def test_pauses_that_come_again_and_again_do_not_become_usual():
-    pace = Pace()
-    counted = [pace.count(100.0 if step % 3 == 0 else 1.0) for step in range(1, 300)]
+    pauses = PauseFilter()
+    counted = [pauses.training_seconds(100.0 if step % 3 == 0 else 1.0) for step in range(1, 300)]
     assert max(counted) == 5.0
 
 
 def test_steps_that_become_longer_for_good_count_whole_in_the_end():
-    pace = Pace()
+    pauses = PauseFilter()
     for _ in range(100):
-        pace.count(1.0)
-    assert [pace.count(20.0) for _ in range(40)][-20:] == [20.0] * 20
+        pauses.training_seconds(1.0)
+    assert [pauses.training_seconds(20.0) for _ in range(40)][-20:] == [20.0] * 20

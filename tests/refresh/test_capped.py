@@ -6,8 +6,8 @@ import torch
 import natgrad
 from natgrad.progress import Progress
 from natgrad.refresh.budget import Budget
-from natgrad.renewal import Agenda
-from natgrad.renewal.record import RENEWED, WAITS
+from natgrad.renewal import RefreshScheduler
+from natgrad.renewal.decisions import RENEWED, WAITING
 from tests.every import Training, batch
 from tests.refresh.test_adaptive import run, verdicts
 
@@ -17,7 +17,7 @@ class Seconds:
 
     def __init__(self, preconditioner):
         self.now = self.spent = 0.0
-        preconditioner._agenda.now = lambda: self.now
+        preconditioner._scheduler.now = lambda: self.now
         preconditioner._spent = lambda: self.spent
 
     def pass_(self, model, preconditioning=0.0):
@@ -33,13 +33,13 @@ def test_a_capped_training_keeps_its_share(monkeypatch, refresh):
     preconditioner = training.preconditioner
     work = sum(preconditioner.plan.weights.values())
     seconds = Seconds(preconditioner)
-    agenda, original = preconditioner._agenda, preconditioner._agenda.renewed
+    scheduler, original = preconditioner._scheduler, preconditioner._scheduler.end_renewal
 
     def renewed(stacks, plan, keys):
         seconds.pass_(0.0, 2.0 * sum(plan.weights[key] for key in keys) / work)
         original(stacks, plan, keys)
 
-    monkeypatch.setattr(agenda, "renewed", renewed)
+    monkeypatch.setattr(scheduler, "end_renewal", renewed)
     waiting = []
     for step in range(60):
         seconds.pass_(1.0, 0.01)
@@ -55,14 +55,14 @@ def test_a_capped_training_keeps_its_share(monkeypatch, refresh):
 def test_a_pause_between_steps_is_no_time_of_training():
     """Of an evaluation of ten minutes preconditioning would else have one for itself."""
     training = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.1))
-    seconds, agenda = Seconds(training.preconditioner), training.preconditioner._agenda
+    seconds, scheduler = Seconds(training.preconditioner), training.preconditioner._scheduler
     for step in range(12):
         seconds.pass_(600.0 if step in (5, 6, 9) else 1.0, 0.01)
         training.step(batch(step))
     # Eleven steps were told by then; the first is not known from end to end, and three of the others had a pause.
-    agenda._read_times()
-    assert agenda.budget.times.steps == 10
-    assert agenda.budget.times.elapsed == pytest.approx(11 * 0.01 + 7 * 1.0 + 3 * 5.0)
+    scheduler._read_times()
+    assert scheduler.budget.times.steps == 10
+    assert scheduler.budget.times.elapsed == pytest.approx(11 * 0.01 + 7 * 1.0 + 3 * 5.0)
 
 
 @pytest.mark.filterwarnings("ignore:natgrad. solves alone")  # in real seconds, of so small a model
@@ -81,7 +81,7 @@ def test_a_layer_that_waits_has_its_change_to_make_good(monkeypatch):
             begun = {key: float(own["rule"][0, 0]) for key, own in state["blocks"].items()}
         if step in (2, 4):
             assert {key: float(own["rule"][0, 0]) for key, own in state["blocks"].items()} == begun
-            assert set(verdicts(state).values()) == {WAITS}
+            assert set(verdicts(state).values()) == {WAITING}
     assert set(verdicts(state).values()) == {RENEWED}
     assert all(float(own["rule"][0, 0]) != begun[key] for key, own in state["blocks"].items())
 
@@ -103,18 +103,18 @@ def test_the_account_of_a_capped_training_is_in_its_state():
     _, states = run(natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.1), 5)
     other = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.1))
     other.preconditioner.load_state_dict(states[-1])
-    assert other.preconditioner._agenda.budget.state_dict() == states[-1]["refresh"]["budget"]
+    assert other.preconditioner._scheduler.budget.state_dict() == states[-1]["refresh"]["budget"]
     assert states[-1]["refresh"]["budget"]["elapsed"] > 0
 
 
 def test_ranks_that_save_in_between_have_the_same_account():
     """To the last bit, or they would once decide differently."""
     clock, generator = natgrad.Capped(), torch.Generator().manual_seed(0)
-    saving, other = Agenda(clock), Agenda(clock)
+    saving, other = RefreshScheduler(clock), RefreshScheduler(clock)
     for _ in range(7):
         heard = torch.rand(7, generator=generator)
-        for agenda in (saving, other):
-            agenda.hear_times(heard)
+        for scheduler in (saving, other):
+            scheduler.receive_times(heard)
         saving.state_dict(Progress())
     assert saving.state_dict(Progress()) == other.state_dict(Progress())
 
@@ -148,14 +148,14 @@ def test_an_account_that_does_not_fit_changes_nothing(wrong):
 def test_going_back_to_a_state_costs_nothing():
     """What this process has spent before is in the account already."""
     training = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.2))
-    seconds, agenda = Seconds(training.preconditioner), training.preconditioner._agenda
+    seconds, scheduler = Seconds(training.preconditioner), training.preconditioner._scheduler
     for step in range(8):
         seconds.pass_(1.0, 0.1)
         training.step(batch(step))
         if step == 5:
             training.preconditioner.load_state_dict(training.preconditioner.state_dict())
-    agenda._read_times()
+    scheduler._read_times()
     # Of the first step and of that after the load only their own part is known; what was not yet told when it was
     # saved is lost, and the last step is yet to be told.
-    assert agenda.budget.times.spent == pytest.approx(0.6)
-    assert agenda.budget.times.steps == 4
+    assert scheduler.budget.times.spent == pytest.approx(0.6)
+    assert scheduler.budget.times.steps == 4

@@ -30,13 +30,17 @@ def test_seconds_of_the_thread_are_capped_too(monkeypatch):
     training = Training(natgrad.KFAC, refresh=clock, placement="background")
     preconditioner = training.preconditioner
     work, seconds, background = sum(preconditioner.plan.weights.values()), Seconds(preconditioner), Beside()
-    agenda, original, preconditioner._background = preconditioner._agenda, preconditioner._agenda.renewed, background
+    scheduler, original, preconditioner._background = (
+        preconditioner._scheduler,
+        preconditioner._scheduler.end_renewal,
+        background,
+    )
 
     def renewed(stacks, plan, keys):
         background.total += 2.0 * sum(plan.weights[key] for key in keys) / work
         original(stacks, plan, keys)
 
-    monkeypatch.setattr(agenda, "renewed", renewed)
+    monkeypatch.setattr(scheduler, "end_renewal", renewed)
     waiting = []
     for step in range(60):
         seconds.pass_(1.0, 0.01)

@@ -7,8 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.renewal.measure import measurable, measured, units
-from natgrad.renewal.record import Record
+from natgrad.renewal.decisions import DecisionState, measurable, measured, units
 from tests.every import Network, batch
 
 
@@ -113,11 +112,11 @@ def test_drift_and_norm_are_those_of_whole_matrices(curvature):
     preconditioner = trained(curvature, steps=2)
     before = factors(preconditioner)
     for stack in preconditioner._stacks:
-        stack.record = Record(stack, drifts=True)
+        stack.decisions = DecisionState(stack, compares_averages=True)
         assert torch.equal(measured(stack, "drift", "factor"), torch.full((2, len(stack.members)), torch.inf))
         assert torch.equal(measured(stack, "drift"), torch.full((1, len(stack.members)), torch.inf))
         for index in range(len(stack.members)):
-            stack.record.begin(index, "AG")
+            stack.decisions.begin_renewal(index, "AG")
     x, y = batch(7)
     cross_entropy(preconditioner._model(x), y).backward()
     preconditioner.step()

@@ -5,7 +5,7 @@ from math import inf, nan
 import pytest
 
 import natgrad
-from natgrad.refresh.norm import NormRule
+from natgrad.refresh.rule import NormRule
 
 
 def decide(rule, values):

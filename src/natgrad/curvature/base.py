@@ -190,8 +190,8 @@ class Curvature(ABC):
 
         Args:
             sums: A tensor ``[n, *shape]`` for each of `statistics`, in a replay for each of `replays`; uninitialised
-                memory when `first`. Where those of `early` have a clock of their own, either they or all others may be
-                missing.
+                memory when `first`. Where those of `early` have intervals of their own, either they or all others may
+                be missing.
             inputs: The rows a, of as many samples as the loss has terms here (token losses: positions).
             gradients: The rows g of the same samples, times ``1 / scale``.
             scale: What makes `gradients` those of per-sample losses.

@@ -15,7 +15,7 @@ from natgrad.gradients.clip import Clip
 from natgrad.gradients.stacked import stacked
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime
-from natgrad.renewal.measure import measured
+from natgrad.renewal.decisions import measured
 from natgrad.stacks.blocks import Stack
 from natgrad.stacks.shards import Spread, held_rows, is_sharded
 

@@ -192,7 +192,7 @@ def _row_numel(slot: Slot, rows: range) -> int:
 
 def _counter_count(entry: Entry) -> int:
     stack = entry.stack
-    return stack.size + 2 * len(stack.members) + (0 if stack.record is None else stack.record.size)
+    return stack.size + 2 * len(stack.members) + (0 if stack.decisions is None else stack.decisions.message_size)
 
 
 def _counters(entry: Entry, watch: Watch) -> Tensor:
@@ -200,7 +200,7 @@ def _counters(entry: Entry, watch: Watch) -> Tensor:
     ready = entry.told()
     if isinstance(ready, bool):
         ready = like.new_full((len(stack.members),), float(ready))
-    verdicts = [] if stack.record is None or not stack.record.told else [stack.record.message(like)]
+    verdicts = [] if stack.decisions is None or not stack.decisions.is_sent else [stack.decisions.message(like)]
     return torch.cat([like, ready, watch.trouble(stack).to(like), *verdicts])
 
 
@@ -209,8 +209,8 @@ def _hear(entry: Entry, counters: Tensor, watch: Watch) -> None:
     stack, layers = entry.stack, len(entry.stack.members)
     told = stack.size + 2 * layers
     entry.inner, ready, trouble, verdicts = counters.split([stack.size, layers, layers, len(counters) - told])
-    if stack.record is not None:
-        stack.record.heard = verdicts if len(verdicts) else None
+    if stack.decisions is not None:
+        stack.decisions.received = verdicts if len(verdicts) else None
     repeats = tensor_on(stack.device, entry.blocks)
     entry.ready = ready.repeat_interleave(repeats, output_size=stack.size)
     watch.heard(stack, trouble.repeat_interleave(repeats, output_size=stack.size))

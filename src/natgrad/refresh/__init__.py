@@ -1,31 +1,38 @@
-"""When is curvature renewed? One file a clock, a rule, or a schedule of intervals."""
+"""When is curvature recomputed? Rules that are pure functions of counters and measured numbers."""
 
-from natgrad.refresh.adaptive import Adaptive
-from natgrad.refresh.base import Clock
-from natgrad.refresh.basis import BasisRule
-from natgrad.refresh.capped import Capped
-from natgrad.refresh.drift import DriftRule
-from natgrad.refresh.fixed import Refresh
-from natgrad.refresh.growing import GrowingInterval
-from natgrad.refresh.multi_step import MultiStepInterval
-from natgrad.refresh.rule import Rule
-from natgrad.refresh.scaled import ScaledInterval
-from natgrad.refresh.sides import Sides
-from natgrad.refresh.trace import TraceRule
-from natgrad.refresh.two_phase import TwoPhaseInterval
+from natgrad.refresh.criteria import BasisRule, DriftRule, TraceRule
+from natgrad.refresh.policy import (
+    Adaptive,
+    Capped,
+    GrowingInterval,
+    MultiStepInterval,
+    Refresh,
+    ScaledInterval,
+    Sides,
+    TwoPhaseInterval,
+)
+from natgrad.refresh.registry import register_refresh
+from natgrad.refresh.rule import Candidate, RefreshRule
+
+# Earlier names of the one contract.
+Clock = RefreshRule
+Rule = RefreshRule
 
 __all__ = [
     "Adaptive",
     "BasisRule",
+    "Candidate",
     "Capped",
     "Clock",
     "DriftRule",
     "GrowingInterval",
     "MultiStepInterval",
     "Refresh",
+    "RefreshRule",
     "Rule",
     "ScaledInterval",
     "Sides",
     "TraceRule",
     "TwoPhaseInterval",
+    "register_refresh",
 ]

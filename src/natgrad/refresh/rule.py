@@ -1,49 +1,295 @@
-"""The face of a rule: whether one layer is renewed, from a number that is measured of it."""
+"""The contract of a refresh rule.
+
+A rule answers from counters and measured numbers alone. It knows no ranks, tensors or layer types. What it remembers of
+each layer is kept for it, sent to the other ranks and saved in checkpoints (`natgrad.renewal.scheduler`), so that all
+ranks decide alike.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import ClassVar, Literal, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite, nan
+from typing import Any, Literal, TypeAlias, get_args
+
+from natgrad.errors import require, require_one_of
+from natgrad.schedule import check_number
+
+# What a statistic is computed from. "gradients" stands for everything that needs a backward pass.
+Side: TypeAlias = Literal["inputs", "gradients"]
+# What a decomposition reads.
+Reads: TypeAlias = Literal["inputs", "gradients", "both"]
+
+SIDES: tuple[Side, ...] = ("inputs", "gradients")
+READS: tuple[Reads, ...] = (*SIDES, "both")
 
 Verdict: TypeAlias = Literal["renew", "keep", "stop"]
-Measure: TypeAlias = Literal["trace", "norm", "drift", "basis"]
+Measure: TypeAlias = Literal["nothing", "trace", "norm", "drift", "basis"]
 By: TypeAlias = Literal["layer", "factor"]
 
-# What can be measured of a factor by itself; the others are of the layer that the factors make up.
+# What is measured of each factor; the other numbers describe the layer that the factors make up.
 OF_FACTORS: tuple[Measure, ...] = ("drift", "basis")
 
+INTERVAL = "a number of steps >= 1"
+"""What an interval must be, in the words of error messages."""
 
-class Rule(ABC):
-    """Decides where a renewal is due; one file a rule.
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layer, or one of its factors, whose decomposition is due, and what is known of it.
 
     Attributes:
-        measure: What is measured of a layer, a number that `natgrad.renewal.measure` makes. "trace": that of its
-            damped Fisher block. "norm": the product of the Frobenius norms of its statistics. "drift": how far these
-            are from what they were when it was renewed last, relative to that. "basis": what its eigenvectors leave off
-            the diagonal, relative to all. The last two are measured of each factor; the largest is that of the layer.
-        stops: Whether it ever says "stop". A layer whose statistics have not changed at all is kept where it does.
+        layer: The name of its module.
+        index: The position of the layer among all that are preconditioned, the same on all ranks.
+        statistics: The names of the statistics that would be decomposed, as "A" and "G".
+        step: Completed steps.
+        value: What was measured (`RefreshRule.measure`); nan where that is not possible.
+        last: What `RefreshRule.remember` returned for the layer last; None: nothing yet.
+        change: What `RefreshRule.change` makes of both.
+        work: The cost of decomposing it, in the unit of ``plan.weights``.
     """
 
-    measure: ClassVar[Measure]
+    layer: str
+    index: int
+    statistics: frozenset[str]
+    step: int
+    value: float = nan
+    last: float | None = None
+    change: float = inf
+    work: float = 0.0
+
+
+class RefreshRule:
+    """When statistics are captured, and when which layers are decomposed.
+
+    Every method has a default: a rule that overrides none is ``natgrad.Refresh()``. A rule overrides the intervals, or
+    `factors_due` and `inverses_due` where intervals do not say it. A rule that also chooses among the layers sets
+    `measure` and overrides `verdict` (one layer by itself) or `decide` (all layers that are due together).
+
+    These methods must change nothing, and depend on their arguments and on the rule's options alone: all ranks call
+    them, as often as they like, and have to get the same answers. What was never captured or decomposed is due at once,
+    and what failed at the next decision, whatever the rule says.
+
+    Example:
+        >>> class PowersOfTwo(natgrad.RefreshRule):
+        ...     def inverses_due(self, step, last, reads="both"):
+        ...         return step & (step - 1) == 0
+        >>> preconditioner = natgrad.Preconditioner(model, refresh=PowersOfTwo())
+
+    Attributes:
+        measure: What is measured of each layer where decompositions are due. None: all layers are decomposed.
+            "nothing": the rule chooses by the other attributes of a `Candidate`. "trace": that of the damped Fisher
+            block. "norm": the product of the Frobenius norms of its statistics. "drift": ``‖X - X_last‖ / ‖X_last‖`` of
+            each statistic X, X_last being what was decomposed last. "basis": ``‖offdiag(Qᵀ X Q)‖ / ‖X‖`` of each
+            factor X with eigenvectors Q. The last two are measured of each factor; that of a layer is the largest.
+            Layers of which it cannot be measured are always decomposed. The host waits for the device there, except
+            with "nothing".
+        by: "layer": a layer is decomposed as a whole. "factor": each of its factors by itself, but those that are
+            decomposed of one another's statistics together; only with "drift", "basis" and "nothing".
+        stops: Whether "stop" may be a verdict. Rules that stop layers do not go with placement "pipelined".
+        share: The share of the time of training that preconditioning may take, in (0, 1); None: any. Where it is used
+            up, the layers with the smallest `Candidate.change` wait, and statistics are not captured either.
+        separate: Whether the intervals differ between statistics of the inputs and those of the gradients.
+    """
+
+    measure: Measure | None = None
+    by: By = "layer"
     stops: bool = False
+    share: float | None = None
+    separate: bool = False
 
     def __repr__(self) -> str:
-        """Show the rule and its options, the same on every rank: by this ranks tell that theirs are alike."""
+        """Show the rule and its options."""
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
-    @abstractmethod
+    # --- By counters ----------------------------------------------------------------------------------------------
+
+    def factor_interval(self, step: int, side: Side = "gradients") -> float:
+        """Return the steps between two captures of the statistics of one side, after `step` completed steps.
+
+        Raises:
+            ValueError: if a schedule returns something that is not an interval.
+        """
+        return 1.0
+
+    def inverse_interval(self, step: int, reads: Reads = "both") -> float:
+        """Return the steps between two decompositions of what reads one side, or both, after `step` completed steps.
+
+        Raises:
+            ValueError: if a schedule returns something that is not an interval.
+        """
+        return 10.0
+
+    def intervals(self, step: int) -> dict[str, float]:
+        """Return the mean intervals "factors" and "inverses" after `step` completed steps.
+
+        Placement "auto" chooses by them.
+
+        Raises:
+            ValueError: if a schedule returns something that is not an interval.
+        """
+        return {
+            "factors": mean_interval([self.factor_interval(step, side) for side in SIDES]),
+            "inverses": mean_interval([self.inverse_interval(step, side) for side in SIDES]),
+        }
+
+    def factors_due(self, step: int, last: int | None, side: Side = "gradients") -> bool:
+        """Return whether the step after `step` completed ones captures the statistics of one side.
+
+        Args:
+            step: Completed steps.
+            last: The `step` at which they were captured last; None: never, and they are captured in any case.
+            side: Of which they are.
+        """
+        return _due(self.factor_interval(step, side), step, last)
+
+    def inverses_due(self, step: int, last: int | None, reads: Reads = "both") -> bool:
+        """Return whether the step after `step` completed ones decomposes what reads one side, or both.
+
+        Args:
+            step: Completed steps.
+            last: The `step` at which it was decomposed last; None: never, and it is decomposed in any case.
+            reads: What the decompositions read.
+        """
+        return _due(self.inverse_interval(step, reads), step, last)
+
+    def check(self, step: int) -> None:
+        """Check what the step after `step` completed ones reads, before it changes anything.
+
+        Raises:
+            ValueError: if the rule, or a schedule of it, returns something that is not an interval.
+        """
+        name = type(self).__name__
+        for side in SIDES:
+            value = self.factor_interval(step + 1, side)
+            check_number(f"{name}.factor_interval({step + 1}, {side!r})", value, INTERVAL, minimum=1)
+        for reads in READS:
+            value = self.inverse_interval(step, reads)
+            check_number(f"{name}.inverse_interval({step}, {reads!r})", value, INTERVAL, minimum=1)
+
+    def settings(self, step: int) -> object:
+        """Return what has to be the same on all ranks, as something whose text can be compared."""
+        options: dict[str, object] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, RefreshRule):
+                options[name] = value.settings(step)
+            elif value is None or isinstance(value, (bool, int, float, str, tuple)):
+                options[name] = value
+        return type(self).__name__, options, self.intervals(step)
+
+    # --- By measured numbers --------------------------------------------------------------------------------------
+
+    @property
+    def criterion(self) -> RefreshRule | None:
+        """The rule that chooses among the layers: this one, one that it contains, or None."""
+        if self.measure is not None:
+            return self
+        return None if self.share is None else NORM
+
     def change(self, value: float, last: float | None) -> float:
-        """Return by how much a layer, or one of its factors, has changed: where time is short, the least changed wait.
+        """Return by how much a layer, or one of its factors, has changed; infinite where that is not known.
+
+        By default a "drift" or "basis" is a change itself, and others are compared with what `remember` returned.
 
         Args:
             value: What is measured now.
-            last: What `remember` returned last; None: there is nothing yet.
+            last: What `remember` returned last; None: nothing yet.
         """
+        if self.measure in OF_FACTORS:
+            return value if isfinite(value) else inf
+        return relative(value, last)
 
-    @abstractmethod
     def verdict(self, change: float) -> Verdict:
-        """Tell what becomes of what has changed so much: it is renewed, kept for now, or for good (if all of it is)."""
+        """Return whether what has changed so much is decomposed ("renew"), kept until the next decision, or for good.
+
+        A layer that is stopped is neither captured, nor sent, nor decomposed any more.
+        """
+        return "renew"
+
+    def decide(self, candidates: Sequence[Candidate]) -> Sequence[Verdict]:
+        """Return the verdict on each of the candidates that are due in this step; by default by its change alone.
+
+        Where each layer has fewer workers than there are ranks, each rank decides on those that it works for.
+        """
+        return [self.verdict(candidate.change) for candidate in candidates]
 
     def remember(self, value: float, last: float | None, *, renewed: bool) -> float | None:
-        """Return what the next measurement of a layer is compared with; of several factors `value` is the largest."""
-        return None
+        """Return the number that is kept for a layer until its next decision, also in checkpoints.
+
+        By default a "trace" or "norm" is kept that of the last decomposition.
+
+        Args:
+            value: What was measured; of several factors the largest.
+            last: What this returned last; None: nothing yet.
+            renewed: Whether the layer is decomposed.
+        """
+        if self.measure in OF_FACTORS:
+            return None
+        return value if renewed and isfinite(value) else last
+
+    # --- Checkpoints ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers that belong in checkpoints beside what `remember` returns; by default none.
+
+        For rules that are told something between steps, as the validation loss: the same on all ranks.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; called only where a checkpoint has it."""
+        return
+
+
+class NormRule(RefreshRule):
+    """Renew always, and first the layers whose norm has changed most since their last decomposition.
+
+    A cap on time goes by it where there is no other criterion. By the triangle inequality the relative change of the
+    product of norms is a lower bound of that of a Kronecker product. It takes one number of memory a layer.
+    """
+
+    measure = "norm"
+
+
+NORM = NormRule()
+
+
+def relative(value: float, last: float | None) -> float:
+    """Return ``|value - last| / |last|``; infinite where there is nothing to compare, or a number is not finite."""
+    if last is None or last == 0 or not (isfinite(value) and isfinite(last)):
+        return inf
+    return abs(value - last) / abs(last)
+
+
+def mean_interval(intervals: Sequence[float]) -> float:
+    """Return the interval at which as much would be done as at several, if each cost the same."""
+    if len(set(intervals)) == 1:
+        return float(intervals[0])
+    return len(intervals) / sum(1 / interval for interval in intervals)
+
+
+def side_of(names: Collection[str], early: Collection[str]) -> Reads:
+    """Return which side some statistics are of.
+
+    Args:
+        names: The names of the statistics.
+        early: Those that need no gradient (`natgrad.Curvature.early`).
+    """
+    if names and all(name in early for name in names):
+        return "inputs"
+    return "both" if any(name in early for name in names) else "gradients"
+
+
+def check_by(name: str, by: object, criterion: RefreshRule) -> None:
+    """Check that a criterion can decide by "layer" or by "factor".
+
+    Raises:
+        ValueError: if `by` is neither of these, or "factor" where a whole layer is measured.
+    """
+    require_one_of(name, by, *get_args(By))
+    fits = by == "layer" or criterion.measure in (*OF_FACTORS, "nothing")
+    require(fits, name, by, f"'layer' with {criterion!r}, which measures no factor by itself")
+
+
+def _due(interval: float, step: int, last: int | None) -> bool:
+    return last is None or step - last >= interval

@@ -15,7 +15,7 @@ from natgrad.curvature import Part, Spec
 from natgrad.linalg import tensor_on
 from natgrad.numerics.products import full_products
 from natgrad.placement import Plan, Runtime, narrower
-from natgrad.refresh.sides import READS, Reads, side_of
+from natgrad.refresh.rule import READS, Reads, side_of
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import along, pack, packed_shape, unpack
 from natgrad.trouble.guard import Watch

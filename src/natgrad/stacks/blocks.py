@@ -24,7 +24,7 @@ from natgrad.stacks.rungs import Rungs
 from natgrad.stacks.shards import is_sharded
 
 if TYPE_CHECKING:
-    from natgrad.renewal.record import Record
+    from natgrad.renewal.decisions import DecisionState
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Stack:
         members: The layers.
         averages: Running averages of the statistics ``[N, *shape]``; empty before the first capture.
         weight: The bias correction ``1 - dᵏ`` of each block's running averages ``[N]``.
-        early_weight: That of those of the inputs alone, where these have a clock of their own: they are `apart`.
-        record: What a rule of renewal remembers of the layers; None: there is no rule.
+        early_weight: That of those of the inputs alone, where these have intervals of their own: they are `apart`.
+        decisions: What is kept of the decisions of a refresh rule on the layers; None: it makes none.
         held: What the last renewal made ``[N, *shape]``; empty before the first.
         memory: What the curvature keeps from step to step ``[N, *shape]``; empty before the first solve.
         fresh: Whether the last update of the averages renewed each block ``[N]``; None: before the first.
@@ -86,7 +86,7 @@ class Stack:
         self.weight: Tensor | None = None
         self.early_weight: Tensor | None = None
         self.apart = False
-        self.record: Record | None = None
+        self.decisions: DecisionState | None = None
         self.held = Kept()
         self.memory = Kept()
         self.fresh: Tensor | None = None
@@ -137,8 +137,8 @@ class Stack:
         self.early_weight = None if self.early_weight is None else self.early_weight.to(self.weight)
         self.averages = self.averages.to(self._precision.factor_dtype(self._parameter), self.device)
         self.held, self.memory = (kept.to(self._solve_dtype, self.device) for kept in (self.held, self.memory))
-        if self.record is not None:
-            self.record.to(self.work_dtype, self.device)
+        if self.decisions is not None:
+            self.decisions.to(self.work_dtype, self.device)
         return True
 
     @contextmanager
@@ -149,8 +149,8 @@ class Stack:
             for member in self.members:
                 stack.enter_context(aside(member.layer, seconds=0.0))
             kept = {"averages": Kept(), "weight": None, "held": Kept(), "memory": Kept(), "fresh": None}
-            record = None if self.record is None else self.record.anew()
-            own = {"rungs": self.rungs.anew(), "early_weight": None, "record": record}
+            decisions = None if self.decisions is None else self.decisions.fresh()
+            own = {"rungs": self.rungs.anew(), "early_weight": None, "decisions": decisions}
             stack.enter_context(aside(self, good=good, ready=ready, **own, **kept))
             yield
 
@@ -301,7 +301,7 @@ class Stack:
             *((packed_shape(spec), spec_dtype(spec, factors)) for spec in self.statistics if self.role.receives),
             *((spec.shape, spec_dtype(spec, held)) for spec in (*self._written(), *self.memories) if self.role.works),
         ]
-        compared = 0 if self.record is None else self.record.bytes_per_block
+        compared = 0 if self.decisions is None else self.decisions.bytes_per_block
         return compared + sum(prod(shape) * dtype.itemsize for shape, dtype in kept)
 
     def parameters(self, member: Member) -> int:

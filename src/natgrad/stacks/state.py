@@ -38,8 +38,8 @@ def blocks(stacks: list[Stack]) -> Blocks:
                 good = [[stack.good[part.name][block] for part in stack.parts] for block in _range(member)]
                 own["renewed"] = torch.tensor(good, device="cpu")
                 own |= stack.rungs.state(member.blocks)
-            if stack.record is not None:
-                own |= stack.record.state(member)
+            if stack.decisions is not None:
+                own |= stack.decisions.state(member)
             if own:
                 result[member.layer.key] = own
     return result
@@ -173,7 +173,7 @@ def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> N
             if stack.role.receives:
                 weight = stack.allocate_averages()
                 weight[member.blocks] = own["weight"].to(weight)
-                if stack.early_weight is not None:  # of one clock for both, both have the same
+                if stack.early_weight is not None:  # with one interval for both, both have the same
                     stack.early_weight[member.blocks] = own.get("early weight", own["weight"]).to(weight)
                 kept.append(stack.averages)
             if stack.role.works:
@@ -182,8 +182,8 @@ def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> N
                 for column, part in enumerate(stack.parts):
                     stack.renewed(part.name, member.start, [bool(row[column]) for row in flags], forget=True)
                 stack.rungs.load(member.start, own, stack.work_dtype, stack.device)
-            if stack.record is not None:
-                stack.record.restore(member, own)
+            if stack.decisions is not None:
+                stack.decisions.restore(member, own)
             for tensors in kept:
                 for name in tensors:
                     tensors.write_whole(name, member.blocks, stack.fitted(name, own[name].to(stack.device)))
@@ -235,13 +235,13 @@ def _shapes(stacks: list[Stack], given: Mapping[str, Mapping[str, Tensor]]) -> d
 def _remembered(
     stacks: list[Stack], given: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the shapes of what a rule remembers of layers; those of which there is nothing begin anew."""
+    """Return the shapes of what is kept of decisions on layers; layers without it begin anew."""
     found = {}
     for stack in stacks:
-        if stack.record is None:
+        if stack.decisions is None:
             continue
         for member in stack.members:
-            shapes = stack.record.shapes(member)
+            shapes = stack.decisions.shapes(member)
             if given.get(member.layer.key, {}).keys() >= shapes.keys():
                 found[member.layer.key] = shapes
     return found

@@ -15,9 +15,8 @@ from natgrad.errors import NatgradError
 from natgrad.layers import Layer
 from natgrad.numerics.precision import Precision
 from natgrad.placement import Cycle, Link, Placement, Plan, Seat, make_plan
-from natgrad.refresh import Clock
-from natgrad.renewal.record import Record
-from natgrad.renewal.routes import check_use
+from natgrad.refresh import RefreshRule
+from natgrad.renewal.decisions import DecisionState, check_use
 from natgrad.rows import RowStack
 from natgrad.stacks import state as states
 from natgrad.stacks.blocks import Stack
@@ -45,7 +44,7 @@ class Structure:
         placement: Placement,
         rank: int,
         ranks: int,
-        refresh: Clock | None = None,
+        refresh: RefreshRule | None = None,
         reduces: bool = False,
         factor: Callable[[Layer], float] = lambda _: 1.0,
     ) -> None:
@@ -74,14 +73,14 @@ class Structure:
             self._factor,
         )
         if self._refresh is not None:
-            self._keep_time(self._refresh)
+            self._prepare_refresh(self._refresh)
 
-    def _keep_time(self, clock: Clock) -> None:
-        """Have the stacks keep what a clock needs."""
-        for one in self.stacks:
-            one.apart = clock.separate and bool(one.curvature.early)
-            if clock.rule is not None and not one.curvature.rows:
-                one.record = Record(one, drifts=clock.rule.measure == "drift")
+    def _prepare_refresh(self, rule: RefreshRule) -> None:
+        """Have the stacks keep what a refresh rule needs."""
+        for group in self.stacks:
+            group.apart = rule.separate and bool(group.curvature.early)
+            if rule.criterion is not None and not group.curvature.rows:
+                group.decisions = DecisionState(group, compares_averages=rule.criterion.measure == "drift")
 
     def digest(self) -> int:
         """Return a number that is the same on ranks with the same plan for the same layers."""
@@ -96,7 +95,7 @@ class Structure:
         if self._placement.name == "auto" and self._ranks > 1 and self._refresh is not None:
             cycle = Cycle(**self._refresh.intervals(0), reduces=self._reduces)
         # Layers that stay keep their workers, who alone may have their curvature; and "auto" chooses once. Curvatures
-        # that look need every rank, and so do the seconds of a clock with a cap.
+        # that look need every rank, and so do the seconds of a rule with a cap.
         placement = self._placement
         looks = any(curvature.looks or curvature.rows for _, curvature in self.coverage.layers)
         looks = looks or (self._refresh is not None and self._refresh.share is not None)

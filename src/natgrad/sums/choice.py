@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from natgrad.refresh.sides import SIDES, Side
+from natgrad.refresh.rule import SIDES, Side
 from natgrad.stacks.blocks import Stack
 from natgrad.sums.messages import Portion, portion_of
 

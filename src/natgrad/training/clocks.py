@@ -1,11 +1,11 @@
-"""Clocks by the words that a job has for them."""
+"""Refresh rules by the words that a job has for them."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
 from natgrad.errors import ArgumentError, require
-from natgrad.refresh import Adaptive, BasisRule, Capped, Clock, DriftRule, Refresh, TraceRule
+from natgrad.refresh import Adaptive, BasisRule, Capped, DriftRule, Refresh, RefreshRule, TraceRule
 from natgrad.refresh.rule import By
 
 _RULES: dict[str, type[TraceRule] | type[DriftRule] | type[BasisRule]] = {
@@ -17,8 +17,8 @@ _RULES: dict[str, type[TraceRule] | type[DriftRule] | type[BasisRule]] = {
 ALLOWED = "fixed, trace[:UPPER,LOWER], drift[:THRESHOLD] or basis[:TOLERANCE]"
 
 
-def build(refresh: str, *, factors: int, inverses: int, by: By = "layer", share: float | None = None) -> Clock:
-    """Return the clock of a run.
+def build(refresh: str, *, factors: int, inverses: int, by: By = "layer", share: float | None = None) -> RefreshRule:
+    """Return the refresh rule of a run.
 
     Args:
         refresh: "fixed", or the rule that decides, with its bounds behind a colon.
@@ -31,7 +31,7 @@ def build(refresh: str, *, factors: int, inverses: int, by: By = "layer", share:
         ValueError: No such rule, or a bound of it, `by` or the share is not allowed.
     """
     name, _, given = refresh.partition(":")
-    clock: Refresh | Adaptive = Refresh(factors=factors, inverses=inverses)
+    policy: RefreshRule = Refresh(factors=factors, inverses=inverses)
     require(by == "layer" or refresh != "fixed", "by", by, "'layer' without a rule")
     if refresh != "fixed":
         require(name in _RULES, "refresh", refresh, ALLOWED)
@@ -44,5 +44,5 @@ def build(refresh: str, *, factors: int, inverses: int, by: By = "layer", share:
             raise ArgumentError("refresh", refresh, f"{ALLOWED}, where {error.name} is {error.allowed}") from None
         except ValueError:
             raise ArgumentError("refresh", refresh, ALLOWED) from None
-        clock = Adaptive(decides, by=by, factors=factors, inverses=inverses)
-    return clock if share is None else Capped(refresh=clock, share=share)
+        policy = Adaptive(decides, by=by, factors=factors, inverses=inverses)
+    return policy if share is None else Capped(refresh=policy, share=share)

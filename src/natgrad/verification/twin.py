@@ -20,7 +20,7 @@ from natgrad.gradients.given import Given, Unseen
 from natgrad.placement import Placement, Runtime
 from natgrad.progress import Progress
 from natgrad.refresh import Refresh
-from natgrad.renewal import Agenda, Background
+from natgrad.renewal import Background, RefreshScheduler
 from natgrad.rows import Epochs
 from natgrad.second_pass import SecondPass
 from natgrad.stacks.structure import Structure
@@ -47,7 +47,7 @@ def as_new(original: Preconditioner) -> Iterator[None]:
         stack.enter_context(original._capture.aside())
         fresh = aside(
             original,
-            _agenda=Agenda(original._refresh),
+            _scheduler=RefreshScheduler(original._refresh),
             _progress=Progress(step=original._progress.step),
             _epochs=copy.deepcopy(original._epochs),
             _watch=Watch(Guard(limit=None)),

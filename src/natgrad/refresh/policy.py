@@ -1,0 +1,354 @@
+"""Fixed and scheduled intervals, layers chosen by a criterion, and a cap on time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from typing_extensions import override
+
+from natgrad.errors import require
+from natgrad.refresh.rule import INTERVAL, NORM, SIDES, By, Reads, RefreshRule, Side, check_by
+from natgrad.schedule import Schedule, check_number, check_schedule, value_at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """Intervals of their own for A and G: "the factor A fluctuates less than G" (Osawa 2019, section 5.4).
+
+    Attributes:
+        inputs: Of the statistics that a curvature has from a layer's inputs alone (`Curvature.early`: A of K-FAC) and
+            of what is made of these alone: a number of steps, or a callable of the step.
+        gradients: Of all others.
+
+    Raises:
+        ValueError: if an interval is below 1.
+    """
+
+    inputs: Schedule
+    gradients: Schedule
+
+    def __post_init__(self) -> None:
+        """Check both intervals."""
+        for side in SIDES:
+            check_schedule(side, getattr(self, side), INTERVAL, minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refresh(RefreshRule):
+    """Renew at intervals counted in completed steps (stale curvature: Pauloski 2022, section 4.3).
+
+    Something is due when ``step - last >= interval``; what was never renewed is due at once.
+
+    Attributes:
+        factors: Steps between two captures of the statistics that are accumulated (A, G): a number, a callable of the
+            step, or `natgrad.Sides` of these for A and G.
+        inverses: Steps between two decompositions: likewise. What is made of both A and G follows the shorter interval.
+
+    Raises:
+        ValueError: if an interval is below 1.
+    """
+
+    factors: Schedule | Sides = 1
+    inverses: Schedule | Sides = 10
+
+    def __post_init__(self) -> None:
+        """Check both intervals."""
+        for name in ("factors", "inverses"):
+            value = getattr(self, name)
+            if not isinstance(value, Sides):
+                check_schedule(name, value, f"{INTERVAL}, or natgrad.Sides", minimum=1)
+
+    @property
+    @override
+    def separate(self) -> bool:  # type: ignore[override]
+        return isinstance(self.factors, Sides) or isinstance(self.inverses, Sides)
+
+    @override
+    def factor_interval(self, step: int, side: Side = "gradients") -> float:
+        return _interval("factors", self.factors, side, step)
+
+    @override
+    def inverse_interval(self, step: int, reads: Reads = "both") -> float:
+        return _interval("inverses", self.inverses, reads, step)
+
+    @override
+    def settings(self, step: int) -> object:
+        return self.intervals(step)  # callables have no text that ranks could compare
+
+
+@dataclass(frozen=True)
+class Adaptive(RefreshRule):
+    """Renew the layers or factors that a rule chooses, at steps where renewals are due; the first time all of them.
+
+    Attributes:
+        rule: `natgrad.TraceRule`, `natgrad.DriftRule`, `natgrad.BasisRule`, or one of your own. Required.
+        by: "layer": a layer is renewed as a whole, by the factor that has changed most. "factor": each factor by
+            itself, but that those which are decomposed of one another's statistics go together, as both inverses of
+            K-FAC, whose damping is balanced by both traces; for rules that measure factors.
+        factors: Steps between two captures of statistics: a number, or a callable of the step.
+        inverses: Steps between two decisions: likewise.
+
+    Raises:
+        ValueError: if `rule` is none, or one of layers alone by "factor", or an interval is below 1.
+    """
+
+    rule: RefreshRule | None = None
+    by: By = field(default="layer", kw_only=True)
+    factors: Schedule = field(default=1, kw_only=True)
+    inverses: Schedule = field(default=10, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Check the rule and both intervals."""
+        chooses = isinstance(self.rule, RefreshRule) and self.rule.criterion is not None
+        require(chooses, "rule", self.rule, "a rule such as natgrad.TraceRule()")
+        check_by("by", self.by, self.criterion)
+        for name in ("factors", "inverses"):
+            check_schedule(name, getattr(self, name), INTERVAL, minimum=1)
+
+    @property
+    @override
+    def criterion(self) -> RefreshRule:
+        criterion = None if self.rule is None else self.rule.criterion
+        assert criterion is not None  # the constructor requires it
+        return criterion
+
+    @override
+    def factor_interval(self, step: int, side: Side = "gradients") -> float:
+        return value_at("factors", self.factors, step, INTERVAL, minimum=1)
+
+    @override
+    def inverse_interval(self, step: int, reads: Reads = "both") -> float:
+        return value_at("inverses", self.inverses, step, INTERVAL, minimum=1)
+
+    @override
+    def settings(self, step: int) -> object:
+        return repr(self.rule), self.by, self.intervals(step)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.rule is None else self.rule.state_dict()
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.rule is not None:
+            self.rule.load_state_dict(state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capped(RefreshRule):
+    """Stretch the intervals of another rule so that preconditioning takes at most `share` of the time of training.
+
+    All of its time counts, measured by the host and summed over the ranks: capture, messages, renewals and solves.
+    Where a renewal is due, the layers that have changed most since their last one are renewed first, as long as there
+    is time for them in the account (`natgrad.refresh.budget`); the others wait for the next. Where the account is
+    overdrawn, nothing is captured or renewed until steps have balanced it. The first renewal takes what it takes. An
+    evaluation or a checkpoint between steps is no time of training (`natgrad.refresh.budget.PauseFilter`). Renewals
+    beside the steps (placement "background") count as if these waited for them.
+
+    Attributes:
+        refresh: The rule, at whose intervals things happen where there is time: `natgrad.Refresh`, `natgrad.Adaptive`
+            or a `natgrad.RefreshRule` of your own.
+        share: Of the time of the steps, in (0, 1).
+
+    Raises:
+        ValueError: if `refresh` is no rule, or one with `natgrad.Sides` or a cap; or `share` is not in (0, 1).
+    """
+
+    refresh: RefreshRule = field(default_factory=Refresh)
+    share: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the rule and the share."""
+        fits = isinstance(self.refresh, RefreshRule) and not self.refresh.separate and self.refresh.share is None
+        require(fits, "refresh", self.refresh, "a natgrad.Refresh without natgrad.Sides, or a natgrad.Adaptive")
+        check_number("share", self.share, "a number in (0, 1)", minimum=0, strict=True)
+        require(self.share < 1, "share", self.share, "a number in (0, 1)")
+
+    @property
+    @override
+    def criterion(self) -> RefreshRule:
+        return self.refresh.criterion or NORM
+
+    @property
+    @override
+    def by(self) -> By:  # type: ignore[override]
+        return self.refresh.by
+
+    # Intervals are those of the rule, as if there were no cap.
+
+    @override
+    def factor_interval(self, step: int, side: Side = "gradients") -> float:
+        return self.refresh.factor_interval(step, side)
+
+    @override
+    def inverse_interval(self, step: int, reads: Reads = "both") -> float:
+        return self.refresh.inverse_interval(step, reads)
+
+    @override
+    def intervals(self, step: int) -> dict[str, float]:
+        return self.refresh.intervals(step)
+
+    @override
+    def factors_due(self, step: int, last: int | None, side: Side = "gradients") -> bool:
+        return self.refresh.factors_due(step, last, side)
+
+    @override
+    def inverses_due(self, step: int, last: int | None, reads: Reads = "both") -> bool:
+        return self.refresh.inverses_due(step, last, reads)
+
+    @override
+    def check(self, step: int) -> None:
+        self.refresh.check(step)
+
+    @override
+    def settings(self, step: int) -> object:
+        return self.share, self.refresh.settings(step)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.refresh.state_dict()
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.refresh.load_state_dict(state)
+
+
+# --- Schedules: callables of the step that return an interval -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GrowingInterval:
+    """``min(20, 5 ⌊e/5⌋ + 1)`` in epoch e: every step before epoch 5, then every 6th, 11th, 16th, at last every 20th.
+
+    Of the steps of 45 epochs 17 % are refreshes (Osawa 2019, eq. 22, section 5.4).
+    ``Refresh(inverses=GrowingInterval(78))``.
+
+    Attributes:
+        steps_per_epoch: Steps of an epoch: epochs are counted by it, whoever calls ``next_epoch()``. Where that is
+            called after fewer than half as many steps there is a warning.
+        epochs: After how many epochs it grows, and by how many steps.
+        most: The longest interval.
+
+    Raises:
+        ValueError: unless all are whole numbers of at least 1.
+    """
+
+    steps_per_epoch: int
+    epochs: int = 5
+    most: int = 20
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name, value in vars(self).items():
+            require(type(value) is int and value >= 1, name, value, "a whole number >= 1")
+
+    def __call__(self, step: int) -> int:
+        """Return the interval after `step` completed steps."""
+        epoch = step // self.steps_per_epoch
+        return min(self.most, self.epochs * (epoch // self.epochs) + 1)
+
+
+@dataclass(frozen=True)
+class TwoPhaseInterval:
+    """1 before epoch 13, then 20: of the steps of 45 epochs 32 % are refreshes (Osawa 2019, eq. 23).
+
+    Attributes:
+        steps_per_epoch: Steps of an epoch.
+        epochs: How many epochs have a refresh at every step.
+        interval: The interval afterwards.
+
+    Raises:
+        ValueError: unless all are whole numbers, `epochs` of at least 0 and the others of at least 1.
+    """
+
+    steps_per_epoch: int
+    epochs: int = 13
+    interval: int = 20
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name, value in vars(self).items():
+            least = 0 if name == "epochs" else 1
+            require(type(value) is int and value >= least, name, value, f"a whole number >= {least}")
+
+    def __call__(self, step: int) -> int:
+        """Return the interval after `step` completed steps."""
+        return 1 if step < self.epochs * self.steps_per_epoch else self.interval
+
+
+@dataclass(frozen=True)
+class MultiStepInterval:
+    """The interval, times `factor` for each of `steps` that has passed (Pauloski 2022, section 5.3).
+
+    Running averages become more stable as training goes on, so that they are decomposed less often.
+
+    Attributes:
+        interval: The first interval.
+        steps: After how many completed steps it is multiplied, rising.
+        factor: By what.
+
+    Raises:
+        ValueError: if `interval` or `factor` is below 1, or `steps` are no rising whole numbers.
+    """
+
+    interval: float
+    steps: tuple[int, ...]
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Check the numbers, and take any sequence of steps."""
+        check_number("interval", self.interval, INTERVAL, minimum=1)
+        check_number("factor", self.factor, "a number >= 1", minimum=1)
+        fits = isinstance(self.steps, (list, tuple)) and all(type(step) is int and step >= 0 for step in self.steps)
+        fits = fits and all(step < after for step, after in zip(self.steps, self.steps[1:], strict=False))
+        require(fits, "steps", self.steps, "rising whole numbers")
+        object.__setattr__(self, "steps", tuple(self.steps))
+
+    def __call__(self, step: int) -> float:
+        """Return the interval after `step` completed steps."""
+        return self.interval * self.factor ** sum(step >= passed for passed in self.steps)
+
+
+@dataclass(frozen=True)
+class ScaledInterval:
+    """``interval · reference / size``, at least 1: as many refreshes an epoch on any number of ranks.
+
+    500 at 64 ranks becomes 2000 at 16 and 125 at 256 (Pauloski 2022, section 6.4.1).
+
+    Attributes:
+        interval: The interval that is right for `reference`: a number, or a callable of the step.
+        reference: A number of ranks, or of samples in the global batch.
+        size: That of this training.
+
+    Raises:
+        ValueError: if `interval` is below 1, or a size no number above 0.
+    """
+
+    interval: Schedule
+    reference: float
+    size: float
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        check_schedule("interval", self.interval, INTERVAL, minimum=1)
+        for name in ("reference", "size"):
+            check_number(name, getattr(self, name), "a number > 0", minimum=0, strict=True)
+
+    def __call__(self, step: int) -> float:
+        """Return the interval after `step` completed steps."""
+        interval = value_at("interval", self.interval, step, INTERVAL, minimum=1)
+        return max(1.0, interval * self.reference / self.size)
+
+
+def _interval(name: str, given: Schedule | Sides, reads: Reads, step: int) -> float:
+    """Return an interval after `step` completed steps; what reads both sides follows the shorter one.
+
+    Raises:
+        ValueError: if a callable returns something that is not an interval.
+    """
+    if not isinstance(given, Sides):
+        return value_at(name, given, step, INTERVAL, minimum=1)
+    by_side = {side: value_at(f"{name}.{side}", getattr(given, side), step, INTERVAL, minimum=1) for side in SIDES}
+    return min(by_side.values()) if reads == "both" else by_side[reads]
