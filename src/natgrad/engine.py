@@ -89,7 +89,7 @@ class Engine:
     @property
     def _behind(self) -> bool:
         """Whether renewals happen beside the steps; before the first there is nothing to go on with meanwhile."""
-        return self._structure.plan.placement.name == "background" and self._progress.last_inverses is not None
+        return self._structure.plan.placement.rule.renews_in_background and self._progress.last_inverses is not None
 
     def _collect(self, *, early: bool) -> None:
         with self._scheduler.timed("renewing", self._spent), self._progress.phase("renew", self._runtime):
@@ -117,7 +117,7 @@ class Engine:
             riders = 0 if self._scheduler.budget is None else self._scheduler.budget.numbers
             names = [layer.name for layer, _ in self._structure.coverage.layers]
             sums = make_sums(summed, placement, self._runtime, wire, self._scaling.of_captured, riders, names)
-            origin = Origin(self._runtime.rank, self._runtime.ranks, placement.name != "dp")
+            origin = Origin(self._runtime.rank, self._runtime.ranks, not placement.rule.uses_own_samples)
             rows = Collected(row_stacks(self._stacks), wire if self._runtime.ranks > 1 else None, origin)
             self._capture.again = self._damping.tries(self._progress.step)
             self._capture.attach(self._stacks, sums, rows)

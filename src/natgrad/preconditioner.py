@@ -171,7 +171,7 @@ class Preconditioner(Engine):
         self._given, self._second, self._inspection = Given(), SecondPass(), Inspection()
         # Every rank notices of layers that others capture how many positions a loss has, and passes to be repeated.
         noticed = self._reductions.has_tokens() or any(own.replays for _, own in covered)
-        counting = self._scaling.counts or (where.name == "dp" and noticed)
+        counting = self._scaling.counts or (where.rule.uses_own_samples and noticed)
         audit = GradientAudit(reduces=reduces, divides=accumulation == "mean")
         self._capture = Capture(self._root, reductions=self._reductions, counting=counting, audit=audit)
         single = self._reductions.single or "mean"
@@ -199,7 +199,7 @@ class Preconditioner(Engine):
         check_reduction(model, self._runtime, gradients)
         if reduces:
             take_over_reduction(model)
-        elif where.name == "pipelined" and self._runtime.ranks > 1:
+        elif where.rule.sends_during_backward and self._runtime.ranks > 1:
             listen(model, self._capture.reduced)
         self._order = CallOrder(self)
         self._begin()

@@ -36,8 +36,6 @@ from natgrad.renewal.decisions import (
 )
 from natgrad.stacks.blocks import Stack
 
-# Placements whose sums go to workers alone, or nowhere.
-_SCATTERED = ("reduce-scatter", "dp")
 _METRICS = {RENEWED: "layers_refreshed", KEPT: "layers_kept", STOPPED: "layers_stopped", WAITING: "layers_waiting"}
 
 
@@ -226,7 +224,7 @@ class RefreshScheduler:
             message: What they would travel with: preconditioned gradients where no sums go to all ranks.
             plan: Says which that is.
         """
-        scattered = plan.columns > 1 and plan.placement.name in _SCATTERED
+        scattered = plan.columns > 1 and not any(seat.sums == "all" for seat in plan.seats.values())
         if self.budget is None or message != ("gradients" if scattered else "sums"):
             return []
         numbers, self._unsent = self._unsent.numbers(), StepTimes()
