@@ -405,7 +405,7 @@ class Capture:
                 self._flush(name)
             return
         seen = {"inputs": rows, "gradients": gradients, "scale": scale, **self._looked_at(name)}
-        self.sums.add(name, task, partial(curvature.observe, **seen))
+        self.sums.add(name, partial(curvature.observe, **seen))
         self._count(name, task, rows, samples, layer.positions(gradient))
 
     def _looked_at(self, name: str) -> dict[str, Any]:
@@ -465,7 +465,7 @@ class Capture:
             else:
                 seen = {"inputs": inputs, "gradients": gradients, "scale": pooled.scale, **self._looked_at(name)}
                 with full_products(pooled.inputs.device):
-                    self.sums.add(name, pooled.task, partial(curvature.observe, **seen))
+                    self.sums.add(name, partial(curvature.observe, **seen))
             self._count(name, pooled.task, inputs, inputs.samples, inputs.samples)
 
     def _count(self, name: str, task: int, inputs: Rows, samples: int, rows: int) -> None:
