@@ -27,7 +27,7 @@ def follow(job, steps):
     training, seen = Training(job), []
     for step in steps:
         training.step(step)
-        stacks = training.preconditioner._stacks
+        stacks = training.preconditioner.parts.stacks
         seen.append(
             {
                 member.layer.key: stack.decisions.outcome(index)
@@ -193,7 +193,7 @@ class Uneven:
 
     def __init__(self, training, renewal):
         self.now = self.spent = 0.0
-        scheduler, plan = training.preconditioner._scheduler, training.preconditioner.plan
+        scheduler, plan = training.preconditioner.parts.scheduler, training.preconditioner.plan
         scheduler.now, training.preconditioner._spent = (lambda: self.now), (lambda: self.spent)
         original, rank = scheduler.end_renewal, place()[0]
 
@@ -217,7 +217,7 @@ def capped(job, steps, renewal):
         clock.pass_(0.01)
         training.step(step)
         metrics = training.preconditioner.metrics()
-        budget = training.preconditioner._scheduler.budget
+        budget = training.preconditioner.parts.scheduler.budget
         seen.append((metrics["layers_refreshed"], metrics["layers_waiting"], budget.resume, budget.times.spent))
     return seen, (clock.now, clock.spent), training.result()
 

@@ -204,7 +204,7 @@ def warn_of_others(modules: Iterable[nn.Module]) -> None:
             "natgrad: another Preconditioner of this model is alive, and both precondition its gradients; "
             "detach() the one that is not wanted",
             NatgradWarning,
-            stacklevel=5,  # past the decorator of `step`
+            stacklevel=6,  # past `_begins`, `step` and its decorator
         )
 
 

@@ -177,7 +177,7 @@ class RefreshScheduler:
             warnings.warn(
                 f"natgrad: solves alone take more than share={budget.share} of the time; next to nothing is renewed",
                 NatgradWarning,
-                stacklevel=6,  # past `_update_inverses`, `_renew`, `step` and its decorator
+                stacklevel=6,  # past `_update`, `update`, `step` and its decorator
             )
 
     # --- Seconds, of a rule with a cap ----------------------------------------------------------------------------
