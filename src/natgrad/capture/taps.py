@@ -163,7 +163,7 @@ class LayerTap:
         return output.clone() if isinstance(module, nn.Linear) and output.ndim > 2 else None
 
     def see(self, inputs: Tensor, output: Tensor) -> None:
-        """See `natgrad.layers.Tap.see`."""
+        """Watch the output of a layer for its gradient; under a compiler by an operation of the graph."""
         if self._deaf:
             return
         if torch.compiler.is_compiling():
@@ -176,7 +176,7 @@ class LayerTap:
             watcher.watch(self._layer, self._index, inputs, output)
 
     def receive(self, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
-        """See `natgrad.capture.compiled.Receiver`."""
+        """Take the inputs and output gradients of a layer from a compiled backward pass."""
         watcher = self._watcher()
         if watcher is not None:
             watcher.receive(self._layer, self._index, inputs, gradient, batch)
