@@ -1,40 +1,39 @@
-"""DASO with a sharded duty does what it does in rotation."""
+"""States of DASO from versions in which one rank of a node, by turns, kept the messages under way."""
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.distributed.daso_jobs import Run, Training, train
+import natgrad
+from tests.distributed.daso_jobs import Run, Training, identical, train
 
 
-@pytest.mark.parametrize(
-    ("sizes", "wrapper", "options", "curvature"),
-    [
-        ((2, 2), "none", {"merge": "delta", "momentum": "average"}, None),
-        ((2, 2), "ddp", {"merge": "paper", "batches_between": 3, "batches_to_wait": 2}, {}),
-        ((2, 2), "fsdp", {"batches_to_wait": 0}, None),
-        ((2, 1), "none", {"message_bytes": 100}, None),
-        ((2, 2), "none", {"warmup_epochs": 1, "cooldown_epochs": 1, "wire": None}, None),
-    ],
-)
-def test_all_steps_are_those_of_rotation_to_the_last_bit(ranks, sizes, wrapper, options, curvature):
-    rotating, sharded = (
-        ranks.run(
-            sum(sizes), train, Run(sizes=sizes, wrapper=wrapper, options={**options, "duty": duty}, curvature=curvature)
-        )
-        for duty in ("rotating", "sharded")
-    )
+def test_both_duties_are_the_same(ranks):
+    rotating, sharded = (ranks.run(4, train, Run(options={"duty": duty})) for duty in ("rotating", "sharded"))
     for one, other in zip(rotating, sharded, strict=True):
-        for ours, theirs in zip(one, other, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert all(identical(*pair) for pair in zip(one, other, strict=True))
 
 
-def resume(run, at):
+def in_format_1(state, rotating):
+    """Return a state as version 1 had it: the turn is that of the message under way."""
+    local, turn = dist.get_rank() % 2, state["turn"] - 1
+    for name, pending in state["flights"].items():
+        if pending is None:
+            continue
+        pending["turn"] = turn if "summed" in pending else None
+        if rotating and "anchor" not in pending and local != turn % 2:
+            state["flights"][name] = {"turn": turn, "sent": [], "summed": []}
+    return {**state, "format": 1}
+
+
+def resume(run, at, rotating):
     """Train to the end, with a stop in between from which a new training goes on; return the parameters."""
     first = Training(run)
     for _ in range(at):
         first.step()
     state = first.state()
     first.daso.detach()
+    state["daso"] = in_format_1(state["daso"], rotating)
     second = Training(run)
     second.load(state)
     while second.done < run.steps * run.epochs:
@@ -43,8 +42,30 @@ def resume(run, at):
     return second.parameters()
 
 
-def test_a_checkpoint_in_mid_flight_resumes_to_the_last_bit(ranks):
-    run = Run(steps=8, options={"duty": "sharded", "merge": "delta", "batches_to_wait": 3})
-    straight, resumed = ranks.run(4, train, run), ranks.run(4, resume, run, 5)
-    for own, again in zip(straight, resumed, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(own[-1], again, strict=True))
+OPTIONS = {
+    "delta": {"merge": "delta", "momentum": "average"},
+    "paper": {"merge": "paper"},
+    "narrow": {"cycling_wire": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("at", [5, 9])  # with the turns of both ranks of a node
+@pytest.mark.parametrize(
+    ("name", "rotating", "wrapper"),
+    [("delta", True, "none"), ("delta", False, "none"), ("delta", False, "fsdp"), ("paper", True, "none")]
+    + [("narrow", True, "none")],
+)
+def test_a_state_of_version_1_resumes_to_the_last_bit(ranks, name, at, rotating, wrapper):
+    run = Run(steps=20, epochs=1, wrapper=wrapper, options={"batches_to_wait": 3, **OPTIONS[name]})
+    straight, resumed = ranks.run(4, train, run), ranks.run(4, resume, run, at, rotating)
+    for found, again in zip(straight, resumed, strict=True):
+        assert identical(found[-1], again)
+
+
+def test_a_state_of_an_unknown_version_is_refused():
+    model = torch.nn.Linear(1, 1)
+    daso = natgrad.DASO(model, torch.optim.SGD(model.parameters()))
+    state = daso.state_dict()
+    with pytest.raises(ValueError, match="format"):
+        daso.load_state_dict({**state, "format": 3})
+    daso.detach()
