@@ -247,9 +247,9 @@ class DASO(Averager):
     @torch.no_grad()
     def drain(self) -> None:
         """Wait, between two steps, for what is under way, and merge it now; collective in each node."""
-        if self._cycle.flying is not None:
-            self._merge(self._cycle.flying)
-            self._cycle.flying = None
+        if self._cycle.since_sent is not None:
+            self._merge(self._cycle.since_sent)
+            self._cycle.since_sent = None
 
     # --- Metrics and state ----------------------------------------------------------------------------------
 

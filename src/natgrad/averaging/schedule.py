@@ -200,14 +200,14 @@ class Cycle:
         wait: S, now; 0: each message is waited for at once.
         plateau: Decides when both halve.
         batches: Batches since the last message, or since the epoch began.
-        flying: Batches since the message that is under way; None: there is none.
+        since_sent: Batches since the message under way was sent; None: there is none.
     """
 
     between: int
     wait: int
     plateau: Plateau = field(default_factory=Plateau)
     batches: int = 0
-    flying: int | None = None
+    since_sent: int | None = None
 
     def __post_init__(self) -> None:
         """Check B and S."""
@@ -223,20 +223,20 @@ class Cycle:
         """
         self.batches += 1
         merges = False
-        if self.flying is not None:
-            self.flying += 1
-            merges = self.flying >= self.wait
+        if self.since_sent is not None:
+            self.since_sent += 1
+            merges = self.since_sent >= self.wait
         sends = self.batches >= self.between
         if merges:
-            self.flying = None
+            self.since_sent = None
         if sends:
             self.batches = 0
-            self.flying = 0 if self.wait else None
+            self.since_sent = 0 if self.wait else None
         return merges, sends
 
     def restart(self) -> None:
         """Begin anew after all ranks have synchronised: nothing is under way."""
-        self.batches, self.flying = 0, None
+        self.batches, self.since_sent = 0, None
 
     def end_epoch(self, loss: float | None) -> None:
         """Halve B and S on a plateau of the loss, down to 1; where both are there, go back to their start.
@@ -260,7 +260,7 @@ class Cycle:
             "between": self.between,
             "wait": self.wait,
             "batches": self.batches,
-            "flying": self.flying,
+            "flying": self.since_sent,
             "best": self.plateau.best,
             "waited": self.plateau.waited,
         }
@@ -268,7 +268,7 @@ class Cycle:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.between, self.wait = state["between"], state["wait"]
-        self.batches, self.flying = state["batches"], state["flying"]
+        self.batches, self.since_sent = state["batches"], state["flying"]
         self.plateau.best, self.plateau.waited = state["best"], state["waited"]
 
 
