@@ -47,8 +47,8 @@ RUNS = {
     "narrow": Run(
         options={"batches_between": 3, "batches_to_wait": 2, "merge": "delta", "cycling_wire": torch.bfloat16}
     ),
-    "narrow shares": Run(
-        options={"batches_between": 3, "batches_to_wait": 2, "duty": "sharded", "cycling_wire": torch.bfloat16}
+    "narrow paper": Run(
+        options={"batches_between": 3, "batches_to_wait": 2, "merge": "paper", "cycling_wire": torch.bfloat16}
     ),
     "curvature": Run(
         options={"batches_between": 3, "batches_to_wait": 2},

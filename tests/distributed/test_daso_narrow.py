@@ -15,9 +15,8 @@ from tests.distributed.test_daso_wire import small_steps
 
 CYCLES = [(4, 1), (2, 2), (2, 0)]
 ELSEWHERE = {
-    "rotating": Run(),
+    "plain": Run(),
     "unequal": Run(sizes=(1, 3)),
-    "sharded": Run(options={"duty": "sharded"}),
     "fsdp": Run(wrapper="fsdp"),
     "ddp": Run(wrapper="ddp"),
 }

@@ -99,7 +99,7 @@ def save(folder, own):
     ("name", "options", "at"),
     [
         ("daso", {"batches_between": 4, "batches_to_wait": 2, "merge": "delta"}, 4),  # a message is under way
-        ("daso", {"batches_between": 4, "batches_to_wait": 2, "duty": "sharded", "warmup_epochs": 0.5}, 4),
+        ("daso", {"batches_between": 4, "batches_to_wait": 2, "warmup_epochs": 0.5}, 4),
         ("daso", {"batches_between": 4, "batches_to_wait": 2, "average_factors": True}, 4),
         ("daso", {"batches_between": 4, "batches_to_wait": 2, "momentum": "average"}, 4),
         ("streaming-diloco", {"batches_between": 4, "batches_to_wait": 3}, 8),
