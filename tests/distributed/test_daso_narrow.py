@@ -39,6 +39,7 @@ def test_differences_are_no_other_rule(ranks, between, wait, merge):
         assert identical(everyone[2][step], everyone[3][step])
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("merge", ["paper", "delta"])
 @pytest.mark.parametrize("name", list(ELSEWHERE))
 def test_wherever_parameters_are(ranks, name, merge):
