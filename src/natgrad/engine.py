@@ -193,7 +193,7 @@ class Engine:
 
     def _damping_now(self) -> float:
         damping = self._damping.now(self._progress.step)
-        check_damping([(stack.curvature, stack.factor) for stack in self._stacks], damping)
+        check_damping([(one.curvature, one.factor) for one in self._stacks if one.replayed_statistics], damping)
         return damping
 
     def _check_step(self, count: Count | None, closure: Closure | None) -> None:
@@ -219,7 +219,7 @@ class Engine:
             return ""
         if self._damping.tries(self._progress.step):
             return self._damping.name
-        replayed = (stack.curvature for stack in self._stacks if stack.curvature.replays)
+        replayed = (stack.curvature for stack in self._stacks if stack.replayed_statistics)
         needed = self._capture.wanted and self._second.needed(self._stacks)
         return type(next(replayed)).__name__ if needed else ""
 
@@ -349,8 +349,8 @@ class Engine:
     @torch.no_grad()
     def _look_again(self, replay: Replay, damping: float | None) -> None:
         """Run the second pass, and with a `damping` renew what goes on with what it shows."""
-        stacks = [stack for stack in self._stacks if stack.curvature.replays]
-        views = [stack.showing(stack.curvature.replays) for stack in stacks]
+        stacks = [stack for stack in self._stacks if stack.replayed_statistics]
+        views = [stack.showing(stack.replayed_statistics) for stack in stacks]
         with self._progress.phase("replay", self._runtime):
             sums = replay.sums(self._model, views, self._capture, self._runtime)
         with self._progress.phase("renew", self._runtime):

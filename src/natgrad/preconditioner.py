@@ -19,6 +19,7 @@ from natgrad.capture import Capture
 from natgrad.capture.ddp import listen
 from natgrad.compatibility import check_combinations, warn_of_combinations
 from natgrad.curvature import KFAC, Curvature
+from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control, Damping, TrustRegion
 from natgrad.damping.default import default_damping, describe_damping
 from natgrad.engine import Engine
@@ -170,7 +171,9 @@ class Preconditioner(Engine):
         self._watch, self._clip = Watch(guard), Clip(optimizer, kl_clip, covered)
         self._given, self._second, self._inspection = Given(), SecondPass(), Inspection()
         # Every rank notices of layers that others capture how many positions a loss has, and passes to be repeated.
-        noticed = self._reductions.has_tokens() or any(own.replays for _, own in covered)
+        noticed = self._reductions.has_tokens() or any(
+            replayed_statistics(statistics_of(own, layer)) for layer, own in covered
+        )
         counting = self._scaling.counts or (where.name == "dp" and noticed)
         audit = GradientAudit(reduces=reduces, divides=accumulation == "mean")
         self._capture = Capture(self._root, reductions=self._reductions, counting=counting, audit=audit)

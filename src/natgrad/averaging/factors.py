@@ -1,7 +1,7 @@
 """The running averages of a preconditioner's statistics, averaged over nodes: natural gradient inside, DASO between.
 
 Each node makes factors of its own batches. What is measured in a basis of the node's own (`Part.restarts`), and what
-is of the last batch alone (`Spec.fresh`), means something in its node only and stays there.
+is of the last batch alone (`Statistic.decayed`), means something in its node only and stays there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Factors(Cargo):
         Of those too that have seen nothing yet, with weight 0: another node may have.
         """
         for stack in self._preconditioner._stacks:
-            names = [spec.name for spec in stack.statistics if not spec.fresh and spec.name not in stack.restarting]
+            names = [spec.name for spec in stack.statistics if spec.decayed and spec.name not in stack.restarting]
             if stack.role.receives and names:
                 stack.allocate_averages()
                 yield stack, stack.weights, names
@@ -57,7 +57,7 @@ class Factors(Cargo):
             # What stays is divided by the same weight later.
             gain = torch.where(weight > 0, fresh[0] / weight.clamp(min=torch.finfo(weight.dtype).tiny), 1)
             for spec in stack.statistics:
-                if spec.name not in names and not spec.fresh:
+                if spec.name not in names and spec.decayed:
                     own = stack.averages.read(spec.name, _ALL)
                     stack.averages.write(spec.name, _ALL, own * along(gain, own.ndim - 1))
             torch._foreach_copy_(weights, fresh)

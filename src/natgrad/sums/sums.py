@@ -20,11 +20,11 @@ from natgrad.sums.whole import Whole, alone
 Gain = Callable[[int], "float | Tensor"]
 
 
-class Observe(Protocol):
-    """`Curvature.observe` with the rows of one use."""
+class Accumulate(Protocol):
+    """`Curvature.accumulate` with the rows of one use."""
 
-    def __call__(self, sums: Mapping[str, Tensor], *, first: bool) -> None:
-        """Add to whole sums ``[n, *shape]``, or write into uninitialised ones."""
+    def __call__(self, sums: Mapping[str, Tensor]) -> None:
+        """Add to whole sums ``[n, *shape]``."""
 
 
 class Sums:
@@ -148,7 +148,7 @@ class Sums:
             views |= message.views[layer]
         return views
 
-    def add(self, layer: str, task: int, observe: Observe) -> None:
+    def add(self, layer: str, task: int, accumulate: Accumulate) -> None:
         """Add what one use of a layer shows; its tally is counted afterwards.
 
         The first use in a backward pass is packed at once, so that no whole matrix outlives the hook. Those that follow
@@ -158,27 +158,27 @@ class Sums:
         Args:
             layer: The layer.
             task: The backward pass.
-            observe: Adds to whole sums, as `Curvature.observe` does.
+            accumulate: Adds to whole sums, as `Curvature.accumulate` does.
         """
         tally = self.tallies[layer]
         again = tally.task == task and tally.rows > 0
         if again or self._stays_whole(layer):
-            self._add_whole(layer, observe)
+            self._add_whole(layer, accumulate)
         else:
             self._pack(layer)
             whole = self._whole(layer)
-            observe(whole, first=True)
+            accumulate(whole)
             self._merge(layer, whole)
 
     def abandon(self) -> None:
         """End what is under way: others take the place of these sums; all ranks together."""
 
-    def _add_whole(self, layer: str, observe: Observe) -> None:
+    def _add_whole(self, layer: str, accumulate: Accumulate) -> None:
         """Add what a use shows to the whole sums of a layer."""
         begun = layer in self._open
         own = self._open[layer] if begun else self._whole(layer)
         try:
-            observe(own, first=not begun)
+            accumulate(own)
         except BaseException:
             if begun:  # who goes on in spite of it may have half of a use there: then none of this step counts
                 for sums in own.values():
@@ -191,13 +191,16 @@ class Sums:
         return self._memory.takes(self._members[layer][0])
 
     def _whole(self, layer: str) -> dict[str, Tensor]:
-        """Return uninitialised memory for the whole sums of a layer."""
+        """Return memory with zeros in it for the whole sums of a layer."""
         stack, member = self._members[layer]
         specs = portion_of(stack, self._portions[layer])
         if self._stays_whole(layer):
-            return {spec.name: self._memory.of(stack, spec, member.blocks) for spec in specs}
-        like = next(iter(self._views(layer).values()))
-        return {spec.name: alone(like, member.stop - member.start, spec) for spec in specs}
+            whole = {spec.name: self._memory.of(stack, spec, member.blocks) for spec in specs}
+        else:
+            like = next(iter(self._views(layer).values()))
+            whole = {spec.name: alone(like, member.stop - member.start, spec) for spec in specs}
+        torch._foreach_zero_(list(whole.values()))
+        return whole
 
     def _pack(self, layer: str) -> None:
         """Add the whole sums of a layer, if there are any, to those that travel."""

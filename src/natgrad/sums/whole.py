@@ -8,8 +8,8 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from natgrad.curvature import Spec
 from natgrad.lapack import collide
+from natgrad.specs import Statistic
 from natgrad.stacks.blocks import Stack
 
 # The most elements of matrices that are left whole for a step, and of all that are.
@@ -41,7 +41,7 @@ class Whole:
         """Tell whether the layers of a stack are to have theirs here: where it is calls that take the time."""
         return id(stack) in self._small and stack.device.type != "cpu"
 
-    def of(self, stack: Stack, spec: Spec, blocks: slice) -> Tensor:
+    def of(self, stack: Stack, spec: Statistic, blocks: slice) -> Tensor:
         """Return the sums of some blocks ``[n, *shape]``, uninitialised before they are first written."""
         key = id(stack), spec.name
         if key not in self._kept:
@@ -61,7 +61,7 @@ class Whole:
         self._kept.clear()
 
 
-def alone(like: Tensor, blocks: int, spec: Spec) -> Tensor:
+def alone(like: Tensor, blocks: int, spec: Statistic) -> Tensor:
     """Return uninitialised memory ``[blocks, *shape]`` for the whole sums of one layer.
 
     Rows of wide matrices begin as far apart in those of 256 columns as in those of 257, so that products write both in
