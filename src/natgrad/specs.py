@@ -9,6 +9,9 @@ from typing import Literal
 
 from natgrad.errors import require, require_one_of
 
+# What checkpoints keep of a layer beside the tensors of its curvature.
+_RESERVED = ("weight", "early weight", "renewed", "norm", "ladder", "rule")
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -28,6 +31,15 @@ class TensorSpec:
     _: KW_ONLY
     symmetric: bool = False
     at_least_float32: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the shape.
+
+        Raises:
+            ValueError: if it is not allowed.
+        """
+        square = len(self.shape) >= 2 and self.shape[-1] == self.shape[-2]
+        require(square or not self.symmetric, "shape", self.shape, f"square, as {self.name!r} is symmetric")
 
     @property
     def numel(self) -> int:
@@ -70,11 +82,12 @@ class Statistic(TensorSpec):
     replayed: bool = False
 
     def __post_init__(self) -> None:
-        """Check what decides over scale and interval.
+        """Check what decides over scale and interval, too.
 
         Raises:
             ValueError: if a value is not allowed.
         """
+        super().__post_init__()
         require_one_of("source", self.source, "inputs", "gradients", "both")
         require_one_of("per", self.per, "sample", "position")
         require(self.combine == "sum", "combine", self.combine, "'sum'")
@@ -128,14 +141,25 @@ def check_declarations(
         state: Its state.
 
     Raises:
-        ValueError: if two tensors or two tasks have one name, or a task reads a tensor that is not declared.
+        ValueError: if two tensors or two tasks have one name, a name is reserved, or something names a tensor that is
+            not declared.
     """
-    written = [spec for task in tasks for spec in task.writes]
-    tensors, names = [spec.name for spec in (*written, *state)], [task.name for task in tasks]
-    for what, found in (("statistics", [one.name for one in statistics]), ("tensors", tensors), ("tasks", names)):
+    written = [spec.name for task in tasks for spec in task.writes]
+    tensors = [*(spec.name for spec in (*statistics, *state)), *written]
+    for what, found in (("tensors", tensors), ("tasks", [task.name for task in tasks])):
         require(len(set(found)) == len(found), what, found, f"names that differ, in {owner!r}")
-    known = {spec.name for spec in (*statistics, *state)}
+    for name in tensors:
+        fits = name not in _RESERVED and not name.startswith("last ")
+        require(fits, "name", name, f"another one in {owner!r}: {', '.join(_RESERVED)} and 'last ...' are taken")
+    summed = {spec.name for spec in statistics}
     for task in tasks:
-        require(set(task.reads) <= known, "reads", task.reads, f"statistics or state of {owner!r}: {sorted(known)}")
-        fits = set(task.diagonal_of) <= set(task.reads)
-        require(fits, "diagonal_of", task.diagonal_of, f"some of what the task {task.name!r} of {owner!r} reads")
+        for what, names, known in (
+            ("reads", task.reads, summed | {spec.name for spec in state}),
+            ("diagonal_of", task.diagonal_of, summed & set(task.reads)),
+            ("restarts", task.restarts, summed),
+        ):
+            allowed = f"some of {sorted(known)} in the task {task.name!r} of {owner!r}"
+            require(set(names) <= known, what, names, allowed)
+    for statistic in statistics:
+        allowed = f"some of {written}, which the tasks of {owner!r} write"
+        require(set(statistic.needs_computed) <= set(written), "needs_computed", statistic.needs_computed, allowed)

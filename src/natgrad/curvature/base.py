@@ -37,6 +37,8 @@ class Curvature(ABC):
         default_damping: The damping of a preconditioner that is given none, and of norm layers beside it.
         positive_definite: Whether ⟨V, W⟩ ≥ 0 for every gradient W and its preconditioned gradient V. What violates it
             is then treated as a numerical failure.
+        takes_narrow: Whether it multiplies computed tensors of a narrower dtype than the gradient's by itself
+            (`natgrad.Precision.solve`); otherwise it is given them in the gradient's.
         diagonal_reads: The statistics that `diagonal` reads; None: it is not available.
         fisher_product_reads: The statistics that `fisher_product` reads beside computed tensors; None: not available.
         trace_reads: The statistics that `trace` reads; None: not available.
@@ -49,6 +51,7 @@ class Curvature(ABC):
     sum_positions: bool = False
     default_damping: float = 1e-3
     positive_definite: bool = True
+    takes_narrow: bool = False
     diagonal_reads: tuple[str, ...] | None = None
     fisher_product_reads: tuple[str, ...] | None = None
     trace_reads: tuple[str, ...] | None = None

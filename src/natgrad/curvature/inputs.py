@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class InputKFAC(Curvature):
     """The factor A of a layer's inputs alone: ``V = W (A + γI)⁻¹``; the gradients g are not looked at."""
 
+    takes_narrow = True
     diagonal_reads = ("A",)
 
     def __init__(self, factors: KFAC) -> None:

@@ -39,6 +39,7 @@ class KBFGS(Curvature):
     begins anew.
     """
 
+    takes_narrow = True
     positive_definite = False  # V is made of a running average of gradients
 
     def __init__(

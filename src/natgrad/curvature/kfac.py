@@ -41,6 +41,7 @@ class KFAC(Curvature):
         G: What is kept of the factor of the outputs.
     """
 
+    takes_narrow = True
     diagonal_reads = ("A", "G")
 
     def __init__(

@@ -31,6 +31,7 @@ class RankOne(Curvature):
 
     fisher_product_reads = ()
     default_damping = 0.1
+    takes_narrow = True
     diagonal_reads = ("a", "g")
 
     def __init__(self, *, sharing: Literal["expand", "reduce"] = "expand", factor_decay: float = 0.95) -> None:

@@ -46,6 +46,7 @@ class RowCurvature(Curvature):
         linked: Whether a selection may have a Y.
     """
 
+    takes_narrow = True
     rows = True
     sum_positions = True
     switches: bool = False

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 class TableKFAC(Curvature):
     """K-FAC of an embedding, or of an embedding and the linear layers tied with it, as one block ``[V, d]``."""
 
+    takes_narrow = True
+
     def __init__(self, factors: KFAC, *, heads: bool) -> None:
         """Wrap the K-FAC that solves.
 

@@ -29,6 +29,7 @@ class UnitWise(Curvature):
     """
 
     sum_positions = True
+    takes_narrow = True
     diagonal_reads = ("F",)
 
     def __init__(

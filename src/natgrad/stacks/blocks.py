@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -208,13 +208,18 @@ class Stack:
         return {**averages, **self.remembered(blocks, names)}
 
     def remembered(self, blocks: slice | Tensor, names: Collection[str]) -> dict[str, Tensor]:
-        """Return what of some names is kept from step to step, of some blocks."""
+        """Return what of some names is kept from step to step, of some blocks, in the dtype of gradients."""
         own = [spec.name for spec in self.memories if spec.name in names]
-        return {name: self.allocate_memory().read(name, blocks) for name in own}
+        return {name: self.allocate_memory().read(name, blocks).to(self.work_dtype) for name in own}
 
     def computed(self, blocks: slice | Tensor) -> dict[str, Tensor]:
         """Return what renewals have made of some blocks."""
-        return {name: self.held.read(name, blocks) for name in self.held}
+        return self._made(self.held, blocks, self.work_dtype)
+
+    def _made(self, names: Iterable[str], blocks: slice | Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return some of what renewals have made, in a dtype unless the curvature takes any."""
+        made = {name: self.held.read(name, blocks) for name in names}
+        return made if self.curvature.takes_narrow else {name: own.to(dtype) for name, own in made.items()}
 
     def live_averages(self, blocks: slice | Tensor) -> dict[str, Tensor]:
         """Return the averages that preconditioning some blocks reads."""
@@ -277,13 +282,13 @@ class Stack:
         """Return what of `held` a capture of a layer looks at; None where that is not complete."""
         if not self.ready[self.members.index(member)]:
             return None
-        return {name: self.held.read(name, member.blocks) for name in self.computed_for_capture}
+        return self._made(self.computed_for_capture, member.blocks, self.dtype)
 
     def previous(self, task: Task, blocks: slice) -> dict[str, Tensor] | None:
         """Return what a task has made of some blocks last, if it needs it; None: not of all of them."""
         if not (task.needs_previous and all(self.good[task.name][blocks])):
             return None
-        return {spec.name: self.held.read(spec.name, blocks) for spec in task.writes}
+        return {spec.name: self.held.read(spec.name, blocks).to(self.work_dtype) for spec in task.writes}
 
     def snapshot(
         self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()

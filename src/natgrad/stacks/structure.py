@@ -79,7 +79,7 @@ class Structure:
     def _prepare_refresh(self, rule: RefreshRule) -> None:
         """Have the stacks keep what a refresh rule needs."""
         for group in self.stacks:
-            group.apart = rule.separate and bool(group.input_statistics)
+            group.apart = rule.separate and 0 < len(group.input_statistics) < len(group.statistics)
             if rule.criterion is not None and not group.curvature.rows:
                 group.decisions = DecisionState(group, compares_averages=rule.criterion.measure == "drift")
 
