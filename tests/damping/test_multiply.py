@@ -1,4 +1,4 @@
-"""`Curvature.multiply` is the Fisher block that `solve` inverts: (F + γI)⁻¹ (F D + γ D) is D again."""
+"""`Curvature.fisher_product` is the Fisher block that `precondition` inverts: (F + γI)⁻¹ (F D + γ D) is D again."""
 
 from functools import partial
 

@@ -1,6 +1,6 @@
 """The running averages of a preconditioner's statistics, averaged over nodes: natural gradient inside, DASO between.
 
-Each node makes factors of its own batches. What is measured in a basis of the node's own (`Part.restarts`), and what
+Each node makes factors of its own batches. What is measured in a basis of the node's own (`Task.restarts`), and what
 is of the last batch alone (`Statistic.decayed`), means something in its node only and stays there.
 """
 

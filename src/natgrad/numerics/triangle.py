@@ -57,8 +57,14 @@ def unpack(packed: Tensor, size: int) -> Tensor:
     half = size - corner.shape[-1]
     matrices[:, :, :half].copy_(left)
     matrices[:, half:, half:].copy_(corner.mT)
-    matrices[:, :half, half:].copy_(left[:, half:].mT)
-    for square in (matrices[:, :half, :half], matrices[:, half:, half:]):  # half the work of mirroring all of it
+    return mirror_(matrices)
+
+
+def mirror_(matrices: Tensor) -> Tensor:
+    """Copy the lower triangles of matrices ``[..., d, d]`` to the upper ones, in place."""
+    half = matrices.shape[-1] // 2
+    matrices[..., :half, half:].copy_(matrices[..., half:, :half].mT)
+    for square in (matrices[..., :half, :half], matrices[..., half:, half:]):  # half the work of mirroring all of it
         square.tril_().add_(square.tril(-1).mT)
     return matrices
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.linalg import tensor_on
+from natgrad.numerics import triangle
 from natgrad.numerics.products import full_products
 from natgrad.placement import Plan, Runtime, narrower
 from natgrad.refresh.rule import READS, Reads, side_of
@@ -102,6 +103,9 @@ class Job:
             if not all(flags):
                 fresh = torch.where(along(fine, len(spec.shape)), fresh, before)
             held.write(spec.name, blocks, fresh)
+            if spec.symmetric:
+                # The others get the lower triangle alone, and all are to have the same to the last bit.
+                triangle.mirror_(held[spec.name][blocks])
         return flags
 
 
