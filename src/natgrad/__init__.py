@@ -45,6 +45,8 @@ _HOMES = {
     "Nodes": "natgrad.averaging",
     "Link": "natgrad.placement",
     "Placement": "natgrad.placement",
+    "PlacementRule": "natgrad.placement",
+    "register_placement": "natgrad.placement",
     "Plan": "natgrad.placement",
     "Precision": "natgrad.numerics.precision",
     "PreconditionedOptimizer": "natgrad.optimizer",
@@ -105,7 +107,9 @@ if TYPE_CHECKING:
     from natgrad.optimizer import PreconditionedOptimizer as PreconditionedOptimizer
     from natgrad.placement import Link as Link
     from natgrad.placement import Placement as Placement
+    from natgrad.placement import PlacementRule as PlacementRule
     from natgrad.placement import Plan as Plan
+    from natgrad.placement import register_placement as register_placement
     from natgrad.preconditioner import Preconditioner as Preconditioner
     from natgrad.refresh import Adaptive as Adaptive
     from natgrad.refresh import BasisRule as BasisRule

@@ -59,14 +59,14 @@ class CallOrder:
                 "natgrad: preconditioner.step() comes after optimizer.step(), which has used the gradients as they "
                 "were: call backward(), then preconditioner.step(), then optimizer.step()",
                 NatgradWarning,
-                stacklevel=4,  # past `Preconditioner.step` and its decorator
+                stacklevel=5,  # past `Preconditioner._begins`, `step` and its decorator
             )
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         preconditioner = self._preconditioner()
         if preconditioner is None or not self._are_new(preconditioner) or _changes_nothing(optimizer):
             return
-        self._used.note(preconditioner._stacks)
+        self._used.note(preconditioner.parts.stacks)
         if not self._warned_of_forgotten:
             self._warned_of_forgotten = True
             warnings.warn(
@@ -79,10 +79,10 @@ class CallOrder:
 
     def _are_new(self, preconditioner: Preconditioner) -> bool:
         """Tell whether a backward pass has made gradients since the preconditioner's last step."""
-        step = preconditioner._progress.step
+        step = preconditioner.parts.progress.step
         self._optimizer_steps = self._optimizer_steps + 1 if step == self._last_step else 1
         self._last_step = step
-        capture, given = preconditioner._capture, preconditioner._given
+        capture, given = preconditioner.parts.capture, preconditioner.parts.given
         if capture.idle or all(parameter.grad is None for parameter in preconditioner.parameters()):
             return False
         if capture.backwards and capture.fills:

@@ -78,10 +78,10 @@ class Incompatibility:
 
 def _captures_for_others(choices: Choices) -> bool:
     """Tell whether ranks capture statistics of a layer of which they do not hold the decompositions."""
-    name, fraction = choices.placement.name, choices.placement.fraction
-    if name == "dp":  # a layer's only worker captures alone, but lookups are summed over all ranks
+    rule = choices.placement.rule
+    if rule.uses_own_samples:  # a layer's only worker captures alone, but lookups are summed over all ranks
         return choices.layer.form == "one-hot"
-    return name in ("mem-opt", "reduce-scatter") or (fraction is not None and fraction < 1)
+    return not rule.all_ranks_work
 
 
 TABLE: tuple[Incompatibility, ...] = (
@@ -94,31 +94,31 @@ TABLE: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         "placement",
-        lambda own: own.curvature.rows and own.placement.name == "background",
+        lambda own: own.curvature.rows and own.placement.rule.renews_in_background,
         "another than 'background'",
         "{curvature} renews by the rows of the very step",
     ),
     Incompatibility(
         "placement",
-        lambda own: bool(replayed_statistics(own.statistics)) and own.placement.name == "background",
+        lambda own: bool(replayed_statistics(own.statistics)) and own.placement.rule.renews_in_background,
         "another than 'background'",
         "{curvature} compares sums over a step, after which they would arrive",
     ),
     Incompatibility(
         "placement",
-        lambda own: own.refresh is not None and own.refresh.separate and own.placement.name == "pipelined",
+        lambda own: own.refresh is not None and own.refresh.separate and own.placement.rule.sends_during_backward,
         "another than 'pipelined'",
         "all sums of a layer leave together there, and {refresh} captures the two sides at different steps",
     ),
     Incompatibility(
         "placement",
-        lambda own: own.refresh is not None and own.refresh.separate and own.placement.name == "background",
+        lambda own: own.refresh is not None and own.refresh.separate and own.placement.rule.renews_in_background,
         "another than 'background'",
         "all parts of a layer are renewed together there, and {refresh} renews the two sides at different steps",
     ),
     Incompatibility(
         "placement",
-        lambda own: _rule_stops(own.refresh) and own.placement.name == "pipelined",
+        lambda own: _rule_stops(own.refresh) and own.placement.rule.sends_during_backward,
         "another than 'pipelined'",
         "all layers leave alike there, and {refresh} stops some of them",
     ),

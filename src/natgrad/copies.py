@@ -41,7 +41,7 @@ def parts(preconditioner: Preconditioner) -> tuple[Callable[[Optimizer, Parts], 
     Raises:
         TypeError: if it belongs to a process group.
     """
-    model, arguments = preconditioner._model, preconditioner._arguments
+    model, arguments = preconditioner.parts.model, preconditioner._arguments
     obstacle = _obstacle(preconditioner, model, arguments)
     if obstacle:
         raise TypeError(

@@ -66,7 +66,7 @@ class _Solver:
         self._room = ctypes.create_string_buffer(1)
 
     def eigh(self, matrices: Tensor) -> tuple[Tensor, Tensor]:
-        """See `natgrad.cusolver.eigh`."""
+        """Return eigenvalues ``[N, d]`` and eigenvectors ``[N, d, d]`` of symmetric matrices ``[N, d, d]``."""
         count, size = matrices.shape[:2]
         scale = matrices.diagonal(dim1=1, dim2=2).abs().amax(1)  # it squares entries, of which 1e-25 would be lost
         scale = torch.where((scale > 0) & (scale < torch.inf), scale, 1)[:, None]

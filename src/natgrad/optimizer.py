@@ -136,7 +136,7 @@ class PreconditionedOptimizer(Optimizer):
         backward pass, and a rank without one has none, or the very ones that the last step has left.
         """
         own = self.preconditioner
-        if self.state or not own._capture.idle or own._given.remain():
+        if self.state or not own.parts.capture.idle or own.parts.given.remain():
             return False
         if any(float(group["lr"]) for group in self.param_groups if "lr" in group):
             return False

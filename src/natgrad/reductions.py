@@ -138,7 +138,7 @@ class Reductions:
             "out: it is 'mean', for a loss that averages over samples. Pass reduction='tokens' if the loss averages "
             "over all positions, as cross-entropy of tokens does, or reduction='mean' if it does not",
             NatgradWarning,
-            stacklevel=4,  # past the decorator of `step`
+            stacklevel=5,  # past `_begins`, `step` and its decorator
         )
 
     def warn_of_idle(self, layers: Iterable[str]) -> None:

@@ -37,8 +37,8 @@ def trained(curvature, *, steps=4, lr=0.3, damping=None, loss=half_squares, mode
     options = {"refresh": EVERY_STEP, "kl_clip": None, **options}
     preconditioner = natgrad.Preconditioner(model, curvature, optimizer=optimizer, damping=rule, **options)
     outcomes, changes = [], []
-    learn = preconditioner._damping.learn
-    preconditioner._damping.learn = lambda outcome: (outcomes.append(outcome), learn(outcome))
+    learn = preconditioner.parts.damping.learn
+    preconditioner.parts.damping.learn = lambda outcome: (outcomes.append(outcome), learn(outcome))
     for _ in range(steps):
         optimizer.zero_grad()
         value = loss(model, x, y)
@@ -88,7 +88,7 @@ def test_the_prediction_is_the_model_written_out(curvature, kind):
         model, chosen, optimizer=optimizer, damping=rule, refresh=natgrad.Refresh(factors=1, inverses=2)
     )
     seen = []
-    preconditioner._damping.learn = seen.append
+    preconditioner.parts.damping.learn = seen.append
     for step in range(4):
         optimizer.zero_grad()
         loss = half_squares(model, x, y)
@@ -106,7 +106,7 @@ def test_the_prediction_is_the_model_written_out(curvature, kind):
         for layer, factor in (("0", 1.0), ("2", 0.5), ("4", 1.0)):
             own = torch.cat([delta[f"{layer}.weight"], delta[f"{layer}.bias"][:, None]], 1)
             expected += 0.2 * factor * float(own.square().sum()) / 2
-            for stack in preconditioner._stacks:
+            for stack in preconditioner.parts.stacks:
                 if stack.members[0].layer.name == layer:
                     expected += float((own * stack.fisher_product(own[None])[0]).sum()) / 2
         assert outcome.predicted == pytest.approx(expected, rel=1e-11)
@@ -190,7 +190,7 @@ def test_the_losses_are_of_the_same_dropout_and_leave_nothing_behind():
     rule = LevenbergMarquardt(0.2, interval=1)
     preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, damping=rule)
     seen = []
-    preconditioner._damping.learn = seen.append
+    preconditioner.parts.damping.learn = seen.append
     losses = []
 
     def closure():
@@ -232,7 +232,7 @@ def test_scales_of_the_loss_cancel(reduction, accumulation):
             kl_clip=None,
         )
         seen = []
-        preconditioner._damping.learn = seen.append
+        preconditioner.parts.damping.learn = seen.append
 
         def loss(x, y):
             own = half_squares(model, x, y) * (len(x) if reduction == "sum" else 1)

@@ -164,7 +164,7 @@ def test_sampled_labels_make_rows_of_their_own():
     raw = dense.capture(dense.twin(model), total(x, y))
     outputs = model(x)
     scores = []
-    with preconditioner._sampler.aside(lambda score: scores.append(score) or score):
+    with preconditioner.parts.sampler.aside(lambda score: scores.append(score) or score):
         preconditioner.backward(cross_entropy(outputs, y), outputs)
     preconditioner.step()
     drawn = dense.capture(twin, lambda m: (m(x) * scores[0]).sum())

@@ -251,7 +251,7 @@ def test_staleness_never_exceeds_its_bound(factors, inverses, staleness):
         preconditioner.step()
         if step and step % inverses == 0:
             begun[step] = (step - 1) // factors * factors
-        used = round(float(preconditioner._stacks[0].held["vA"])) - 1
+        used = round(float(preconditioner.parts.stacks[0].held["vA"])) - 1
         due = [start for start in begun if step >= min(start + staleness, start + inverses)]
         assert used == begun[max(due, default=0)]
         assert step - max(due, default=0) < inverses + staleness
@@ -274,7 +274,7 @@ def hold_up(case, held, steps):
             elif step == held:
                 gate.clear()
             training.step(step)
-    return training.parameters(), bool(training.preconditioner._background._renewal)
+    return training.parameters(), bool(training.preconditioner.parts.background._renewal)
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
@@ -306,7 +306,7 @@ def fail(case, error, rank, steps):
             now[0] = step
             training.backward(step)
             if step == 3:
-                submitted = training.preconditioner._background._submit
+                submitted = training.preconditioner.parts.background._submit
 
                 def wait(job, damping, submitted=submitted):
                     pieces = submitted(job, damping)
@@ -314,7 +314,7 @@ def fail(case, error, rank, steps):
                         future.exception()
                     return pieces
 
-                with mock.patch.object(training.preconditioner._background, "_submit", wait):
+                with mock.patch.object(training.preconditioner.parts.background, "_submit", wait):
                     training.preconditioner.step()
             else:
                 try:

@@ -153,10 +153,10 @@ def change():
     training = started(replace(CASE, wrapped=False, options={"gradients": "reduce"}))
     before = training.preconditioner.metrics()["inverse_updates"]
     training.model[0].requires_grad_(False)
-    vectors = training.preconditioner._stacks[-1].held["inverse_A"].clone()
+    vectors = training.preconditioner.parts.stacks[-1].held["inverse_A"].clone()
     training.step(UNDER_WAY)  # has to collect what is under way, of all layers but the one that is gone
-    names = [member.layer.name for stack in training.preconditioner._stacks for member in stack.members]
-    changed = not torch.equal(vectors, training.preconditioner._stacks[-1].held["inverse_A"])
+    names = [member.layer.name for stack in training.preconditioner.parts.stacks for member in stack.members]
+    changed = not torch.equal(vectors, training.preconditioner.parts.stacks[-1].held["inverse_A"])
     updates = training.preconditioner.metrics()["inverse_updates"] - before
     training.model[0].requires_grad_(True)
     for step in range(UNDER_WAY + 1, 12):
@@ -180,7 +180,7 @@ def move():
         training.optimizer.zero_grad()
         torch.nn.functional.cross_entropy(training.model(x.float()), y).backward()
         training.preconditioner.step()
-    held = training.preconditioner._stacks[0].held
+    held = training.preconditioner.parts.stacks[0].held
     assert all(value.dtype == torch.float32 for value in held.values())
     assert all(value.isfinite().all() for value in held.values())
     assert training.preconditioner.metrics()["inverse_updates"] == 2
@@ -192,10 +192,10 @@ def test_a_model_that_moves():
 
 def look_into():
     training = started()
-    renewal = training.preconditioner._background._renewal
+    renewal = training.preconditioner.parts.background._renewal
     x, y = (tensor[:6] for tensor in batch(50))
     report = training.preconditioner.verify((x, y), loss)
-    assert training.preconditioner._background._renewal is renewal is not None
+    assert training.preconditioner.parts.background._renewal is renewal is not None
     go_on(training)
     return training.parameters(), report.worst
 
@@ -273,7 +273,7 @@ def slow(self, part, averages, damping):
 
 natgrad.KFAC.renew = slow
 training = started()
-assert training.preconditioner._background._renewal is not None
+assert training.preconditioner.parts.background._renewal is not None
 if sys.argv[3] == "destroy":
     dist.destroy_process_group()
 print("done", flush=True)

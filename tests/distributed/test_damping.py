@@ -121,7 +121,7 @@ def undone(name, placement):
         x, y = batch(step)
         training.step((x.split(EQUAL[ranks])[rank], y.split(EQUAL[ranks])[rank]))
     found = []
-    for stack in training.preconditioner._stacks:
+    for stack in training.preconditioner.parts.stacks:
         if stack.role.works:
             D = parameters(stack)
             back = stack.solve(slice(None), stack.fisher_product(D) + DAMPING * D, DAMPING)

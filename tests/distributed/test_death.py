@@ -60,7 +60,7 @@ def fail(job, where, how, rank):
         if where == "step":
             training.preconditioner.step = lambda: stop(how)
         if where == "clip":
-            training.preconditioner._clip.apply = lambda *args, **options: stop(how)
+            training.preconditioner.parts.clip.apply = lambda *args, **options: stop(how)
     started = time.monotonic()
     with pytest.raises(natgrad.NatgradError) as raised:
         _go_on(training)
@@ -110,7 +110,7 @@ def wait_for_one_that_hangs(placement):
     for step in range(2):
         model.zero_grad()
         training.step(step)
-    runtime = training.preconditioner._runtime
+    runtime = training.preconditioner.parts.runtime
     assert {timeout_of(own) for own in runtime._known.values()} == {timedelta(seconds=2)}
     dist.barrier()
     started, result = time.monotonic(), None

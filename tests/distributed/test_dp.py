@@ -113,12 +113,12 @@ def train(case):
                     preconditioner.backward(case.loss(outputs, y) / case.parts, outputs)
             preconditioner.step()
             optimizer.step()
-    plan = preconditioner._structure.plan
+    plan = preconditioner.parts.structure.plan
     seats = {key: seat.workers[0] if seat.sums == "alone" else None for key, seat in plan.seats.items()}
     names = {id(p): name for name, p in model.named_parameters()}
     owners = [
         ((names[id(slot.parameter)], slot.rows or slice(None)), seats[layer.key])
-        for layer, _ in preconditioner._structure.coverage.layers
+        for layer, _ in preconditioner.parts.structure.coverage.layers
         for slot in layer.slots
     ]
     return {name: p.detach().clone() for name, p in model.named_parameters()}, owners, preconditioner.traffic()
@@ -136,7 +136,7 @@ class Reference:
             model = copy.deepcopy(self.model)
             self.copies[owner] = (model, case.preconditioner(model))
             # The gradients that these get are of samples that they have not seen: all rows of a table have one.
-            self.copies[owner][1]._inspection._looked = True
+            self.copies[owner][1].parts.inspection._looked = True
 
     def natural(self, owner, step, gradient):
         """Return what `gradient` becomes by the factors of the samples of one rank, or of all."""
@@ -145,7 +145,7 @@ class Reference:
         seen = range(self.ranks) if owner is None else [owner]
         passes = case.parts * len(seen)
         for rank in seen:
-            preconditioner._sampler = LabelSampler(seed=0, rank=rank, reduction=case.reduction)
+            preconditioner.parts.sampler = LabelSampler(seed=0, rank=rank, reduction=case.reduction)
             for x, y in case.inputs(step, rank):
                 outputs = model(x)
                 preconditioner.backward(case.loss(outputs, y) / passes, outputs)

@@ -73,7 +73,7 @@ def own_batch():
     preconditioner = natgrad.Preconditioner(
         DistributedDataParallel(model), natgrad.EKFAC(), placement="dp", refresh=natgrad.Refresh(inverses=100)
     )
-    wrapped, rows = preconditioner._model, {}
+    wrapped, rows = preconditioner.parts.model, {}
     for step in range(2):
         x, y = (share(tensor) for tensor in batch(step))
         model.zero_grad()
@@ -243,7 +243,7 @@ def interrupt(case, at):
             training.preconditioner.state_dict(gather=True)
             before = {key: own["S"].clone() for key, own in training.preconditioner.state_dict()["blocks"].items()}
             training.preconditioner.step()
-            training.preconditioner._background.fold(training.preconditioner._watch)
+            training.preconditioner.parts.background.fold(training.preconditioner.parts.watch)
             after = training.preconditioner.state_dict()["blocks"]
             unchanged = all(torch.equal(after[key]["S"], 0 * S) and not S.any() for key, S in before.items())
             training.optimizer.step()

@@ -28,7 +28,7 @@ class Trouble(Training):
         super().__init__(job)
         self.kind = kind
         if kind == "grafted":
-            for stack in self.preconditioner._stacks:
+            for stack in self.preconditioner.parts.stacks:
                 stack.curvature.diagonal_reads = None
 
     def step(self, step):
@@ -42,7 +42,7 @@ class Trouble(Training):
             super().step(step)
 
     def poison(self):
-        for stack in self.preconditioner._stacks:
+        for stack in self.preconditioner.parts.stacks:
             for member in stack.members:
                 if stack.role.works and member.layer.key.startswith("3"):
                     stack.held["QG"][member.blocks] = math.nan

@@ -73,7 +73,7 @@ def train(curvatures, options):
         optimizer.step()
         if step % 2:
             preconditioner.next_epoch()
-    assert all(all(stack.ready) for stack in preconditioner._stacks if stack.role.works)
+    assert all(all(stack.ready) for stack in preconditioner.parts.stacks if stack.role.works)
     return dict(model.state_dict())
 
 

@@ -160,7 +160,7 @@ def test_factors_that_are_due_when_the_model_changes_stay_due(ranks, placement):
 def train_where_the_owner_rests(owners):
     """Under dp an owner without samples in a step keeps its factors; nobody complains."""
     scene = Scene("dp", refresh=(1, 1))
-    plan = scene.preconditioner._structure.plan
+    plan = scene.preconditioner.parts.structure.plan
     resting = plan.seats["layers.0.weight"].workers[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -241,8 +241,8 @@ def ask(placement):
     for step in range(2):
         training.step(step)
     explanation, state = training.preconditioner.explain(), training.preconditioner.state_dict()["blocks"]
-    plan = training.preconditioner._structure.plan
-    keys = [member.layer.key for stack in training.preconditioner._stacks for member in stack.members]
+    plan = training.preconditioner.parts.structure.plan
+    keys = [member.layer.key for stack in training.preconditioner.parts.stacks for member in stack.members]
     works = {key: plan.works(key, dist.get_rank()) for key in keys}
     firsts = {row.parameter: row for row in explanation.rows if row.owners is not None}
     return (
@@ -293,16 +293,16 @@ def verify(job, spoiled=False):
     own = tuple(share(tensor, ragged=job.ragged) for tensor in batch(7))
     loss_of.reduction = "sum" if job.reduction == "sum" else "mean"
     if spoiled and dist.get_rank() == 0:
-        close = training.preconditioner._capture.sums.close
+        close = training.preconditioner.parts.capture.sums.close
 
         def wrong(*args, **kwargs):
-            for name in training.preconditioner._capture._captured:
-                training.preconditioner._capture.sums.of(name)["A"].mul_(1.5)
+            for name in training.preconditioner.parts.capture._captured:
+                training.preconditioner.parts.capture.sums.of(name)["A"].mul_(1.5)
             return close(*args, **kwargs)
 
-        training.preconditioner._capture.sums.close = wrong
+        training.preconditioner.parts.capture.sums.close = wrong
     report = training.preconditioner.verify(own, loss_of)
-    training.preconditioner._capture.sums.__dict__.pop("close", None)
+    training.preconditioner.parts.capture.sums.__dict__.pop("close", None)
     training.step(3)
     return report.worst, report.note
 

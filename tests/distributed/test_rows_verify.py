@@ -32,7 +32,7 @@ def verified(options, how, epochs=0, spoil=False):
     for step in range(epochs):
         x, y = (tensor.split(SPLITS[count, ragged])[rank] for tensor in batch(step))
         model.zero_grad()
-        cross_entropy(preconditioner._model(x), y).backward()
+        cross_entropy(preconditioner.parts.model(x), y).backward()
         preconditioner.step()
         preconditioner.next_epoch()
     x, y = (tensor.split(SPLITS[count, ragged])[rank] for tensor in batch(7))

@@ -193,7 +193,10 @@ def held_on(placement):
     wrapped(torch.randint(7, (3, 4))).square().sum().backward()
     preconditioner.step()
     kept = [
-        tensor for stack in preconditioner._stacks for own in (stack.averages, stack.held) for tensor in own.values()
+        tensor
+        for stack in preconditioner.parts.stacks
+        for own in (stack.averages, stack.held)
+        for tensor in own.values()
     ]
     explained = sum(row.bytes for row in preconditioner.explain().rows)
     note, plan = preconditioner.explain().note, preconditioner.plan

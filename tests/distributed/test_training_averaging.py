@@ -33,7 +33,7 @@ def run(job):
     own = training(job)
     result = own.run()
     own.averager.detach()
-    return parameters(own), result.points, own.preconditioner._runtime.ranks if own.preconditioner else 0
+    return parameters(own), result.points, own.preconditioner.parts.runtime.ranks if own.preconditioner else 0
 
 
 @pytest.mark.parametrize("name", averagers.names())

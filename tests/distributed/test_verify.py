@@ -155,14 +155,14 @@ def verify_a_broken_placement():
     """One rank that adds something to its sums is found by all."""
     model = DistributedDataParallel(network())
     preconditioner = natgrad.Preconditioner(model, damping=0.05)
-    close = preconditioner._capture.sums.close
+    close = preconditioner.parts.capture.sums.close
     if dist.get_rank() == 1:
 
         def wrong(*args, **kwargs):
-            preconditioner._capture.sums.of("3")["A"].mul_(1.5)
+            preconditioner.parts.capture.sums.of("3")["A"].mul_(1.5)
             return close(*args, **kwargs)
 
-        preconditioner._capture.sums.close = wrong
+        preconditioner.parts.capture.sums.close = wrong
     x, y = torch.randn(4, 6, dtype=torch.float64), torch.randint(3, (4,))
     rows = {row.layer: row for row in preconditioner.verify((x, y), loss_of).rows}
     assert rows["3"].factors > 0.05

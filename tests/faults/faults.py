@@ -432,7 +432,19 @@ _add(
     "reduce_scatter_rank",
     "A reduction of factors to their owner leaves out what rank 0 has sent.",
     "distributed/test_reduce_to_owners.py::test_ranks_equal_one_process",
-    ("placement.runtime:Runtime.sum_to_", "messages[0][1].device):", "messages[0][1].device)[1:]:"),
+    ("placement.runtime:Runtime._reduce_scatter", "return values.sum(0)", "return values[1:].sum(0)"),
+)
+_add(
+    "surplus_shared",
+    "What an owner has beside its even share of a bucket does not reach the others.",
+    "distributed/test_placements.py::test_placements_equal_one_process",
+    ("placement.slices:Slices.join", "slices[rank][place])", "slices[rank][place] * 0)"),
+)
+_add(
+    "surplus_reduced",
+    "What a rank owns beside its even share of a bucket lacks the sums that lie with others.",
+    "distributed/test_reduced_gradients.py::test_ways_to_train",
+    ("placement.runtime:Runtime.reduce_to_owners", "*(run for run, _ in found)", "*(run * 0 for run, _ in found)"),
 )
 _add(
     "sampled_labels_rank",

@@ -17,8 +17,8 @@ class Seconds:
 
     def __init__(self, preconditioner):
         self.now = self.spent = 0.0
-        preconditioner._scheduler.now = lambda: self.now
-        preconditioner._spent = lambda: self.spent
+        preconditioner.parts.scheduler.now = lambda: self.now
+        preconditioner.parts.spent = lambda: self.spent
 
     def pass_(self, model, preconditioning=0.0):
         """Let seconds pass, some of them on preconditioning."""
@@ -33,7 +33,7 @@ def test_a_capped_training_keeps_its_share(monkeypatch, refresh):
     preconditioner = training.preconditioner
     work = sum(preconditioner.plan.weights.values())
     seconds = Seconds(preconditioner)
-    scheduler, original = preconditioner._scheduler, preconditioner._scheduler.end_renewal
+    scheduler, original = preconditioner.parts.scheduler, preconditioner.parts.scheduler.end_renewal
 
     def renewed(stacks, plan, keys):
         seconds.pass_(0.0, 2.0 * sum(plan.weights[key] for key in keys) / work)
@@ -55,7 +55,7 @@ def test_a_capped_training_keeps_its_share(monkeypatch, refresh):
 def test_a_pause_between_steps_is_no_time_of_training():
     """Of an evaluation of ten minutes preconditioning would else have one for itself."""
     training = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.1))
-    seconds, scheduler = Seconds(training.preconditioner), training.preconditioner._scheduler
+    seconds, scheduler = Seconds(training.preconditioner), training.preconditioner.parts.scheduler
     for step in range(12):
         seconds.pass_(600.0 if step in (5, 6, 9) else 1.0, 0.01)
         training.step(batch(step))
@@ -103,7 +103,7 @@ def test_the_account_of_a_capped_training_is_in_its_state():
     _, states = run(natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.1), 5)
     other = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.1))
     other.preconditioner.load_state_dict(states[-1])
-    assert other.preconditioner._scheduler.budget.state_dict() == states[-1]["refresh"]["budget"]
+    assert other.preconditioner.parts.scheduler.budget.state_dict() == states[-1]["refresh"]["budget"]
     assert states[-1]["refresh"]["budget"]["elapsed"] > 0
 
 
@@ -148,7 +148,7 @@ def test_an_account_that_does_not_fit_changes_nothing(wrong):
 def test_going_back_to_a_state_costs_nothing():
     """What this process has spent before is in the account already."""
     training = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.2))
-    seconds, scheduler = Seconds(training.preconditioner), training.preconditioner._scheduler
+    seconds, scheduler = Seconds(training.preconditioner), training.preconditioner.parts.scheduler
     for step in range(8):
         seconds.pass_(1.0, 0.1)
         training.step(batch(step))

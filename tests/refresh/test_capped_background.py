@@ -30,9 +30,9 @@ def test_seconds_of_the_thread_are_capped_too(monkeypatch):
     training = Training(natgrad.KFAC, refresh=clock, placement="background")
     preconditioner = training.preconditioner
     work, seconds, background = sum(preconditioner.plan.weights.values()), Seconds(preconditioner), Beside()
-    scheduler, original, preconditioner._background = (
-        preconditioner._scheduler,
-        preconditioner._scheduler.end_renewal,
+    scheduler, original, preconditioner.parts.background = (
+        preconditioner.parts.scheduler,
+        preconditioner.parts.scheduler.end_renewal,
         background,
     )
 
@@ -68,5 +68,5 @@ def test_what_a_step_waits_for_counts_once(monkeypatch, waits):
     monkeypatch.setattr("natgrad.renewal.background.perf_counter", read)
     for step in range(1, 7):
         training.step(batch(step))
-    pieces = 2 * len(training.preconditioner._stacks)  # A and G
-    assert training.preconditioner._background.seconds == pytest.approx((1.0 - waits) * pieces)
+    pieces = 2 * len(training.preconditioner.parts.stacks)  # A and G
+    assert training.preconditioner.parts.background.seconds == pytest.approx((1.0 - waits) * pieces)

@@ -121,7 +121,7 @@ def told(preconditioner):
 
 def poison(preconditioner, layer):
     """Spoil what the last renewal has made of a layer."""
-    for stack in preconditioner._stacks:
+    for stack in preconditioner.parts.stacks:
         for member in stack.members:
             if member.layer.key.startswith(layer):
                 for name in stack.held:
@@ -204,7 +204,7 @@ def test_curvature_that_is_unusable_falls_in_the_same_step_until_the_next_renewa
     reference, xs = Reference(), batches(6)
     reference.kfac.inverses = lambda step: 4
     near(take(model, preconditioner, xs[0]), reference.see(xs[0]))
-    held = preconditioner._stacks[1].held
+    held = preconditioner.parts.stacks[1].held
     good = {name: own.clone() for name, own in held.items()}
     for name, value in values.items():
         held[name].fill_(value)

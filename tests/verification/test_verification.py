@@ -124,13 +124,13 @@ def test_training_goes_on_as_if_nothing_had_been(curvature):
 
 def test_what_is_wrong_is_found():
     _, _, preconditioner = training()
-    scale = preconditioner._capture.sums.close
+    scale = preconditioner.parts.capture.sums.close
 
     def wrong(*args, **kwargs):
-        preconditioner._capture.sums.of("5")["G"].mul_(1.1)
+        preconditioner.parts.capture.sums.of("5")["G"].mul_(1.1)
         return scale(*args, **kwargs)
 
-    preconditioner._capture.sums.close = wrong
+    preconditioner.parts.capture.sums.close = wrong
     report = preconditioner.verify(batch(), loss_of)
     rows = {row.layer: row for row in report.rows}
     assert rows["5"].factors == pytest.approx(0.1, rel=1e-3)

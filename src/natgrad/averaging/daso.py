@@ -403,7 +403,7 @@ class DASO(Averager):
         return sharded
 
     def _take(self, preconditioner: Preconditioner) -> Factors:
-        if preconditioner._reduces:
+        if preconditioner.parts.reduces:
             self._gradients = None
         everyone = not replicated(preconditioner, self.grid.inside.ranks)
         return Factors(self.exchange("factors", everyone=everyone), preconditioner)

@@ -36,7 +36,7 @@ class Factors(Cargo):
 
         Of those too that have seen nothing yet, with weight 0: another node may have.
         """
-        for stack in self._preconditioner._stacks:
+        for stack in self._preconditioner.parts.stacks:
             names = [spec.name for spec in stack.statistics if spec.decayed and spec.name not in stack.restarting]
             if stack.role.receives and names:
                 stack.allocate_averages()
@@ -67,8 +67,8 @@ def described(preconditioner: Preconditioner | None) -> str | None:
     """Return in words what has to be the same in all nodes for factors to be averaged; None: there are none."""
     if preconditioner is None:
         return None
-    kinds = dict.fromkeys(type(stack.curvature).__name__ for stack in preconditioner._stacks)
-    return f"{' and '.join(kinds)} by the plan {preconditioner._structure.digest():08x}"
+    kinds = dict.fromkeys(type(stack.curvature).__name__ for stack in preconditioner.parts.stacks)
+    return f"{' and '.join(kinds)} by the plan {preconditioner.parts.structure.digest():08x}"
 
 
 def replicated(preconditioner: Preconditioner, ranks: int) -> bool:
@@ -84,7 +84,7 @@ def check_owners(preconditioner: Preconditioner, grid: Grid) -> None:
         ValueError: if the preconditioner works over other ranks than those of the node, or nodes are not equal.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    theirs, ours = (runtime.everywhere(rank) for runtime in (preconditioner._runtime, grid.inside))
+    theirs, ours = (runtime.everywhere(rank) for runtime in (preconditioner.parts.runtime, grid.inside))
     allowed = f"one over the ranks of its node ({ours}), as with mesh=mesh['local']"
     require(theirs == ours, "preconditioner", f"a Preconditioner over ranks {theirs}", allowed)
     equal = len(set(grid.sizes)) == 1

@@ -27,4 +27,4 @@ class Order:
         self._noted = self._stepped()
 
     def _stepped(self) -> int:
-        return 0 if self._preconditioner is None else self._preconditioner._progress.step
+        return 0 if self._preconditioner is None else self._preconditioner.parts.progress.step

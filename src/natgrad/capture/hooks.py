@@ -404,14 +404,14 @@ class Capture:
             if not self._awaits(use):
                 self._flush(name)
             return
-        self._accumulate(name, task, rows, gradients, scale)
+        self._accumulate(name, rows, gradients, scale)
         self._count(name, task, rows, samples, layer.positions(gradient))
 
-    def _accumulate(self, name: str, task: int, inputs: Rows, gradients: Rows, scale: float) -> None:
+    def _accumulate(self, name: str, inputs: Rows, gradients: Rows, scale: float) -> None:
         """Add one use of a layer to its sums."""
         stack, member = self._places[name]
         computed = stack.seen_by(member) if stack.computed_for_capture else None
-        self.sums.add(name, task, lambda sums: stack.curvature.accumulate(sums, inputs, gradients, scale, computed))
+        self.sums.add(name, lambda sums: stack.curvature.accumulate(sums, inputs, gradients, scale, computed))
 
     def _pool(self, use: Use, task: int, inputs: Rows, gradients: Rows, scale: float) -> None:
         name = use.primary.name
@@ -464,7 +464,7 @@ class Capture:
                 self.rows.add(name, inputs.values[:, :, 0], gradients.values[:, :, 0], pooled.scale)
             else:
                 with full_products(pooled.inputs.device):
-                    self._accumulate(name, pooled.task, inputs, gradients, pooled.scale)
+                    self._accumulate(name, inputs, gradients, pooled.scale)
             self._count(name, pooled.task, inputs, inputs.samples, inputs.samples)
 
     def _count(self, name: str, task: int, inputs: Rows, samples: int, rows: int) -> None:

@@ -163,7 +163,7 @@ class LayerTap:
         return output.clone() if isinstance(module, nn.Linear) and output.ndim > 2 else None
 
     def see(self, inputs: Tensor, output: Tensor) -> None:
-        """See `natgrad.layers.Tap.see`."""
+        """Watch the output of a layer for its gradient; under a compiler by an operation of the graph."""
         if self._deaf:
             return
         if torch.compiler.is_compiling():
@@ -176,7 +176,7 @@ class LayerTap:
             watcher.watch(self._layer, self._index, inputs, output)
 
     def receive(self, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
-        """See `natgrad.capture.compiled.Receiver`."""
+        """Take the inputs and output gradients of a layer from a compiled backward pass."""
         watcher = self._watcher()
         if watcher is not None:
             watcher.receive(self._layer, self._index, inputs, gradient, batch)
@@ -204,7 +204,7 @@ def warn_of_others(modules: Iterable[nn.Module]) -> None:
             "natgrad: another Preconditioner of this model is alive, and both precondition its gradients; "
             "detach() the one that is not wanted",
             NatgradWarning,
-            stacklevel=5,  # past the decorator of `step`
+            stacklevel=6,  # past `_begins`, `step` and its decorator
         )
 
 

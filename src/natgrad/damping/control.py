@@ -84,21 +84,21 @@ class Control:
         return Control(ByKind(self.now(step), norms=self._kinds.norms, layers=self._kinds.layers))
 
     def tries(self, step: int) -> bool:
-        """See `Adaptation.tries`."""
+        """Tell whether the loss after this step is to be compared with the model of it."""
         return self._adaptation is not None and self._adaptation.tries(step)
 
     @property
     def awaits_sizes(self) -> bool:
-        """See `Adaptation.awaits_sizes`."""
+        """Whether the damping goes by the size of the Fisher, measured before it is used."""
         return self._adaptation is not None and self._adaptation.awaits_sizes
 
     def measure(self, extent: Extent) -> None:
-        """See `Adaptation.measure`."""
+        """Give an adaptive rule the size of the Fisher as it is now."""
         if self._adaptation is not None:
             self._adaptation.measure(extent)
 
     def learn(self, outcome: Outcome) -> None:
-        """See `Adaptation.learn`."""
+        """Give an adaptive rule what the last step has gained."""
         if self._adaptation is not None:
             self._adaptation.learn(outcome)
 

@@ -81,7 +81,7 @@ class Unseen:
         else:
             return
         self._warned = True
-        warnings.warn(f"natgrad: {message}", NatgradWarning, stacklevel=4)  # past the decorator of `step`
+        warnings.warn(f"natgrad: {message}", NatgradWarning, stacklevel=5)  # past `_begins`, `step` and its decorator
 
 
 def _slots(stacks: Iterable[Stack]) -> Iterator[Slot]:

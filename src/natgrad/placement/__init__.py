@@ -4,6 +4,7 @@ from natgrad.placement.choice import make_plan, step_seconds
 from natgrad.placement.cost import Cycle, Link
 from natgrad.placement.options import Placement, resolve
 from natgrad.placement.plan import Plan, Rows, Seat, Work
+from natgrad.placement.rules import PlacementRule, register_placement
 from natgrad.placement.runtime import Posted, Runtime, flatten, unflatten
 from natgrad.placement.slices import Slices
 from natgrad.placement.wire import Layout, narrower
@@ -13,6 +14,7 @@ __all__ = [
     "Layout",
     "Link",
     "Placement",
+    "PlacementRule",
     "Plan",
     "Posted",
     "Rows",
@@ -23,6 +25,7 @@ __all__ = [
     "flatten",
     "make_plan",
     "narrower",
+    "register_placement",
     "resolve",
     "step_seconds",
     "unflatten",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, get_args
 
 import numpy as np
 
+from natgrad.errors import require, require_one_of
 from natgrad.placement.options import Placement
 from natgrad.placement.plan import Plan, Seat, Work
+from natgrad.placement.rules import Sums
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -21,7 +23,7 @@ def assign(placement: Placement, works: Mapping[Key, Work], ranks: int, seated: 
     speeds = placement.speeds if placement.speeds is not None else (1.0,) * ranks
     columns = ranks // placement.workers(ranks)
     members = [tuple(range(column, ranks, columns)) for column in range(columns)]
-    seats = {key: Seat((), {}, _sums(placement, work)) for key, work in works.items()}
+    seats = {key: Seat((), {}, _sums(placement, work, ranks // columns)) for key, work in works.items()}
     note = f"placement {placement}"
     bare: Plan[Key] = Plan(placement, ranks, columns, seats, works, weigh(placement, works), note)
     homes = _columns(bare, members, speeds, seated)
@@ -39,10 +41,13 @@ def weigh(placement: Placement, works: Mapping[Key, Work]) -> dict[Key, float]:
     return {key: measured[key] if key in measured else work.cost * unit for key, work in works.items()}
 
 
-def _sums(placement: Placement, work: Work) -> Literal["all", "worker", "alone"]:
-    if placement.name == "dp":
-        return "alone" if work.alone else "worker"
-    return "worker" if placement.name == "reduce-scatter" or work.rows is not None else "all"
+def _sums(placement: Placement, work: Work, workers: int) -> Sums:
+    rule = placement.rule
+    sums = rule.sums(work)
+    require_one_of(f"{rule.name}.sums", sums, *get_args(Sums))
+    fits = sums == "all" or (workers == 1 and not rule.all_ranks_work)
+    require(fits, f"{rule.name}.sums", sums, "'all', unless each layer has one worker")
+    return "worker" if sums == "all" and work.rows is not None else sums
 
 
 def _columns(
@@ -51,6 +56,14 @@ def _columns(
     """Return the column of each layer."""
     known = {tuple(own): column for column, own in enumerate(members)}
     kept = {key: known[seated[key].workers] for key in plan.seats if key in seated and seated[key].workers in known}
+    rule = plan.placement.rule
+    chosen = rule.columns({str(key): work for key, work in plan.layers.items()}, len(members))
+    for key in plan.seats:
+        if key not in kept and str(key) in chosen:
+            column = chosen[str(key)]
+            fits = isinstance(column, int) and 0 <= column < len(members)
+            require(fits, f"{rule.name}.columns()[{key!r}]", column, f"a whole number below {len(members)}")
+            kept[key] = column
     if plan.placement.owners == "round-robin":
         return {key: kept.get(key, index % len(members)) for index, key in enumerate(plan.seats)}
     homes, weights = dict(kept), plan.weights
@@ -74,7 +87,7 @@ def _owners(
     turns = [0] * len(members)
     for key, part in weights if placement.owners == "round-robin" else _descending(weights):
         load, work, weight = loads[homes[key]], plan.layers[key], weights[key, part]
-        cheaper = placement.name == "pipelined" and _is_cheaper_everywhere(placement, work, part)
+        cheaper = placement.rule.decomposes_everywhere and _is_cheaper_everywhere(placement, work, part)
         if cheaper or part in work.everywhere:
             owners[key][part] = None
             load.add(slice(None), weight)

@@ -114,13 +114,12 @@ def _products(plan: Plan[Key]) -> float:
 
 
 def _shards(plan: Plan[Key], row: Link) -> float:
-    """Return the seconds of giving the preconditioned rows of sharded layers to the others of a row."""
+    """Return the seconds of giving preconditioned rows to the others of a row, where any layer is sharded."""
+    if plan.columns == 1 or not any(layer.shards for layer in plan.layers.values()):
+        return 0.0
     sizes = [0.0] * plan.columns
     for key, layer in plan.layers.items():
-        if layer.shards:
-            sizes[plan.home(key)] += layer.gradients * layer.itemsize / len(layer.shards)
-    if plan.columns == 1 or not any(sizes):
-        return 0.0
+        sizes[plan.home(key)] += layer.gradients * layer.itemsize / (len(layer.shards) or 1)
     total, others = sum(sizes), plan.columns - 1
     return row.message(max(max(others * own, total - own) for own in sizes))
 

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from natgrad.errors import require, require_one_of
 from natgrad.placement.cost import Link
+from natgrad.placement.rules import PlacementRule, names, rule_of
 from natgrad.schedule import is_number
 
 Name = Literal["auto", "comm-opt", "mem-opt", "hybrid", "reduce-scatter", "dp", "pipelined", "background"]
@@ -37,7 +38,7 @@ class Placement:
       by the intervals of the first step.
 
     Attributes:
-        name: Which.
+        name: Which; also one that `natgrad.register_placement` knows, or a `natgrad.PlacementRule` itself.
         fraction: Of the ranks that are workers of a layer ("hybrid" only), in (0, 1]. Where it is no divisor of the
             number of ranks, the one nearest to it is taken.
         owners: "balanced": work goes to the least-loaded rank, the largest first; "round-robin": in turn.
@@ -50,8 +51,7 @@ class Placement:
             inverses are due again.
         memory: Bytes of curvature that a rank may hold between two steps: "auto" keeps to it, what is asked for by name
             and holds more is an error. None: any.
-        link: What messages and work cost, the same on every rank. "auto" chooses by it, and it tells in how many
-            messages gradients leave early that natgrad reduces to single workers, and their results.
+        link: What messages and work cost, the same on every rank; "auto" chooses by it.
         nodes: How many nodes the ranks are on, equally many consecutive ones on each.
         inside: What messages cost among ranks of one node, where that is not what `link` says; None: the same.
 
@@ -59,7 +59,7 @@ class Placement:
         ValueError: if one of them is not allowed.
     """
 
-    name: Name = "auto"
+    name: Name | str | PlacementRule = "auto"
     fraction: float | None = None
     owners: Literal["balanced", "round-robin"] = "balanced"
     speeds: tuple[float, ...] | None = None
@@ -73,12 +73,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         """Check every option."""
-        require_one_of("name", self.name, *NAMES)
-        if self.name == "hybrid":
-            fits = is_number(self.fraction) and 0 < self.fraction <= 1
-            require(fits, "fraction", self.fraction, "a number in (0, 1]")
-        else:
-            require(self.fraction is None, "fraction", self.fraction, "left out unless name='hybrid'")
+        rule_of(self.name, self.fraction)
         require_one_of("owners", self.owners, "balanced", "round-robin")
         for name, least in (("bucket", 1), ("staleness", 1), ("nodes", 1)):
             value = getattr(self, name)
@@ -101,35 +96,44 @@ class Placement:
         return self.inside if within and self.inside is not None else self.link
 
     def workers(self, ranks: int) -> int:
-        """Return how many of P = `ranks` are workers of a layer: the divisor of P that is nearest to what is asked."""
-        if self.name in ("mem-opt", "reduce-scatter", "dp"):
-            return 1
-        if self.name != "hybrid":
-            return ranks
-        assert self.fraction is not None
-        wanted = self.fraction * ranks
-        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        return min(divisors, key=lambda n: (abs(n - wanted), n))
+        """Return how many of P = `ranks` are workers of a layer.
+
+        Raises:
+            ValueError: if the rule does not say a divisor of P.
+        """
+        count = self.rule.workers(ranks)
+        fits = _is_whole(count) and count >= 1 and ranks % count == 0
+        require(fits, f"{self.rule.name}.workers({ranks})", count, "a divisor of the number of ranks")
+        return count
+
+    @property
+    def rule(self) -> PlacementRule:
+        """What it is; that of "comm-opt" for "auto", until a plan has chosen."""
+        return rule_of(self.name, self.fraction)
 
     def __str__(self) -> str:
         """Return the name, with the fraction of a hybrid."""
-        return self.name if self.fraction is None else f"{self.name}:{self.fraction:g}"
+        name = self.name if isinstance(self.name, str) else self.name.name
+        return name if self.fraction is None else f"{name}:{self.fraction:g}"
 
 
 def resolve(placement: object) -> Placement:
-    """Return the options that a name such as "mem-opt" or "hybrid:0.5" stands for, or those given.
+    """Return the options that a name such as "mem-opt" or "hybrid:0.5", or a rule, stands for, or those given.
 
     Raises:
-        ValueError: if `placement` is neither.
+        ValueError: if `placement` is none of these.
     """
     if isinstance(placement, Placement):
         return placement
-    allowed = f"{', '.join(map(repr, NAMES))} ('hybrid:0.5' with its fraction), or a natgrad.Placement"
+    if isinstance(placement, PlacementRule):
+        return Placement(name=placement)
+    known = names()
+    allowed = f"{', '.join(map(repr, known))} ('hybrid:0.5' with its fraction), a natgrad.Placement or a PlacementRule"
     require(isinstance(placement, str), "placement", placement, allowed)
     name, colon, fraction = str(placement).partition(":")
-    require(name in NAMES and bool(colon) == (name == "hybrid"), "placement", placement, allowed)
+    require(name in known and bool(colon) == (name == "hybrid"), "placement", placement, allowed)
     if not colon:
-        return Placement(name=name)  # type: ignore[arg-type]
+        return Placement(name=name)
     try:
         return Placement(name="hybrid", fraction=float(fraction))
     except ValueError:

@@ -240,10 +240,11 @@ class Plan(Printed, Generic[Key]):
         for kind, elements in self._rows_sent(self._local(samples)).items():
             found["inverses"][kind] = found["inverses"].get(kind, 0) + elements
         for key, layer in self.layers.items():
-            if layer.shards:
-                found["step"]["gradients"] += self._shards_sent(key)
+            if self._is_sharded:
+                whole = self._served * layer.gradients
+                found["step"]["gradients"] += self._shards_sent(key) if layer.shards else whole
                 found["step"]["counters"] += self._served * (layer.blocks + 2)
-                if layer.replayed:  # the weights, before the optimizer's step and after it
+                if layer.replayed and layer.shards:  # the weights, before the optimizer's step and after it
                     copies = {"all": 2 * (self.ranks - 1), "worker": self.ranks - 1, "alone": 0}
                     found["factors"]["replay"] += 2 * self._lacked(key) * bool(copies[self.seats[key].sums])
         if padding := self._padding():
@@ -275,12 +276,11 @@ class Plan(Printed, Generic[Key]):
                 workers = range(column, self.ranks, self.columns)
                 for kind, owned in (("inverses", sizes), ("counters", flags)):
                     inverses.append(Exchange(kind, workers, tuple(owned[column :: self.columns])))
-        if self.columns > 1:
+        if self.columns > 1 and not self._is_sharded:
             gradients, counters = [0] * self.columns, [0] * self.columns
             for key, layer in self.layers.items():
-                if not layer.shards:
-                    gradients[self.home(key)] += layer.gradients * (layer.itemsize if in_bytes else 1)
-                    counters[self.home(key)] += layer.blocks + 2  # <V, W>; what has served it, and trouble
+                gradients[self.home(key)] += layer.gradients * (layer.itemsize if in_bytes else 1)
+                counters[self.home(key)] += layer.blocks + 2  # <V, W>; what has served it, and trouble
             for row in rows:
                 step += [Exchange("gradients", row, tuple(gradients)), Exchange("counters", row, tuple(counters))]
         found: dict[Moment, list[Exchange]] = {"factors": factors, "inverses": inverses, "step": step}
@@ -348,6 +348,11 @@ class Plan(Printed, Generic[Key]):
                 links = layer.blocks * share * share if layer.rows.linked else 0
                 found["rows"] = found.get("rows", 0) + n * (P - 1) * (share * layer.rows.width + links)
         return found
+
+    @cached_property
+    def _is_sharded(self) -> bool:
+        """Whether FSDP2 shards any layer: then gradients travel by rows."""
+        return any(layer.shards for layer in self.layers.values())
 
     @property
     def _served(self) -> int:

@@ -342,7 +342,7 @@ class Runtime:
         if layout.lossless and rows.device.type == "cuda":
             summed = torch.empty_like(rows[:1])
             with self.talking():
-                _reduce_scatter(summed.view(layout.dtype), rows.view(layout.dtype), self.group)
+                _sum_rows(summed.view(layout.dtype), rows.view(layout.dtype), self.group)
             counters, values = layout.read(summed)
             return values[0], counters[0]
         arrived = torch.empty_like(rows)
@@ -472,7 +472,7 @@ def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | Non
     return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(arrived, message, group=group, **options)
 
 
-def _reduce_scatter(summed: Tensor, rows: Tensor, group: dist.ProcessGroup | None) -> None:
+def _sum_rows(summed: Tensor, rows: Tensor, group: dist.ProcessGroup | None) -> None:
     """Sum each rank's row there: torch's call, by the name that it has in this version."""
     getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(summed, rows, group=group)
 

@@ -36,8 +36,6 @@ from natgrad.renewal.decisions import (
 )
 from natgrad.stacks.blocks import Stack
 
-# Placements whose sums go to workers alone, or nowhere.
-_SCATTERED = ("reduce-scatter", "dp")
 _METRICS = {RENEWED: "layers_refreshed", KEPT: "layers_kept", STOPPED: "layers_stopped", WAITING: "layers_waiting"}
 
 
@@ -179,7 +177,7 @@ class RefreshScheduler:
             warnings.warn(
                 f"natgrad: solves alone take more than share={budget.share} of the time; next to nothing is renewed",
                 NatgradWarning,
-                stacklevel=6,  # past `_update_inverses`, `_renew`, `step` and its decorator
+                stacklevel=6,  # past `_update`, `update`, `step` and its decorator
             )
 
     # --- Seconds, of a rule with a cap ----------------------------------------------------------------------------
@@ -226,7 +224,7 @@ class RefreshScheduler:
             message: What they would travel with: preconditioned gradients where no sums go to all ranks.
             plan: Says which that is.
         """
-        scattered = plan.columns > 1 and plan.placement.name in _SCATTERED
+        scattered = plan.columns > 1 and not any(seat.sums == "all" for seat in plan.seats.values())
         if self.budget is None or message != ("gradients" if scattered else "sums"):
             return []
         numbers, self._unsent = self._unsent.numbers(), StepTimes()

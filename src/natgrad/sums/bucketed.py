@@ -146,7 +146,6 @@ class BucketedSums(Sums):
         gain = self._gain(1)
         for index in self._complete():
             message = self._messages[index]
-            self._pack_all(message)
             message.close({name: self._count_rest(name) for name in message.places}, {}, gain)
             given = message.give()
             self._filled.difference_update(message.places)
@@ -184,7 +183,7 @@ class BucketedSums(Sums):
                 or ``step(count=...)`` says that not all samples count.
         """
         left = {name for departure in self._departures.values() for name in departure.message.places}
-        if not left.isdisjoint(self._filled.union(self._open)):
+        if not left.isdisjoint(self._filled):
             raise NatgradError(
                 "a backward pass that DistributedDataParallel does not synchronise came after one that it does, before "
                 "step(): under placement='pipelined' the last pass before step() must be synchronised"
@@ -193,7 +192,6 @@ class BucketedSums(Sums):
             raise NatgradError(
                 "step(count=...) comes after statistics have left under placement='pipelined': pass another placement"
             )
-        self._pack_rest()
         for index in self._staying:
             self._messages[index].close(self.tallies, shares, gain, self.rider)
         self._gain_now = gain

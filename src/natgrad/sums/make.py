@@ -33,7 +33,7 @@ def make_sums(
         names: The names of the layers, in the order of the model.
     """
     riders = riders if runtime.ranks > 1 else 0
-    if placement.name == "pipelined" and runtime.ranks > 1:
+    if placement.rule.sends_during_backward and runtime.ranks > 1:
         return BucketedSums(
             stacks, names=names, bucket=placement.bucket, runtime=runtime, wire=wire, gain=gain, riders=riders
         )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from natgrad.lapack import collide
 from natgrad.placement import Posted, Runtime
+from natgrad.specs import Statistic
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import pack
 from natgrad.sums.choice import WHOLE, Choice
 from natgrad.sums.messages import Arrived, Departed, Message, Portion, Shares, Tally, neighbours, portion_of
-from natgrad.sums.whole import Whole, alone
+
+# Columns from which on rows of whole matrices are set apart, and what their distance is a multiple of.
+_WIDE, _STEP = 128, 16
 
 # What `Sums.close` is given, by the number of backward passes.
 Gain = Callable[[int], "float | Tensor"]
@@ -60,9 +63,7 @@ class Sums:
         self._carrier: Message | None = None
         self._members = {member.layer.name: (stack, member) for stack in stacks for member in stack.members}
         self.tallies = {name: Tally() for name in self._members}
-        self._open: dict[str, dict[str, Tensor]] = {}  # sums of layers that are not packed yet
-        self._filled: set[str] = set()  # the layers that have packed ones
-        self._memory = Whole(stacks)
+        self._filled: set[str] = set()  # the layers whose sums are initialised
         self.spoilt: Tensor | None = None
         self._stacks = stacks
         self.note_turns()
@@ -138,7 +139,6 @@ class Sums:
 
     def of(self, layer: str) -> dict[str, Tensor]:
         """Return the sums of a layer ``[n, *packed_shape(spec)]``, uninitialised if its tally is at zero."""
-        self._pack(layer)
         return self._views(layer)
 
     def _views(self, layer: str) -> dict[str, Tensor]:
@@ -148,101 +148,29 @@ class Sums:
             views |= message.views[layer]
         return views
 
-    def add(self, layer: str, task: int, accumulate: Accumulate) -> None:
+    def add(self, layer: str, accumulate: Accumulate) -> None:
         """Add what one use of a layer shows; its tally is counted afterwards.
 
-        The first use in a backward pass is packed at once, so that no whole matrix outlives the hook. Those that follow
-        in the same pass (weights shared over time) are summed whole, and packed together. So is all of a step where the
-        matrices are small and it is calls that take the time: then a stack is packed as one.
+        It is packed at once, so that no whole matrix outlives the hook.
 
         Args:
             layer: The layer.
-            task: The backward pass.
             accumulate: Adds to whole sums, as `Curvature.accumulate` does.
         """
-        tally = self.tallies[layer]
-        again = tally.task == task and tally.rows > 0
-        if again or self._stays_whole(layer):
-            self._add_whole(layer, accumulate)
-        else:
-            self._pack(layer)
-            whole = self._whole(layer)
-            accumulate(whole)
-            self._merge(layer, whole)
+        views, (stack, member) = self._views(layer), self._members[layer]
+        specs = portion_of(stack, self._portions[layer])
+        like = next(iter(views.values()))
+        whole = {spec.name: _zeros(like, member.stop - member.start, spec) for spec in specs}
+        accumulate(whole)
+        for spec in specs:
+            if layer in self._filled:
+                views[spec.name].add_(pack(whole.pop(spec.name), spec))
+            else:
+                pack(whole.pop(spec.name), spec, views[spec.name])
+        self._filled.add(layer)
 
     def abandon(self) -> None:
         """End what is under way: others take the place of these sums; all ranks together."""
-
-    def _add_whole(self, layer: str, accumulate: Accumulate) -> None:
-        """Add what a use shows to the whole sums of a layer."""
-        begun = layer in self._open
-        own = self._open[layer] if begun else self._whole(layer)
-        try:
-            accumulate(own)
-        except BaseException:
-            if begun:  # who goes on in spite of it may have half of a use there: then none of this step counts
-                for sums in own.values():
-                    sums.fill_(torch.nan)
-            raise
-        self._open[layer] = own
-
-    def _stays_whole(self, layer: str) -> bool:
-        """Tell whether all that a layer shows in a step is summed whole, beside the other layers of its stack."""
-        return self._memory.takes(self._members[layer][0])
-
-    def _whole(self, layer: str) -> dict[str, Tensor]:
-        """Return memory with zeros in it for the whole sums of a layer."""
-        stack, member = self._members[layer]
-        specs = portion_of(stack, self._portions[layer])
-        if self._stays_whole(layer):
-            whole = {spec.name: self._memory.of(stack, spec, member.blocks) for spec in specs}
-        else:
-            like = next(iter(self._views(layer).values()))
-            whole = {spec.name: alone(like, member.stop - member.start, spec) for spec in specs}
-        torch._foreach_zero_(list(whole.values()))
-        return whole
-
-    def _pack(self, layer: str) -> None:
-        """Add the whole sums of a layer, if there are any, to those that travel."""
-        if layer in self._open:
-            self._merge(layer, self._open.pop(layer))
-
-    def _pack_all(self, message: Message) -> None:
-        """Add all whole sums of the layers of a message to it: those of neighbours in one call, where that can be."""
-        for index, piece in enumerate(message.pieces):
-            for together, run in groupby(piece.members, lambda member: self._awaits(member.layer.name)):
-                members = list(run)
-                if together:
-                    self._pack_run(message, index, members)
-                for member in members:
-                    self._pack(member.layer.name)
-            if not any(member.layer.name in self._open for member in piece.stack.members):
-                self._memory.drop(piece.stack)
-
-    def _pack_run(self, message: Message, index: int, members: Sequence[Member]) -> None:
-        """Pack neighbours of a message's piece that all await it."""
-        message.allocate()
-        piece, blocks = message.pieces[index], slice(members[0].start, members[-1].stop)
-        packed = message.stacked(index, blocks)
-        for spec in piece.specs:
-            pack(self._memory.of(piece.stack, spec, blocks), spec, packed[spec.name])
-        for member in members:
-            del self._open[member.layer.name]
-            self._filled.add(member.layer.name)
-
-    def _awaits(self, layer: str) -> bool:
-        """Tell whether all of a layer's sums are whole, of a stack whose sums are, and travel together."""
-        waits = layer in self._open and layer not in self._filled
-        return waits and self._stays_whole(layer) and len(self._homes[layer]) == 1
-
-    def _merge(self, layer: str, whole: dict[str, Tensor]) -> None:
-        views, overwrite = self._views(layer), layer not in self._filled
-        self._filled.add(layer)
-        for spec in portion_of(self._members[layer][0], self._portions[layer]):
-            if overwrite:
-                pack(whole.pop(spec.name), spec, views[spec.name])
-            else:
-                views[spec.name].add_(pack(whole.pop(spec.name), spec))
 
     def travel(self, runtime: Runtime, wire: torch.dtype | None) -> None:
         """Sum the closed messages over the ranks, in place.
@@ -307,15 +235,8 @@ class Sums:
             shares: For each layer, how many tokens count of those that it was taken to have; all where it is missing.
             gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
         """
-        self._pack_rest()
         for message in self._messages:
             message.close(self.tallies, shares, gain, self.rider)
-
-    def _pack_rest(self) -> None:
-        """Pack all that is still whole."""
-        for message in self._messages if self._open else ():
-            self._pack_all(message)
-        self._memory.clear()
 
     @property
     def heard(self) -> Tensor | Sequence[float] | None:
@@ -343,8 +264,7 @@ class Sums:
         for tally in self.tallies.values():
             tally.samples = tally.rows = tally.beyond = tally.task_samples = 0
             tally.task = None
-        for known in (self._open, self._filled, self._memory):
-            known.clear()
+        self._filled.clear()
         self.spoilt = None
         for message in self._messages:
             message.release()
@@ -353,3 +273,17 @@ class Sums:
 def _destination(stack: Stack) -> tuple[object, ...]:
     seat = stack.role.seat
     return seat.sums, None if seat.sums == "all" else seat.workers
+
+
+def _zeros(like: Tensor, blocks: int, spec: Statistic) -> Tensor:
+    """Return zeros ``[blocks, *shape]`` for the whole sums of one layer.
+
+    Rows of wide matrices begin as far apart in those of 256 columns as in those of 257, so that products write both in
+    the same way (`natgrad.gram.rows`), and so that columns do not `collide` in caches.
+    """
+    columns = spec.shape[-1] if spec.symmetric and like.device.type == "cpu" else 0
+    if columns < _WIDE:
+        return like.new_zeros(blocks, *spec.shape)
+    apart = _STEP * (columns // _STEP + 1)
+    apart += _STEP if collide(apart, like.dtype) else 0
+    return like.new_zeros(blocks, *spec.shape[:-1], apart)[..., :columns]

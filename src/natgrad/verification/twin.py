@@ -37,31 +37,31 @@ def as_new(original: Preconditioner) -> Iterator[None]:
 
     Whoever changes ``.grad`` meanwhile restores it before the end.
     """
-    untouched = original._given.untouched()
+    untouched = original.parts.given.untouched()
     with ExitStack() as stack:
         if untouched:
-            stack.callback(lambda: original._given.note(original._stacks))
-        for owner in original._stacks:
+            stack.callback(lambda: original.parts.given.note(original.parts.stacks))
+        for owner in original.parts.stacks:
             stack.enter_context(owner.aside())
-        stack.enter_context(original._runtime.aside())
-        stack.enter_context(original._capture.aside())
+        stack.enter_context(original.parts.runtime.aside())
+        stack.enter_context(original.parts.capture.aside())
+        parts = original.parts
         fresh = aside(
-            original,
-            _scheduler=RefreshScheduler(original._refresh),
-            _progress=Progress(step=original._progress.step),
-            _epochs=copy.deepcopy(original._epochs),
-            _watch=Watch(Guard(limit=None)),
-            _background=Background(),
-            _inspection=Inspection(silent=True),
-            _clip=Clip(original._clip.optimizer, original._clip.bound),
-            _damping=original._damping.held(original._progress.step),
-            _given=Given(),
-            _scaling=original._scaling.unscaled(),
-            _unseen=Unseen(),
-            _second=SecondPass(off=True),
-            _epoch_warnings=EpochWarnings(None),
+            parts,
+            scheduler=RefreshScheduler(parts.refresh),
+            progress=Progress(step=parts.progress.step),
+            epochs=copy.deepcopy(parts.epochs),
+            watch=Watch(Guard(limit=None)),
+            background=Background(),
+            inspection=Inspection(silent=True),
+            clip=Clip(parts.clip.optimizer, parts.clip.bound),
+            damping=parts.damping.held(parts.progress.step),
+            given=Given(),
+            scaling=parts.scaling.unscaled(),
+            second=SecondPass(off=True),
         )
         stack.enter_context(fresh)
+        stack.enter_context(aside(original, _unseen=Unseen(), _epoch_warnings=EpochWarnings(None)))
         yield
 
 
@@ -73,34 +73,34 @@ def twin(original: Preconditioner, model: nn.Module, epochs: Epochs) -> Precondi
         model: The copy.
         epochs: What the other went by when it chose rows.
     """
-    copies = zip(original._root.parameters(), model.parameters(), strict=True)
-    clip = original._clip.twin({id(parameter): copy for parameter, copy in copies})
+    copies = zip(original.parts.root.parameters(), model.parameters(), strict=True)
+    clip = original.parts.clip.twin({id(parameter): copy for parameter, copy in copies})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NatgradWarning)  # what it has to say has been said
         alone = type(original)(
             model,
             original._curvature,
             optimizer=clip.optimizer,
-            damping=original._damping_now(),
+            damping=original.parts.damping_now(),
             kl_clip=clip.bound,
-            reduction=original._reductions.given,
+            reduction=original.parts.reductions.given,
             refresh=Refresh(factors=1, inverses=1),
-            precision=replace(original._precision, wire=None),
+            precision=replace(original.parts.precision, wire=None),
             guard=Guard(limit=None),
         )
-    alone._runtime, alone._inspection, alone._second = Runtime(None), Inspection(silent=True), SecondPass(off=True)
-    alone._epoch_warnings = EpochWarnings(None)
-    alone._seed, alone._epochs, alone._progress = original._seed, epochs, Progress(step=original._progress.step)
-    alone._structure = Structure(
+    parts, alone._epoch_warnings = alone.parts, EpochWarnings(None)
+    parts.runtime, parts.inspection, parts.second = Runtime(None), Inspection(silent=True), SecondPass(off=True)
+    parts.seed, parts.epochs, parts.progress = original.parts.seed, epochs, Progress(step=original.parts.progress.step)
+    parts.structure = Structure(
         model,
         alone._curvature,
-        alone._precision,
+        parts.precision,
         placement=Placement(),
         rank=0,
         ranks=1,
-        factor=original._damping.factor,
+        factor=original.parts.damping.factor,
     )
-    alone._capture.audit = GradientAudit(off=True)
-    alone._begin()
-    alone._capture.rows.origin = original._capture.rows.origin
+    parts.capture.audit = GradientAudit(off=True)
+    alone._attach()
+    parts.capture.rows.origin = original.parts.capture.rows.origin
     return alone

@@ -34,28 +34,34 @@ def verify(
     require(fine, "dtype", dtype, "None or a floating dtype")
     pending = preconditioner.saw_backward
     require(not pending, "verify()", "called between backward and step", "called when no step is under way")
-    root, runtime = preconditioner._root, preconditioner._runtime
-    with aside(preconditioner._progress, seconds=dict(preconditioner._progress.seconds)):
-        preconditioner._follow()
+    root, runtime = preconditioner.parts.root, preconditioner.parts.runtime
+    with aside(preconditioner.parts.progress, seconds=dict(preconditioner.parts.progress.seconds)):
+        preconditioner._follow_model()
     reshard(root.modules())
     accelerators = sorted({p.device.index for p in root.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=accelerators):
         with as_new(preconditioner), _restored(root):
             placed, scores = _step_together(preconditioner, model, batch, loss_fn)
             batches, drawn = _gather(batch, runtime), _gather(scores, runtime)
-            plain, epochs = plain_copy(root, dtype), preconditioner._epochs
+            plain, epochs = plain_copy(root, dtype), preconditioner.parts.epochs
         owned, alone = _owned(preconditioner), twin(preconditioner, plain, replace(epochs, before=[]))
-        if owned or (preconditioner._reduces and preconditioner._keeps_rows):  # each rank selects of its own rows
-            every = {member.layer.name for stack in preconditioner._stacks for member in stack.members}
+        if owned or (
+            preconditioner.parts.reduces and preconditioner.parts.keeps_rows
+        ):  # each rank selects of its own rows
+            every = {member.layer.name for stack in preconditioner.parts.stacks for member in stack.members}
             shown = owned or [every] * runtime.ranks
-            expected = _step_by_owners(alone, plain, batches, drawn, loss_fn, dtype, shown, preconditioner._reduces)
+            expected = _step_by_owners(
+                alone, plain, batches, drawn, loss_fn, dtype, shown, preconditioner.parts.reduces
+            )
         else:
-            if preconditioner._reduces:  # weighted by samples, as one batch is; wrappers average what each rank has
+            if (
+                preconditioner.parts.reduces
+            ):  # weighted by samples, as one batch is; wrappers average what each rank has
                 batches, drawn = [_join(batches)], [[torch.cat(parts) for parts in zip(*drawn, strict=True)]]
             expected = _step_alone(alone, plain, batches, drawn, loss_fn, dtype)
     note = f"{runtime.ranks} rank{'s' if runtime.ranks > 1 else ''} of {type(model).__name__}"
     note += ", each layer's factors of the samples of its owner alone" if owned else ""
-    return Verification(compare(preconditioner._stacks, root, placed, expected), note)
+    return Verification(compare(preconditioner.parts.stacks, root, placed, expected), note)
 
 
 def _step_together(
@@ -68,11 +74,11 @@ def _step_together(
         scores.append(score)
         return score
 
-    with preconditioner._sampler.aside(record):
+    with preconditioner.parts.sampler.aside(record):
         _backward(preconditioner, model, batch, loss_fn)
     preconditioner.step()
-    reshard(preconditioner._root.modules())
-    return _outcome(preconditioner, preconditioner._root), scores
+    reshard(preconditioner.parts.root.modules())
+    return _outcome(preconditioner, preconditioner.parts.root), scores
 
 
 def _step_alone(
@@ -93,8 +99,8 @@ def _step_alone(
 
 def _owned(preconditioner: Preconditioner) -> list[set[str]]:
     """Return the layers whose statistics each rank captures; none: all ranks capture those of all."""
-    plan, ranks = preconditioner._structure.plan, range(preconditioner._runtime.ranks)
-    layers = [member.layer for stack in preconditioner._stacks for member in stack.members]
+    plan, ranks = preconditioner.parts.structure.plan, range(preconditioner.parts.runtime.ranks)
+    layers = [member.layer for stack in preconditioner.parts.stacks for member in stack.members]
     owned = [{layer.name for layer in layers if plan.captures(layer.key, rank)} for rank in ranks]
     return owned if any(len(own) < len(layers) for own in owned) else []
 
@@ -113,15 +119,15 @@ def _step_by_owners(
 
     Where natgrad reduces the gradients they are `weighted` by samples.
     """
-    ranks, summed = len(batches), alone._reductions.single == "sum"
+    ranks, summed = len(batches), alone.parts.reductions.single == "sum"
     totals = {name: torch.zeros_like(p) for name, p in plain.named_parameters() if weighted}
     samples = 0
-    with aside(alone._capture, _counting=True):  # the passes of ranks that own nothing are counted too
+    with aside(alone.parts.capture, _counting=True):  # the passes of ranks that own nothing are counted too
         for rank, (batch, scores, own) in enumerate(zip(batches, drawn, owned, strict=True)):
             _begin_rank(alone, rank)
-            with aside(alone._capture, _captured=own):
+            with aside(alone.parts.capture, _captured=own):
                 _replay(alone, plain, batch, scores, loss_fn, dtype, 1 / ranks)
-            size, samples = alone._capture.samples - samples, alone._capture.samples
+            size, samples = alone.parts.capture.samples - samples, alone.parts.capture.samples
             for name, parameter in plain.named_parameters():
                 if weighted and parameter.grad is not None:
                     totals[name].add_(parameter.grad, alpha=1 if summed else size * ranks)
@@ -138,8 +144,8 @@ def _step_by_owners(
 
 def _begin_rank(alone: Preconditioner, rank: int) -> None:
     """Take the rows to come for those of a rank."""
-    alone._capture.finish()
-    rows = alone._capture.rows
+    alone.parts.capture.finish()
+    rows = alone.parts.capture.rows
     rows.origin = replace(rows.origin, rank=rank)
 
 
@@ -158,7 +164,7 @@ def _replay(
     def replay(score: Tensor) -> Tensor:
         return next(queue).to(score)
 
-    with alone._sampler.aside(replay):
+    with alone.parts.sampler.aside(replay):
         _backward(alone, plain, _cast(batch, device, dtype), loss_fn, share=share)
 
 
@@ -183,7 +189,7 @@ def _backward(
         shown = type(loss).__name__ if not isinstance(loss, Tensor) else list(loss.shape)
         fits = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
         require(fits, "loss_fn(model, batch)", shown, "a scalar loss with a graph, or (loss, outputs)")
-        sampled = any(stack.curvature.likelihood for stack in preconditioner._stacks)
+        sampled = any(stack.curvature.likelihood for stack in preconditioner.parts.stacks)
         require(
             not sampled or outputs is not None, "loss_fn(model, batch)", shown, "(loss, outputs): labels are sampled"
         )
@@ -228,7 +234,7 @@ def _outcome(preconditioner: Preconditioner, root: nn.Module) -> Outcome:
     gradients = {name: None if p.grad is None else whole(p.grad).cpu() for name, p in root.named_parameters()}
     names = {
         member.layer.key: [spec.name for spec in stack.statistics]
-        for stack in preconditioner._stacks
+        for stack in preconditioner.parts.stacks
         for member in stack.members
     }
     blocks = preconditioner.state_dict(gather=True)["blocks"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from natgrad.agreement import check_reduction
-from natgrad.arguments import check_arguments, resolve_group, unwrap
+from natgrad.agreement import check_agreement, check_reduction
+from natgrad.arguments import check_arguments, check_joined, resolve_group, unwrap
 from natgrad.audit import GradientAudit
 from natgrad.call_order import CallOrder
 from natgrad.capture import Capture
@@ -22,9 +22,8 @@ from natgrad.curvature import KFAC, Curvature
 from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control, Damping, TrustRegion
 from natgrad.damping.default import default_damping, describe_damping
-from natgrad.engine import Engine
 from natgrad.epoch_warnings import EpochWarnings
-from natgrad.errors import NatgradWarning, describe, require
+from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.explanation import Explanation, explain
 from natgrad.gradients.clip import USUAL_BOUND, Clip
 from natgrad.gradients.given import Given, Unseen
@@ -32,8 +31,13 @@ from natgrad.gradients.reduction import Scaling, take_over_reduction
 from natgrad.launch_check import warn_of_missing_process_group
 from natgrad.numerics.precision import Precision
 from natgrad.placement import Placement, Plan, Runtime, resolve
+from natgrad.preconditioner.decompositions import Decompositions
+from natgrad.preconditioner.gradient_step import GradientStep
+from natgrad.preconditioner.parts import Parts
+from natgrad.preconditioner.second_look import SecondLook
+from natgrad.preconditioner.statistics import Statistics
 from natgrad.progress import Progress
-from natgrad.reductions import LEFT_OUT, Reduction, Reductions
+from natgrad.reductions import LEFT_OUT, Count, Reduction, Reductions
 from natgrad.refresh import Refresh, RefreshRule
 from natgrad.refresh.registry import resolve_refresh
 from natgrad.renewal import Background, RefreshScheduler
@@ -50,8 +54,11 @@ from natgrad.trouble.inspection import Inspection
 from natgrad.verification import Verification, verify
 
 
-class Preconditioner(Engine):
+class Preconditioner:
     """Turns ``.grad`` into the natural gradient, in place, between ``loss.backward()`` and ``optimizer.step()``.
+
+    Attributes:
+        parts: What it is made of, for natgrad's own modules; no part of the public interface.
 
     Example:
         >>> preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(), optimizer=optimizer, damping=3e-3)
@@ -157,55 +164,74 @@ class Preconditioner(Engine):
             seed=seed,
         )
         damping = default_damping(curvature) if damping is None else damping
-        self._model, self._root, self._damping = model, unwrap(model), Control(damping)
-        where, covered = resolve(placement), cover(self._root, curvature).layers
+        root, control, where = unwrap(model), Control(damping), resolve(placement)
+        covered = cover(root, curvature).layers
         check_layers(layer for layer, _ in covered)
-        check_second_pass(covered, optimizer, self._damping)
-        self._curvature, self._precision, self._refresh = curvature, precision, refresh
-        reduces = self._reduces = gradients == "reduce"
-        self._reductions, names = Reductions(reduction), [layer.name for layer, _ in covered]
-        self._scaling = Scaling(self._reductions, names, accumulation=accumulation, reduces=reduces, scaler=scaler)
-        self._runtime = Runtime(resolve_group(model, process_group, mesh))
-        choices = (covered, where, refresh, self._damping, self._runtime.ranks)
+        check_second_pass(covered, optimizer, control)
+        self._curvature = curvature
+        reduces = gradients == "reduce"
+        reductions, names = Reductions(reduction), [layer.name for layer, _ in covered]
+        scaling = Scaling(reductions, names, accumulation=accumulation, reduces=reduces, scaler=scaler)
+        runtime = Runtime(resolve_group(model, process_group, mesh))
+        choices = (covered, where, refresh, control, runtime.ranks)
         check_combinations(*choices)
-        self._watch, self._clip = Watch(guard), Clip(optimizer, kl_clip, covered)
-        self._given, self._second, self._inspection = Given(), SecondPass(), Inspection()
         # Every rank notices of layers that others capture how many positions a loss has, and passes to be repeated.
-        noticed = self._reductions.has_tokens() or any(
+        noticed = reductions.has_tokens() or any(
             replayed_statistics(statistics_of(own, layer)) for layer, own in covered
         )
-        counting = self._scaling.counts or (where.name == "dp" and noticed)
+        counting = scaling.counts or (where.rule.uses_own_samples and noticed)
         audit = GradientAudit(reduces=reduces, divides=accumulation == "mean")
-        self._capture = Capture(self._root, reductions=self._reductions, counting=counting, audit=audit)
-        single = self._reductions.single or "mean"
-        self._sampler = LabelSampler(seed=seed, rank=self._runtime.rank, reduction=single)
-        self._progress, self._epochs, self._scheduler = Progress(), Epochs(), RefreshScheduler(refresh)
-        self._background, self._unseen, self._detached, self._seed = Background(), Unseen(), False, seed
-        self._epoch_warnings = EpochWarnings(refresh)
-        self._structure = Structure(
-            self._root,
-            curvature,
-            precision,
-            placement=where,
-            rank=self._runtime.rank,
-            ranks=self._runtime.ranks,
+        self.parts = Parts(
+            model=model,
+            root=root,
+            structure=Structure(
+                root,
+                curvature,
+                precision,
+                placement=where,
+                rank=runtime.rank,
+                ranks=runtime.ranks,
+                refresh=refresh,
+                reduces=reduces,
+                factor=control.factor,
+            ),
+            runtime=runtime,
+            capture=Capture(root, reductions=reductions, counting=counting, audit=audit),
+            reductions=reductions,
+            scaling=scaling,
+            damping=control,
             refresh=refresh,
+            scheduler=RefreshScheduler(refresh),
+            background=Background(),
+            clip=Clip(optimizer, kl_clip, covered),
+            given=Given(),
+            second=SecondPass(),
+            sampler=LabelSampler(seed=seed, rank=runtime.rank, reduction=reductions.single or "mean"),
+            watch=Watch(guard),
+            inspection=Inspection(),
+            progress=Progress(),
+            epochs=Epochs(),
+            precision=precision,
             reduces=reduces,
-            factor=self._damping.factor,
+            seed=seed,
         )
-        warn_of_idle(self._root, curvature, self._structure.coverage)
-        self._reductions.warn_of_idle(names)
+        self._statistics, self._decompositions = Statistics(self.parts), Decompositions(self.parts)
+        self._gradients, self._second_look = GradientStep(self.parts), SecondLook(self.parts)
+        self._unseen, self._detached, self._epoch_warnings = Unseen(), False, EpochWarnings(refresh)
+        structure = self.parts.structure
+        warn_of_idle(root, curvature, structure.coverage)
+        reductions.warn_of_idle(names)
         warn_of_combinations(*choices)
         warn_of_missing_process_group()
-        warn_of_slow_renewal(self._structure.plan, self._structure.coverage.layers)
+        warn_of_slow_renewal(structure.plan, structure.coverage.layers)
         # Last, for the warning may be an error.
-        check_reduction(model, self._runtime, gradients)
+        check_reduction(model, runtime, gradients)
         if reduces:
             take_over_reduction(model)
-        elif where.name == "pipelined" and self._runtime.ranks > 1:
-            listen(model, self._capture.reduced)
+        elif where.rule.sends_during_backward and runtime.ranks > 1:
+            listen(model, self.parts.capture.reduced)
         self._order = CallOrder(self)
-        self._begin()
+        self._attach()
 
     # --- The life of a step -------------------------------------------------------------------------------------
 
@@ -223,7 +249,7 @@ class Preconditioner(Engine):
         """
         fits = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
         require(fits, "loss", describe(loss), "a scalar tensor with a graph")
-        self._draw(outputs, mask)
+        self._differentiate_sampled(outputs, mask)
         loss.backward()
 
     @torch.no_grad()
@@ -250,47 +276,82 @@ class Preconditioner(Engine):
                 background has raised an error on any rank.
         """
         closure, count = (None, closure) if isinstance(closure, int) else (closure, count)
-        self._capture.forget_thrown_away(self._model.parameters())
+        parts, progress = self.parts, self.parts.progress
+        parts.capture.forget_thrown_away(parts.model.parameters())
         self._check_step(count, closure)
-        self._capture.audit.report()
-        self._refresh.check(self._progress.step)
-        damping = self._progress.damping = self._damping_now()
-        self._follow()
+        parts.capture.audit.report()
+        parts.refresh.check(progress.step)
+        damping = progress.damping = parts.damping_now()
+        self._follow_model()
+        if not self._begins(damping):
+            return
+        if parts.renews_in_background:
+            self._decompositions.collect(early=self._decompositions.are_due)
+
+        self._statistics.compare_gradients()
+        scale, owned = self._gradients.reduce(count)
+        statistics_before = progress.last_factors
+        if parts.capture.wanted:
+            self._statistics.update(count)
+        if self._decompositions.are_due:
+            damping = self._decompositions.update(count, damping, scale)
+        self._second_look.prepare(count, closure, statistics_before)
+        model = self._second_look.quadratic_model(damping, scale)
+        self._gradients.precondition(damping, scale, owned)
+        if model is not None:
+            self._second_look.compare(model, closure, count)
+
+        progress.step += 1
+        parts.scheduler.end_step(parts.spent(), parts.background.seconds)
+        self._statistics.choose_next()
+        progress.ended = perf_counter()
+        parts.inspection.report()
+        parts.watch.check()
+        self._epoch_warnings.step_ended(progress.step, parts.epochs.epoch, parts.stacks)
+
+    def _check_step(self, count: Count | None, closure: Closure | None) -> None:
+        """Check that a step may begin; `step` tells what is raised."""
+        parts, capture = self.parts, self.parts.capture
+        counts_samples = capture.was_open and capture.ambiguous is None and parts.reductions.single != "tokens"
+        if not (counts_samples and isinstance(count, int)):  # it was asked for in another step, and is not needed
+            parts.reductions.check_count(count, capture.layers, capture.positions, capture.ambiguous)
+        if self._detached:
+            raise NatgradError("step() after detach(): build another Preconditioner, and load the state of this one")
+        if capture.missing_samples:
+            raise NatgradError(
+                "fisher='sampled' needs preconditioner.backward(loss, outputs) in place of loss.backward()"
+            )
+        parts.scaling.check(differentiated=bool(capture.backwards))
+        check_joined(parts.model)
+        parts.second.begin(self._second_look.asked_by, closure, skips=parts.scaling.skips)
+
+    def _begins(self, damping: float) -> bool:
+        """Warn of a step without gradients of its own, and tell whether there is anything to do."""
+        parts, capture, progress = self.parts, self.parts.capture, self.parts.progress
         self._order.check()
         # Where natgrad reduces, a rank without samples has no backward pass.
-        if self._capture.idle and not (self._reduces and self._runtime.ranks > 1):
-            self._unseen.check(self._stacks, begins=not self._progress.has_curvature)
+        if capture.idle and not (parts.reduces and parts.runtime.ranks > 1):
+            self._unseen.check(parts.stacks, begins=not progress.has_curvature)
         # A rank without samples has no backward pass, and where natgrad reduces it takes part all the same.
-        if not self._reduces and self._capture.idle and self._given.untouched():
-            warnings.warn("natgrad: step() without a backward pass since the last one", NatgradWarning, stacklevel=3)
-            return
-        progress = self._progress
-        if self._runtime.ranks == 1 and not self._capture.backwards and not progress.has_curvature:
-            return  # a checkpoint loader's step, before any forward
-        if progress.start_clock(layer for layer, _ in self._structure.coverage.layers):
-            self._capture.warn_of_others()
-            self._compare(damping)
-        self._reductions.warn_of_default()
-        self._collect(early=self._behind and self._inverses_due)
-        self._compare_gradients()
-        scale, owned = self._scale_gradients(count)
-        damping = self._renew(count, damping, scale, closure)
-        self._precondition(damping, scale, owned, count, closure)
-        progress.step += 1
-        self._scheduler.end_step(self._spent(), self._background.seconds)
-        self._await()
-        progress.ended = perf_counter()
-        self._inspection.report()
-        self._watch.check()
-        self._epoch_warnings.step_ended(progress.step, self._epochs.epoch, self._stacks)
+        if not parts.reduces and capture.idle and parts.given.untouched():
+            # Past the decorator of `step`.
+            warnings.warn("natgrad: step() without a backward pass since the last one", NatgradWarning, stacklevel=4)
+            return False
+        if parts.runtime.ranks == 1 and not capture.backwards and not progress.has_curvature:
+            return False  # a checkpoint loader's step, before any forward
+        if progress.start_clock(layer for layer, _ in parts.structure.coverage.layers):
+            capture.warn_of_others()
+            self._compare_ranks(damping)
+        parts.reductions.warn_of_default()
+        return True
 
     def next_epoch(self) -> None:
         """Tell that an epoch has ended: between two steps, on every rank.
 
         ``HyLo(method="switch")`` needs it, to sum up its gradients' norm over the ranks; others count epochs.
         """
-        self._epochs.next(row_stacks(self._stacks), self._runtime)
-        self._epoch_warnings.epoch_ended(self._progress.step)
+        self.parts.epochs.next(row_stacks(self.parts.stacks), self.parts.runtime)
+        self._epoch_warnings.epoch_ended(self.parts.progress.step)
 
     def discard(self) -> None:
         """Forget the backward passes since the last step, whose gradients were thrown away.
@@ -299,7 +360,7 @@ class Preconditioner(Engine):
         be called under FSDP2 and with ``zero_grad(set_to_none=False)``: after another model's loss was differentiated
         through this one (GANs), after the first pass of SAM, and after attacks that call ``backward``.
         """
-        self._capture.discard()
+        self.parts.capture.discard()
 
     def detach(self) -> None:
         """Take every hook off the model, for good: for what does not bear them, as ``torch.jit.script``.
@@ -308,32 +369,94 @@ class Preconditioner(Engine):
         may still be saved. The communication hooks of ``gradients="reduce"`` and of "pipelined" stay: torch cannot
         remove them.
         """
-        self._second.cancel()
+        self.parts.second.cancel()
         self._order.detach()
-        self._capture.detach()
-        self._background.close(self._progress)
+        self.parts.capture.detach()
+        self.parts.background.close(self.parts.progress)
         self._detached = True
+
+    # --- The model ----------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        """Set the hooks on the layers as they are now."""
+        parts = self.parts
+        if not self._detached:
+            self._statistics.attach()
+        parts.scheduler.find_stopped(parts.stacks)
+        parts.watch.forget()
+        parts.progress.began = parts.progress.ended = 0.0
+
+    def _follow_model(self) -> None:
+        """Follow what has happened to the model's parameters since."""
+        parts = self.parts
+        if parts.structure.move():
+            parts.watch.forget()
+        with parts.progress.phase("renew", parts.runtime):
+            parts.scheduler.receive_times(parts.background.fold(parts.watch))
+        if parts.structure.follow(lambda: self._decompositions.collect(early=True)):
+            self._attach()
+            parts.inspection.restart()
+            # What the hooks have seen of other layers is gone, on all ranks: statistics stay due.
+            parts.capture.wanted = parts.capture.rows_wanted = False
+
+    def _compare_ranks(self, damping: float) -> None:
+        """Check once, and after every change of the model, that all ranks are about to do the same."""
+        parts = self.parts
+        if parts.runtime.ranks > 1:
+            found = parts.runtime.everywhere(parts.reductions.nearest)
+            if parts.reductions.is_undecided:  # a rank without a backward pass takes it from another
+                parts.reductions.nearest = next((each for each in found if each is not None), None)
+        check_agreement(
+            parts.runtime,
+            parts.structure,
+            parts.progress,
+            damping=damping,
+            rule=parts.damping.settings,
+            kl_clip=parts.clip.bound,
+            reduction=parts.reductions.describe(),
+            gradients="reduce" if parts.reduces else "averaged",
+            scaling=parts.scaling.describe(),
+            refresh=parts.refresh.settings(parts.progress.step),
+            precision=parts.precision,
+            guard=parts.watch.guard,
+        )
+
+    def _differentiate_sampled(self, outputs: Tensor, mask: Tensor | None) -> None:
+        """Differentiate the loss of sampled labels, where the coming step needs any."""
+        parts, capture = self.parts, self.parts.capture
+        gradients = capture.wanted and "gradients" in capture.sums.choice.sides
+        wanted = (one.curvature for one in parts.stacks if (capture.rows_wanted if one.curvature.rows else gradients))
+        likelihood = next((curvature.likelihood for curvature in wanted if curvature.likelihood is not None), None)
+        if likelihood is not None:
+            fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.requires_grad
+            require(fits, "outputs", describe(outputs), "a tensor with samples first and a graph")
+            score = parts.sampler.score(likelihood, outputs.detach(), mask, parts.progress.step)
+            capture.sampled_pass(outputs, score)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies: their hooks would be those of the original."""
+        raise TypeError("a Preconditioner is neither copied nor pickled: build one for the copy, and load its state")
 
     # --- What the user may ask ----------------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer whose learning rates the KL clip reads."""
-        return self._clip.optimizer
+        return self.parts.clip.optimizer
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that are preconditioned."""
-        return (slot.parameter for layer, _ in self._structure.coverage.layers for slot in layer.slots)
+        return (slot.parameter for layer, _ in self.parts.structure.coverage.layers for slot in layer.slots)
 
     @property
     def has_curvature(self) -> bool:
         """Whether statistics were ever captured, here or before a checkpoint."""
-        return self._progress.has_curvature
+        return self.parts.progress.has_curvature
 
     @property
     def saw_backward(self) -> bool:
         """Whether a backward pass of this rank since the last step was noticed; some steps need to notice none."""
-        return bool(self._capture.backwards)
+        return bool(self.parts.capture.backwards)
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Return a flat dict of plain numbers and lazy tensors; nothing waits for the device until one is read.
@@ -342,13 +465,13 @@ class Preconditioner(Engine):
         With SNGD and HyLo there are the "epoch", the "rows" in use, and whether "kid" has chosen them.
         """
         return {
-            **self._progress.metrics(self._capture.seconds),
-            **self._damping.metrics(self._progress.damping),
-            "kl_scale": self._clip.last,
-            **self._watch.metrics(),
-            **self._scheduler.metrics(self._stacks),
-            **self._epochs.metrics(row_stacks(self._stacks)),
-            "plain_layers": len(self._inspection.reasons),
+            **self.parts.progress.metrics(self.parts.capture.seconds),
+            **self.parts.damping.metrics(self.parts.progress.damping),
+            "kl_scale": self.parts.clip.last,
+            **self.parts.watch.metrics(),
+            **self.parts.scheduler.metrics(self.parts.stacks),
+            **self.parts.epochs.metrics(row_stacks(self.parts.stacks)),
+            "plain_layers": len(self.parts.inspection.reasons),
         }
 
     def traffic(self) -> dict[str, int]:
@@ -357,28 +480,28 @@ class Preconditioner(Engine):
         "rows" are of SNGD and HyLo, "replay" of second passes, "audit" of gradients that are compared; "padding" evens
         out FSDP2's shards.
         """
-        return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self._runtime.traffic()}
+        return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self.parts.runtime.traffic()}
 
     def explain(self) -> Explanation:
         """Tell each parameter's curvature, owners and cost, or why it is left to the optimizer.
 
         It tells too what was preconditioned so far. Waits for the device.
         """
-        structure, seconds = self._structure, self._progress.ended - self._progress.began
-        reasons, note = self._inspection.reasons, self._clip.describe()
-        note += f"; {structure.plan.note}" if self._runtime.ranks > 1 else ""
-        damping = self._damping.constant
+        structure, seconds = self.parts.structure, self.parts.progress.ended - self.parts.progress.began
+        reasons, note = self.parts.inspection.reasons, self.parts.clip.describe()
+        note += f"; {structure.plan.note}" if self.parts.runtime.ranks > 1 else ""
+        damping = self.parts.damping.constant
         if damping is not None:
             note += "; " + describe_damping(damping, ((one.curvature, one.factor) for one in structure.stacks))
-        note += f"; {chosen}" if (chosen := self._reductions.explain()) else ""
-        served = self._watch.served.keys()
-        reductions = self._reductions if self._reductions.is_mapping else None
+        note += f"; {chosen}" if (chosen := self.parts.reductions.explain()) else ""
+        served = self.parts.watch.served.keys()
+        reductions = self.parts.reductions if self.parts.reductions.is_mapping else None
         return explain(structure.stacks, structure.coverage, reasons, structure.plan, seconds, served, note, reductions)
 
     @property
     def plan(self) -> Plan[str]:
         """Who does and holds what, and what travels: a table that ``print`` and Rich show."""
-        return self._structure.plan
+        return self.parts.structure.plan
 
     def verify(
         self, batch: Any, loss_fn: Callable[[nn.Module, Any], Any], *, dtype: torch.dtype | None = None
@@ -404,7 +527,7 @@ class Preconditioner(Engine):
         Raises:
             ValueError: if an argument is not allowed, or backward passes wait for their step.
         """
-        return verify(self, self._model, batch, loss_fn, dtype)
+        return verify(self, self.parts.model, batch, loss_fn, dtype)
 
     # --- State --------------------------------------------------------------------------------------------------
 
@@ -425,19 +548,19 @@ class Preconditioner(Engine):
         Returns:
             Nested dicts of plain numbers, tensors and, where a batch decides their size (rows), tensors in tuples.
         """
-        self._scheduler.receive_times(self._background.fold(self._watch, alone=not gather))
+        self.parts.scheduler.receive_times(self.parts.background.fold(self.parts.watch, alone=not gather))
         if gather:
-            self._end_renewal()
-        blocks, counted = states.snapshot(self._structure.ahead().stacks), self._watch.state_dict()
-        if gather and self._exchanges:
-            blocks, counted = states.union(blocks, counted, self._runtime)
+            self._decompositions.end()
+        blocks, counted = states.snapshot(self.parts.structure.ahead().stacks), self.parts.watch.state_dict()
+        if gather and self.parts.shares_work:
+            blocks, counted = states.union(blocks, counted, self.parts.runtime)
         return {
             "format": states.FORMAT,
-            **self._progress.state_dict(),
-            **self._background.state_dict(),
-            "damping": self._damping.state_dict(),
-            **self._scheduler.state_dict(self._progress),
-            "epochs": self._epochs.state_dict(),
+            **self.parts.progress.state_dict(),
+            **self.parts.background.state_dict(),
+            "damping": self.parts.damping.state_dict(),
+            **self.parts.scheduler.state_dict(self.parts.progress),
+            "epochs": self.parts.epochs.state_dict(),
             "blocks": blocks,
             "watch": counted,
         }
@@ -452,20 +575,24 @@ class Preconditioner(Engine):
 
     def _load(self, state: Mapping[str, Any], *, partial: bool = False) -> list[str]:
         """Restore a state; with `partial` (collective) blocks that it lacks begin anew, whose keys are returned."""
-        self._follow()
+        parts = self.parts
+        self._follow_model()
         restarted: list[str] = []
         if partial:
-            state, restarted = states.completed(state, self._stacks, self._runtime if self._exchanges else None)
-        counters = {"updates": self._progress.updates, "watch": self._watch.state_dict()}
-        state = states.checked(state, self._stacks, counters)
-        self._scheduler.check_state(state)
-        self._epochs, self._damping = Epochs.loaded(state["epochs"]), self._damping.loaded(state["damping"])
-        states.restore(state["blocks"], self._stacks)
-        self._background.drop(self._progress)
-        self._progress.load_state_dict(state)
-        self._watch.load_state_dict(state["watch"])
-        self._scheduler.load_state_dict(state, self._progress, self._stacks)
+            state, restarted = states.completed(state, parts.stacks, parts.runtime if parts.shares_work else None)
+        counters = {"updates": parts.progress.updates, "watch": parts.watch.state_dict()}
+        state = states.checked(state, parts.stacks, counters)
+        parts.scheduler.check_state(state)
+        parts.epochs, parts.damping = (
+            Epochs.loaded(state["epochs"]),
+            parts.damping.loaded(state["damping"]),
+        )
+        states.restore(state["blocks"], parts.stacks)
+        parts.background.drop(parts.progress)
+        parts.progress.load_state_dict(state)
+        parts.watch.load_state_dict(state["watch"])
+        parts.scheduler.load_state_dict(state, parts.progress, parts.stacks)
         if restarted:  # so that the next step captures and decomposes everything
-            self._progress.captured, self._progress.renewed = {}, {}
-        self._await()
+            parts.progress.captured, parts.progress.renewed = {}, {}
+        self._statistics.choose_next()
         return restarted

@@ -1,0 +1,5 @@
+"""The preconditioner: reads as the algorithm, from gradients to natural gradients."""
+
+from natgrad.preconditioner.preconditioner import Preconditioner as Preconditioner
+
+__all__ = ["Preconditioner"]

@@ -1,0 +1,121 @@
+"""The second half of a step's curvature: running averages and rows become what gradients are preconditioned with."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from natgrad.damping.sizes import extent
+from natgrad.preconditioner.parts import Parts
+from natgrad.reductions import Count
+from natgrad.refresh.rule import SIDES
+from natgrad.renewal import observed, renew
+from natgrad.rows import Renewal, row_stacks
+
+
+class Decompositions:
+    """Has what is due decomposed on its ranks, in the step or beside the steps."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Work on some parts."""
+        self._parts = parts
+
+    @property
+    def are_due(self) -> bool:
+        """Whether any are due in this step."""
+        return bool(self._parts.scheduler.due_parts(self._parts.progress))
+
+    def collect(self, *, early: bool) -> None:
+        """Share and use what was decomposed beside the steps, if it is time.
+
+        Args:
+            early: Whether to wait for it in any case.
+        """
+        parts = self._parts
+        plan, keys = parts.structure.plan, parts.background.keys
+        with parts.scheduler.timed("renewing", parts.spent), parts.progress.phase("renew", parts.runtime):
+            try:
+                parts.background.collect(
+                    plan, parts.runtime, parts.watch, parts.progress, parts.precision.wire, early=early
+                )
+            finally:
+                if not parts.background.keys:
+                    parts.scheduler.end_renewal(parts.stacks, plan, keys)
+
+    def end(self) -> None:
+        """End decompositions under way between two steps; the passes to come see what they have made."""
+        self.collect(early=True)
+        capture = self._parts.capture
+        if not self._parts.runtime.any(bool(capture.backwards)):
+            capture.sums.note_turns()
+
+    def update(self, count: Count | None, damping: float, scale: float | Tensor) -> float:
+        """Decompose what is due on its ranks, and share the results; under "background" only begin to.
+
+        Args:
+            count: That of the step.
+            damping: γ of the step.
+            scale: What makes the gradients those of the mean loss.
+
+        Returns:
+            γ, where a rule measures the Fisher as it is now by what it has found.
+        """
+        damping = self._measured(damping, scale)
+        with self._parts.scheduler.timed("renewing", self._parts.spent):
+            self._update(count, damping)
+        return damping
+
+    def _measured(self, damping: float, scale: float | Tensor) -> float:
+        parts = self._parts
+        if not parts.damping.awaits_sizes or parts.progress.last_factors is None:
+            return damping
+        with parts.progress.phase("renew", parts.runtime):
+            device = next(parameter.device for parameter in parts.root.parameters())
+            parts.damping.measure(extent(parts.stacks, parts.runtime, device, parts.clip, scale))
+        parts.progress.damping = parts.damping_now()
+        return parts.progress.damping
+
+    def _update(self, count: Count | None, damping: float) -> None:
+        parts, capture, scheduler = self._parts, self._parts.capture, self._parts.scheduler
+        if parts.progress.last_factors is None and not parts.keeps_rows:
+            return
+        begins = not parts.progress.has_curvature
+        with parts.progress.phase("renew", parts.runtime):
+            plan = parts.structure.plan
+            rows_updated = self._update_rows(count, damping)  # first: so they are seen
+            captured = (capture.wanted or not parts.sums_up) and not parts.renews_in_background
+            captured = captured and (capture.rows_wanted or not parts.keeps_rows)
+            captured = captured and len(capture.sums.choice.sides) == len(SIDES)
+            usable = parts.inspection.usable(parts.stacks, observed(parts.stacks), captured=captured)
+            reads = scheduler.due_parts(parts.progress)
+            keys = scheduler.select_layers(parts.stacks, plan, usable, damping, parts.progress)
+            decided = scheduler.selects_layers and bool(usable)
+            work = parts.stacks, plan, parts.runtime, keys, scheduler.kept_parts, damping
+            if parts.renews_in_background:
+                if not parts.background.begin(*work, parts.progress) and decided:
+                    parts.progress.renewed_inverses(reads)
+                return
+            updated = renew(*work, parts.watch, parts.precision.wire, reads=reads)
+            scheduler.end_renewal(parts.stacks, plan, keys)
+            decided = decided or updated or rows_updated
+            if parts.agreed(decided) if begins else decided or parts.shares_work:
+                parts.progress.renewed_inverses(reads)
+
+    def _update_rows(self, count: Count | None, damping: float) -> bool:
+        """Select, gather and invert the rows of this step; tell whether any block was updated."""
+        parts, capture = self._parts, self._parts.capture
+        skips = capture.sums.spoilt
+        if not (parts.keeps_rows and capture.rows_wanted) or (skips is not None and bool(skips)):
+            return False
+        capture.finish()
+        parts.epochs.see(parts.clip.optimizer)
+        renewal = Renewal(
+            plan=parts.structure.plan,
+            runtime=parts.runtime,
+            epochs=parts.epochs,
+            watch=parts.watch,
+            damping=damping,
+            seed=parts.seed,
+            step=parts.progress.step,
+            wire=parts.precision.wire,
+        )
+        return renewal.run(row_stacks(parts.stacks), capture.rows, *parts.gains(count))

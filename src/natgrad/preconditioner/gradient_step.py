@@ -1,0 +1,69 @@
+"""The gradients of a step: averaged, preconditioned, clipped and written back."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from natgrad.exchange.collect import collect
+from natgrad.gradients.owners import OwnedGradients
+from natgrad.gradients.sharing import share
+from natgrad.gradients.stacked import Gradients
+from natgrad.preconditioner.parts import Parts
+from natgrad.reductions import Count
+from natgrad.trouble.ladder import Ladder
+
+
+class GradientStep:
+    """Makes ``.grad`` the natural gradient."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Work on some parts."""
+        self._parts = parts
+
+    def reduce(self, count: Count | None) -> tuple[float | Tensor, list[OwnedGradients]]:
+        """Average ``.grad`` over the ranks where that is natgrad's to do.
+
+        Returns:
+            What makes it the gradient of the mean loss; and where only the workers of the layers have the averages,
+            all gradients by owner.
+        """
+        parts, capture = self._parts, self._parts.capture
+        samples, backwards = capture.number(count), len(capture.backwards)
+        with parts.progress.phase("reduce", parts.runtime):
+            if parts.device is not None and (parts.reduces or capture.wanted or capture.rows_wanted):
+                capture.sums.spoilt = parts.scaling.spoilt(parts.runtime, parts.device)
+            return parts.scaling.of_gradients(parts.root, parts.structure, parts.runtime, samples, backwards)
+
+    def precondition(self, damping: float, scale: float | Tensor, owned: list[OwnedGradients]) -> None:
+        """Precondition the gradients on their workers, share the results, clip them and write them back.
+
+        Args:
+            damping: γ.
+            scale: What `reduce` has returned.
+            owned: Likewise.
+        """
+        parts, progress = self._parts, self._parts.progress
+        with parts.scheduler.timed("fixed", parts.spent), progress.phase("solve", parts.runtime):
+            measures = progress.step == (progress.last_factors if parts.sums_up else progress.last_inverses)
+            skips = parts.capture.sums.spoilt
+            ladder = Ladder(parts.watch.guard, measures=measures, spoilt=skips, step=progress.step)
+            gradients = Gradients.take(parts.stacks, ladder, exchanged=parts.shares_work)
+            if parts.shares_work:
+                self._precondition_shared(gradients, damping, owned)
+            else:
+                gradients.solve(damping, parts.runtime)
+            layer_scale = None if parts.scaling.of_sum is None else parts.layer_scale
+            bad = parts.clip.apply(gradients, scale, parts.runtime, apart=parts.shares_work, layer_scale=layer_scale)
+            gradients.tell(parts.watch, bad)
+            gradients.give()
+            parts.given.note(parts.stacks)
+
+    def _precondition_shared(self, gradients: Gradients, damping: float, owned: list[OwnedGradients]) -> None:
+        """Precondition the gradients of this rank's layers, and give every rank those of all."""
+        parts, scheduler = self._parts, self._parts.scheduler
+        gathered, plan = collect(gradients, parts.runtime), parts.structure.plan
+        for entry in gradients.entries:
+            if entry.stack.role.works:
+                entry.solve(damping, gathered)
+        scalars = scheduler.take_times("gradients", plan) if parts.capture.wanted else ()
+        scheduler.receive_times(share(gradients, plan, parts.runtime, parts.watch, owned, scalars))

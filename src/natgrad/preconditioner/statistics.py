@@ -1,0 +1,92 @@
+"""The first half of a step's curvature: what the hooks have summed up becomes running averages on their ranks."""
+
+from __future__ import annotations
+
+from natgrad.preconditioner.parts import Parts
+from natgrad.reductions import Count
+from natgrad.renewal import fold
+from natgrad.rows import Collected, Origin, row_stacks
+from natgrad.sums import Choice, make_sums
+
+
+class Statistics:
+    """Captures statistics, sums them over the ranks, and updates the running averages."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Work on some parts."""
+        self._parts = parts
+
+    def attach(self) -> None:
+        """Set the hooks on the layers as they are now."""
+        parts = self._parts
+        placement, wire = parts.structure.plan.placement, parts.precision.wire
+        summed = [stack for stack in parts.stacks if not stack.curvature.rows]
+        riders = 0 if parts.scheduler.budget is None else parts.scheduler.budget.numbers
+        names = [layer.name for layer, _ in parts.structure.coverage.layers]
+        sums = make_sums(summed, placement, parts.runtime, wire, parts.scaling.of_captured, riders, names)
+        origin = Origin(parts.runtime.rank, parts.runtime.ranks, not placement.rule.uses_own_samples)
+        rows = Collected(row_stacks(parts.stacks), wire if parts.runtime.ranks > 1 else None, origin)
+        parts.capture.again = parts.damping.tries(parts.progress.step)
+        parts.capture.attach(parts.stacks, sums, rows)
+        self._carry_audit()
+
+    def choose_next(self) -> None:
+        """Tell the hooks what the coming step needs."""
+        parts, scheduler, capture = self._parts, self._parts.scheduler, self._parts.capture
+        scheduler.receive_decisions(parts.stacks)
+        choice = Choice(scheduler.due_statistics(parts.progress), scheduler.stopped)
+        summed = [stack for stack in parts.stacks if not stack.curvature.rows]
+        capture.again = parts.damping.tries(parts.progress.step)
+        capture.reset(
+            wanted=any(choice.portion(member.layer.name, stack) for stack in summed for member in stack.members),
+            rows=parts.keeps_rows and "gradients" in scheduler.due_parts(parts.progress),
+            choice=choice,
+        )
+        capture.audit.begin(parts.progress.step, captures=capture.wanted or capture.rows_wanted)
+        self._carry_audit()
+
+    def _carry_audit(self) -> None:
+        """Let what is audited in the coming step travel with its statistics, unless these are folded in a later one."""
+        capture = self._parts.capture
+        capture.sums.carry(capture.audit.numbers if capture.wanted and not self._parts.renews_in_background else 0)
+
+    def compare_gradients(self) -> None:
+        """Compare ``.grad`` with what the hooks have seen, in some steps: at once, or when the statistics arrive."""
+        parts, audit, sums = self._parts, self._parts.capture.audit, self._parts.capture.sums
+        ranks = 1 if parts.reduces else parts.runtime.ranks
+        with parts.progress.phase("reduce", parts.runtime):
+            passes = len(parts.capture.backwards)
+            numbers = sums.extra = audit.take(parts.scaling.of_loss, step=parts.progress.step, passes=passes)
+            if numbers is None or (sums.carries and parts.capture.wanted):
+                return
+            if ranks > 1:
+                parts.runtime.sum_(numbers, {"audit": len(numbers)})
+            audit.compare(numbers, ranks)
+
+    def update(self, count: Count | None) -> None:
+        """Sum the statistics over the ranks, and update the running averages; under "background" one step later."""
+        parts, capture = self._parts, self._parts.capture
+        capture.finish()
+        sums = capture.sums
+        if parts.runtime.ranks == 1 and sums.empty:
+            return
+        wire, sides = parts.precision.wire, sums.choice.sides
+        with parts.progress.phase("reduce", parts.runtime):
+            sums.rider = parts.scheduler.take_times("sums", parts.structure.plan)
+            sums.close(*parts.gains(count))
+            if parts.renews_in_background:
+                parts.background.post(parts.stacks, sums, parts.runtime, parts.progress, parts.inspection, wire)
+                return
+            sums.travel(parts.runtime, wire)
+            if sums.carries and sums.extra is not None:
+                capture.audit.compare(sums.extra, parts.runtime.ranks)
+            parts.scheduler.receive_times(sums.heard)
+            if "gradients" in sides:
+                parts.inspection.look(parts.stacks, sums, parts.runtime)
+        with parts.progress.phase("renew", parts.runtime):
+            updated = fold(sums, parts.watch, parts.progress.step)
+            # The answer is waited for only before the first update: a checkpoint loader may step before any forward,
+            # and a first batch may be poisoned.
+            first = parts.progress.last_factors is None
+            if parts.agreed(bool(updated)) if first else updated is not None or parts.shares_work:
+                parts.progress.renewed_factors(sides)

@@ -1,0 +1,128 @@
+"""Placements of a user's own: an instance, or a name that was registered."""
+
+import pytest
+
+import natgrad
+from natgrad.placement import make_plan, resolve
+from tests.distributed.jobs import Job, assert_bit_identical, assert_close, train
+from tests.placement.layers import resnet50
+
+STEPS = range(5)
+
+
+class ByDepth(natgrad.PlacementRule):
+    """One worker a layer: neighbours in the model share one, which alone receives their statistics."""
+
+    name = "by-depth"
+    all_ranks_work = False
+
+    def workers(self, ranks):
+        return 1
+
+    def sums(self, layer):
+        return "worker"
+
+    def columns(self, layers, columns):
+        return {key: index * columns // len(layers) for index, key in enumerate(layers)}
+
+
+class Pairs(natgrad.PlacementRule):
+    """Two workers a layer; the column of the last layer is the user's choice, those of others are balanced."""
+
+    name = "pairs"
+    all_ranks_work = False
+
+    def workers(self, ranks):
+        return 2 if ranks % 2 == 0 else 1
+
+    def columns(self, layers, columns):
+        return {list(layers)[-1]: columns - 1}
+
+
+def job(placement):
+    return Job(options={"placement": placement}, refresh={"factors": 1, "inverses": 2})
+
+
+def train_registered(name, rule, job):
+    natgrad.register_placement(name, rule)
+    return train(job, STEPS)
+
+
+@pytest.mark.parametrize(("rule", "count"), [(ByDepth, 2), (ByDepth, 4), (Pairs, 2), (Pairs, 4), (Pairs, 3)])
+def test_ranks_equal_one_process(ranks, rule, count):
+    results = ranks.run(count, train, job(rule()), STEPS)
+    assert_bit_identical(results)
+    assert_close(results[0], train(job("comm-opt"), STEPS))
+
+
+def test_a_registered_name(ranks):
+    results = ranks.run(2, train_registered, "by-depth", ByDepth, job("by-depth"))
+    assert_close(results[0], train(job("comm-opt"), STEPS))
+    options = job(natgrad.Placement(name=Pairs(), owners="round-robin"))
+    assert_close(ranks.run(4, train, options, STEPS)[0], results[0])
+
+
+def plan_of(placement, ranks):
+    return make_plan(resolve(placement), resnet50(), ranks)
+
+
+def test_the_plan_follows():
+    plan = plan_of(ByDepth(), 4)
+    assert [seat.workers[0] for seat in plan.seats.values()] == sorted(index * 4 // 54 for index in range(54))
+    assert {seat.sums for seat in plan.seats.values()} == {"worker"}
+    assert "by-depth" in str(plan)
+    assert list(plan_of(Pairs(), 4).seats.values())[-1].workers == (1, 3)
+
+
+class Wrong(natgrad.PlacementRule):
+    """Returns what it was made with."""
+
+    def __init__(self, **answers):
+        self._answers = answers
+
+    def workers(self, ranks):
+        return self._answers.get("workers", ranks)
+
+    def sums(self, layer):
+        return self._answers.get("sums", "all")
+
+    def columns(self, layers, columns):
+        return dict.fromkeys(layers, self._answers.get("column", 0))
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ({"workers": 3}, r"own.workers\(4\)=3 is not allowed"),
+        ({"workers": 0}, r"own.workers\(4\)=0 is not allowed"),
+        ({"workers": True}, r"own.workers\(4\)=True is not allowed"),
+        ({"sums": "some"}, r"own.sums='some' is not allowed"),
+        ({"sums": "worker"}, r"own.sums='worker' is not allowed.*unless each layer has one worker"),
+        ({"column": 9}, r"own.columns\(\)\['layer0'\]=9 is not allowed"),
+    ],
+)
+def test_wrong_answers(answers, words):
+    with pytest.raises(ValueError, match=words):
+        plan_of(Wrong(**answers), 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "words"),
+    [
+        ("dp", ByDepth, "name='dp' is not allowed"),
+        ("auto", ByDepth, "name='auto' is not allowed"),
+        ("a:b", ByDepth, "without a colon"),
+        ("fine", 1, "make=1 is not allowed"),
+    ],
+)
+def test_wrong_registrations(name, make, words):
+    with pytest.raises(ValueError, match=words):
+        natgrad.register_placement(name, make)
+
+
+def test_overlap_needs_all_ranks():
+    class Early(ByDepth):
+        sends_during_backward = True
+
+    with pytest.raises(ValueError, match="all_ranks_work"):
+        natgrad.Placement(name=Early())
