@@ -7,9 +7,8 @@ from torch.nn.parallel import DistributedDataParallel
 import natgrad
 from tests.dense import reference as dense
 from tests.every import Training, batch
-from tests.extending.own import RootCurvature, Scaled, ScaledLayer, Whitening
+from tests.extending.own import OWN, Scaled, ScaledLayer
 
-OWN = {"root": RootCurvature, "whitening": Whitening}
 PLACEMENTS = ["comm-opt", "mem-opt", "reduce-scatter", "pipelined", "hybrid:0.5"]
 STEPS = 5
 

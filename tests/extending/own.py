@@ -129,6 +129,90 @@ class Whitening(natgrad.Curvature):
         return gradient @ computed["root"]
 
 
+class DiagonalFisher(natgrad.Curvature):
+    """``W / (F + γ)`` with F the mean squares of per-sample gradients, as they are at each step: there is no task."""
+
+    diagonal_reads = fisher_product_reads = ("F",)
+
+    def statistics(self, d_out: int, d_in: int) -> tuple[natgrad.Statistic, ...]:
+        F = natgrad.Statistic("F", (d_out, d_in), gradient_power=2, used_by_precondition=True)
+        return F, natgrad.Statistic("length", (), per="position", gradient_power=1)
+
+    def tasks(self, d_out: int, d_in: int) -> tuple[natgrad.Task, ...]:
+        return ()
+
+    def accumulate(
+        self,
+        sums: Mapping[str, Tensor],
+        inputs: natgrad.Rows,
+        gradients: natgrad.Rows,
+        scale: float,
+        computed: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        g = gradients.dense().to(sums["F"].dtype) * scale
+        sums["F"].add_(inputs.outer(g).square().sum(1))
+        sums["length"].add_(g.norm(dim=-1).sum((1, 2)))
+
+    def compute(self, task: str, *_: Any) -> tuple[dict[str, Tensor], Tensor]:
+        raise AssertionError(task)
+
+    def precondition(
+        self,
+        computed: Mapping[str, Tensor],
+        averages: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        damping: float,
+    ) -> Tensor:
+        return gradient / (averages["F"] + damping)
+
+    def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
+        return averages["F"]
+
+    def fisher_product(
+        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
+    ) -> Tensor:
+        return averages["F"] * direction
+
+
+class Signs(natgrad.Curvature):
+    """The signs of a momentum: neither statistics nor tasks."""
+
+    positive_definite = False
+
+    def statistics(self, d_out: int, d_in: int) -> tuple[natgrad.Statistic, ...]:
+        return ()
+
+    def tasks(self, d_out: int, d_in: int) -> tuple[natgrad.Task, ...]:
+        return ()
+
+    def state(self, d_out: int, d_in: int) -> tuple[natgrad.TensorSpec, ...]:
+        return (natgrad.TensorSpec("momentum", (d_out, d_in), at_least_float32=True),)
+
+    def accumulate(self, *_: Any) -> None:
+        """Add nothing."""
+
+    def compute(self, task: str, *_: Any) -> tuple[dict[str, Tensor], Tensor]:
+        raise AssertionError(task)
+
+    def update_state(self, state: Mapping[str, Tensor], gradient: Tensor) -> dict[str, Tensor]:
+        return {"momentum": 0.9 * state["momentum"] + gradient}
+
+    def precondition(
+        self,
+        computed: Mapping[str, Tensor],
+        averages: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        damping: float,
+    ) -> Tensor:
+        return state["momentum"].sign()
+
+
+OWN = {"root": RootCurvature, "whitening": Whitening, "diagonal": DiagonalFisher, "signs": Signs}
+"""All of them, by what tests call them."""
+
+
 class Scaled(nn.Module):
     """``y = (x Wᵀ) * s`` with a trained matrix W and a vector s that is not trained by natgrad."""
 

@@ -8,9 +8,8 @@ from torch.nn.functional import cross_entropy
 import natgrad
 from tests.dense import reference as dense
 from tests.every import Training, batch
-from tests.extending.own import RootCurvature, Whitening
+from tests.extending.own import OWN, Whitening
 
-OWN = {"root": RootCurvature, "whitening": Whitening}
 DECAY, DAMPING, EACH = 0.95, 0.1, natgrad.Refresh(factors=1, inverses=1)
 
 
@@ -25,7 +24,7 @@ def power(X, exponent):
 
 
 class Dense:
-    """Both curvatures of linear layers from per-sample gradients, one sample after the other, by autograd."""
+    """All of them of linear layers from per-sample gradients, one sample after the other, by autograd."""
 
     def __init__(self, name):
         self.name, self.averages, self.v, self.count = name, {}, {}, 0
@@ -55,6 +54,11 @@ class Dense:
 
     def precondition(self, name, each, a):
         W = each.mean(0)
+        if self.name == "signs":
+            self.v[name] = 0.9 * self.v.get(name, 0) + W
+            return self.v[name].sign()
+        if self.name == "diagonal":
+            return W / (self.average(name, each.square().mean(0)) + DAMPING)
         if self.name == "whitening":
             a = torch.cat([a, torch.ones(*a.shape[:-1], 1).double()], -1).flatten(0, -2)
             return W @ power(self.average(name, a.mT @ a / len(a)), -0.5)
@@ -139,7 +143,7 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(name):
     assert all(gradient.isfinite().all() for gradient in covered.values())
     after = training.preconditioner.state_dict()["blocks"]
     for key, own in before.items():
-        names = {"L", "R", "A", "v", "root_L", "root_R", "root"} & own.keys()
+        names = {"L", "R", "A", "F", "length", "v", "momentum", "root_L", "root_R", "root"} & own.keys()
         dense.assert_equal({n: own[n] for n in names}, {n: after[key][n] for n in names}, 0)
     assert torch.tensor(training.step(batch(4))).isfinite()
 
@@ -159,6 +163,17 @@ def test_it_goes_with_other_options(name, options):
     training = Training(make(name), **options)
     losses = [training.step(batch(0, dtype=options.get("dtype", torch.float64))) for _ in range(30)]
     assert losses[-1] < losses[0]
+
+
+def test_a_result_that_was_not_declared_so_is_an_error():
+    class Wrong(Whitening):
+        def compute(self, task, averages, damping, previous=None):
+            computed, fine = super().compute(task, averages, damping)
+            return {name: tensor[:, 0] for name, tensor in computed.items()}, fine
+
+    training = Training(lambda **_: Wrong())
+    with pytest.raises(natgrad.NatgradError, match=r"compute\('root'\) of Wrong\(\)"):
+        training.step(batch(0))
 
 
 def test_whitening_takes_an_interval_of_its_own_for_its_inputs():

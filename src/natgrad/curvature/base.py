@@ -19,7 +19,7 @@ from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.sampling.likelihood import Likelihood, resolve
 from natgrad.schedule import is_number
-from natgrad.specs import Statistic, Task, TensorSpec
+from natgrad.specs import Statistic, Task, TensorSpec, check_declarations
 
 
 class Curvature(ABC):
@@ -58,6 +58,10 @@ class Curvature(ABC):
     off_diagonal_reads: tuple[str, ...] | None = None
     rows: bool = False
 
+    def __repr__(self) -> str:
+        """Show the type."""
+        return f"{type(self).__name__}()"
+
     def variant_for(self, layer: Layer) -> Curvature | str:
         """Return the variant of this curvature for `layer`, the same object for equal needs, or why there is none."""
         if any(other.form != layer.form for other in layer.others):
@@ -76,11 +80,11 @@ class Curvature(ABC):
 
     @abstractmethod
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
-        """Return what is summed over samples for a block ``[d_out, d_in]``."""
+        """Return what is summed over samples for a block ``[d_out, d_in]``; there may be nothing."""
 
     @abstractmethod
     def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
-        """Return the work of a renewal for a block ``[d_out, d_in]``."""
+        """Return the work of a renewal for a block ``[d_out, d_in]``; there may be none."""
 
     def state(self, d_out: int, d_in: int) -> tuple[TensorSpec, ...]:
         """Return what is kept from step to step beside statistics and what tasks write; zeros at first."""
@@ -246,6 +250,26 @@ def replayed_statistics(statistics: Iterable[Statistic]) -> tuple[str, ...]:
 def computed_for(statistics: Iterable[Statistic]) -> tuple[str, ...]:
     """Return the names of the computed tensors that `Curvature.accumulate` reads."""
     return tuple(dict.fromkeys(name for one in statistics for name in one.needs_computed))
+
+
+def declarations(
+    curvature: Curvature, d_out: int, d_in: int
+) -> tuple[tuple[Statistic, ...], tuple[Task, ...], tuple[TensorSpec, ...]]:
+    """Return the statistics, tasks and state of a curvature for a block ``[d_out, d_in]``, none of the first two empty.
+
+    A layer is preconditioned once its tasks have succeeded, and they are done once it was seen in a backward pass: a
+    curvature that declares no statistic or no task is given one that holds, or does, nothing.
+
+    Raises:
+        ValueError: if they do not fit together.
+    """
+    statistics, tasks = curvature.statistics(d_out, d_in), curvature.tasks(d_out, d_in)
+    state = curvature.state(d_out, d_in)
+    if not curvature.rows:
+        statistics = statistics or (Statistic("seen", (1,)),)
+        tasks = tasks or (Task("ready", tuple(one.name for one in statistics), (), 1.0),)
+    check_declarations(curvature, statistics, tasks, state)
+    return statistics, tasks, state
 
 
 def statistics_of(curvature: Curvature, layer: Layer) -> tuple[Statistic, ...]:

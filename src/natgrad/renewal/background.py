@@ -26,7 +26,7 @@ from natgrad.errors import CurvatureError
 from natgrad.placement import Plan, Runtime
 from natgrad.progress import Progress
 from natgrad.renewal.averages import fold
-from natgrad.renewal.renew import RAISED, Job, conclude, jobs_of
+from natgrad.renewal.renew import RAISED, Job, compute, conclude, jobs_of
 from natgrad.specs import Statistic, Task
 from natgrad.stacks.blocks import Stack, unpacked
 from natgrad.sums import Departed, Sums
@@ -277,7 +277,7 @@ def _decompose(
     beside: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
     with torch.no_grad(), beside:
         read = {**unpacked(averages, statistics, task.diagonal_of), **state}
-        written, fine = curvature.compute(task.name, read, damping, previous)
+        written, fine = compute(curvature, task, read, damping, previous)
         if stream is not None:
             stream.synchronize()  # what was read may go, what was written may be read
     return _Outcome(written, fine, perf_counter() - started)

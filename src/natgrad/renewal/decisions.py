@@ -494,7 +494,7 @@ def _squares_of(stack: Stack, read: Callable[[slice, tuple[str, ...]], Mapping[s
 
 def _squares(spec: Statistic, packed: Tensor) -> Tensor:
     """Return ``‖X‖²`` of each block ``[n]``; what is off the diagonal of a triangle counts twice."""
-    squares = packed.flatten(1).square().sum(1)
+    squares = packed.reshape(len(packed), -1).square().sum(1)
     if not spec.symmetric:
         return squares
     diagonals = triangle.diagonals(packed.reshape(-1, packed.shape[-1]), spec.shape[-1])

@@ -10,6 +10,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from natgrad.curvature import Curvature
+from natgrad.errors import NatgradError
 from natgrad.linalg import tensor_on
 from natgrad.numerics import triangle
 from natgrad.numerics.products import full_products
@@ -86,7 +88,7 @@ class Job:
         stack, task = self.stack, self.task
         averages = stack.corrected(blocks, task.reads, task.diagonal_of)
         with full_products(stack.device):
-            written, fine = stack.curvature.compute(task.name, averages, damping, stack.previous(task, blocks))
+            written, fine = compute(stack.curvature, task, averages, damping, stack.previous(task, blocks))
         flags = self.keep(blocks, written, fine)
         self.done.update(zip(range(blocks.start, blocks.stop), map(float, flags), strict=True))
 
@@ -107,6 +109,30 @@ class Job:
                 # The others get the lower triangle alone, and all are to have the same to the last bit.
                 triangle.mirror_(held[spec.name][blocks])
         return flags
+
+
+def compute(
+    curvature: Curvature,
+    task: Task,
+    averages: Mapping[str, Tensor],
+    damping: float,
+    previous: Mapping[str, Tensor] | None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return what `Curvature.compute` does; of a task that writes nothing, nothing, and that each block succeeded.
+
+    Raises:
+        NatgradError: if a tensor that the task writes is missing or of another shape.
+    """
+    if not task.writes:
+        first = next(iter(averages.values()))
+        return {}, torch.ones(len(first), dtype=torch.bool, device=first.device)
+    written, fine = curvature.compute(task.name, averages, damping, previous)
+    for spec in task.writes:
+        wanted, found = (len(fine), *spec.shape), written[spec.name].shape if spec.name in written else "nothing"
+        if found != wanted:
+            call = f"compute({task.name!r}) of {curvature!r}"
+            raise NatgradError(f"{call} has returned {found} as {spec.name!r}, not a tensor of {wanted}")
+    return written, fine
 
 
 def observed(stacks: list[Stack]) -> set[str]:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from natgrad.aside import aside
 from natgrad.curvature import Curvature
-from natgrad.curvature.base import computed_for, input_statistics, replayed_statistics
+from natgrad.curvature.base import computed_for, declarations, input_statistics, replayed_statistics
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.numerics.precision import Precision, at_least_float32
-from natgrad.specs import Statistic, Task, TensorSpec, check_declarations
+from natgrad.specs import Statistic, Task, TensorSpec
 from natgrad.stacks.kept import Kept, along, diagonals, packed_shape, spec_dtype, unpack
 from natgrad.stacks.pieces import even_pieces, within
 from natgrad.stacks.roles import Role
@@ -79,10 +79,7 @@ class Stack:
         self.role, self.factor = role, factor
         self.curvature = curvature
         self.outputs, self.inputs = layers[0].outputs, layers[0].inputs
-        self.statistics = curvature.statistics(self.outputs, self.inputs)
-        self.tasks = curvature.tasks(self.outputs, self.inputs)
-        self.memories = curvature.state(self.outputs, self.inputs)
-        check_declarations(curvature, self.statistics, self.tasks, self.memories)
+        self.statistics, self.tasks, self.memories = declarations(curvature, self.outputs, self.inputs)
         self.input_statistics = input_statistics(curvature, self.statistics)
         self.replayed_statistics = replayed_statistics(self.statistics)
         self.computed_for_capture = computed_for(self.statistics)

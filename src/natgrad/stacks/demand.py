@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from natgrad.curvature import Curvature, RowCurvature
-from natgrad.curvature.base import replayed_statistics
+from natgrad.curvature.base import declarations, replayed_statistics
 from natgrad.layers import Layer
 from natgrad.numerics.precision import Precision, at_least_float32
 from natgrad.placement import Rows, Work, narrower
@@ -17,10 +17,10 @@ from natgrad.stacks.shards import shares
 def work(layer: Layer, curvature: Curvature, precision: Precision) -> Work:
     """Return what a layer asks for."""
     sizes, n = (layer.outputs, layer.inputs), layer.blocks
-    statistics, tasks = curvature.statistics(*sizes), curvature.tasks(*sizes)
+    statistics, tasks, state = declarations(curvature, *sizes)
     replayed = replayed_statistics(statistics)
     written = [spec for task in tasks for spec in task.writes]
-    kept = [*written, *curvature.state(*sizes)]
+    kept = [*written, *state]
     parameter = layer.slots[0].parameter
     factors, held = precision.factor_dtype(parameter), precision.solve_dtype(parameter)
     shards, replicated = shares(layer)

@@ -124,7 +124,7 @@ def diagonals(packed: Tensor, spec: TensorSpec) -> Tensor:
     if spec.symmetric:
         packed = triangle.diagonals(packed.reshape(-1, packed.shape[-1]), spec.shape[-1])
         return packed.view(-1, spec.numel // spec.shape[-1])
-    return packed.flatten(1)
+    return packed.reshape(len(packed), -1)
 
 
 def spec_dtype(spec: TensorSpec, dtype: torch.dtype) -> torch.dtype:
