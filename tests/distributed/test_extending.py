@@ -1,7 +1,10 @@
 """Curvatures of a user's own on real ranks: equal to one process, under every placement."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
@@ -91,14 +94,16 @@ def test_a_batch_that_is_not_finite(ranks, placement):
     assert all(tensor.isfinite().all() for tensor in first.values())
 
 
-def scaled():
+def scaled(curvature, *, shards=False):
     """Train a layer type of one's own; return its parameters."""
     natgrad.register_layer(Scaled, ScaledLayer)
     rank, ranks = place()
     torch.manual_seed(0)
     model = torch.nn.Sequential(Scaled(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
-    wrapped = DistributedDataParallel(model) if ranks > 1 else model
-    preconditioner = natgrad.Preconditioner(wrapped, placement="mem-opt", damping=0.1)
+    if shards:
+        fully_shard(model)
+    wrapped = DistributedDataParallel(model) if ranks > 1 and not shards else model
+    preconditioner = natgrad.Preconditioner(wrapped, OWN[curvature](), placement="mem-opt", damping=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         x = torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(step)).double().chunk(ranks)[rank]
@@ -106,10 +111,13 @@ def scaled():
         wrapped(x).square().mean().backward()
         preconditioner.step()
         optimizer.step()
-    return dict(model.state_dict())
+    state = model.state_dict().items()
+    return {name: own.full_tensor() if shards else own for name, own in state}
 
 
-def test_a_layer_type_of_ones_own(ranks):
-    first, second = ranks.run(2, scaled)
+@pytest.mark.parametrize("curvature", OWN)
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_layer_type_of_ones_own(ranks, curvature, shards):
+    first, second = ranks.run(2, partial(scaled, shards=shards), curvature)
     dense.assert_equal(first, second, 0)
-    dense.assert_equal(first, scaled(), 1e-10)
+    dense.assert_equal(first, scaled(curvature), 1e-10)
