@@ -266,8 +266,8 @@ def test_other_curvatures_do_not_look_again():
     (curvature,) = {stack.curvature for stack in mixed.preconditioner.parts.stacks} - {
         mixed.preconditioner._curvature["0"]
     }
-    observe = curvature.observe
-    curvature.observe = lambda *args, **options: calls.append(1) or observe(*args, **options)
+    accumulate = curvature.accumulate
+    curvature.accumulate = lambda *args, **options: calls.append(1) or accumulate(*args, **options)
     for step in range(3):
         alone.model.load_state_dict(mixed.model.state_dict())
         mixed.step(*batch(step))

@@ -29,6 +29,13 @@ _HOMES = {
     "Bernoulli": "natgrad.sampling.likelihood",
     "Categorical": "natgrad.sampling.likelihood",
     "Curvature": "natgrad.curvature",
+    "Layer": "natgrad.layers",
+    "Rows": "natgrad.layers",
+    "DenseRows": "natgrad.layers",
+    "register_layer": "natgrad.layers",
+    "Statistic": "natgrad.specs",
+    "Task": "natgrad.specs",
+    "TensorSpec": "natgrad.specs",
     "CurvatureError": "natgrad.errors",
     "Gaussian": "natgrad.sampling.likelihood",
     "Guard": "natgrad.trouble.guard",
@@ -92,6 +99,10 @@ if TYPE_CHECKING:
     from natgrad.errors import CurvatureError as CurvatureError
     from natgrad.errors import NatgradError as NatgradError
     from natgrad.errors import NatgradWarning as NatgradWarning
+    from natgrad.layers import DenseRows as DenseRows
+    from natgrad.layers import Layer as Layer
+    from natgrad.layers import Rows as Rows
+    from natgrad.layers import register_layer as register_layer
     from natgrad.numerics.precision import Precision as Precision
     from natgrad.optimizer import PreconditionedOptimizer as PreconditionedOptimizer
     from natgrad.placement import Link as Link
@@ -118,6 +129,9 @@ if TYPE_CHECKING:
     from natgrad.sampling.likelihood import Gaussian as Gaussian
     from natgrad.sampling.likelihood import Likelihood as Likelihood
     from natgrad.schedule import Schedule as Schedule
+    from natgrad.specs import Statistic as Statistic
+    from natgrad.specs import Task as Task
+    from natgrad.specs import TensorSpec as TensorSpec
     from natgrad.trouble.guard import Guard as Guard
 
 __all__ = list(_HOMES)

@@ -80,7 +80,7 @@ def _check_alike(settings: Sequence[Mapping[str, str]]) -> None:
 
 def _settings(stacks: Sequence[Stack], progress: Progress, options: dict[str, object]) -> dict[str, str]:
     """Return, in words, what has to be the same beside the plan."""
-    made = [(one.curvature, one.statistics, one.parts) for one in stacks]
+    made = [(one.curvature, one.statistics, one.tasks) for one in stacks]
     kinds = [(type(c), type(c.likelihood), c.factor_decay, *tensors) for c, *tensors in made]
     return {
         "state": f"step {progress.step}, factors of {progress.last_factors}, inverses of {progress.last_inverses}",

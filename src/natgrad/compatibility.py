@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from natgrad.curvature import Curvature
+from natgrad.curvature.base import computed_for, replayed_statistics, statistics_of
 from natgrad.damping.adaptive import Adaptive
 from natgrad.damping.control import Control
 from natgrad.errors import NatgradWarning, require
 from natgrad.layers import Layer
 from natgrad.placement import Placement
 from natgrad.refresh import RefreshRule
+from natgrad.specs import Statistic
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class Choices:
     placement: Placement
     refresh: RefreshRule | None = None
     damping: Adaptive | None = None
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        """The statistics of the layer."""
+        return statistics_of(self.curvature, self.layer)
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Incompatibility:
             "curvature": repr(choices.curvature),
             "refresh": repr(choices.refresh),
             "damping": type(choices.damping).__name__,
-            "looks": ", ".join(choices.curvature.looks),
+            "looks": ", ".join(computed_for(choices.statistics)),
         }
         value = {"placement": str(choices.placement), "curvature": words["curvature"], "refresh": words["refresh"]}
         return value[self.argument], f"{self.instead}: {self.reason}".format(**words)
@@ -80,7 +87,7 @@ def _captures_for_others(choices: Choices) -> bool:
 TABLE: tuple[Incompatibility, ...] = (
     Incompatibility(
         "placement",
-        lambda own: bool(own.curvature.looks) and _captures_for_others(own),
+        lambda own: bool(computed_for(own.statistics)) and _captures_for_others(own),
         "'comm-opt', 'pipelined', 'background', 'hybrid:1' or 'dp'",
         "{curvature} looks at {looks}, which every rank that captures must hold",
         works_in_one_process=True,
@@ -93,7 +100,7 @@ TABLE: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         "placement",
-        lambda own: bool(own.curvature.replays) and own.placement.rule.renews_in_background,
+        lambda own: bool(replayed_statistics(own.statistics)) and own.placement.rule.renews_in_background,
         "another than 'background'",
         "{curvature} compares sums over a step, after which they would arrive",
     ),
@@ -117,25 +124,27 @@ TABLE: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         "refresh",
-        lambda own: bool(own.curvature.replays) and own.refresh is not None and own.refresh.separate,
+        lambda own: bool(replayed_statistics(own.statistics)) and own.refresh is not None and own.refresh.separate,
         "one for both sides",
         "the second pass of {curvature} sees both again",
     ),
     Incompatibility(
         "refresh",
-        lambda own: bool(own.curvature.replays) and own.refresh is not None and own.refresh.criterion is not None,
+        lambda own: (
+            bool(replayed_statistics(own.statistics)) and own.refresh is not None and own.refresh.criterion is not None
+        ),
         "a natgrad.Refresh",
         "{curvature} updates all layers at every second pass, and no rule can leave some out",
     ),
     Incompatibility(
         "curvature",
-        lambda own: own.damping is not None and own.damping.sizes and not own.curvature.traced,
+        lambda own: own.damping is not None and own.damping.sizes and own.curvature.trace_reads is None,
         "one whose statistics tell its trace, as KFAC",
         "damping={damping} goes by the size of the Fisher",
     ),
     Incompatibility(
         "curvature",
-        lambda own: own.damping is not None and own.damping.compares and own.curvature.multiplies is None,
+        lambda own: own.damping is not None and own.damping.compares and own.curvature.fisher_product_reads is None,
         "one that can multiply by its Fisher, as KFAC",
         "damping={damping} compares each step with its quadratic model",
     ),

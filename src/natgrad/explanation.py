@@ -131,9 +131,9 @@ def explain(
         reductions: Those of the layers; None: the same for all.
     """
     rows = []
-    total = sum(part.cost * stack.size for stack in stacks for part in stack.parts) or 1.0
+    total = sum(task.cost * stack.size for stack in stacks for task in stack.tasks) or 1.0
     for stack in stacks:
-        work = sum(part.cost for part in stack.parts)
+        work = sum(task.cost for task in stack.tasks)
         fallbacks = stack.rungs.fallbacks
         for member in stack.members:
             layer = member.layer

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from natgrad.capture import Capture
 from natgrad.capture.again import Chance, Pass, Repetition, as_found
 from natgrad.curvature import Curvature
+from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.exchange.sharded import Rows, slots_of, spread
@@ -55,26 +56,24 @@ def check_second_pass(covered: Iterable[tuple[Layer, Curvature]], optimizer: obj
     Raises:
         ValueError: without an optimizer, or with a damping of 1 or more.
     """
-    covered = list(covered)
     damping.check(optimizer)
-    curvature = next((own for _, own in covered if own.replays), None)
-    if curvature is None:
+    replayed = [(own, layer) for layer, own in covered if replayed_statistics(statistics_of(own, layer))]
+    if not replayed:
         return
-    allowed = f"given: {curvature!r} looks at the batch again after its step"
+    allowed = f"given: {replayed[0][0]!r} looks at the batch again after its step"
     require(optimizer is not None, "optimizer", optimizer, allowed)
     if damping.constant is not None:
-        check_damping([(own, damping.factor(one)) for one, own in covered], damping.constant)
+        check_damping([(own, damping.factor(layer)) for own, layer in replayed], damping.constant)
 
 
 def check_damping(curvatures: Iterable[tuple[Curvature, float]], damping: float) -> None:
-    """Check the damping of a step, of curvatures with a factor each.
+    """Check the damping of a step, of curvatures with a second pass and a factor each.
 
     Raises:
         ValueError: if it is 1 or more where its root is a share (the double damping of K-BFGS).
     """
     for curvature, factor in curvatures:
-        fits = not curvature.replays or damping * factor < 1
-        require(fits, "damping", damping * factor, f"a number below 1 with {curvature!r}")
+        require(damping * factor < 1, "damping", damping * factor, f"a number below 1 with {curvature!r}")
 
 
 class SecondPass:
@@ -89,7 +88,7 @@ class SecondPass:
 
     def needed(self, stacks: Iterable[Stack]) -> bool:
         """Tell whether any curvature needs it."""
-        return not self._off and any(stack.curvature.replays for stack in stacks)
+        return not self._off and any(stack.replayed_statistics for stack in stacks)
 
     def begin(self, asks: str, closure: object, *, skips: bool) -> None:
         """Begin a step: check its closure, and wait no more for the optimizer's last one.
@@ -171,10 +170,12 @@ class Replay:
         scaling: Scaling,
     ) -> Replay:
         """Take what the pass before the optimizer's step has shown; collective where parameters are sharded."""
-        own = [stack for stack in stacks if stack.curvature.replays]
+        own = [stack for stack in stacks if stack.replayed_statistics]
         P = _weights(own, runtime)
         shown = {
-            id(stack): stack.curvature.shown(stack.corrected(slice(None), stack.curvature.replays), P[id(stack)])
+            id(stack): stack.curvature.replay_summary(
+                stack.corrected(slice(None), stack.replayed_statistics), P[id(stack)]
+            )
             for stack in own
             if stack.role.works
         }
@@ -258,13 +259,13 @@ class Replay:
                 continue
             rows = piece.rows.clamp(min=1)
             means = {name: (own / along(rows, own.ndim - 1)).to(stack.work_dtype) for name, own in piece.sums.items()}
-            after = stack.curvature.shown(means, P[id(stack)][blocks])
+            after = stack.curvature.replay_summary(means, P[id(stack)][blocks])
             before = {name: own[blocks] for name, own in self.shown[id(stack)].items()}
             finite = torch.stack([own.flatten(1).sum(1).isfinite() for own in after.values()]).all(0)
             seen = (piece.rows > 0) & stack.fresh[blocks]
             memory = stack.allocate_memory()
             known = {spec.name: memory.read(spec.name, blocks) for spec in stack.memories}
-            stack.rewrite(blocks, known, stack.curvature.replayed(known, before, after), seen & finite)
+            stack.rewrite(blocks, known, stack.curvature.replay_update(known, before, after), seen & finite)
             watch.saw_replays(stack, blocks, seen & ~finite)
             flags.append((stack, blocks, seen & finite))
         return _whole_layers(flags)

@@ -108,7 +108,7 @@ def test_the_prediction_is_the_model_written_out(curvature, kind):
             expected += 0.2 * factor * float(own.square().sum()) / 2
             for stack in preconditioner.parts.stacks:
                 if stack.members[0].layer.name == layer:
-                    expected += float((own * stack.multiply(own[None])[0]).sum()) / 2
+                    expected += float((own * stack.fisher_product(own[None])[0]).sum()) / 2
         assert outcome.predicted == pytest.approx(expected, rel=1e-11)
     assert len(seen) == 2
 

@@ -1,4 +1,4 @@
-"""`Curvature.multiply` is the Fisher block that `solve` inverts: (F + γI)⁻¹ (F D + γ D) is D again."""
+"""`Curvature.fisher_product` is the Fisher block that `precondition` inverts: (F + γI)⁻¹ (F D + γ D) is D again."""
 
 from functools import partial
 
@@ -71,7 +71,7 @@ def check(preconditioner, tolerance=1e-9):
     stacks = preconditioner.parts.stacks
     for stack in stacks:
         D = parameters(stack)
-        back = stack.solve(slice(None), stack.multiply(D) + DAMPING * stack.factor * D, DAMPING)
+        back = stack.solve(slice(None), stack.fisher_product(D) + DAMPING * stack.factor * D, DAMPING)
         dense.assert_equal({repr(stack.curvature): back}, {repr(stack.curvature): D}, tolerance)
     return stacks
 
@@ -104,7 +104,9 @@ def test_inverse_forms_multiply_by_their_factors(options, table):
     _, other = trained(natgrad.KFAC(**same), table=table)
     for one, two in zip(preconditioner.parts.stacks, other.parts.stacks, strict=True):
         D = parameters(one)
-        dense.assert_equal({repr(one.curvature): one.multiply(D)}, {repr(one.curvature): two.multiply(D)}, 1e-9)
+        dense.assert_equal(
+            {repr(one.curvature): one.fisher_product(D)}, {repr(one.curvature): two.fisher_product(D)}, 1e-9
+        )
 
 
 def test_it_is_the_dense_fisher_block():
@@ -117,15 +119,15 @@ def test_it_is_the_dense_fisher_block():
     preconditioner.step()
     (stack,) = preconditioner.parts.stacks
     D = torch.randn(1, 2, 4, dtype=torch.float64)
-    dense.assert_equal({"FD": stack.multiply(D).flatten()}, {"FD": u * (u @ D.flatten())})
+    dense.assert_equal({"FD": stack.fisher_product(D).flatten()}, {"FD": u * (u @ D.flatten())})
 
 
 def test_layers_without_curvature_have_none():
     _, preconditioner = trained(natgrad.KFAC(), table=False)
     stack = preconditioner.parts.stacks[0]
     stack.renewed("A", 0, [False] * stack.size, forget=True)
-    assert not stack.multiply(parameters(stack)).any()
-    assert natgrad.KBFGS().multiplies is None
+    assert not stack.fisher_product(parameters(stack)).any()
+    assert natgrad.KBFGS().fisher_product_reads is None
 
 
 def test_kid_of_all_rows_is_the_product_with_all_of_them():
@@ -133,7 +135,9 @@ def test_kid_of_all_rows_is_the_product_with_all_of_them():
     _, exact = trained(natgrad.SNGD(), table=False)
     for one, two in zip(check(preconditioner), exact.parts.stacks, strict=True):
         D = parameters(one)
-        dense.assert_equal({repr(one.curvature): one.multiply(D)}, {repr(one.curvature): two.multiply(D)}, 1e-9)
+        dense.assert_equal(
+            {repr(one.curvature): one.fisher_product(D)}, {repr(one.curvature): two.fisher_product(D)}, 1e-9
+        )
 
 
 def test_a_switch_goes_on_with_drawn_rows():

@@ -173,7 +173,7 @@ def test_other_curvatures(curvature):
                     for member in stack.members
                 ]
             )
-            total += float((D * stack.multiply(D)).sum()) / 2
+            total += float((D * stack.fisher_product(D)).sum()) / 2
         assert total == pytest.approx(1e-4, rel=1e-9)
 
 

@@ -161,14 +161,13 @@ def test_captures_see_the_basis_that_the_last_step_has_made(monkeypatch):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     preconditioner = natgrad.Preconditioner(model, natgrad.EKFAC(), refresh=natgrad.Refresh(factors=1, inverses=2))
     seen, made = [], []
-    observe = natgrad.EKFAC.observe
+    accumulate = natgrad.EKFAC.accumulate
 
-    def watch(self, sums, inputs, gradients, **options):
-        held = options["held"]
+    def watch(self, sums, inputs, gradients, scale, held=None):
         seen.append(held and {name: tensor.clone() for name, tensor in held.items()})
-        observe(self, sums, inputs, gradients, **options)
+        accumulate(self, sums, inputs, gradients, scale, held)
 
-    monkeypatch.setattr(natgrad.EKFAC, "observe", watch)
+    monkeypatch.setattr(natgrad.EKFAC, "accumulate", watch)
     for step in range(5):
         model.zero_grad()
         total_loss(model(torch.randn(6, 3).double()), 6).backward()
@@ -216,7 +215,7 @@ def test_solves_read_live_statistics_beside_what_parts_have_made():
         total_loss(model(torch.randn(5, 3).double()), 5).backward()
         preconditioner.step()
     (stack,) = preconditioner.parts.stacks
-    given = stack.solvers(slice(None))
+    given = {**stack.computed(slice(None)), **stack.live_averages(slice(None))}
     assert set(given) == {"QA", "vA", "QG", "vG", "S", "s"}
     weight = 1 - 0.95**3
     torch.testing.assert_close(given["S"], stack.averages["S"] / weight)

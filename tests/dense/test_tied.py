@@ -349,19 +349,19 @@ class Other(Curvature):
 
     factor_decay = 0.9
 
-    def statistics(self, outputs, inputs):
+    def statistics(self, d_out, d_in):
         return ()
 
-    def parts(self, outputs, inputs):
+    def tasks(self, d_out, d_in):
         return ()
 
-    def observe(self, sums, inputs, gradients, *, scale, first):
+    def accumulate(self, sums, inputs, gradients, scale, computed=None):
         raise AssertionError
 
-    def renew(self, part, averages, damping):
+    def compute(self, task, averages, damping, previous=None):
         raise AssertionError
 
-    def solve(self, held, W, damping):
+    def precondition(self, computed, averages, state, gradient, damping):
         raise AssertionError
 
 

@@ -124,7 +124,7 @@ def undone(name, placement):
     for stack in training.preconditioner.parts.stacks:
         if stack.role.works:
             D = parameters(stack)
-            back = stack.solve(slice(None), stack.multiply(D) + DAMPING * D, DAMPING)
+            back = stack.solve(slice(None), stack.fisher_product(D) + DAMPING * D, DAMPING)
             found.append(float((back - D).norm() / D.norm()))
     return found
 

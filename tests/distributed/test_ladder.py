@@ -29,7 +29,7 @@ class Trouble(Training):
         self.kind = kind
         if kind == "grafted":
             for stack in self.preconditioner.parts.stacks:
-                stack.curvature.diagonals = ()
+                stack.curvature.diagonal_reads = None
 
     def step(self, step):
         decompositions = self.kind in ("decompositions", "grafted") and 3 <= step < 9

@@ -20,7 +20,7 @@ PAGES = [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"]
 TEXTS = {page.stem: page.read_text() for page in PAGES}
 SNIPPETS = [
     pytest.param(code, id=f"{name}-{index}")
-    for name in ("curvatures", "damping", "refresh", "trouble")
+    for name in ("curvatures", "damping", "extending", "refresh", "trouble")
     for index, code in enumerate(re.findall(r"```python\n(.*?)```", TEXTS[name], re.DOTALL))
 ]
 NAMES = sorted(set(re.findall(r"\bnatgrad((?:\.[A-Za-z_]+)+)\(", "\n".join(TEXTS.values()))))
@@ -60,6 +60,8 @@ def test_snippet(code):
             names["preconditioner"] = natgrad.Preconditioner(names["model"], optimizer=names["optimizer"])
             steps(names)
         exec(compile(code, "snippet", "exec"), names)
+        if "model =" in code:
+            before = [parameter.clone() for parameter in names["model"].parameters()]
         if "preconditioner =" not in code and "refresh" in names:
             names["preconditioner"] = natgrad.Preconditioner(
                 names["model"], optimizer=names["optimizer"], refresh=names["refresh"]

@@ -90,13 +90,13 @@ _add(
     "gradient_factor_divisor",
     "The gradient factor G is divided by the number of samples, not of samples times positions.",
     "dense/test_layers.py::test_convolution",
-    ("curvature.kfac:KFAC.statistics", 'mean="rows"', 'mean="samples"'),
+    ("curvature.kfac:KFAC.statistics", 'per="position"', 'per="sample"'),
 )
 _add(
     "input_factor_divisor",
     "The input factor A is divided by samples times positions, not by the number of samples.",
     "dense/test_layers.py::test_convolution",
-    ("curvature.kfac:KFAC.statistics", 'mean="samples"', 'mean="rows"'),
+    ("curvature.kfac:KFAC.statistics", 'per="sample"', 'per="position"'),
 )
 _add(
     "masked_divisor",
@@ -137,7 +137,7 @@ _add(
     "decay_exchanged",
     "The running average weighs the old by 1 - decay and the new by decay.",
     "dense/test_steps.py::test_running_average_with_bias_correction",
-    ("renewal.averages:_average", "0.0 if spec.fresh else decay", "0.0 if spec.fresh else 1 - decay"),
+    ("renewal.averages:_average", "decay if spec.decayed else 0.0", "1 - decay if spec.decayed else 0.0"),
 )
 _add(
     "loss_scale",
@@ -242,13 +242,13 @@ _add(
     "inverted_pi",
     "π is exchanged: A gets the damping that belongs to G.",
     "dense/test_layers.py::test_linear",
-    ("curvature.kfac:KFAC.renew", 'pi if part == "A" else 1 / pi', '1 / pi if part == "A" else pi'),
+    ("curvature.kfac:KFAC.compute", 'pi if task == "A" else 1 / pi', '1 / pi if task == "A" else pi'),
 )
 _add(
     "damping_root",
     "Each of A and G is damped by γ instead of its square root.",
     "dense/test_layers.py::test_linear",
-    ("curvature.kfac:KFAC.renew", "damping**0.5 * (", "damping * ("),
+    ("curvature.kfac:KFAC.compute", "damping**0.5 * (", "damping * ("),
 )
 _add(
     "transposed_basis",
@@ -276,7 +276,7 @@ _add(
     "second_moments_restart",
     "EKFAC's second moments go on averaging over eigenbases instead of beginning anew with each.",
     "dense/test_ekfac.py::test_moments_begin_anew_with_each_basis",
-    ("stacks.blocks:Stack.restart", "part.restarts if self.averages else ()", "()"),
+    ("stacks.blocks:Stack.restart", "task.restarts if self.averages else ()", "()"),
 )
 _add(
     "second_moments_correction",
@@ -328,9 +328,9 @@ _add(
     "K-BFGS does not correct its running average of the gradient for its beginning.",
     "dense/test_kbfgs.py::test_steps_equal_the_reference",
     (
-        "curvature.kbfgs:KBFGS.solve",
-        'held["W"] / held["share"].clamp(min=torch.finfo(W.dtype).tiny)[:, None, None]',
-        'held["W"]',
+        "curvature.kbfgs:KBFGS.precondition",
+        'state["W"] / state["share"].clamp(min=torch.finfo(gradient.dtype).tiny)[:, None, None]',
+        'state["W"]',
     ),
 )
 

@@ -66,9 +66,9 @@ def test_a_layer_without_a_gradient_in_this_step_was_preconditioned_before():
 class Failing(natgrad.KFAC):
     """K-FAC whose decompositions fail of layers with 4 columns, weight and bias."""
 
-    def renew(self, part, averages, damping, *options, **more):
-        written, fine = super().renew(part, averages, damping, *options, **more)
-        return written, torch.zeros_like(fine) if part == "A" and averages["A"].shape[-1] == 4 else fine
+    def compute(self, task, averages, damping, previous=None):
+        written, fine = super().compute(task, averages, damping, previous)
+        return written, torch.zeros_like(fine) if task == "A" and averages["A"].shape[-1] == 4 else fine
 
 
 def test_a_layer_that_only_a_fallback_has_served_was_not_preconditioned():

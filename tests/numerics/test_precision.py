@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.curvature import Spec
 from natgrad.linalg import damped_inverse
 from natgrad.numerics.narrow import power_of_two, round_stochastically
 from natgrad.placement import Layout
+from natgrad.specs import TensorSpec
 from natgrad.stacks.kept import Kept
 from tests import device
 
@@ -149,7 +149,7 @@ def test_narrow_factors_take_half_the_memory(dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_running_averages_do_not_stall(dtype):
     """To the nearest, with a decay of 0.999, bfloat16 would stay at a third of what it averages."""
-    spec = Spec(name="A", shape=(40, 40))
+    spec = TensorSpec("A", (40, 40))
     kept = Kept([spec], 1, dtype)
     fresh = torch.rand(1, 40, 40, generator=torch.Generator().manual_seed(0)) + 0.5
     weight = 0.0
@@ -178,7 +178,7 @@ def test_stochastic_rounding():
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16, FP16])
 @pytest.mark.parametrize("size", [1e-25, 1e-10, 1.0, 1e10, 1e25])
 def test_what_is_kept_comes_back(dtype, size):
-    specs = [Spec(name="A", shape=(5, 7)), Spec(name="v", shape=(7,))]
+    specs = [TensorSpec("A", (5, 7)), TensorSpec("v", (7,))]
     kept = Kept(specs, 3, dtype)
     values = {spec.name: torch.randn(2, *spec.shape, dtype=FP64) * size for spec in specs}
     for name, value in values.items():

@@ -228,13 +228,13 @@ def test_a_wrong_state_is_refused():
 def test_a_decomposition_that_fails_is_tried_again(monkeypatch):
     """At the next decision, whatever the rule says."""
     fails = []
-    original = natgrad.KFAC.renew
+    original = natgrad.KFAC.compute
 
-    def renew(self, part, averages, damping, *given, **options):
-        written, fine = original(self, part, averages, damping, *given, **options)
+    def compute(self, task, averages, damping, previous=None):
+        written, fine = original(self, task, averages, damping, previous)
         return written, fine & (not fails)
 
-    monkeypatch.setattr(natgrad.KFAC, "renew", renew)
+    monkeypatch.setattr(natgrad.KFAC, "compute", compute)
     training = Training(natgrad.KFAC, refresh=natgrad.Adaptive(natgrad.TraceRule(upper=0.6, lower=0), inverses=2))
     for step in range(2):
         training.step(batch(step))

@@ -155,9 +155,9 @@ def test_the_error_of_a_good_basis_does_not_cancel():
     X = torch.randn(1, 20, 50)
     X = X @ X.mT
     Q = torch.linalg.eigh(X.double())[1].float()
-    off, whole = natgrad.curvature.sides.Full().misfit(X.tril(), Q)
+    off, whole = natgrad.curvature.sides.Full().off_diagonal(X.tril(), Q)
     assert float((off / whole).sqrt()) < 2e-6
-    off, _ = natgrad.curvature.sides.Full().misfit(torch.cat([X, X]).tril(), torch.eye(20).expand(2, -1, -1))
+    off, _ = natgrad.curvature.sides.Full().off_diagonal(torch.cat([X, X]).tril(), torch.eye(20).expand(2, -1, -1))
     exact = (X[0] - torch.diag(X[0].diagonal())).square().sum()
     assert off.tolist() == pytest.approx([float(exact)] * 2)
 
@@ -183,7 +183,7 @@ def test_of_blocks_along_a_side_each_has_its_basis():
 def test_what_reads_other_statistics_is_decided_on_apart(curvature, parts):
     for stack in trained(curvature, steps=0).parts.stacks:
         assert [set(unit.parts) for unit in units(stack, "factor")] == parts
-        assert [set(unit.parts) for unit in units(stack, "layer")] == [{part.name for part in stack.parts}]
+        assert [set(unit.parts) for unit in units(stack, "layer")] == [{task.name for task in stack.tasks}]
 
 
 def test_of_a_side_without_eigenvectors_there_is_no_number():

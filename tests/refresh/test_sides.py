@@ -20,9 +20,9 @@ class Spy(natgrad.KFAC):
         super().__init__(**options)
         self.asked = []
 
-    def observe(self, sums, inputs, gradients, **options):
+    def accumulate(self, sums, inputs, gradients, scale, computed=None):
         self.asked.append("".join(sorted(sums)))
-        super().observe(sums, inputs, gradients, **options)
+        super().accumulate(sums, inputs, gradients, scale, computed)
 
 
 def run(make, steps, **options):

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from natgrad import KFAC, Preconditioner
-from natgrad.curvature import Spec
+from natgrad.specs import Statistic
 from natgrad.stacks import pieces
 from natgrad.stacks.blocks import Stack
-from natgrad.sums.whole import alone
+from natgrad.sums.sums import _zeros as alone
 from tests.every import EVERY, Training, batch
 
 LIMIT = 2**21
@@ -56,9 +56,9 @@ def test_a_training_is_that_without_pieces(make, monkeypatch):
 @pytest.mark.parametrize("placement", ["auto", "background"])
 def test_renewals_read_a_few_blocks_at_a_time_and_of_what_balances_them_the_diagonals(placement, monkeypatch):
     monkeypatch.setattr(import_module("natgrad.renewal.renew"), "_BATCH", 2 * 21**2)
-    seen, make = [], KFAC.renew
+    seen, make = [], KFAC.compute
     monkeypatch.setattr(
-        KFAC, "renew", lambda self, part, read, *a, **k: seen.append(read) or make(self, part, read, *a, **k)
+        KFAC, "compute", lambda self, task, read, *a, **k: seen.append(read) or make(self, task, read, *a, **k)
     )
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(20, 20) for _ in range(5)])
@@ -77,9 +77,9 @@ def test_renewals_read_a_few_blocks_at_a_time_and_of_what_balances_them_the_diag
 @pytest.mark.cpu
 @pytest.mark.parametrize("size", [128, 129, 255, 256, 257])
 def test_rows_of_wide_sums_begin_as_far_apart_whatever_the_bias_adds(size):
-    spec = Spec(name="A", shape=(size, size), symmetric=True)
+    spec = Statistic("A", (size, size), symmetric=True)
     own = alone(torch.empty(0), 2, spec)
     assert own.shape == (2, size, size)
     assert own.stride(-1) == 1
     assert own.stride(-2) == {128: 144, 129: 144, 255: 272, 256: 272, 257: 272}[size]
-    assert alone(torch.empty(0), 2, Spec(name="A", shape=(127, 127), symmetric=True)).is_contiguous()
+    assert alone(torch.empty(0), 2, Statistic("A", (127, 127), symmetric=True)).is_contiguous()

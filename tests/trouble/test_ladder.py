@@ -28,9 +28,9 @@ class Failing(natgrad.KFAC):
 
     inputs = None
 
-    def renew(self, part, averages, damping, *options, **more):
-        written, fine = super().renew(part, averages, damping, *options, **more)
-        broken = part == "A" and averages["A"].shape[-1] == self.inputs
+    def compute(self, task, averages, damping, previous=None):
+        written, fine = super().compute(task, averages, damping, previous)
+        broken = task == "A" and averages["A"].shape[-1] == self.inputs
         return written, torch.zeros_like(fine) if broken else fine
 
 
@@ -39,8 +39,8 @@ class Blind(natgrad.KFAC):
 
     outputs = None
 
-    def observe(self, sums, inputs, gradients, *, scale, first, held=None):
-        super().observe(sums, inputs, gradients, scale=scale, first=first, held=held)
+    def accumulate(self, sums, inputs, gradients, scale, computed=None):
+        super().accumulate(sums, inputs, gradients, scale, computed)
         if sums["G"].shape[-1] == self.outputs:
             sums["G"].fill_(math.nan)
 
@@ -48,7 +48,7 @@ class Blind(natgrad.KFAC):
 class Undiagonal(Failing):
     """The same without the third rung."""
 
-    diagonals = ()
+    diagonal_reads = None
 
 
 def network():

@@ -73,9 +73,9 @@ def test_a_quadratic_model_leaves_out_what_is_unusable():
             poison(preconditioner, "2")
     first, last = preconditioner.parts.stacks
     ones = torch.ones(1, 4, 4, dtype=torch.float64)
-    assert first.multiply(ones).any()
-    assert first.multiply(ones).isfinite().all()
-    assert not last.multiply(torch.ones(1, 2, 5, dtype=torch.float64)).any()
+    assert first.fisher_product(ones).any()
+    assert first.fisher_product(ones).isfinite().all()
+    assert not last.fisher_product(torch.ones(1, 2, 5, dtype=torch.float64)).any()
 
 
 def test_training_goes_on_through_trouble_and_ends_as_well():

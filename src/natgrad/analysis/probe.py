@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from natgrad import Preconditioner
-from natgrad.curvature import Curvature, Part, Spec
+from natgrad.curvature import Curvature
 from natgrad.errors import NatgradWarning, require
 from natgrad.layers import Layer, Rows
 from natgrad.sampling.likelihood import Likelihood, resolve
+from natgrad.specs import Statistic, Task
 
 _WIDEST = 8192  # factors of wider sides would not fit
 
@@ -122,27 +123,32 @@ class Probe:
 class _Silent(Curvature):
     """Is shown everything and makes nothing of it: neither averages nor anything to solve with."""
 
+    factor_decay = 0.0
+
     def __init__(self, likelihood: Likelihood | None) -> None:
         self.likelihood = likelihood
 
-    @property
-    def factor_decay(self) -> float:
-        return 0.0
+    def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
+        return (Statistic("nothing", ()),)
 
-    def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
-        return (Spec(name="nothing", shape=()),)
-
-    def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
+    def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
         return ()
 
-    def observe(self, sums: Mapping[str, Tensor], inputs: Rows, gradients: Rows, **_: Any) -> None:
+    def accumulate(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError
 
-    def renew(self, *_: Any, **__: Any) -> tuple[Sequence[Tensor], Tensor]:
+    def compute(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError
 
-    def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
-        return W
+    def precondition(
+        self,
+        computed: Mapping[str, Tensor],
+        averages: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        damping: float,
+    ) -> Tensor:
+        return gradient
 
 
 class _Recorder(_Silent):
@@ -154,7 +160,7 @@ class _Recorder(_Silent):
         self.names: list[str] = []  # those that may be asked for
         self._patterns = patterns
 
-    def fit(self, layer: Layer) -> Curvature | str:
+    def variant_for(self, layer: Layer) -> Curvature | str:
         if layer.form != "matrix" or layer.others or max(layer.outputs, layer.inputs) > _WIDEST:
             return "no matrix of its own, or too wide"
         if layer.name not in self.names:
@@ -182,10 +188,14 @@ class _Record(_Silent):
     def used(self) -> bool:
         return bool(self._uses)
 
-    def observe(
-        self, sums: Mapping[str, Tensor], inputs: Rows, gradients: Rows, *, scale: float = 1.0, **_: Any
+    def accumulate(
+        self,
+        sums: Mapping[str, Tensor],
+        inputs: Rows,
+        gradients: Rows,
+        scale: float,
+        computed: Mapping[str, Tensor] | None = None,
     ) -> None:
-        sums["nothing"].zero_()  # what a curvature declares it also writes
         a, g = (rows.pool().double().cpu() for rows in (inputs, gradients))
         self._uses.append((a, g * scale, inputs.positions))
         for name, size, rows, factor in (

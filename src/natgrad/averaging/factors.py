@@ -1,7 +1,7 @@
 """The running averages of a preconditioner's statistics, averaged over nodes: natural gradient inside, DASO between.
 
-Each node computes factors of its own batches. Statistics measured in the node's own basis (`Part.restarts`), and those
-of the last batch alone (`Spec.fresh`), have a meaning in their node only and are not averaged.
+Each node computes factors of its own batches. Statistics measured in the node's own basis (`Task.restarts`), and those
+of the last batch alone (`Statistic.decayed` is False), have a meaning in their node only and are not averaged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Factors(AveragedTensors):
         Also stacks without statistics yet, with weight 0: another node may have some.
         """
         for stack in self._preconditioner.parts.stacks:
-            names = [spec.name for spec in stack.statistics if not spec.fresh and spec.name not in stack.restarting]
+            names = [spec.name for spec in stack.statistics if spec.decayed and spec.name not in stack.restarting]
             if stack.role.receives and names:
                 stack.allocate_averages()
                 yield stack, stack.weights, names
@@ -57,7 +57,7 @@ class Factors(AveragedTensors):
             # What is not averaged is divided by the same weight later.
             gain = torch.where(weight > 0, fresh[0] / weight.clamp(min=torch.finfo(weight.dtype).tiny), 1)
             for spec in stack.statistics:
-                if spec.name not in names and not spec.fresh:
+                if spec.name not in names and spec.decayed:
                     value = stack.averages.read(spec.name, _ALL)
                     stack.averages.write(spec.name, _ALL, value * along(gain, value.ndim - 1))
             torch._foreach_copy_(weights, fresh)

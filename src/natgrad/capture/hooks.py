@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +104,7 @@ class Capture:
                 self._places[member.layer.name] = (stack, member)
                 if stack.role.captures:
                     self._captured.add(member.layer.name)
-                    self.replays |= {member.layer.name} if stack.curvature.replays else set()
+                    self.replays |= {member.layer.name} if stack.replayed_statistics else set()
                 for index, layer in enumerate((member.layer, *member.layer.others)):
                     self._handles += layer.tap(LayerTap(self, self._forward, member.layer.name, index))
         self.audit.attach([layer for layer, _ in self._layers.values()])
@@ -309,7 +309,7 @@ class Capture:
         self.audit.keep_output(use, output)
         size, output = output.shape, whole(output)
         output.register_hook(lambda gradient: self._gradient(use, gradient.reshape(size)))
-        if curvature.pools:
+        if curvature.sum_positions:
             self._uses.setdefault(name, weakref.WeakSet()).add(use)
         if wanted and (curvature.likelihood is not None or self._replaying) and outer_task == -1:
             self._marks[mark(output, (weakref.ref(self), name))] = use
@@ -399,19 +399,19 @@ class Capture:
                 rows = rows.masked(counted)
         rows, gradients = (by_sample(each, samples) for each in (rows, gradients))
         scale = 1.0 if self.sampling or reduction == "sum" else float(terms.of_loss[task])
-        if curvature.pools:
+        if curvature.sum_positions:
             self._pool(use, task, rows, gradients, scale)
             if not self._awaits(use):
                 self._flush(name)
             return
-        seen = {"inputs": rows, "gradients": gradients, "scale": scale, **self._looked_at(name)}
-        self.sums.add(name, partial(curvature.observe, **seen))
+        self._accumulate(name, rows, gradients, scale)
         self._count(name, task, rows, samples, layer.positions(gradient))
 
-    def _looked_at(self, name: str) -> dict[str, Any]:
-        """Return the argument of `Curvature.observe` that curvatures have which look at what was made of a layer."""
+    def _accumulate(self, name: str, inputs: Rows, gradients: Rows, scale: float) -> None:
+        """Add one use of a layer to its sums."""
         stack, member = self._places[name]
-        return {"held": stack.seen_by(member)} if stack.curvature.looks else {}
+        computed = stack.seen_by(member) if stack.computed_for_capture else None
+        self.sums.add(name, lambda sums: stack.curvature.accumulate(sums, inputs, gradients, scale, computed))
 
     def _pool(self, use: Use, task: int, inputs: Rows, gradients: Rows, scale: float) -> None:
         name = use.primary.name
@@ -420,7 +420,7 @@ class Capture:
             self._flush(name)
         dtype = self._places[name][0].dtype
         a, g, positions = inputs.pool().to(dtype), gradients.pool().to(dtype), inputs.positions
-        rounding = gradients.rounding() if use.curvature.weighs else None
+        rounding = gradients.rounding() if use.primary.name in self.replays else None
         kinds = self._pooled.setdefault(name, {})
         if inputs.one_hot not in kinds:
             kinds[inputs.one_hot] = Pooled(task, a, g, positions, scale, rounding)
@@ -463,9 +463,8 @@ class Capture:
             if curvature.rows:
                 self.rows.add(name, inputs.values[:, :, 0], gradients.values[:, :, 0], pooled.scale)
             else:
-                seen = {"inputs": inputs, "gradients": gradients, "scale": pooled.scale, **self._looked_at(name)}
                 with full_products(pooled.inputs.device):
-                    self.sums.add(name, partial(curvature.observe, **seen))
+                    self._accumulate(name, inputs, gradients, pooled.scale)
             self._count(name, pooled.task, inputs, inputs.samples, inputs.samples)
 
     def _count(self, name: str, task: int, inputs: Rows, samples: int, rows: int) -> None:

@@ -19,7 +19,7 @@ class Pooled:
         gradients: The same ``[n, B, o]``.
         positions: How many were summed.
         scale: What makes the gradients those of per-sample losses.
-        rounding: Of the gradients before they were summed, where it is asked for (`Curvature.weighs`).
+        rounding: Of the gradients before they were summed, where it is asked for (of layers with a second pass).
     """
 
     task: int

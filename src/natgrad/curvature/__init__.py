@@ -1,6 +1,6 @@
 """What approximates a layer's Fisher block? One file a method; no process group in sight."""
 
-from natgrad.curvature.base import Curvature, Part, Spec
+from natgrad.curvature.base import Curvature
 from natgrad.curvature.ekfac import EKFAC
 from natgrad.curvature.kbfgs import KBFGS
 from natgrad.curvature.kfac import KFAC
@@ -8,4 +8,4 @@ from natgrad.curvature.rank_one import RankOne
 from natgrad.curvature.rows import SNGD, HyLo, RowCurvature
 from natgrad.curvature.unitwise import UnitWise
 
-__all__ = ["EKFAC", "KBFGS", "KFAC", "SNGD", "Curvature", "HyLo", "Part", "RankOne", "RowCurvature", "Spec", "UnitWise"]
+__all__ = ["EKFAC", "KBFGS", "KFAC", "SNGD", "Curvature", "HyLo", "RankOne", "RowCurvature", "UnitWise"]

@@ -1,15 +1,15 @@
-"""The face of a curvature: which tensors it declares, and the mathematics on stacks of equal blocks.
+"""The base class of curvatures: which tensors one declares, and its mathematics on stacks of equal blocks.
 
-A curvature knows one layer's block and nothing of process groups. It *declares* the tensors that are summed over
-samples (`Spec`) and the pieces of work that turn them into what a solve needs (`Part`); placement routes both. All
-tensors carry a leading dimension N: blocks of equal size are stored stacked, so that one call serves them all.
+A curvature knows one layer's block and no process group. It declares statistics, which are summed over samples and
+ranks, and tasks, which turn their running averages into what preconditioning needs; placements decide which rank does
+what. All tensors carry a leading dimension N: blocks of equal size are stored as one tensor, so that one call serves
+them all.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -19,105 +19,50 @@ from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.sampling.likelihood import Likelihood, resolve
 from natgrad.schedule import is_number
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """A tensor of one block.
-
-    Attributes:
-        name: Its key in the state.
-        shape: Its shape, without the leading N.
-        symmetric: Whether it is a symmetric matrix, of which captures write the lower triangle only.
-        mean: What a statistic's raw sum is divided by: the number of samples, or of rows (samples x positions).
-        degree: How often the gradients g enter a statistic as factors.
-        counts: Whether a statistic counts rows; where only a share of them counts (masked tokens), it is corrected as
-            what it is divided by.
-        fresh: Whether of a statistic only what was seen last is kept, and no running average.
-        recurrent: Whether it is made of what it was before, so that rounding adds up: kept in at least float32.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    symmetric: bool = False
-    mean: Literal["samples", "rows"] = "samples"
-    degree: int = 0
-    counts: bool = False
-    fresh: bool = False
-    recurrent: bool = False
-
-    @property
-    def numel(self) -> int:
-        """The number of elements of one block."""
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A piece of work that one rank can do for one block, independently of all other parts.
-
-    Attributes:
-        name: Its name among the parts of the block.
-        reads: The statistics that it needs, and what of the memory.
-        diagonals: Those of the statistics of which the diagonals are enough: it gets ``[N, d]``, in any order.
-        writes: What it makes, held until the next renewal.
-        cost: Its work in multiply-adds, up to a factor common to all parts.
-        warm: Whether it begins with what it has made last (`before` of `Curvature.renew`).
-        restarts: The statistics of which a new running average begins with what it makes.
-        everywhere: Whether every worker does it for itself: where the results are larger than the work.
-        replayed: Whether it goes on with what a replay has shown; a renewal only begins it.
-    """
-
-    name: str
-    reads: tuple[str, ...]
-    writes: tuple[Spec, ...]
-    cost: float
-    diagonals: tuple[str, ...] = ()
-    warm: bool = False
-    restarts: tuple[str, ...] = ()
-    everywhere: bool = False
-    replayed: bool = False
+from natgrad.specs import Statistic, Task, TensorSpec, check_declarations
 
 
 class Curvature(ABC):
-    """An approximation of the Fisher block of a layer.
+    """An approximation of the Fisher block of a layer, and how it preconditions the layer's gradient.
+
+    A subclass implements `statistics`, `tasks`, `accumulate`, `compute` and `precondition`. All else has a default. One
+    that implements `fisher_product`, `diagonal`, `trace` or `off_diagonal` also names the statistics that these read;
+    without that they are not available.
 
     Attributes:
-        likelihood: The distribution that labels are drawn from, or None when the true labels serve (empirical Fisher).
-        pools: Whether rows are summed over positions before they are seen ("reduce": Eschenhagen 2023).
-        weighs: Whether it asks what of a sum of gradients may be rounding (`Rows.rounding`).
+        factor_decay: The weight of the old value in running averages, in [0, 1).
+        likelihood: The distribution that labels are sampled from, or None for the true labels (empirical Fisher).
+        sum_positions: Whether gradients are summed and inputs averaged over positions, and over all uses of the layer
+            in one backward pass, before `accumulate` gets them ("reduce": Eschenhagen 2023).
+        default_damping: The damping of a preconditioner that is given none, and of norm layers beside it.
+        positive_definite: Whether ⟨V, W⟩ ≥ 0 for every gradient W and its preconditioned gradient V. What violates it
+            is then treated as a numerical failure.
+        takes_narrow: Whether it multiplies computed tensors of a narrower dtype than the gradient's by itself
+            (`natgrad.Precision.solve`); otherwise it is given them in the gradient's.
+        diagonal_reads: The statistics that `diagonal` reads; None: it is not available.
+        fisher_product_reads: The statistics that `fisher_product` reads beside computed tensors; None: not available.
+        trace_reads: The statistics that `trace` reads; None: not available.
+        off_diagonal_reads: The statistics that `off_diagonal` reads; None: no computed tensor holds eigenvectors.
         rows: Whether it keeps rows and no sums over them (`natgrad.curvature.rows`).
-        looks: Which of what the parts write `observe` needs: then only workers can capture.
-        live: Which statistics `solve` needs, as they are at that step.
-        early: Which statistics are of the inputs alone, without any gradient.
-        replays: Which statistics are seen again in a replay: the same batch after the optimizer's step.
-        multiplies: Which statistics `multiply` needs beside what renewals have made; None: it has no `multiply`.
-        diagonals: Which statistics `diagonal` reads; none: there is no such estimate.
-        definite: Whether ⟨V, W⟩ of what `solve` returns is never below 0 but for a fault.
-        traced: Which statistics `trace` reads; none: there is none.
-        rotated: Which statistics `misfit` reads; none: nothing that it writes are eigenvectors.
-        default_damping: The damping of a preconditioner that is given none; of norm layers beside it too.
     """
 
+    factor_decay: float = 0.95
     likelihood: Likelihood | None = None
-    pools: bool = False
-    weighs: bool = False
-    rows: bool = False
-    looks: tuple[str, ...] = ()
-    live: tuple[str, ...] = ()
-    early: tuple[str, ...] = ()
-    replays: tuple[str, ...] = ()
-    multiplies: tuple[str, ...] | None = None
-    diagonals: tuple[str, ...] = ()
-    definite: bool = True
-    traced: tuple[str, ...] = ()
-    rotated: tuple[str, ...] = ()
+    sum_positions: bool = False
     default_damping: float = 1e-3
+    positive_definite: bool = True
+    takes_narrow: bool = False
+    diagonal_reads: tuple[str, ...] | None = None
+    fisher_product_reads: tuple[str, ...] | None = None
+    trace_reads: tuple[str, ...] | None = None
+    off_diagonal_reads: tuple[str, ...] | None = None
+    rows: bool = False
 
-    def fit(self, layer: Layer) -> Curvature | str:
+    def __repr__(self) -> str:
+        """Show the type."""
+        return f"{type(self).__name__}()"
+
+    def variant_for(self, layer: Layer) -> Curvature | str:
         """Return the variant of this curvature for `layer`, the same object for equal needs, or why there is none."""
         if any(other.form != layer.form for other in layer.others):
             return f"{self!r} has no form for an embedding tied with a linear layer"
@@ -127,149 +72,209 @@ class Curvature(ABC):
 
     @cached_property
     def _elementwise(self) -> Curvature:
-        """What covers norm layers beside it: the same estimate, a block for each channel."""
+        """The curvature of norm layers beside it: the same estimate, a block for each channel."""
         from natgrad.curvature.unitwise import UnitWise  # which builds on this file  # noqa: PLC0415
 
         fisher: Literal["empirical", "sampled"] = "empirical" if self.likelihood is None else "sampled"
         return UnitWise(fisher=fisher, factor_decay=self.factor_decay, likelihood=self.likelihood)
 
-    @property
     @abstractmethod
-    def factor_decay(self) -> float:
-        """The weight of the old in running averages."""
+    def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
+        """Return what is summed over samples for a block ``[d_out, d_in]``; there may be nothing."""
 
     @abstractmethod
-    def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
-        """Return what is summed over samples for a block ``[outputs, inputs]``."""
+    def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
+        """Return the work of a renewal for a block ``[d_out, d_in]``; there may be none."""
 
-    @abstractmethod
-    def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
-        """Return the work of a renewal for a block ``[outputs, inputs]``."""
-
-    def memory(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
-        """Return what is kept from step to step beside statistics and what parts write; zeros at first."""
+    def state(self, d_out: int, d_in: int) -> tuple[TensorSpec, ...]:
+        """Return what is kept from step to step beside statistics and what tasks write; zeros at first."""
         return ()
 
-    def remember(self, memory: Mapping[str, Tensor], W: Tensor) -> Mapping[str, Tensor]:
-        """Return what of `memory` ``[N, *shape]`` the gradient `W` ``[N, o, i]`` renews, before it is solved."""
-        return {}
-
-    def shown(self, means: Mapping[str, Tensor], parameters: Tensor) -> Mapping[str, Tensor]:
-        """Return what a pass has shown, of which a replay shows the change.
-
-        Args:
-            means: Those of `replays` ``[N, *shape]``, of one batch.
-            parameters: The parameters of that pass, as blocks ``[N, o, i]``.
-        """
-        return {}
-
-    def replayed(
-        self, memory: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor]:
-        """Return what of `memory` ``[N, *shape]`` a replay renews.
-
-        Args:
-            memory: As it is.
-            before: What `shown` returned before the optimizer's step.
-            after: What it returns afterwards.
-        """
-        return {}
-
     @abstractmethod
-    def observe(
+    def accumulate(
         self,
         sums: Mapping[str, Tensor],
         inputs: Rows,
         gradients: Rows,
-        *,
         scale: float,
-        first: bool,
-        held: Mapping[str, Tensor] | None = None,
+        computed: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Add what one use of a layer shows to the raw sums, in a gradient hook.
+        """Add one use of a layer to the sums, in place; called by a gradient hook during the backward pass.
 
         Args:
-            sums: A tensor ``[n, *shape]`` for each of `statistics`, in a replay for each of `replays`; uninitialised
-                memory when `first`. Where those of `early` have intervals of their own, either they or all others may
-                be missing.
-            inputs: The rows a, of as many samples as the loss has terms here (token losses: positions).
-            gradients: The rows g of the same samples, times ``1 / scale``.
-            scale: What makes `gradients` those of per-sample losses.
-            first: Whether nothing was added to `sums` yet.
-            held: Those of `looks` ``[n, *shape]``, as they were when the gradient came; None before the first renewal.
+            sums: A tensor ``[n, *shape]`` for each of `statistics` that is collected, in at least float32, zero before
+                the first use in a step. Of symmetric matrices only the lower triangle counts. Where the statistics of
+                inputs have an interval of their own, either these or all others may be missing.
+            inputs: The rows a ``[n, B, T, d_in]``, of as many samples as the loss has terms here.
+            gradients: The rows g ``[n, B, T, d_out]`` of the same samples, times ``1 / scale``.
+            scale: What makes `gradients` those of per-sample losses: multiply each factor of them by it. (A loss scale
+                and the number of accumulated passes are known only later: see `Statistic.gradient_power`.)
+            computed: Tensors that `Statistic.needs_computed` names ``[n, *shape]``; None before the first renewal, and
+                where nothing is named.
         """
 
     @abstractmethod
-    def renew(
+    def compute(
         self,
-        part: str,
+        task: str,
         averages: Mapping[str, Tensor],
         damping: float,
-        before: Mapping[str, Tensor] | None = None,
-    ) -> tuple[Sequence[Tensor], Tensor]:
-        """Do a part for some blocks.
+        previous: Mapping[str, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Do a task for some blocks.
 
         Args:
-            part: The name of the part.
-            averages: What the part reads ``[N, *shape]``: of statistics the running averages, bias-corrected, or
-                their diagonals.
+            task: The name of the task.
+            averages: What the task reads ``[N, *shape]``: the running averages, bias-corrected and whole (the diagonals
+                of `Task.diagonal_of`), and state. They may be changed.
             damping: γ at this renewal.
-            before: What a warm part has written last ``[N, *shape]``, not to be changed; None: it never has.
+            previous: What the task wrote last ``[N, *shape]``, not to be changed; None where it never has, and for
+                tasks without `Task.needs_previous`.
 
         Returns:
-            The tensors that the part writes ``[N, *shape]``, and whether each block succeeded ``[N]`` (bool).
+            By name, each tensor that the task writes ``[N, *shape]``, and whether each block succeeded ``[N]`` (bool).
+            A block that fails keeps what it had.
         """
 
     @abstractmethod
-    def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
-        """Return the preconditioned gradient ``[N, o, i]`` of `W` ``[N, o, i]``.
+    def precondition(
+        self,
+        computed: Mapping[str, Tensor],
+        averages: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        damping: float,
+    ) -> Tensor:
+        """Return the preconditioned gradient ``[N, d_out, d_in]``.
 
         Args:
-            held: All that the parts wrote, what is in `memory`, and of `live` statistics the bias-corrected averages.
-            W: The gradient; it may be overwritten no more than `held`.
+            computed: All that the tasks wrote ``[N, *shape]``.
+            averages: The bias-corrected averages of the statistics with `Statistic.used_by_precondition`.
+            state: The state, after `update_state`.
+            gradient: ``[N, d_out, d_in]``, in at least float32. No argument may be changed.
             damping: γ of this step.
         """
 
-    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
-        """Return F D ``[N, o, i]``, without damping, for blocks D ``[N, o, i]``; where there are `multiplies`.
+    def update_state(self, state: Mapping[str, Tensor], gradient: Tensor) -> Mapping[str, Tensor]:
+        """Return the new values of some of `state` ``[N, *shape]`` for this step's gradient, before it is used.
+
+        Blocks whose gradient is not finite keep their state.
 
         Args:
-            held: That of `solve`.
-            averages: Those of `multiplies` ``[N, *shape]``, bias-corrected.
-            D: What a step does to the parameters, say.
+            state: The state, not to be changed.
+            gradient: ``[N, d_out, d_in]``.
+        """
+        return {}
+
+    def replay_summary(self, means: Mapping[str, Tensor], parameters: Tensor) -> Mapping[str, Tensor]:
+        """Return what is remembered of one pass over a batch, to be compared with a second pass over it.
+
+        Args:
+            means: The means of the replayed statistics ``[N, *shape]`` over this batch.
+            parameters: The parameters of that pass, as blocks ``[N, d_out, d_in]``.
+        """
+        return {}
+
+    def replay_update(
+        self, state: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Return the new values of some of `state` ``[N, *shape]`` after the second pass over a batch.
+
+        Args:
+            state: The state, not to be changed.
+            before: The summary of the pass before the optimizer's step.
+            after: That of the pass after it.
+        """
+        return {}
+
+    def fisher_product(
+        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
+    ) -> Tensor:
+        """Return F D ``[N, d_out, d_in]``, without damping.
+
+        Args:
+            computed: All that the tasks wrote, and the averages that `precondition` reads.
+            averages: The averages that `fisher_product_reads` names ``[N, *shape]``, bias-corrected.
+            direction: D ``[N, d_out, d_in]``, such as what a step does to the parameters.
         """
         raise NotImplementedError
 
-    def diagonal(self, averages: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        """Return an estimate of the diagonal of the Fisher block, for where all else has failed.
+    def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
+        """Return an estimate of the diagonal of the Fisher block: the fallback where decompositions fail.
 
         Args:
-            averages: The bias-corrected running averages of `diagonals` ``[N, *shape]``.
-            outputs: o.
-            inputs: i.
+            averages: The averages that `diagonal_reads` names ``[N, *shape]``, bias-corrected.
+            d_out: The number of outputs.
+            d_in: The number of inputs.
 
         Returns:
-            ``[N, o, i]``, or what broadcasts to it.
+            ``[N, d_out, d_in]``, or what broadcasts to it.
         """
         raise NotImplementedError
 
-    def trace(self, averages: Mapping[str, Tensor], outputs: int) -> Tensor:
+    def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
         """Return the trace of each Fisher block ``[N]``, as it is approximated and without damping.
 
         Args:
-            averages: Those of `traced`, as in `renew`.
-            outputs: o.
+            averages: The averages that `trace_reads` names ``[N, *shape]``, bias-corrected.
+            d_out: The number of outputs.
         """
         raise NotImplementedError
 
-    def misfit(self, averages: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
+    def off_diagonal(
+        self, averages: Mapping[str, Tensor], computed: Mapping[str, Tensor]
+    ) -> Sequence[tuple[Tensor, Tensor]]:
         """Return ``‖offdiag(Qᵀ X Q)‖²`` and ``‖X‖²`` of each block ``[N]``, for each factor X with eigenvectors Q.
 
         Args:
-            averages: Those of `rotated`, as in `renew`.
-            held: All that the parts wrote.
+            averages: The averages that `off_diagonal_reads` names ``[N, *shape]``, bias-corrected.
+            computed: All that the tasks wrote.
         """
         raise NotImplementedError
+
+
+def input_statistics(curvature: Curvature, statistics: Iterable[Statistic]) -> tuple[str, ...]:
+    """Return the names of the statistics that can be collected apart from the others: those of inputs alone.
+
+    Inputs that are averaged over positions wait for the gradients of the same samples.
+    """
+    alone = () if curvature.sum_positions else statistics
+    return tuple(one.name for one in alone if one.source == "inputs")
+
+
+def replayed_statistics(statistics: Iterable[Statistic]) -> tuple[str, ...]:
+    """Return the names of the statistics that a second pass over a batch accumulates again."""
+    return tuple(one.name for one in statistics if one.replayed)
+
+
+def computed_for(statistics: Iterable[Statistic]) -> tuple[str, ...]:
+    """Return the names of the computed tensors that `Curvature.accumulate` reads."""
+    return tuple(dict.fromkeys(name for one in statistics for name in one.needs_computed))
+
+
+def declarations(
+    curvature: Curvature, d_out: int, d_in: int
+) -> tuple[tuple[Statistic, ...], tuple[Task, ...], tuple[TensorSpec, ...]]:
+    """Return the statistics, tasks and state of a curvature for a block ``[d_out, d_in]``, none of the first two empty.
+
+    A layer is preconditioned once its tasks have succeeded, and they are done once it was seen in a backward pass: a
+    curvature that declares no statistic or no task is given one that holds, or does, nothing.
+
+    Raises:
+        ValueError: if they do not fit together.
+    """
+    statistics, tasks = curvature.statistics(d_out, d_in), curvature.tasks(d_out, d_in)
+    state = curvature.state(d_out, d_in)
+    if not curvature.rows:
+        statistics = statistics or (Statistic("seen", (1,)),)
+        tasks = tasks or (Task("ready", tuple(one.name for one in statistics), (), 1.0),)
+    check_declarations(curvature, statistics, tasks, state)
+    return statistics, tasks, state
+
+
+def statistics_of(curvature: Curvature, layer: Layer) -> tuple[Statistic, ...]:
+    """Return the statistics of a curvature for the blocks of a layer."""
+    return curvature.statistics(layer.outputs, layer.inputs)
 
 
 def check_estimate(

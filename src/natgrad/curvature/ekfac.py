@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from natgrad.curvature.base import Curvature, Part, Spec
+from natgrad.curvature.base import Curvature
 from natgrad.curvature.kfac import KFAC
 from natgrad.curvature.moments import add_moments_
-from natgrad.curvature.sides import Side
 from natgrad.layers import Layer, Rows
 from natgrad.sampling.likelihood import Likelihood
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from natgrad.specs import Statistic, Task
 
 
 class EKFAC(KFAC):
@@ -43,12 +40,7 @@ class EKFAC(KFAC):
 
     Embeddings, alone or tied with linear layers, have K-FAC's form, whose basis leaves nothing to measure: a lookup is
     a unit vector. Norm layers have `UnitWise`.
-
-    Attributes:
-        looks: The eigenvectors.
     """
-
-    live = ("S", "s")
 
     def __init__(
         self,
@@ -92,70 +84,58 @@ class EKFAC(KFAC):
             max_factor_size=max_factor_size,
             wide=wide,
         )
-        self.looks = self._bases()
 
     def _options(self) -> list[str]:
         return [f"fisher={self.fisher!r}", f"sharing={self.sharing!r}"]
 
-    def fit(self, layer: Layer) -> Curvature | str:
-        """See `Curvature.fit`: as `KFAC`, of which embeddings and what is tied with them keep the form."""
+    def variant_for(self, layer: Layer) -> Curvature | str:
+        """Choose as `KFAC` does, whose form embeddings and what is tied with them keep."""
         one_hot = any(each.form == "one-hot" for each in (layer, *layer.others))
-        return self._tables.fit(layer) if one_hot else super().fit(layer)
+        return self._tables.variant_for(layer) if one_hot else super().variant_for(layer)
 
-    def _with_sides(self, A: Side, G: Side) -> Self:
-        variant = super()._with_sides(A, G)
-        variant.looks = variant._bases()
-        return variant
-
+    @property
     def _bases(self) -> tuple[str, ...]:
-        """Return the names of the eigenvectors, of those sides that have any but unit vectors."""
-        written = (spec for part in super().parts(1, 1) for spec in part.writes)
-        return tuple(spec.name for spec in written if spec.name.startswith("Q"))
+        """The names of the eigenvectors, of those sides that have any but unit vectors."""
+        return tuple(f"Q{name}" for name in self.off_diagonal_reads or ())
 
-    def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
-        """See `Curvature.statistics`: beside A and G the second moments S, and s, the share of rows that they are of.
+    def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
+        """Return beside A and G the second moments S, and s, the share of rows that they are of.
 
         s is 1 where S was measured and 0 where there was no basis yet, so that S / s of their running averages is
         bias-corrected since S began, however old those of A and G are.
         """
-        shape = self.G.eigenvalues(outputs), self.A.eigenvalues(inputs)
-        return (
-            *super().statistics(outputs, inputs),
-            Spec(name="S", shape=shape, mean="samples", degree=2),
-            Spec(name="s", shape=(1,), mean="rows", counts=True),
+        shape = self.G.eigenvalues(d_out), self.A.eigenvalues(d_in)
+        S = Statistic(
+            "S", shape, source="both", gradient_power=2, needs_computed=self._bases, used_by_precondition=True
         )
+        s = replace(S, name="s", shape=(1,), per="position", gradient_power=0, counts_positions=True)
+        return *super().statistics(d_out, d_in), S, s
 
-    def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
-        """See `Curvature.parts`: those of K-FAC; with a new basis S begins anew."""
-        parts = super().parts(outputs, inputs)
-        return tuple(replace(part, restarts=self.live) if f"Q{part.name}" in self.looks else part for part in parts)
+    def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
+        """Return the tasks of K-FAC; with a new basis S is measured anew."""
+        tasks = super().tasks(d_out, d_in)
+        return tuple(replace(task, restarts=("S", "s")) if f"Q{task.name}" in self._bases else task for task in tasks)
 
     @override
-    def observe(
+    def accumulate(
         self,
         sums: Mapping[str, Tensor],
         inputs: Rows,
         gradients: Rows,
-        *,
         scale: float,
-        first: bool,
-        held: Mapping[str, Tensor] | None = None,
+        computed: Mapping[str, Tensor] | None = None,
     ) -> None:
-        super().observe(sums, inputs, gradients, scale=scale, first=first)
+        super().accumulate(sums, inputs, gradients, scale)
         if "S" not in sums:
             return
-        S, s = sums["S"], sums["s"]
-        if first:
-            S.zero_()
-            s.zero_()
-        if held is None and self.looks:
+        if computed is None and self._bases:
             return  # there is no basis yet
-        add_moments_(S, inputs, gradients, self.A, self.G, held or {}, scale=scale * scale)
-        s.add_(float(gradients.samples * gradients.positions))
+        add_moments_(sums["S"], inputs, gradients, self.A, self.G, computed or {}, scale=scale * scale)
+        sums["s"].add_(float(gradients.samples * gradients.positions))
 
-    def spectrum(self, held: Mapping[str, Tensor]) -> Tensor:
-        """See `KFAC.spectrum`: S, once it was measured in this basis."""
-        S, s = held["S"], held["s"][:, :, None]
+    def spectrum(self, computed: Mapping[str, Tensor]) -> Tensor:
+        """Return S once it was measured in this basis, before that the eigenvalues of K-FAC."""
+        S, s = computed["S"], computed["s"][:, :, None]
         measured = s > 0
         # Rounding to a narrow dtype may leave a mean of squares below 0.
-        return torch.where(measured, S.clamp(min=0) / torch.where(measured, s, 1), super().spectrum(held))
+        return torch.where(measured, S.clamp(min=0) / torch.where(measured, s, 1), super().spectrum(computed))

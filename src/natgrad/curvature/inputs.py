@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from typing_extensions import override
 
-from natgrad.curvature.base import Curvature, Part, Spec
+from natgrad.curvature.base import Curvature
 from natgrad.layers import Rows
+from natgrad.specs import Statistic, Task
 
 if TYPE_CHECKING:
     from natgrad.curvature.kfac import KFAC
@@ -18,83 +19,88 @@ if TYPE_CHECKING:
 class InputKFAC(Curvature):
     """The factor A of a layer's inputs alone: ``V = W (A + γI)⁻¹``; the gradients g are not looked at."""
 
-    diagonals = ("A",)
+    takes_narrow = True
+    diagonal_reads = ("A",)
 
     def __init__(self, factors: KFAC) -> None:
         """Wrap the K-FAC whose form and side A it takes; that has no π."""
-        self._factors, self.pools, self.early = factors, factors.pools, factors.early
-        self.multiplies = tuple(name for name in factors.multiplies or () if name == "A")
+        self._factors, self.sum_positions, self.factor_decay = factors, factors.sum_positions, factors.factor_decay
+        self.fisher_product_reads = tuple(name for name in factors.fisher_product_reads or () if name == "A")
 
     def __repr__(self) -> str:
         """Show the variant."""
         return self._factors.describe(A=self._factors.A)
 
-    @property
-    @override
-    def factor_decay(self) -> float:
-        return self._factors.factor_decay
+    def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
+        """Return A, as K-FAC's."""
+        return tuple(spec for spec in self._factors.statistics(d_out, d_in) if spec.name == "A")
 
-    def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
-        """See `Curvature.statistics`: A, as K-FAC's."""
-        return tuple(spec for spec in self._factors.statistics(outputs, inputs) if spec.name == "A")
-
-    def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
-        """See `Curvature.parts`: that of A."""
-        return tuple(part for part in self._factors.parts(outputs, inputs) if part.name == "A")
+    def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
+        """Return that of A."""
+        return tuple(task for task in self._factors.tasks(d_out, d_in) if task.name == "A")
 
     @override
-    def observe(
+    def accumulate(
         self,
         sums: Mapping[str, Tensor],
         inputs: Rows,
         gradients: Rows,
-        *,
         scale: float,
-        first: bool,
-        held: Mapping[str, Tensor] | None = None,
+        computed: Mapping[str, Tensor] | None = None,
     ) -> None:
         if "A" in sums:
-            self._factors.A.add_(sums["A"], inputs, scale=1.0, overwrite=first)
+            self._factors.A.add_(sums["A"], inputs, scale=1.0)
 
     @override
-    def renew(
+    def compute(
         self,
-        part: str,
+        task: str,
         averages: Mapping[str, Tensor],
         damping: float,
-        before: Mapping[str, Tensor] | None = None,
-    ) -> tuple[Sequence[Tensor], Tensor]:
-        return self._factors.renew(part, averages, damping, before)
+        previous: Mapping[str, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        return self._factors.compute(task, averages, damping, previous)
 
-    traced = ("A",)
+    trace_reads = ("A",)
 
-    def trace(self, averages: Mapping[str, Tensor], outputs: int) -> Tensor:
-        """See `Curvature.trace`: that of I ⊗ A."""
-        return self._factors.A.trace(averages["A"]) * outputs
+    def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
+        """Return the trace of I ⊗ A."""
+        return self._factors.A.trace(averages["A"]) * d_out
 
     @property
-    def rotated(self) -> tuple[str, ...]:  # type: ignore[override]
-        """See `Curvature.rotated`: A, as K-FAC's."""
-        return tuple(name for name in self._factors.rotated if name == "A")
+    def off_diagonal_reads(self) -> tuple[str, ...] | None:  # type: ignore[override]
+        """A in the eigen forms, as K-FAC's."""
+        return tuple(name for name in self._factors.off_diagonal_reads or () if name == "A") or None
 
     @override
-    def misfit(self, averages: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
-        return self._factors.misfit(averages, held)
+    def off_diagonal(
+        self, averages: Mapping[str, Tensor], computed: Mapping[str, Tensor]
+    ) -> Sequence[tuple[Tensor, Tensor]]:
+        return self._factors.off_diagonal(averages, computed)
 
     @override
-    def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
+    def precondition(
+        self,
+        computed: Mapping[str, Tensor],
+        averages: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        damping: float,
+    ) -> Tensor:
         A = self._factors.A
-        if "vA" not in held:
-            return A.multiply(W, held, "A")
-        return A.rotate_back(A.rotate(W, held, "A") / (held["vA"][:, None, :] + damping), held, "A")
+        if "vA" not in computed:
+            return A.multiply(gradient, computed, "A")
+        return A.rotate_back(A.rotate(gradient, computed, "A") / (computed["vA"][:, None, :] + damping), computed, "A")
 
     @override
-    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
+    def fisher_product(
+        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
+    ) -> Tensor:
         A = self._factors.A
-        if "vA" not in held:
-            return A.times(D, averages["A"])
-        return A.rotate_back(A.rotate(D, held, "A") * held["vA"][:, None, :], held, "A")
+        if "vA" not in computed:
+            return A.times(direction, averages["A"])
+        return A.rotate_back(A.rotate(direction, computed, "A") * computed["vA"][:, None, :], computed, "A")
 
-    def diagonal(self, averages: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        """See `Curvature.diagonal`: that of A, for every output."""
+    def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
+        """Return that of A, for every output."""
         return self._factors.A.diagonal(averages["A"])[:, None, :]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal
@@ -12,12 +12,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from natgrad import linalg
-from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
+from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.curvature.quasi_newton import Compact, append, bfgs, damped, inner, multiply
 from natgrad.curvature.unitwise import UnitWise
 from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.sampling.likelihood import Likelihood
+from natgrad.specs import Statistic, Task, TensorSpec
 
 
 class KBFGS(Curvature):
@@ -38,9 +39,8 @@ class KBFGS(Curvature):
     begins anew.
     """
 
-    replays = ("a", "g", "rounding")
-    weighs = True
-    definite = False  # V is made of a running average of gradients
+    takes_narrow = True
+    positive_definite = False  # V is made of a running average of gradients
 
     def __init__(
         self,
@@ -81,27 +81,22 @@ class KBFGS(Curvature):
         fits = max_factor_size is None or whole
         require(fits, "max_factor_size", max_factor_size, "a whole number >= 1, or None")
         require_one_of("sharing", sharing, "expand", "reduce")
-        self._factor_decay, self._beside = check_estimate(fisher, factor_decay, likelihood)
+        self.factor_decay, self._beside = check_estimate(fisher, factor_decay, likelihood)
         self.limit, self.fisher, self.max_factor_size = memory, fisher, max_factor_size
-        self.sharing, self.pools = sharing, sharing == "reduce"
+        self.sharing, self.sum_positions = sharing, sharing == "reduce"
         self.gradient_decay, self.pair_decay = float(gradient_decay), float(pair_decay)
 
     def __repr__(self) -> str:
         """Show the variant."""
         return f"KBFGS(memory={self.limit}, sharing={self.sharing!r})"
 
-    @property
-    @override
-    def factor_decay(self) -> float:
-        return self._factor_decay
-
     @cached_property
     def _elementwise(self) -> Curvature:
         return UnitWise(fisher=self.fisher, factor_decay=self.factor_decay, likelihood=self._beside)
 
-    def fit(self, layer: Layer) -> Curvature | str:
-        """See `Curvature.fit`: matrices whose weight is trained, for the outputs are compared over a step."""
-        fitted = super().fit(layer)
+    def variant_for(self, layer: Layer) -> Curvature | str:
+        """Return itself for matrices whose weight is trained, for the outputs are compared over a step."""
+        fitted = super().variant_for(layer)
         if fitted is not self:
             return fitted
         if not layer.weight:
@@ -111,64 +106,61 @@ class KBFGS(Curvature):
             return f"{widest} wide, more than max_factor_size={self.max_factor_size}"
         return self
 
-    def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
-        """See `Curvature.statistics`: Ā; of the last batch the means of a and g, and what of that may be rounding."""
+    def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
+        """Return Ā; of the last batch the means of a and g, and how much of mean(g) may be rounding."""
+        a = Statistic("a", (d_in,), source="both", per="position", decayed=False, replayed=True)
         return (
-            Spec(name="A", shape=(inputs, inputs), symmetric=True, mean="rows"),
-            Spec(name="a", shape=(inputs,), mean="rows", fresh=True),
-            Spec(name="g", shape=(outputs,), mean="rows", degree=1, fresh=True),
-            Spec(name="rounding", shape=(1,), mean="rows", degree=1, fresh=True),
+            Statistic("A", (d_in, d_in), symmetric=True, source="both", per="position"),
+            a,
+            replace(a, name="g", shape=(d_out,), gradient_power=1),
+            replace(a, name="rounding", shape=(1,), gradient_power=1),
         )
 
-    def memory(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
-        """See `Curvature.memory`: the sums behind Ŵ and its bias correction, and the pair."""
+    def state(self, d_out: int, d_in: int) -> tuple[TensorSpec, ...]:
+        """Return the sums behind Ŵ and its bias correction, and the pair."""
         return (
-            Spec(name="W", shape=(outputs, inputs), recurrent=True),
-            Spec(name="share", shape=()),
-            Spec(name="s", shape=(outputs,)),
-            Spec(name="y", shape=(outputs,)),
+            TensorSpec("W", (d_out, d_in), at_least_float32=True),
+            TensorSpec("share", ()),
+            TensorSpec("s", (d_out,)),
+            TensorSpec("y", (d_out,)),
         )
 
-    def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
-        """See `Curvature.parts`: updates of rank two, which cost less than to send what they make."""
-        H_A = Spec(name="H_A", shape=(inputs, inputs), symmetric=True, recurrent=True)
-        made: tuple[Spec, ...] = (Spec(name="H_G", shape=(outputs, outputs), symmetric=True, recurrent=True),)
-        cost = 4.0 * outputs * outputs
+    def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
+        """Return updates of rank two, which cost less than to send their results."""
+        H_A = TensorSpec("H_A", (d_in, d_in), symmetric=True, at_least_float32=True)
+        made: tuple[TensorSpec, ...] = (replace(H_A, name="H_G", shape=(d_out, d_out)),)
+        cost = 4.0 * d_out * d_out
         if self.limit is not None:
-            made = tuple(Spec(name=name, shape=(self.limit, outputs), recurrent=True) for name in ("S", "Y"))
-            cost = 3.0 * self.limit**2 * outputs
-        A = Part(name="A", reads=("A", "a"), writes=(H_A,), cost=5.0 * inputs * inputs, warm=True, everywhere=True)
-        return A, replace(A, name="G", reads=("s", "y"), writes=made, cost=cost, replayed=True)
+            made = tuple(TensorSpec(name, (self.limit, d_out), at_least_float32=True) for name in ("S", "Y"))
+            cost = 3.0 * self.limit**2 * d_out
+        A = Task("A", ("A", "a"), (H_A,), 5.0 * d_in * d_in, needs_previous=True, on_every_worker=True)
+        return A, replace(A, name="G", reads=("s", "y"), writes=made, cost=cost, after_replay=True)
 
-    def observe(
+    def accumulate(
         self,
         sums: Mapping[str, Tensor],
         inputs: Rows,
         gradients: Rows,
-        *,
         scale: float,
-        first: bool,
-        held: Mapping[str, Tensor] | None = None,
+        computed: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """See `Curvature.observe`; a replay has no use for A."""
+        """Add to all, in a second pass to all but A."""
         if "A" in sums:
-            inputs.add_gram_(sums["A"], overwrite=first)
+            inputs.add_gram_(sums["A"])
         totals = {"a": inputs.pool().sum(1), "g": gradients.pool().sum(1), "rounding": gradients.rounding()}
         for name, total in totals.items():
-            if first:
-                sums[name].zero_()
             sums[name].add_(total, alpha=1.0 if name == "a" else scale)
 
-    def remember(self, memory: Mapping[str, Tensor], W: Tensor) -> Mapping[str, Tensor]:
-        """See `Curvature.remember`: Ŵ."""
+    def update_state(self, state: Mapping[str, Tensor], gradient: Tensor) -> Mapping[str, Tensor]:
+        """Return the new sums behind Ŵ."""
         decay = self.gradient_decay
         return {
-            "W": torch.lerp(W.to(memory["W"]), memory["W"], decay),
-            "share": decay * memory["share"] + (1 - decay),
+            "W": torch.lerp(gradient.to(state["W"]), state["W"], decay),
+            "share": decay * state["share"] + (1 - decay),
         }
 
-    def shown(self, means: Mapping[str, Tensor], parameters: Tensor) -> Mapping[str, Tensor]:
-        """See `Curvature.shown`: mean(z), for z is linear in a; mean(g), and whether that is more than rounding.
+    def replay_summary(self, means: Mapping[str, Tensor], parameters: Tensor) -> Mapping[str, Tensor]:
+        """Return mean(z), for z is linear in a; mean(g), and whether that is more than rounding.
 
         A frozen bias is in no difference.
         """
@@ -176,74 +168,80 @@ class KBFGS(Curvature):
         some = g.abs().sum(1, keepdim=True) > means["rounding"]
         return {"z": multiply(parameters, means["a"]), "g": g, "some": some}
 
-    def replayed(
-        self, memory: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+    def replay_update(
+        self, state: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """See `Curvature.replayed`: the running averages of the pair, whose scale does not matter; else none."""
+        """Return the running averages of the pair, whose scale does not matter; where g is rounding, zeros."""
         changes = {"s": after["z"] - before["z"], "y": after["g"] - before["g"]}
-        averages = {name: torch.lerp(change, memory[name], self.pair_decay) for name, change in changes.items()}
+        averages = {name: torch.lerp(change, state[name], self.pair_decay) for name, change in changes.items()}
         some = before["some"] & after["some"]
         return {name: torch.where(some, average, 0) for name, average in averages.items()}
 
-    def renew(
+    def compute(
         self,
-        part: str,
+        task: str,
         averages: Mapping[str, Tensor],
         damping: float,
-        before: Mapping[str, Tensor] | None = None,
-    ) -> tuple[Sequence[Tensor], Tensor]:
-        """See `Curvature.renew`; `damping` is below 1."""
-        if part == "A":
-            return self._renew_inputs(averages, damping**0.5, before)
+        previous: Mapping[str, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Do a task; `damping` is below 1."""
+        if task == "A":
+            return self._renew_inputs(averages, damping**0.5, previous)
         update = self._updated if self.limit is None else self._appended
-        made = update(averages["s"], averages["y"], damping**0.5, before)
-        return made, _finite(averages["s"], averages["y"], *made)
+        made = update(averages["s"], averages["y"], damping**0.5, previous)
+        return made, _finite(averages["s"], averages["y"], *made.values())
 
     def _renew_inputs(
-        self, averages: Mapping[str, Tensor], shift: float, before: Mapping[str, Tensor] | None
-    ) -> tuple[Sequence[Tensor], Tensor]:
+        self, averages: Mapping[str, Tensor], shift: float, previous: Mapping[str, Tensor] | None
+    ) -> tuple[dict[str, Tensor], Tensor]:
         A, a = averages["A"], averages["a"]
-        if before is None:
+        if previous is None:
             inverse, fine = linalg.damped_inverse(A, A.new_full((len(A),), shift))
-            return (inverse,), fine
-        H = before["H_A"].to(A.dtype)
+            return {"H_A": inverse}, fine
+        H = previous["H_A"].to(A.dtype)
         s = multiply(H, a)
-        lower = A.tril()
-        y = multiply(lower, s) + multiply(lower.mT, s) + (shift - lower.diagonal(dim1=-2, dim2=-1)) * s
+        y = multiply(A, s) + shift * s
         H, fine = bfgs(H, s, y), torch.ones(len(A), dtype=torch.bool, device=A.device)
         lost = ~(inner(a, s) >= 0)  # or not finite
         if bool(lost.any()):
             H[lost], fine[lost] = linalg.damped_inverse(A[lost], A.new_full((int(lost.sum()),), shift))
-        return (H,), fine & _finite(H)
+        return {"H_A": H}, fine & _finite(H)
 
-    def _updated(self, s: Tensor, y: Tensor, mu: float, before: Mapping[str, Tensor] | None) -> tuple[Tensor, ...]:
+    def _updated(self, s: Tensor, y: Tensor, mu: float, previous: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         unit = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device).expand(len(s), -1, -1)
-        H = unit if before is None else before["H_G"].to(s.dtype)
+        H = unit if previous is None else previous["H_G"].to(s.dtype)
         Hy = multiply(H, y)
         lost = ~(inner(y, Hy) >= 0)
         H, Hy = torch.where(lost[:, None, None], unit, H), torch.where(lost[:, None], y, Hy)
-        return (bfgs(H, *damped(s, y, Hy, mu)),)
+        return {"H_G": bfgs(H, *damped(s, y, Hy, mu))}
 
-    def _appended(self, s: Tensor, y: Tensor, mu: float, before: Mapping[str, Tensor] | None) -> tuple[Tensor, ...]:
+    def _appended(self, s: Tensor, y: Tensor, mu: float, previous: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         assert self.limit is not None
-        if before is None:
+        if previous is None:
             empty = s.new_zeros(len(s), self.limit, s.shape[-1])
-            return empty, empty
-        S, Y = before["S"].to(s.dtype), before["Y"].to(s.dtype)
+            return {"S": empty, "Y": empty}
+        S, Y = previous["S"].to(s.dtype), previous["Y"].to(s.dtype)
         Hy = Compact(S, Y).multiply(y[:, :, None])[:, :, 0]
         lost = ~(inner(y, Hy) >= 0)[:, None]
         S, Y = (torch.where(lost[:, :, None], 0, memory) for memory in (S, Y))
         s, y = damped(s, y, torch.where(lost, y, Hy), mu)
         curved = (inner(s, y) > 0)[:, None, None]
-        return torch.where(curved, append(S, s), S), torch.where(curved, append(Y, y), Y)
+        return {"S": torch.where(curved, append(S, s), S), "Y": torch.where(curved, append(Y, y), Y)}
 
     @override
-    def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
-        mean = held["W"] / held["share"].clamp(min=torch.finfo(W.dtype).tiny)[:, None, None]
-        right = linalg.product(mean, held["H_A"])
+    def precondition(
+        self,
+        computed: Mapping[str, Tensor],
+        averages: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        damping: float,
+    ) -> Tensor:
+        mean = state["W"] / state["share"].clamp(min=torch.finfo(gradient.dtype).tiny)[:, None, None]
+        right = linalg.product(mean, computed["H_A"])
         if self.limit is None:
-            return linalg.product(held["H_G"], right)
-        return Compact(held["S"], held["Y"]).multiply(right)
+            return linalg.product(computed["H_G"], right)
+        return Compact(computed["S"], computed["Y"]).multiply(right)
 
 
 def _finite(*stacked: Tensor) -> Tensor:

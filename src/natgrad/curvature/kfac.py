@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from natgrad import linalg
-from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
+from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.curvature.inputs import InputKFAC
 from natgrad.curvature.narrow_sides import Blocks, Diagonal
 from natgrad.curvature.sides import Form, Full, Side
@@ -20,6 +20,7 @@ from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.numerics.iterative import Warm
 from natgrad.sampling.likelihood import Likelihood
+from natgrad.specs import Statistic, Task
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,7 +41,8 @@ class KFAC(Curvature):
         G: What is kept of the factor of the outputs.
     """
 
-    diagonals = ("A", "G")
+    takes_narrow = True
+    diagonal_reads = ("A", "G")
 
     def __init__(
         self,
@@ -99,10 +101,9 @@ class KFAC(Curvature):
         self.form, self.fisher, self.sharing, self.sides = form, fisher, sharing, sides
         self.pi = pi and sides == "both"
         self.warm = _warm(form, tolerance, iterations)
-        self._factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
-        self.pools = sharing == "reduce"
-        self.early = () if self.pools else ("A",)
-        self.multiplies = () if self._made == "eigen" else ("A", "G")
+        self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
+        self.sum_positions = sharing == "reduce"
+        self.fisher_product_reads = () if self._made == "eigen" else ("A", "G")
         self.max_factor_size, self.wide = max_factor_size, wide
         self.A: Side = Full()
         self.G: Side = Full()
@@ -123,15 +124,10 @@ class KFAC(Curvature):
         warm = [] if self.warm is None else [f"tolerance={self.warm.tolerance}", f"iterations={self.warm.iterations}"]
         return [f"form={self.form!r}", *warm, f"fisher={self.fisher!r}", f"sharing={self.sharing!r}"]
 
-    @property
-    @override
-    def factor_decay(self) -> float:
-        return self._factor_decay
-
-    def fit(self, layer: Layer) -> Curvature | str:
-        """See `Curvature.fit`: the sides by their sizes; embeddings, also tied with linear layers, as a `TableKFAC`."""
+    def variant_for(self, layer: Layer) -> Curvature | str:
+        """Choose the sides by their sizes; embeddings, also tied with linear layers, get a `TableKFAC`."""
         if layer.form == "elementwise":
-            return super().fit(layer)
+            return super().variant_for(layer)
         uses = {each.form for each in (layer, *layer.others)}
         if self.sides == "a" and uses != {"matrix"}:
             return f"{self!r} has no form for an embedding, whose inputs are one-hot"
@@ -165,11 +161,11 @@ class KFAC(Curvature):
         variant.A, variant.G, variant._variants = A, G, {}
         return variant
 
-    def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
-        """See `Curvature.statistics`: the factors A, a mean over samples, and G, one over all rows."""
+    def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
+        """Return the factors A, a mean over samples, and G, a mean over samples and positions."""
         return (
-            self.A.statistic("A", inputs, mean="samples", degree=0),
-            self.G.statistic("G", outputs, mean="rows", degree=2),
+            self.A.statistic("A", d_in, source="inputs", per="sample", gradient_power=0),
+            self.G.statistic("G", d_out, source="gradients", per="position", gradient_power=2),
         )
 
     @property
@@ -177,100 +173,113 @@ class KFAC(Curvature):
         """What is made of the factors."""
         return "eigen" if self.form in ("eigen", "iterative") else "inverse"
 
-    def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
-        """See `Curvature.parts`: A and G apart, so that two ranks can share a layer (Pauloski 2022, section 4.3)."""
+    def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
+        """Return a task for A and one for G, so that two ranks can share a layer (Pauloski 2022, section 4.3)."""
         balanced = self._made == "inverse" and self.pi
         return tuple(
-            Part(
+            Task(
                 name=name,
                 reads=("A", "G") if balanced else (name,),
-                diagonals=(other,) if balanced else (),
+                diagonal_of=(other,) if balanced else (),
                 writes=side.writes(self._made, name, size),
                 cost=side.cost(size) * _COST[self.form],
-                warm=self.warm is not None and side.matrices,
+                needs_previous=self.warm is not None and side.matrices,
             )
-            for name, other, side, size in (("A", "G", self.A, inputs), ("G", "A", self.G, outputs))
+            for name, other, side, size in (("A", "G", self.A, d_in), ("G", "A", self.G, d_out))
         )
 
     @override
-    def observe(
+    def accumulate(
         self,
         sums: Mapping[str, Tensor],
         inputs: Rows,
         gradients: Rows,
-        *,
         scale: float,
-        first: bool,
-        held: Mapping[str, Tensor] | None = None,
+        computed: Mapping[str, Tensor] | None = None,
     ) -> None:
         if "A" in sums:
-            self.A.add_(sums["A"], inputs, scale=1.0, overwrite=first)
+            self.A.add_(sums["A"], inputs, scale=1.0)
         if "G" in sums:
-            self.G.add_(sums["G"], gradients, scale=scale * scale, overwrite=first)
+            self.G.add_(sums["G"], gradients, scale=scale * scale)
 
     @override
-    def renew(
+    def compute(
         self,
-        part: str,
+        task: str,
         averages: Mapping[str, Tensor],
         damping: float,
-        before: Mapping[str, Tensor] | None = None,
-    ) -> tuple[Sequence[Tensor], Tensor]:
-        factor, side = averages[part], self.A if part == "A" else self.G
-        last = None if before is None else before.get(f"Q{part}", before.get(f"inverse_{part}"))
+        previous: Mapping[str, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        factor, side = averages[task], self.A if task == "A" else self.G
+        last = None if previous is None else previous.get(f"Q{task}", previous.get(f"inverse_{task}"))
         if self._made == "eigen":
-            return side.decompose(factor, self.warm, last)
+            return side.decompose(task, factor, self.warm, last)
         share = factor.new_full((len(factor),), damping)
         if self.pi:
             means = self.A.mean_eigenvalue(averages["A"]), self.G.mean_eigenvalue(averages["G"])
             pi = linalg.trace_balance(*means)
-            share = damping**0.5 * (pi if part == "A" else 1 / pi)
-        return side.invert(factor, share, self.warm, last)
+            share = damping**0.5 * (pi if task == "A" else 1 / pi)
+        return side.invert(task, factor, share, self.warm, last)
 
     @override
-    def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
+    def precondition(
+        self,
+        computed: Mapping[str, Tensor],
+        averages: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        damping: float,
+    ) -> Tensor:
         A, G = self.A, self.G
         if self._made == "inverse":
             if A == G == Full():
-                return linalg.solve_inverse(W, held["inverse_A"], held["inverse_G"])
-            return A.multiply(G.multiply(W.mT, held, "G").mT, held, "A").contiguous()
+                return linalg.solve_inverse(gradient, computed["inverse_A"], computed["inverse_G"])
+            return A.multiply(G.multiply(gradient.mT, computed, "G").mT, computed, "A").contiguous()
+        known = {**computed, **averages}
         if A == G == Full():
-            return linalg.solve_rotated(W, held["QA"], held["QG"], lambda: self.spectrum(held).add_(damping))
-        rotated = A.rotate(G.rotate(W.mT, held, "G").mT, held, "A") / self.spectrum(held).add_(damping)
+            return linalg.solve_rotated(
+                gradient, computed["QA"], computed["QG"], lambda: self.spectrum(known).add_(damping)
+            )
+        rotated = A.rotate(G.rotate(gradient.mT, computed, "G").mT, computed, "A") / self.spectrum(known).add_(damping)
         # A diagonal side multiplies what may be a transpose, which the blocks of a grouped convolution must not be.
-        return A.rotate_back(G.rotate_back(rotated.mT, held, "G").mT, held, "A").contiguous()
+        return A.rotate_back(G.rotate_back(rotated.mT, computed, "G").mT, computed, "A").contiguous()
 
-    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
-        """See `Curvature.multiply`: in the basis of the solve, or by A and G as they are now."""
+    def fisher_product(
+        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
+    ) -> Tensor:
+        """Return F D in the eigenbasis, or by A and G as they are now."""
         A, G = self.A, self.G
         if self._made == "inverse":
-            return A.times(G.times(D.mT, averages["G"]).mT, averages["A"])
-        rotated = A.rotate(G.rotate(D.mT, held, "G").mT, held, "A") * self.spectrum(held)
-        return A.rotate_back(G.rotate_back(rotated.mT, held, "G").mT, held, "A")
+            return A.times(G.times(direction.mT, averages["G"]).mT, averages["A"])
+        rotated = A.rotate(G.rotate(direction.mT, computed, "G").mT, computed, "A") * self.spectrum(computed)
+        return A.rotate_back(G.rotate_back(rotated.mT, computed, "G").mT, computed, "A")
 
-    traced = ("A", "G")
+    trace_reads = ("A", "G")
 
-    def trace(self, averages: Mapping[str, Tensor], outputs: int) -> Tensor:
-        """See `Curvature.trace`: tr A · tr G."""
+    def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
+        """Return tr A · tr G."""
         return self.A.trace(averages["A"]) * self.G.trace(averages["G"])
 
     @property
-    def rotated(self) -> tuple[str, ...]:  # type: ignore[override]
-        """See `Curvature.rotated`: in the eigen forms, the factors whose eigenvectors are not the unit vectors."""
+    def off_diagonal_reads(self) -> tuple[str, ...] | None:  # type: ignore[override]
+        """In the eigen forms, the factors whose eigenvectors are not the unit vectors."""
         sides = {"A": self.A, "G": self.G} if self._made == "eigen" else {}
-        return tuple(name for name, side in sides.items() if side.matrices)
+        return tuple(name for name, side in sides.items() if side.matrices) or None
 
     @override
-    def misfit(self, averages: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
+    def off_diagonal(
+        self, averages: Mapping[str, Tensor], computed: Mapping[str, Tensor]
+    ) -> Sequence[tuple[Tensor, Tensor]]:
         sides = {"A": self.A, "G": self.G}
-        return [sides[name].misfit(averages[name], held[f"Q{name}"]) for name in self.rotated if f"Q{name}" in held]
+        names = [name for name in self.off_diagonal_reads or () if f"Q{name}" in computed]
+        return [sides[name].off_diagonal(averages[name], computed[f"Q{name}"]) for name in names]
 
-    def spectrum(self, held: Mapping[str, Tensor]) -> Tensor:
+    def spectrum(self, computed: Mapping[str, Tensor]) -> Tensor:
         """Return the eigenvalues of the block, in memory of its own ``[N, o, i]``: v_G v_Aᵀ (eigen form)."""
-        return held["vG"][:, :, None] * held["vA"][:, None, :]
+        return computed["vG"][:, :, None] * computed["vA"][:, None, :]
 
-    def diagonal(self, averages: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        """See `Curvature.diagonal`: diag(G) ⊗ diag(A)."""
+    def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
+        """Return diag(G) ⊗ diag(A)."""
         return self.G.diagonal(averages["G"])[:, :, None] * self.A.diagonal(averages["A"])[:, None, :]
 
 

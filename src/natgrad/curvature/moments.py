@@ -14,7 +14,7 @@ _PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
 def add_moments_(
-    S: Tensor, inputs: Rows, gradients: Rows, A: Side, G: Side, held: Mapping[str, Tensor], *, scale: float
+    S: Tensor, inputs: Rows, gradients: Rows, A: Side, G: Side, computed: Mapping[str, Tensor], *, scale: float
 ) -> None:
     """Add `scale` Σ_n (Q_Gᵀ ∇_n Q_A)∘² to S, with ∇_n = Σ_t g aᵀ a sample's gradient (George et al. 2018).
 
@@ -28,7 +28,7 @@ def add_moments_(
         gradients: The rows g of the same samples.
         A: The kind of side of the inputs.
         G: That of the outputs.
-        held: Their eigenvectors.
+        computed: Their eigenvectors.
         scale: What to multiply by.
     """
     T = inputs.positions
@@ -39,22 +39,22 @@ def add_moments_(
         stop = min(start + step, inputs.samples)
         some, g = inputs.part(start, stop), gradients.part(start, stop).dense().to(S.dtype)  # [n, B, T, d]
         if T == 1:
-            a, g = A.rotate(some.dense().to(S.dtype)[:, :, 0], held, "A"), G.rotate(g[:, :, 0], held, "G")
+            a, g = A.rotate(some.dense().to(S.dtype)[:, :, 0], computed, "A"), G.rotate(g[:, :, 0], computed, "G")
             S.baddbmm_(g.square().mT, a.square(), alpha=scale)
             continue
         early_a, early_g = o >= T, i >= T
         if early_g:
-            g = _rotated(g, G, held, "G")
+            g = _rotated(g, G, computed, "G")
         if early_a:
-            gradient = g.mT @ _rotated(some.dense().to(S.dtype), A, held, "A")  # [n, B, o, i]
+            gradient = g.mT @ _rotated(some.dense().to(S.dtype), A, computed, "A")  # [n, B, o, i]
         else:
-            gradient = _rotated(some.outer(g), A, held, "A")
+            gradient = _rotated(some.outer(g), A, computed, "A")
         if not early_g:
-            gradient = _rotated(gradient.mT, G, held, "G").mT
+            gradient = _rotated(gradient.mT, G, computed, "G").mT
         S.add_(gradient.square_().sum(1), alpha=scale)
 
 
-def _rotated(rows: Tensor, side: Side, held: Mapping[str, Tensor], name: str) -> Tensor:
+def _rotated(rows: Tensor, side: Side, computed: Mapping[str, Tensor], name: str) -> Tensor:
     """Return ``rows [n, B, r, d]`` in the coordinates of a side."""
-    rotated: Tensor = side.rotate(rows.flatten(1, 2), held, name).unflatten(1, rows.shape[1:3])
+    rotated: Tensor = side.rotate(rows.flatten(1, 2), computed, name).unflatten(1, rows.shape[1:3])
     return rotated

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from natgrad import linalg
-from natgrad.curvature.base import Spec
 from natgrad.curvature.sides import Form, Side
 from natgrad.layers import Rows
 from natgrad.numerics.iterative import Warm
+from natgrad.specs import Statistic, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,28 @@ class Diagonal(Side):
         return False
 
     @override
-    def statistic(self, name: str, size: int, *, mean: Literal["samples", "rows"], degree: int) -> Spec:
-        return Spec(name=name, shape=(size,), mean=mean, degree=degree)
+    def statistic(
+        self,
+        name: str,
+        size: int,
+        *,
+        source: Literal["inputs", "gradients", "both"],
+        per: Literal["sample", "position"],
+        gradient_power: Literal[0, 2],
+    ) -> Statistic:
+        return Statistic(name, (size,), source=source, per=per, gradient_power=gradient_power)
 
     @override
     def cost(self, size: int) -> float:
         return float(size)
 
     @override
-    def writes(self, form: Form, name: str, size: int) -> tuple[Spec, ...]:
-        return (Spec(name=f"v{name}" if form == "eigen" else f"inverse_{name}", shape=(size,)),)
+    def writes(self, form: Form, name: str, size: int) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(f"v{name}" if form == "eigen" else f"inverse_{name}", (size,)),)
 
     @override
-    def add_(self, out: Tensor, rows: Rows, *, scale: float, overwrite: bool) -> None:
-        squares = rows.squares().mul_(scale)
-        out.copy_(squares) if overwrite else out.add_(squares)
+    def add_(self, out: Tensor, rows: Rows, *, scale: float) -> None:
+        out.add_(rows.squares().mul_(scale))
 
     @override
     def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
@@ -62,32 +69,33 @@ class Diagonal(Side):
 
     @override
     def decompose(
-        self, factor: Tensor, warm: Warm | None = None, before: Tensor | None = None
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        return (factor,), factor.sum(-1).isfinite()
+        self, name: str, factor: Tensor, warm: Warm | None = None, previous: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        return {f"v{name}": factor}, factor.sum(-1).isfinite()
 
     @override
     def invert(
         self,
+        name: str,
         factor: Tensor,
         damping: Tensor,
         warm: Warm | None = None,
-        before: Tensor | None = None,
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        previous: Tensor | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
         inverse = (factor + damping[:, None]).reciprocal_()
-        return (inverse,), inverse.sum(-1).isfinite()
+        return {f"inverse_{name}": inverse}, inverse.sum(-1).isfinite()
 
     @override
-    def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+    def rotate(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
         return W
 
     @override
-    def rotate_back(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+    def rotate_back(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
         return W
 
     @override
-    def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        return W * held[f"inverse_{name}"][:, None, :]
+    def multiply(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
+        return W * computed[f"inverse_{name}"][:, None, :]
 
     @override
     def times(self, W: Tensor, factor: Tensor) -> Tensor:
@@ -116,34 +124,39 @@ class Blocks(Side):
         return f"in {self.count} blocks of {self.length}"
 
     @override
-    def statistic(self, name: str, size: int, *, mean: Literal["samples", "rows"], degree: int) -> Spec:
-        return Spec(name=name, shape=(self.count, self.length, self.length), symmetric=True, mean=mean, degree=degree)
+    def statistic(
+        self,
+        name: str,
+        size: int,
+        *,
+        source: Literal["inputs", "gradients", "both"],
+        per: Literal["sample", "position"],
+        gradient_power: Literal[0, 2],
+    ) -> Statistic:
+        shape = (self.count, self.length, self.length)
+        return Statistic(name, shape, symmetric=True, source=source, per=per, gradient_power=gradient_power)
 
     @override
     def cost(self, size: int) -> float:
         return self.count * float(self.length) ** 3
 
     @override
-    def writes(self, form: Form, name: str, size: int) -> tuple[Spec, ...]:
+    def writes(self, form: Form, name: str, size: int) -> tuple[TensorSpec, ...]:
         shape = (self.count, self.length, self.length)
         if form == "eigen":
-            return (Spec(name=f"Q{name}", shape=shape), Spec(name=f"v{name}", shape=(self.eigenvalues(size),)))
-        return (Spec(name=f"inverse_{name}", shape=shape, symmetric=True),)
+            return (TensorSpec(f"Q{name}", shape), TensorSpec(f"v{name}", (self.eigenvalues(size),)))
+        return (TensorSpec(f"inverse_{name}", shape, symmetric=True),)
 
     def eigenvalues(self, size: int) -> int:
         """See `Side.eigenvalues`: with those of what pads the last block."""
         return self.count * self.length
 
     @override
-    def add_(self, out: Tensor, rows: Rows, *, scale: float, overwrite: bool) -> None:
+    def add_(self, out: Tensor, rows: Rows, *, scale: float) -> None:
         for index, start in enumerate(range(0, self.size, self.length)):
             stop = min(start + self.length, self.size)
             width = stop - start
-            if overwrite and width < self.length:
-                out[:, index].zero_()
-            rows.narrow(start, stop).add_gram_(out[:, index, :width, :width], scale=scale, overwrite=overwrite)
-        if overwrite:
-            out[:, ceil(self.size / self.length) :].zero_()
+            rows.narrow(start, stop).add_gram_(out[:, index, :width, :width], scale=scale)
 
     @override
     def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
@@ -163,43 +176,45 @@ class Blocks(Side):
 
     @override
     def decompose(
-        self, factor: Tensor, warm: Warm | None = None, before: Tensor | None = None
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        every, start = factor.flatten(0, 1), None if before is None else before.flatten(0, 1)
+        self, name: str, factor: Tensor, warm: Warm | None = None, previous: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        every, start = factor.flatten(0, 1), None if previous is None else previous.flatten(0, 1)
         values, vectors, fine = linalg.eigh(every) if warm is None else warm.eigh(every, start)
-        return (vectors.view_as(factor), values.view(len(factor), -1)), fine.view(len(factor), -1).all(-1)
+        computed = {f"Q{name}": vectors.view_as(factor), f"v{name}": values.view(len(factor), -1)}
+        return computed, fine.view(len(factor), -1).all(-1)
 
-    def misfit(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Side.misfit`: what was left out between the blocks is not part of it."""
+    def off_diagonal(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Side.off_diagonal`: what was left out between the blocks is not part of it."""
         off, whole = linalg.off_diagonal(factor.flatten(0, 1), vectors.flatten(0, 1))
         return off.view(len(factor), -1).sum(-1), whole.view(len(factor), -1).sum(-1)
 
     @override
     def invert(
         self,
+        name: str,
         factor: Tensor,
         damping: Tensor,
         warm: Warm | None = None,
-        before: Tensor | None = None,
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        previous: Tensor | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
         every, damping = factor.flatten(0, 1), damping.repeat_interleave(self.count)
         if warm is None:
             inverse, fine = linalg.damped_inverse(every, damping)
         else:
-            inverse, fine = warm.damped_inverse(every, damping, None if before is None else before.flatten(0, 1))
-        return (inverse.view_as(factor),), fine.view(len(factor), -1).all(-1)
+            inverse, fine = warm.damped_inverse(every, damping, None if previous is None else previous.flatten(0, 1))
+        return {f"inverse_{name}": inverse.view_as(factor)}, fine.view(len(factor), -1).all(-1)
 
     @override
-    def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        return self._times(W, held[f"Q{name}"])
+    def rotate(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
+        return self._times(W, computed[f"Q{name}"])
 
     @override
-    def rotate_back(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        return self._times(W, held[f"Q{name}"].mT)[..., : self.size]
+    def rotate_back(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
+        return self._times(W, computed[f"Q{name}"].mT)[..., : self.size]
 
     @override
-    def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        return self._times(W, held[f"inverse_{name}"])[..., : self.size]
+    def multiply(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
+        return self._times(W, computed[f"inverse_{name}"])[..., : self.size]
 
     @override
     def times(self, W: Tensor, factor: Tensor) -> Tensor:

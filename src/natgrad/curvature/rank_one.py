@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from natgrad import linalg
-from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
+from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.errors import require_one_of
 from natgrad.layers import Rows
+from natgrad.specs import Statistic, Task, TensorSpec
 
 
 class RankOne(Curvature):
@@ -28,9 +29,10 @@ class RankOne(Curvature):
     there is no sampled variant. Norm layers take `UnitWise` beside it.
     """
 
-    multiplies = ()
+    fisher_product_reads = ()
     default_damping = 0.1
-    diagonals = ("a", "g")
+    takes_narrow = True
+    diagonal_reads = ("a", "g")
 
     def __init__(self, *, sharing: Literal["expand", "reduce"] = "expand", factor_decay: float = 0.95) -> None:
         """Choose the variant.
@@ -45,71 +47,72 @@ class RankOne(Curvature):
             ValueError: if an argument is none of those.
         """
         require_one_of("sharing", sharing, "expand", "reduce")
-        self.sharing, self.pools = sharing, sharing == "reduce"
-        self._factor_decay, self.likelihood = check_estimate("empirical", factor_decay, None)
+        self.sharing, self.sum_positions = sharing, sharing == "reduce"
+        self.factor_decay, self.likelihood = check_estimate("empirical", factor_decay, None)
 
     def __repr__(self) -> str:
         """Show the variant."""
         return f"RankOne(sharing={self.sharing!r})"
 
-    @property
-    @override
-    def factor_decay(self) -> float:
-        return self._factor_decay
-
-    def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
-        """See `Curvature.statistics`: ā and ḡ, means over all rows."""
+    def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
+        """Return ā and ḡ, means over samples and positions, collected together as one task reads both."""
         return (
-            Spec(name="a", shape=(inputs,), mean="rows"),
-            Spec(name="g", shape=(outputs,), mean="rows", degree=1),
+            Statistic("a", (d_in,), source="both", per="position"),
+            Statistic("g", (d_out,), source="both", per="position", gradient_power=1),
         )
 
-    def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
-        """See `Curvature.parts`: one that hands on what there is."""
-        written = (Spec(name="mean_a", shape=(inputs,)), Spec(name="mean_g", shape=(outputs,)))
-        return (Part(name="ag", reads=("a", "g"), writes=written, cost=float(outputs + inputs)),)
+    def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
+        """Return one that copies the means."""
+        written = (TensorSpec("mean_a", (d_in,)), TensorSpec("mean_g", (d_out,)))
+        return (Task("ag", ("a", "g"), written, float(d_out + d_in)),)
 
     @override
-    def observe(
+    def accumulate(
         self,
         sums: Mapping[str, Tensor],
         inputs: Rows,
         gradients: Rows,
-        *,
         scale: float,
-        first: bool,
-        held: Mapping[str, Tensor] | None = None,
+        computed: Mapping[str, Tensor] | None = None,
     ) -> None:
         for name, rows, factor in (("a", inputs, 1.0), ("g", gradients, scale)):
-            total = rows.pool().sum(1).to(sums[name].dtype).mul_(factor)
-            sums[name].copy_(total) if first else sums[name].add_(total)
+            sums[name].add_(rows.pool().sum(1).to(sums[name].dtype).mul_(factor))
 
     @override
-    def renew(
+    def compute(
         self,
-        part: str,
+        task: str,
         averages: Mapping[str, Tensor],
         damping: float,
-        before: Mapping[str, Tensor] | None = None,
-    ) -> tuple[Sequence[Tensor], Tensor]:
+        previous: Mapping[str, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
         a, g = averages["a"], averages["g"]
-        return (a, g), torch.ones(len(a), dtype=torch.bool, device=a.device)
+        return {"mean_a": a, "mean_g": g}, torch.ones(len(a), dtype=torch.bool, device=a.device)
 
-    traced = ("a", "g")
+    trace_reads = ("a", "g")
 
-    def trace(self, averages: Mapping[str, Tensor], outputs: int) -> Tensor:
-        """See `Curvature.trace`: ``‖ā‖² ‖ḡ‖²``."""
+    def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
+        """Return ``‖ā‖² ‖ḡ‖²``."""
         return averages["a"].square().sum(-1) * averages["g"].square().sum(-1)
 
     @override
-    def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
-        return linalg.solve_rank_one(W, held["mean_a"], held["mean_g"], damping)
+    def precondition(
+        self,
+        computed: Mapping[str, Tensor],
+        averages: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        damping: float,
+    ) -> Tensor:
+        return linalg.solve_rank_one(gradient, computed["mean_a"], computed["mean_g"], damping)
 
-    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
-        """See `Curvature.multiply`: ``g (gᵀ D a) aᵀ``."""
-        a, g = held["mean_a"][:, :, None], held["mean_g"][:, :, None]
-        return g * (g.mT @ (D @ a)) * a.mT
+    def fisher_product(
+        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
+    ) -> Tensor:
+        """Return ``g (gᵀ D a) aᵀ``."""
+        a, g = computed["mean_a"][:, :, None], computed["mean_g"][:, :, None]
+        return g * (g.mT @ (direction @ a)) * a.mT
 
-    def diagonal(self, averages: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        """See `Curvature.diagonal`: ḡ² ⊗ ā²."""
+    def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
+        """Return ḡ² ⊗ ā²."""
         return averages["g"].square()[:, :, None] * averages["a"].square()[:, None, :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import ceil, inf
 from typing import Literal, NoReturn, Protocol
 
@@ -12,10 +12,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from natgrad.curvature import kernel
-from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
+from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.errors import NatgradWarning, require, require_one_of
 from natgrad.sampling.likelihood import Likelihood
 from natgrad.schedule import is_number
+from natgrad.specs import Statistic, Task, TensorSpec
 
 # The number of rows by which layers are compared before any batch has told theirs.
 _NOMINAL = 256
@@ -45,53 +46,50 @@ class RowCurvature(Curvature):
         linked: Whether a selection may have a Y.
     """
 
+    takes_narrow = True
     rows = True
-    pools = True
+    sum_positions = True
     switches: bool = False
     linked: bool = False
-    multiplies = ()
+    fisher_product_reads = ()
     default_damping = 0.1
 
     def __init__(self, *, fisher: Literal["empirical", "sampled"], likelihood: str | Likelihood | None) -> None:
         """Check what is common."""
         self.fisher = fisher
-        _, self.likelihood = check_estimate(fisher, _DECAY, likelihood)
+        # The decay is that of norm layers beside it: rows have no running average.
+        self.factor_decay, self.likelihood = check_estimate(fisher, _DECAY, likelihood)
 
-    @property
-    def factor_decay(self) -> float:
-        """That of norm layers beside it: rows have no running average."""
-        return _DECAY
-
-    def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
-        """See `Curvature.statistics`: none."""
+    def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
+        """Return none."""
         return ()
 
-    def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
-        """See `Curvature.parts`: M, of a size that the batch decides (`held`)."""
+    def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
+        """Return M, of a size that the batch decides (`held`)."""
         rows = self.nominal
-        return (Part(name="M", reads=(), writes=(), cost=float(rows * rows * (outputs + inputs) + rows**3)),)
+        return (Task("M", (), (), float(rows * rows * (d_out + d_in) + rows**3)),)
 
     @property
     def nominal(self) -> int:
         """About how many rows there are."""
         return _NOMINAL
 
-    def held(self, rows: int, outputs: int, inputs: int) -> tuple[Spec, ...]:
-        """Return what is held of a block ``[outputs, inputs]`` with so many rows.
+    def held(self, rows: int, d_out: int, d_in: int) -> tuple[TensorSpec, ...]:
+        """Return what is held of a block ``[d_out, d_in]`` with so many rows.
 
         M is flat, as a vector: like S and α it is never kept in fewer than 32 bits, whose rounding `solve` would
         multiply by the largest eigenvalue over α. So is Y, which `multiply` needs: M, which has it in it, tells what Y
         is no better than rounded by as much.
         """
         specs = (
-            Spec(name="A", shape=(rows, inputs)),
-            Spec(name="G", shape=(rows, outputs)),
-            Spec(name="M", shape=(rows * rows,)),
-            Spec(name="samples", shape=()),
-            Spec(name="damping", shape=()),
+            TensorSpec("A", (rows, d_in)),
+            TensorSpec("G", (rows, d_out)),
+            TensorSpec("M", (rows * rows,)),
+            TensorSpec("samples", ()),
+            TensorSpec("damping", ()),
         )
-        links = (Spec(name="Y", shape=(rows * rows,)),) if self.linked else ()
-        gradient = (Spec(name="gradient", shape=(outputs * inputs,)),) if self.switches else ()
+        links = (TensorSpec("Y", (rows * rows,)),) if self.linked else ()
+        gradient = (TensorSpec("gradient", (d_out * d_in,)),) if self.switches else ()
         return *specs, *links, *gradient
 
     @abstractmethod
@@ -124,28 +122,38 @@ class RowCurvature(Curvature):
             starts: A random number in [0, 1) for each block ``[N]``.
         """
 
-    def observe(self, *args: object, **options: object) -> NoReturn:
-        """See `Curvature.observe`: there are no sums."""
+    def accumulate(self, *args: object, **options: object) -> NoReturn:
+        """Raise: there are no sums."""
         raise AssertionError("rows are kept, not summed")
 
-    def renew(self, *args: object, **options: object) -> tuple[Sequence[Tensor], Tensor]:
-        """See `Curvature.renew`: there are no averages."""
+    def compute(self, *args: object, **options: object) -> NoReturn:
+        """Raise: there are no averages."""
         raise AssertionError("rows are renewed by natgrad.rows")
 
-    def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
-        """See `Curvature.solve`: with the α that M was made with."""
-        A, G, M = (held[name].to(W.dtype) for name in ("A", "G", "M"))
+    def precondition(
+        self,
+        computed: Mapping[str, Tensor],
+        averages: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        damping: float,
+    ) -> Tensor:
+        """Precondition with the α that M was made with."""
+        A, G, M = (computed[name].to(gradient.dtype) for name in ("A", "G", "M"))
         M = _square(M, A)
-        samples, alpha = held["samples"].to(W.dtype), held["damping"].to(W.dtype)
-        return kernel.precondition(A, G, M, W, samples=samples, damping=alpha)
+        samples, alpha = computed["samples"].to(gradient.dtype), computed["damping"].to(gradient.dtype)
+        return kernel.precondition(A, G, M, gradient, samples=samples, damping=alpha)
 
-    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
-        """See `Curvature.multiply`: ``α Uᵀ Y U D / S`` of the rows of the last renewal; without links ``UᵀU D / S``."""
-        A, G = (held[name].to(D.dtype) for name in ("A", "G"))
-        c = kernel.multiply(A, G, D)
+    def fisher_product(
+        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
+    ) -> Tensor:
+        """Return ``α Uᵀ Y U D / S`` of the rows of the last renewal; without links ``UᵀU D / S``."""
+        A, G = (computed[name].to(direction.dtype) for name in ("A", "G"))
+        c = kernel.multiply(A, G, direction)
         if self.linked:
-            c = (_square(held["Y"].to(D.dtype), A) @ c[..., None])[..., 0] * held["damping"].to(D.dtype)[:, None]
-        return kernel.multiply_transposed(A, G, c) / held["samples"].to(D.dtype)[:, None, None]
+            damping = computed["damping"].to(direction.dtype)[:, None]
+            c = (_square(computed["Y"].to(direction.dtype), A) @ c[..., None])[..., 0] * damping
+        return kernel.multiply_transposed(A, G, c) / computed["samples"].to(direction.dtype)[:, None, None]
 
 
 def _square(flat: Tensor, rows: Tensor) -> Tensor:

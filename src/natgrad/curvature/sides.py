@@ -16,9 +16,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from natgrad import linalg
-from natgrad.curvature.base import Spec
 from natgrad.layers import Rows
 from natgrad.numerics.iterative import Warm
+from natgrad.specs import Statistic, TensorSpec
 
 # What is made of a factor: its eigenvalue decomposition, or its damped inverse.
 Form = Literal["eigen", "inverse"]
@@ -32,7 +32,15 @@ class Side(ABC):
         """Return the kind in words; empty for a full factor."""
 
     @abstractmethod
-    def statistic(self, name: str, size: int, *, mean: Literal["samples", "rows"], degree: int) -> Spec:
+    def statistic(
+        self,
+        name: str,
+        size: int,
+        *,
+        source: Literal["inputs", "gradients", "both"],
+        per: Literal["sample", "position"],
+        gradient_power: Literal[0, 2],
+    ) -> Statistic:
         """Return the tensor that sums what is kept of x xᵀ."""
 
     @abstractmethod
@@ -40,7 +48,7 @@ class Side(ABC):
         """Return the work of a renewal in multiply-adds, up to a factor common to all kinds."""
 
     @abstractmethod
-    def writes(self, form: Form, name: str, size: int) -> tuple[Spec, ...]:
+    def writes(self, form: Form, name: str, size: int) -> tuple[TensorSpec, ...]:
         """Return what `decompose` (of the eigen form) or `invert` makes, in their order."""
 
     def eigenvalues(self, size: int) -> int:
@@ -48,8 +56,8 @@ class Side(ABC):
         return size
 
     @abstractmethod
-    def add_(self, out: Tensor, rows: Rows, *, scale: float, overwrite: bool) -> None:
-        """Add `scale` Σ x xᵀ of all `rows`, as far as it is kept, to `out` (or write it when `overwrite`)."""
+    def add_(self, out: Tensor, rows: Rows, *, scale: float) -> None:
+        """Add `scale` Σ x xᵀ of all `rows`, as far as it is kept, to `out`."""
 
     @abstractmethod
     def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
@@ -70,14 +78,14 @@ class Side(ABC):
 
     @abstractmethod
     def decompose(
-        self, factor: Tensor, warm: Warm | None = None, before: Tensor | None = None
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        self, name: str, factor: Tensor, warm: Warm | None = None, previous: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """Return eigenvectors (none, if those are the unit vectors) and eigenvalues; and which blocks succeeded.
 
         With `warm` they are brought forward from the eigenvectors `before`, where there are any.
         """
 
-    def misfit(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    def off_diagonal(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``‖offdiag(Qᵀ X Q)‖²`` and ``‖X‖²`` ``[N]`` for eigenvectors Q, of sides that have them."""
         raise NotImplementedError
 
@@ -89,26 +97,27 @@ class Side(ABC):
     @abstractmethod
     def invert(
         self,
+        name: str,
         factor: Tensor,
         damping: Tensor,
         warm: Warm | None = None,
-        before: Tensor | None = None,
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        previous: Tensor | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """Return ``(factor + damping I)⁻¹`` for a damping ``[N]``, and which blocks succeeded.
 
         With `warm` it is brought forward from the inverse `before`, where there is one.
         """
 
     @abstractmethod
-    def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+    def rotate(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
         """Return W in the coordinates of the eigenvectors, as many as there are eigenvalues."""
 
     @abstractmethod
-    def rotate_back(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+    def rotate_back(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
         """Undo `rotate`."""
 
     @abstractmethod
-    def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
+    def multiply(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
         """Return W times the inverse."""
 
     @abstractmethod
@@ -125,22 +134,30 @@ class Full(Side):
         return ""
 
     @override
-    def statistic(self, name: str, size: int, *, mean: Literal["samples", "rows"], degree: int) -> Spec:
-        return Spec(name=name, shape=(size, size), symmetric=True, mean=mean, degree=degree)
+    def statistic(
+        self,
+        name: str,
+        size: int,
+        *,
+        source: Literal["inputs", "gradients", "both"],
+        per: Literal["sample", "position"],
+        gradient_power: Literal[0, 2],
+    ) -> Statistic:
+        return Statistic(name, (size, size), symmetric=True, source=source, per=per, gradient_power=gradient_power)
 
     @override
     def cost(self, size: int) -> float:
         return float(size) ** 3
 
     @override
-    def writes(self, form: Form, name: str, size: int) -> tuple[Spec, ...]:
+    def writes(self, form: Form, name: str, size: int) -> tuple[TensorSpec, ...]:
         if form == "eigen":
-            return (Spec(name=f"Q{name}", shape=(size, size)), Spec(name=f"v{name}", shape=(size,)))
-        return (Spec(name=f"inverse_{name}", shape=(size, size), symmetric=True),)
+            return (TensorSpec(f"Q{name}", (size, size)), TensorSpec(f"v{name}", (size,)))
+        return (TensorSpec(f"inverse_{name}", (size, size), symmetric=True),)
 
     @override
-    def add_(self, out: Tensor, rows: Rows, *, scale: float, overwrite: bool) -> None:
-        rows.add_gram_(out, scale=scale, overwrite=overwrite)
+    def add_(self, out: Tensor, rows: Rows, *, scale: float) -> None:
+        rows.add_gram_(out, scale=scale)
 
     @override
     def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
@@ -156,40 +173,41 @@ class Full(Side):
 
     @override
     def decompose(
-        self, factor: Tensor, warm: Warm | None = None, before: Tensor | None = None
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        values, vectors, fine = linalg.eigh(factor) if warm is None else warm.eigh(factor, before)
-        return (vectors, values), fine
+        self, name: str, factor: Tensor, warm: Warm | None = None, previous: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        values, vectors, fine = linalg.eigh(factor) if warm is None else warm.eigh(factor, previous)
+        return {f"Q{name}": vectors, f"v{name}": values}, fine
 
     @override
-    def misfit(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    def off_diagonal(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
         return linalg.off_diagonal(factor, vectors)
 
     @override
     def invert(
         self,
+        name: str,
         factor: Tensor,
         damping: Tensor,
         warm: Warm | None = None,
-        before: Tensor | None = None,
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        previous: Tensor | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
         if warm is None:
             inverse, fine = linalg.damped_inverse(factor, damping)
         else:
-            inverse, fine = warm.damped_inverse(factor, damping, before)
-        return (inverse,), fine
+            inverse, fine = warm.damped_inverse(factor, damping, previous)
+        return {f"inverse_{name}": inverse}, fine
 
     @override
-    def rotate(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        return linalg.product(W, held[f"Q{name}"])
+    def rotate(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
+        return linalg.product(W, computed[f"Q{name}"])
 
     @override
-    def rotate_back(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        return linalg.product(W, held[f"Q{name}"].mT)
+    def rotate_back(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
+        return linalg.product(W, computed[f"Q{name}"].mT)
 
     @override
-    def multiply(self, W: Tensor, held: Mapping[str, Tensor], name: str) -> Tensor:
-        return linalg.product(W, held[f"inverse_{name}"])
+    def multiply(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
+        return linalg.product(W, computed[f"inverse_{name}"])
 
     @override
     def times(self, W: Tensor, factor: Tensor) -> Tensor:

@@ -31,10 +31,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from natgrad.curvature.base import Curvature, Part, Spec
+from natgrad.curvature.base import Curvature
 from natgrad.curvature.narrow_sides import Diagonal
 from natgrad.layers import Rows
 from natgrad.layers.rows import DenseRows
+from natgrad.specs import Statistic, Task
 
 if TYPE_CHECKING:
     from natgrad.curvature.kfac import KFAC
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 class TableKFAC(Curvature):
     """K-FAC of an embedding, or of an embedding and the linear layers tied with it, as one block ``[V, d]``."""
+
+    takes_narrow = True
 
     def __init__(self, factors: KFAC, *, heads: bool) -> None:
         """Wrap the K-FAC that solves.
@@ -51,11 +54,12 @@ class TableKFAC(Curvature):
             heads: Whether linear layers are tied with the embedding.
         """
         self._factors, self._heads = factors, heads
-        self.likelihood, self.pools = factors.likelihood, factors.pools
-        # With heads the inputs of some uses show D, and those of others A.
-        self.early = () if heads or factors.pools else ("D",)
-        self.multiplies = tuple(spec.name for spec in self.statistics(1, 1)) if factors.multiplies else ()
-        self.diagonals = ("D", "E", *(("t",) if self.pools else ()), *(("G", "A", "T") if heads else ()))
+        self.likelihood, self.sum_positions = factors.likelihood, factors.sum_positions
+        self.factor_decay = factors.factor_decay
+        names = ("D", "E", *(("t",) if self.sum_positions else ()), *(("G", "A", "T") if heads else ()))
+        self.fisher_product_reads = names if factors.fisher_product_reads else ()
+        self.diagonal_reads = self.trace_reads = names
+        self.off_diagonal_reads = names if factors.off_diagonal_reads else None
 
     def __repr__(self) -> str:
         """Show the variant."""
@@ -64,100 +68,90 @@ class TableKFAC(Curvature):
             return factors.describe("embedding and head as one", A=factors.A, G=factors.G)
         return factors.describe(A=factors.G, G=factors.A)  # of a lookup, the entries are the inputs
 
-    @property
-    @override
-    def factor_decay(self) -> float:
-        return self._factors.factor_decay
-
-    def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
-        """See `Curvature.statistics`: D, E and t of lookups, G, A and T of heads, all as means over samples."""
+    def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
+        """Return D, E and t of lookups, G, A and T of heads, all as means over samples."""
         entries, features = self._factors.G, self._factors.A
-        specs = [
-            Diagonal().statistic("D", outputs, mean="samples", degree=0),
-            features.statistic("E", inputs, mean="samples", degree=2),
-        ]
-        if self.pools:
-            specs.append(Spec(name="t", shape=(1,), counts=True))
+        # With heads the inputs of some uses show D, and those of others A: neither can be collected apart.
+        D = Diagonal().statistic("D", d_out, source="both" if self._heads else "inputs", per="sample", gradient_power=0)
+        specs = [D, features.statistic("E", d_in, source="gradients", per="sample", gradient_power=2)]
+        if self.sum_positions:
+            specs.append(Statistic("t", (1,), counts_positions=True))
         if self._heads:
             specs += [
-                entries.statistic("G", outputs, mean="samples", degree=2),
-                features.statistic("A", inputs, mean="samples", degree=0),
-                Spec(name="T", shape=(1,), counts=True),
+                entries.statistic("G", d_out, source="gradients", per="sample", gradient_power=2),
+                features.statistic("A", d_in, source="both", per="sample", gradient_power=0),
+                Statistic("T", (1,), counts_positions=True),
             ]
         return tuple(specs)
 
-    def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
-        """See `Curvature.parts`: those of K-FAC."""
-        reads = tuple(spec.name for spec in self.statistics(outputs, inputs))
-        return tuple(replace(part, reads=reads, diagonals=()) for part in self._factors.parts(outputs, inputs))
+    def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
+        """Return the tasks of K-FAC, which read all statistics."""
+        reads = tuple(spec.name for spec in self.statistics(d_out, d_in))
+        return tuple(replace(task, reads=reads, diagonal_of=()) for task in self._factors.tasks(d_out, d_in))
 
     @override
-    def observe(
+    def accumulate(
         self,
         sums: Mapping[str, Tensor],
         inputs: Rows,
         gradients: Rows,
-        *,
         scale: float,
-        first: bool,
-        held: Mapping[str, Tensor] | None = None,
+        computed: Mapping[str, Tensor] | None = None,
     ) -> None:
-        if first:
-            for tensor in sums.values():
-                tensor.zero_()
         entries, features = self._factors.G, self._factors.A
         rows = float(inputs.samples * inputs.positions)
         if not inputs.one_hot:
-            entries.add_(sums["G"], gradients, scale=scale * scale, overwrite=False)
-            features.add_(sums["A"], inputs, scale=1.0, overwrite=False)
+            entries.add_(sums["G"], gradients, scale=scale * scale)
+            features.add_(sums["A"], inputs, scale=1.0)
             sums["T"].add_(rows)
             return
-        if self.pools:
+        if self.sum_positions:
             inputs = _normalised(inputs)
             sums["t"].add_(rows)
         if "D" in sums:
-            Diagonal().add_(sums["D"], inputs, scale=1.0, overwrite=False)
-        features.add_(sums["E"], gradients, scale=scale * scale, overwrite=False)
+            Diagonal().add_(sums["D"], inputs, scale=1.0)
+        features.add_(sums["E"], gradients, scale=scale * scale)
 
     @override
-    def renew(
+    def compute(
         self,
-        part: str,
+        task: str,
         averages: Mapping[str, Tensor],
         damping: float,
-        before: Mapping[str, Tensor] | None = None,
-    ) -> tuple[Sequence[Tensor], Tensor]:
-        return self._factors.renew(part, self.merged(averages), damping, before)
+        previous: Mapping[str, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        return self._factors.compute(task, self.merged(averages), damping, previous)
 
     @override
-    def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
-        return self._factors.solve(held, W, damping)
+    def precondition(
+        self,
+        computed: Mapping[str, Tensor],
+        averages: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        damping: float,
+    ) -> Tensor:
+        return self._factors.precondition(computed, averages, state, gradient, damping)
 
     @override
-    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
-        return self._factors.multiply(held, self.merged(averages) if averages else {}, D)
+    def fisher_product(
+        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
+    ) -> Tensor:
+        return self._factors.fisher_product(computed, self.merged(averages) if averages else {}, direction)
 
-    def diagonal(self, averages: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        """See `Curvature.diagonal`: that of the one Kronecker product."""
-        return self._factors.diagonal(self.merged(averages), outputs, inputs)
+    def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
+        """Return the diagonal of the one Kronecker product."""
+        return self._factors.diagonal(self.merged(averages), d_out, d_in)
 
-    @property
-    def traced(self) -> tuple[str, ...]:  # type: ignore[override]
-        """See `Curvature.traced`: all, of which R and C are made."""
-        return tuple(spec.name for spec in self.statistics(1, 1))
-
-    def trace(self, averages: Mapping[str, Tensor], outputs: int) -> Tensor:
-        """See `Curvature.trace`: tr R · tr C, which is that of F."""
-        return self._factors.trace(self.merged(averages), outputs)
-
-    @property
-    def rotated(self) -> tuple[str, ...]:  # type: ignore[override]
-        """See `Curvature.rotated`: all, where R or C have eigenvectors."""
-        return self.traced if self._factors.rotated else ()
+    def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
+        """Return tr R · tr C, which is the trace of F."""
+        return self._factors.trace(self.merged(averages), d_out)
 
     @override
-    def misfit(self, averages: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
-        return self._factors.misfit(self.merged(averages), held)
+    def off_diagonal(
+        self, averages: Mapping[str, Tensor], computed: Mapping[str, Tensor]
+    ) -> Sequence[tuple[Tensor, Tensor]]:
+        return self._factors.off_diagonal(self.merged(averages), computed)
 
     def merged(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the factors R and C of the one Kronecker product, as G and A of K-FAC.
@@ -168,7 +162,7 @@ class TableKFAC(Curvature):
         entries, features = self._factors.G, self._factors.A
         D, E = averages["D"], averages["E"]
         trace_D, trace_E = D.sum(-1), features.trace(E)
-        share = _reciprocal(averages["t"][:, 0] if self.pools else trace_D)
+        share = _reciprocal(averages["t"][:, 0] if self.sum_positions else trace_D)
         if not self._heads:
             return {"G": D, "A": _times(E, share)}
         G, A, head_share = averages["G"], averages["A"], _reciprocal(averages["T"][:, 0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -10,10 +10,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from natgrad import linalg
-from natgrad.curvature.base import Curvature, Part, Spec, check_estimate
+from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.errors import require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.sampling.likelihood import Likelihood
+from natgrad.specs import Statistic, Task, TensorSpec
 
 _CHUNK = 2**16
 """About how many gradients are squared at once: as many as the cache holds."""
@@ -27,8 +28,9 @@ class UnitWise(Curvature):
     the form.
     """
 
-    pools = True
-    diagonals = ("F",)
+    sum_positions = True
+    takes_narrow = True
+    diagonal_reads = ("F",)
 
     def __init__(
         self,
@@ -54,57 +56,50 @@ class UnitWise(Curvature):
         """
         require_one_of("form", form, "full", "unit", "diag")
         self.form, self.fisher = form, fisher
-        self.multiplies = ("F",) if form == "full" else ()
-        self._factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
+        self.fisher_product_reads = ("F",) if form == "full" else ()
+        self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
 
     def __repr__(self) -> str:
         """Show the variant."""
         return f"UnitWise(form={self.form!r}, fisher={self.fisher!r})"
 
-    @property
-    @override
-    def factor_decay(self) -> float:
-        return self._factor_decay
-
-    def fit(self, layer: Layer) -> Curvature | str:
-        """See `Curvature.fit`: it has no form for matrices."""
+    def variant_for(self, layer: Layer) -> Curvature | str:
+        """Return itself for norm layers; there is no form for matrices."""
         return (
             self if layer.form == "elementwise" else f"{self!r} is for norm layers, not {type(layer.module).__name__}"
         )
 
-    def statistics(self, outputs: int, inputs: int) -> tuple[Spec, ...]:
-        """See `Curvature.statistics`: F, or what of it is kept.
+    def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
+        """Return F, or what of it is kept.
 
         Without "full" that is, for each channel, the mean squares of its i coefficients, then for "unit" the mean
         product of the two if there are two.
         """
-        return (self._spec("F", outputs, inputs),)
+        shape, symmetric = self._shape(d_out, d_in)
+        return (Statistic("F", shape, symmetric=symmetric, source="both", gradient_power=2),)
 
     @override
-    def parts(self, outputs: int, inputs: int) -> tuple[Part, ...]:
+    def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
         name = "inverse" if self.form == "full" else "fisher"
-        written = self._spec(name, outputs, inputs)
-        cost = float(outputs * inputs) ** 3 if self.form == "full" else float(written.numel)
-        return (Part(name="F", reads=("F",), writes=(written,), cost=cost),)
+        shape, symmetric = self._shape(d_out, d_in)
+        written = TensorSpec(name, shape, symmetric=symmetric)
+        cost = float(d_out * d_in) ** 3 if self.form == "full" else float(written.numel)
+        return (Task("F", ("F",), (written,), cost),)
 
     @override
-    def observe(
+    def accumulate(
         self,
         sums: Mapping[str, Tensor],
         inputs: Rows,
         gradients: Rows,
-        *,
         scale: float,
-        first: bool,
-        held: Mapping[str, Tensor] | None = None,
+        computed: Mapping[str, Tensor] | None = None,
     ) -> None:
         total = sums["F"]
         if self.form == "full":
-            gradients.add_gram_(total, scale=scale * scale, overwrite=first)
+            gradients.add_gram_(total, scale=scale * scale)
             return
         outputs = total.shape[1]
-        if first:
-            total.zero_()
         for some in gradients.dense().flatten(1, 2).split(max(1, _CHUNK // outputs), 1):
             u = some.to(total.dtype).unflatten(-1, (-1, outputs))  # [n, ·, i, C]
             squares = u.square().sum(1).mT
@@ -113,54 +108,63 @@ class UnitWise(Curvature):
                 total[..., -1].add_((u[:, :, 0] * u[:, :, 1]).sum(1), alpha=scale * scale)
 
     @override
-    def renew(
+    def compute(
         self,
-        part: str,
+        task: str,
         averages: Mapping[str, Tensor],
         damping: float,
-        before: Mapping[str, Tensor] | None = None,
-    ) -> tuple[Sequence[Tensor], Tensor]:
+        previous: Mapping[str, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
         F = averages["F"]
         if self.form == "full":
             inverse, fine = linalg.damped_inverse(F, F.new_full((len(F),), damping))
-            return (inverse,), fine
-        return (F,), torch.ones(len(F), dtype=torch.bool, device=F.device)
+            return {"inverse": inverse}, fine
+        return {"fisher": F}, torch.ones(len(F), dtype=torch.bool, device=F.device)
 
     @override
-    def solve(self, held: Mapping[str, Tensor], W: Tensor, damping: float) -> Tensor:
+    def precondition(
+        self,
+        computed: Mapping[str, Tensor],
+        averages: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        damping: float,
+    ) -> Tensor:
         if self.form == "full":
-            columns = W.mT.flatten(1)[:, :, None]
-            return linalg.product(held["inverse"], columns).view_as(W.mT).mT
-        F = held["fisher"]
-        return W / (F + damping) if F.shape == W.shape else linalg.solve_pairs(W, F, damping)
+            columns = gradient.mT.flatten(1)[:, :, None]
+            return linalg.product(computed["inverse"], columns).view_as(gradient.mT).mT
+        F = computed["fisher"]
+        return gradient / (F + damping) if F.shape == gradient.shape else linalg.solve_pairs(gradient, F, damping)
 
     @override
-    def multiply(self, held: Mapping[str, Tensor], averages: Mapping[str, Tensor], D: Tensor) -> Tensor:
+    def fisher_product(
+        self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
+    ) -> Tensor:
         if self.form == "full":
-            return (averages["F"] @ D.mT.flatten(1)[:, :, None]).view_as(D.mT).mT
-        F = held["fisher"]
-        return D * F if F.shape == D.shape else linalg.multiply_pairs(D, F)
+            return (averages["F"] @ direction.mT.flatten(1)[:, :, None]).view_as(direction.mT).mT
+        F = computed["fisher"]
+        return direction * F if F.shape == direction.shape else linalg.multiply_pairs(direction, F)
 
     @override
-    def diagonal(self, averages: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+    def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
         F = averages["F"]
         if self.form != "full":
-            return F[..., :inputs]
-        diagonal: Tensor = F.diagonal(dim1=-2, dim2=-1).unflatten(-1, (inputs, outputs))
+            return F[..., :d_in]
+        diagonal: Tensor = F.diagonal(dim1=-2, dim2=-1).unflatten(-1, (d_in, d_out))
         return diagonal.mT
 
-    traced = ("F",)
+    trace_reads = ("F",)
 
-    def trace(self, averages: Mapping[str, Tensor], outputs: int) -> Tensor:
-        """See `Curvature.trace`: the sum of the mean squares."""
+    def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
+        """Return the sum of the mean squares."""
         F = averages["F"]
         if self.form == "full":
             return F.diagonal(dim1=-2, dim2=-1).sum(-1)
         squares = F if self.form == "diag" else F[..., : (F.shape[-1] + 1) // 2]
         return squares.flatten(1).sum(1)
 
-    def _spec(self, name: str, outputs: int, inputs: int) -> Spec:
+    def _shape(self, d_out: int, d_in: int) -> tuple[tuple[int, int], bool]:
+        """Return the shape of what is kept of F, and whether it is a symmetric matrix."""
         if self.form == "full":
-            return Spec(name=name, shape=(outputs * inputs,) * 2, symmetric=True, mean="samples", degree=2)
-        pairs = inputs - 1 if self.form == "unit" else 0
-        return Spec(name=name, shape=(outputs, inputs + pairs), mean="samples", degree=2)
+            return (d_out * d_in, d_out * d_in), True
+        return (d_out, d_in + (d_in - 1 if self.form == "unit" else 0)), False

@@ -83,7 +83,7 @@ class Model:
         for stack, W, P in self.layers:
             D = parameters(stack) - P
             linear += _inner(W, D).to(device) * scale
-            curved += (_inner(D, stack.multiply(D)) + self.damping * stack.factor * _inner(D, D)).to(device)
+            curved += (_inner(D, stack.fisher_product(D)) + self.damping * stack.factor * _inner(D, D)).to(device)
         for name, parameter, gradient, before in self.others:
             now = first_copy(name, parameter.detach(), runtime.rank)
             assert now is not None
@@ -112,7 +112,7 @@ class Model:
         for stack, _ in self.spread:
             if id(stack) in whole:
                 D = whole[id(stack)]
-                curved += _inner(D, stack.multiply(D)).to(curved)
+                curved += _inner(D, stack.fisher_product(D)).to(curved)
 
 
 def accounted(stacks: Sequence[Stack], rank: int) -> list[Stack]:

@@ -60,7 +60,7 @@ class TrustRegion:
         damped = any(group["momentum"] and group["dampening"] >= 1 for group in optimizer.param_groups)
         require(not damped, "optimizer", "of dampening 1", "one whose steps hang on the gradient")
         for _, curvature in covered:
-            fits = curvature.multiplies is not None
+            fits = curvature.fisher_product_reads is not None
             allowed = "one that can multiply by its Fisher, as KFAC, with kl_clip=TrustRegion(...)"
             require(fits, "curvature", curvature, allowed)
 
@@ -85,7 +85,7 @@ class TrustRegion:
         for entry, B in zip(gradients.entries, beside, strict=True):
             if id(entry.stack) in mine:
                 D = _whole(entry, entry.V + B) * _spread(entry.stack, lambda slot: rules[id(slot.parameter)].rate(slot))
-                own = torch.linalg.vecdot(D.flatten(), entry.stack.multiply(D).flatten()).double()
+                own = torch.linalg.vecdot(D.flatten(), entry.stack.fisher_product(D).flatten()).double()
                 total = own if total is None else total + own.to(total)
         if not stacks:
             return 1.0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from natgrad.errors import require
 from natgrad.layers.attention import attention_layers, output_layers
 from natgrad.layers.base import Handle, Layer, Maker, Slot, Tap, is_trained, qualified, remove_all
 from natgrad.layers.cells import CELLS, cell_layers
@@ -13,12 +14,14 @@ from natgrad.layers.convolution import ConvolutionLayer
 from natgrad.layers.embedding import embedding_layers
 from natgrad.layers.linear import Conv1DLayer, LinearLayer, conv1d_of
 from natgrad.layers.norm import NORMS, norm_layers
-from natgrad.layers.rows import Rows
+from natgrad.layers.rows import DenseRows, Rows
 from natgrad.layers.transposed import TransposedConvolutionLayer
 
 __all__ = [
+    "DenseRows",
     "Handle",
     "Layer",
+    "LinearLayer",
     "Rows",
     "Slot",
     "Tap",
@@ -27,6 +30,7 @@ __all__ = [
     "layers_for",
     "qualified",
     "reason_for",
+    "register_layer",
     "remove_all",
 ]
 
@@ -56,6 +60,32 @@ _LEAVES: dict[type[nn.Module], tuple[str, ...]] = {
 _REVEALED = (nn.MultiheadAttention, *CELLS)
 
 
+# Types that users registered, which come before all others.
+_REGISTERED: dict[type[nn.Module], type[Layer]] = {}
+
+
+def register_layer(module_type: type[nn.Module], layer: type[Layer]) -> None:
+    """Have modules of a type preconditioned, as the layer class says.
+
+    It holds for preconditioners that are built afterwards. A subclass of `module_type` is covered too unless its
+    forward is another. A type that natgrad knows, or one derived from it, can be registered as well.
+
+    Args:
+        module_type: The type, whose forward takes the inputs as its first argument and returns one tensor.
+        layer: A subclass of `natgrad.Layer`, called with the module's qualified name and the module.
+
+    Raises:
+        ValueError: if one of them is no such class, or `module_type` is registered with another class.
+    """
+    fits = isinstance(module_type, type) and issubclass(module_type, nn.Module) and module_type is not nn.Module
+    require(fits, "module_type", module_type, "a subclass of torch.nn.Module")
+    fits = isinstance(layer, type) and issubclass(layer, Layer)
+    require(fits, "layer", layer, "a subclass of natgrad.Layer")
+    known = _REGISTERED.get(module_type, layer)
+    require(known is layer, "module_type", module_type, f"a type that is free: this one has {known.__name__}")
+    _REGISTERED[module_type] = layer
+
+
 def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) -> Sequence[Layer] | str:
     """Return the layers of `module`, or the reason why it has none.
 
@@ -65,13 +95,15 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
         parent: The module that holds it.
     """
     base = _base(module)
-    if isinstance(module, nn.RNNBase):
+    if isinstance(module, nn.RNNBase) and base not in _REGISTERED:
         return f"the fused kernel of nn.{module.mode.partition('_')[0]} hides its gates: use cells, such as nn.LSTMCell"
     if base is None:
         return f"no layer type covers {type(module).__name__}"
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         return "its sizes are unknown before the first forward (lazy module)"
-    leaves = next((leaves for base, leaves in _LEAVES.items() if isinstance(module, base)), ("weight",))
+    registered = _REGISTERED.get(base)
+    weight = "weight" if registered is None else registered.weight_name
+    leaves = next((leaves for base, leaves in _LEAVES.items() if isinstance(module, base)), (weight,))
     if "parametrizations" in module._modules or any(leaf not in module._parameters for leaf in leaves):
         return "its weight is computed from other parameters (parametrisation)"
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
@@ -84,6 +116,8 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
     if base not in _REVEALED and _differs(type(module), base):
         # Such as learned positions that count tokens, convolutions that pad or standardise, and norms that permute.
         return f"its forward is not that of {base.__name__}"
+    if registered is not None:
+        return [registered(name, module)]
     if isinstance(parent, nn.MultiheadAttention) and parent.out_proj is module:
         return output_layers(name, module, parent)
     return _MAKERS[base](name, module) if base in _MAKERS else [Conv1DLayer(name, module)]
@@ -102,7 +136,8 @@ def is_known(module: nn.Module) -> bool:
 
 def _base(module: nn.Module) -> type[nn.Module] | None:
     """Return the class whose forward the layer type of `module` knows."""
-    return conv1d_of(module) or next((base for base in _MAKERS if isinstance(module, base)), None)
+    own = next((base for base in type(module).__mro__ if base in _REGISTERED), None)
+    return own or conv1d_of(module) or next((base for base in _MAKERS if isinstance(module, base)), None)
 
 
 def _differs(kind: type[nn.Module], base: type[nn.Module]) -> bool:

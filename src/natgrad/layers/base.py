@@ -1,11 +1,11 @@
-"""The face of a layer: its parameters as equal blocks, its inputs and output gradients as rows."""
+"""The base class of layers: a module's parameters as equal blocks, its inputs and output gradients as rows."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -88,12 +88,19 @@ class Layer(ABC):
 
     A frozen weight or bias is left out: with the bias alone i is 1, with the weight alone there is no last column.
 
+    For a module type of one's own, implement `batched`, `positions`, `input_rows` and `gradient_rows` such that the
+    gradient of each block is ``Σ g aᵀ`` over all rows, and register the class (`natgrad.register_layer`). `lay_out` has
+    a default for a weight ``[o, ...]`` and a bias ``[o]``.
+
     Attributes:
+        weight_name: The name of the weight in the module.
+        bias_name: That of the bias.
         name: The qualified name, unique among layers: the module's, without the prefixes of wrappers.
         module: The module.
         blocks: n, the number of equal blocks (the groups of a convolution).
         outputs: o, the outputs of one block.
         inputs: i, the inputs of one block, with the homogeneous coordinate if the bias is trained.
+        weight_columns: How many of the i columns are the weight's.
         weight: Whether the weight is trained.
         bias: Whether there is a bias and it is trained.
         slots: Where the trained parameters lie.
@@ -104,9 +111,12 @@ class Layer(ABC):
         seconds: Host seconds that its curvature has taken: in hooks, renewals and solves.
     """
 
+    weight_name: ClassVar[str] = "weight"
+    bias_name: ClassVar[str] = "bias"
     blocks: int
     outputs: int
     inputs: int
+    weight_columns: int
     slots: Sequence[Slot]
     form: Literal["matrix", "one-hot", "elementwise"] = "matrix"
 
@@ -115,8 +125,8 @@ class Layer(ABC):
         self.name, self.module = name, module
         self.others: list[Layer] = []
         self.seconds = 0.0
-        self.weight, self.bias = is_trained(module, "weight"), is_trained(module, "bias")
-        self._lay_out()
+        self.weight, self.bias = is_trained(module, self.weight_name), is_trained(module, self.bias_name)
+        self.lay_out()
         self._shapes = [slot.shape for slot in self.slots]
 
     @property
@@ -124,19 +134,22 @@ class Layer(ABC):
         """Whether a parameter has another shape than when this was laid out."""
         return any(slot.shape != shape for slot, shape in zip(self.slots, self._shapes, strict=True))
 
-    def _lay_out(self) -> None:
+    def lay_out(self) -> None:
         """Set the sizes and the slots: here those of a weight ``[n o, ...]`` and a bias ``[n o]``."""
-        weight = self.module._parameters["weight"]
+        weight = self.module._parameters[self.weight_name]
         assert weight is not None
         self.blocks = self._count_blocks()
         self.outputs = weight.shape[0] // self.blocks
-        self._columns = weight.shape[1:].numel() if self.weight else 0
-        self.inputs = self._columns + int(self.bias)
+        self.weight_columns = weight.shape[1:].numel() if self.weight else 0
+        self.inputs = self.weight_columns + int(self.bias)
         self._place_slots()
 
     def _place_slots(self) -> None:
         """Put the weight into the first columns, the bias into the last."""
-        columns = (("weight", self.weight, slice(0, self._columns)), ("bias", self.bias, slice(self._columns, None)))
+        columns = (
+            (self.weight_name, self.weight, slice(0, self.weight_columns)),
+            (self.bias_name, self.bias, slice(self.weight_columns, None)),
+        )
         self.slots = [
             Slot(qualified(self.name, leaf), self.module, leaf, where) for leaf, used, where in columns if used
         ]

@@ -39,14 +39,15 @@ class HiddenLayer(LinearLayer):
         self.part, self._owner, self._leaves = part, name, leaves
         super().__init__(qualified(name, part), module)
 
-    def _lay_out(self) -> None:
+    @override
+    def lay_out(self) -> None:
         (weight, rows), (bias, _) = self._leaves.items()
         self.weight, self.bias = is_trained(self.module, weight), is_trained(self.module, bias)
         whole = cast("Tensor", self.module._parameters[weight])
         self.blocks, self.outputs = 1, len(range(whole.shape[0])[rows or slice(None)])
-        self._columns = whole.shape[1] if self.weight else 0
-        self.inputs = self._columns + int(self.bias)
-        columns = {weight: slice(0, self._columns), bias: slice(self._columns, None)}
+        self.weight_columns = whole.shape[1] if self.weight else 0
+        self.inputs = self.weight_columns + int(self.bias)
+        columns = {weight: slice(0, self.weight_columns), bias: slice(self.weight_columns, None)}
         self.slots = [
             Slot(qualified(self._owner, leaf), self.module, leaf, columns[leaf], rows, self.part if rows else "")
             for leaf, rows in self._leaves.items()

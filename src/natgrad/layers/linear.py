@@ -30,7 +30,7 @@ class LinearLayer(Layer):
     @override
     def input_rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> Rows:
         matrix = inputs.flatten(0, -2) if inputs.ndim > 1 else inputs[None]
-        return MatrixRows(matrix[:, : self._columns], samples, bias=self.bias)
+        return MatrixRows(matrix[:, : self.weight_columns], samples, bias=self.bias)
 
     @override
     def gradient_rows(self, gradients: Tensor, samples: int) -> Rows:
@@ -40,12 +40,13 @@ class LinearLayer(Layer):
 class Conv1DLayer(LinearLayer):
     """``transformers.pytorch_utils.Conv1D`` (GPT-2), a linear layer whose weight is ``[inputs, outputs]``."""
 
-    def _lay_out(self) -> None:
+    @override
+    def lay_out(self) -> None:
         weight = self.module._parameters["weight"]
         assert weight is not None
         self.blocks, self.outputs = 1, weight.shape[1]
-        self._columns = len(weight) if self.weight else 0
-        self.inputs = self._columns + int(self.bias)
+        self.weight_columns = len(weight) if self.weight else 0
+        self.inputs = self.weight_columns + int(self.bias)
         self._place_slots()
 
     def ties(self, other: Layer) -> bool:

@@ -26,12 +26,13 @@ class NormLayer(Layer):
 
     form = "elementwise"
 
-    def _lay_out(self) -> None:
+    @override
+    def lay_out(self) -> None:
         weight = self.module._parameters["weight"]
         assert weight is not None
         self.blocks, self.outputs = 1, weight.numel()
-        self._columns = int(self.weight)
-        self.inputs = self._columns + int(self.bias)
+        self.weight_columns = int(self.weight)
+        self.inputs = self.weight_columns + int(self.bias)
         self._place_slots()
 
     @override
@@ -112,8 +113,9 @@ class BatchNormLayer(ChannelNormLayer):
 
     module: nn.modules.batchnorm._BatchNorm
 
-    def _lay_out(self) -> None:
-        super()._lay_out()
+    @override
+    def lay_out(self) -> None:
+        super().lay_out()
         self._running: tuple[Tensor, Tensor] | None = None  # the mean and the variance of an evaluation
 
     def current(self) -> Layer:

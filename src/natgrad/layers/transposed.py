@@ -34,12 +34,13 @@ class TransposedConvolutionLayer(ConvolutionLayer):
 
     module: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d  # type: ignore[assignment]
 
-    def _lay_out(self) -> None:
+    @override
+    def lay_out(self) -> None:
         self.blocks = self._count_blocks()
         self.outputs = self.module.out_channels // self.blocks
         self._kernel: tuple[int, ...] = self.module.kernel_size
-        self._columns = self.module.in_channels // self.blocks * prod(self._kernel) if self.weight else 0
-        self.inputs = self._columns + int(self.bias)
+        self.weight_columns = self.module.in_channels // self.blocks * prod(self._kernel) if self.weight else 0
+        self.inputs = self.weight_columns + int(self.bias)
         self._place_slots()
 
     def align(self, slot: Slot, tensor: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:

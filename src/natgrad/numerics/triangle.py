@@ -50,26 +50,23 @@ def _places(size: int, device: torch.device) -> Tensor:
         return places.to(device, non_blocking=True)
 
 
-def unpack_lower(packed: Tensor, size: int, out: Tensor | None = None) -> Tensor:
-    """Return matrices ``[N, size, size]`` of which only the lower triangles mean anything.
-
-    Args:
-        packed: ``[N, length(size)]``.
-        size: d.
-        out: Where to write, if not into new memory.
-    """
-    matrices = packed.new_empty(len(packed), size, size) if out is None else out
+def unpack(packed: Tensor, size: int) -> Tensor:
+    """Return the symmetric matrices ``[N, size, size]`` of packed ones ``[N, length(size)]``."""
+    matrices = packed.new_empty(len(packed), size, size)
     left, corner = _halves(packed, size)
     half = size - corner.shape[-1]
     matrices[:, :, :half].copy_(left)
     matrices[:, half:, half:].copy_(corner.mT)
+    return mirror_(matrices)
+
+
+def mirror_(matrices: Tensor) -> Tensor:
+    """Copy the lower triangles of matrices ``[..., d, d]`` to the upper ones, in place."""
+    half = matrices.shape[-1] // 2
+    matrices[..., :half, half:].copy_(matrices[..., half:, :half].mT)
+    for square in (matrices[..., :half, :half], matrices[..., half:, half:]):  # half the work of mirroring all of it
+        square.tril_().add_(square.tril(-1).mT)
     return matrices
-
-
-def unpack(packed: Tensor, size: int) -> Tensor:
-    """Return the symmetric matrices ``[N, size, size]``."""
-    matrices = unpack_lower(packed, size).tril_()
-    return matrices + matrices.tril(-1).mT
 
 
 def diagonals(packed: Tensor, size: int) -> Tensor:

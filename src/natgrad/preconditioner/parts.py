@@ -126,7 +126,7 @@ class Parts:
             ValueError: if a schedule returns what is not allowed.
         """
         damping = self.damping.now(self.progress.step)
-        check_damping([(stack.curvature, stack.factor) for stack in self.stacks], damping)
+        check_damping([(one.curvature, one.factor) for one in self.stacks if one.replayed_statistics], damping)
         return damping
 
     def gains(self, count: Count | None) -> tuple[Mapping[str, float], float | Tensor]:

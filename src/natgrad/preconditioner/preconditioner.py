@@ -19,6 +19,7 @@ from natgrad.capture import Capture
 from natgrad.capture.ddp import listen
 from natgrad.compatibility import check_combinations, warn_of_combinations
 from natgrad.curvature import KFAC, Curvature
+from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control, Damping, TrustRegion
 from natgrad.damping.default import default_damping, describe_damping
 from natgrad.epoch_warnings import EpochWarnings
@@ -175,7 +176,9 @@ class Preconditioner:
         choices = (covered, where, refresh, control, runtime.ranks)
         check_combinations(*choices)
         # Every rank notices of layers that others capture how many positions a loss has, and passes to be repeated.
-        noticed = reductions.has_tokens() or any(own.replays for _, own in covered)
+        noticed = reductions.has_tokens() or any(
+            replayed_statistics(statistics_of(own, layer)) for layer, own in covered
+        )
         counting = scaling.counts or (where.rule.uses_own_samples and noticed)
         audit = GradientAudit(reduces=reduces, divides=accumulation == "mean")
         self.parts = Parts(

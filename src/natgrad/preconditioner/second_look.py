@@ -28,7 +28,7 @@ class SecondLook:
             return ""
         if parts.damping.tries(parts.progress.step):
             return parts.damping.name
-        replayed = (stack.curvature for stack in parts.stacks if stack.curvature.replays)
+        replayed = (stack.curvature for stack in parts.stacks if stack.replayed_statistics)
         needed = capture.wanted and parts.second.needed(parts.stacks)
         return type(next(replayed)).__name__ if needed else ""
 
@@ -53,8 +53,8 @@ class SecondLook:
     def _replay(self, replay: Replay, damping: float | None) -> None:
         """Run the second pass, and with a `damping` renew what goes on with what it shows."""
         parts = self._parts
-        stacks = [stack for stack in parts.stacks if stack.curvature.replays]
-        views = [stack.showing(stack.curvature.replays) for stack in stacks]
+        stacks = [stack for stack in parts.stacks if stack.replayed_statistics]
+        views = [stack.showing(stack.replayed_statistics) for stack in stacks]
         with parts.progress.phase("replay", parts.runtime):
             sums = replay.sums(parts.model, views, parts.capture, parts.runtime)
         with parts.progress.phase("renew", parts.runtime):

@@ -18,7 +18,7 @@ class Sides:
     """Intervals of their own for A and G: "the factor A fluctuates less than G" (Osawa 2019, section 5.4).
 
     Attributes:
-        inputs: Of the statistics that a curvature has from a layer's inputs alone (`Curvature.early`: A of K-FAC) and
+        inputs: Of the statistics that a curvature has from a layer's inputs alone (`Statistic.source`: A of K-FAC) and
             of what is made of these alone: a number of steps, or a callable of the step.
         gradients: Of all others.
 

@@ -273,7 +273,7 @@ def side_of(names: Collection[str], early: Collection[str]) -> Reads:
 
     Args:
         names: The names of the statistics.
-        early: Those that need no gradient (`natgrad.Curvature.early`).
+        early: Those that need no gradient (`natgrad.Statistic.source`).
     """
     if names and all(name in early for name in names):
         return "inputs"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.curvature import Spec
 from natgrad.numerics.joined import joined, parted, together, write_
+from natgrad.specs import Statistic
 from natgrad.stacks.kept import along, diagonals
 from natgrad.stacks.rungs import Rungs
 from natgrad.sums import Arrived, Departed, Sums
@@ -51,7 +51,7 @@ def _nbytes(piece: Arrived) -> int:
     return 2 * sum(own.nbytes for own in piece.sums.values())  # with what is made of the averages
 
 
-def _specs(piece: Arrived) -> list[Spec]:
+def _specs(piece: Arrived) -> list[Statistic]:
     return [spec for spec in piece.stack.statistics if spec.name in piece.sums]
 
 
@@ -68,7 +68,7 @@ class _Update:
     """What becomes of one running average ``[n, ...]``: ``decay`` times it, and a `share` ``[n]`` of what is fresh."""
 
     piece: Arrived
-    spec: Spec
+    spec: Statistic
     fresh: Tensor
     decay: float
     share: Tensor
@@ -106,11 +106,11 @@ def _average(pieces: Sequence[Arrived], fine: Sequence[Tensor], sums: Sums | Dep
             if past is not None and spec.name in restarting:
                 # Summed over what was made before the last renewal, of which the new average is none.
                 fresh = torch.where(along(past, fresh.ndim - 1), 0, fresh)
-            old = 0.0 if spec.fresh else decay
-            if (spec.mean, old) not in shares:
-                counts = [one.samples if spec.mean == "samples" else one.rows for one in pieces]
-                shares[spec.mean, old] = parted((1 - old) / joined(counts).clamp(min=1), counts)
-            updates.append(_Update(piece, spec, fresh, old, shares[spec.mean, old][index], own))
+            old = decay if spec.decayed else 0.0
+            if (spec.per, old) not in shares:
+                counts = [one.samples if spec.per == "sample" else one.rows for one in pieces]
+                shares[spec.per, old] = parted((1 - old) / joined(counts).clamp(min=1), counts)
+            updates.append(_Update(piece, spec, fresh, old, shares[spec.per, old][index], own))
     _blend(updates, seed)
     _correct(pieces, fine, decay)
 

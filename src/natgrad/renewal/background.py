@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.curvature import Curvature, Part, Spec
+from natgrad.curvature import Curvature
 from natgrad.errors import CurvatureError
 from natgrad.placement import Plan, Runtime
 from natgrad.progress import Progress
 from natgrad.renewal.averages import fold
-from natgrad.renewal.renew import RAISED, Job, conclude, jobs_of
+from natgrad.renewal.renew import RAISED, Job, compute, conclude, jobs_of
+from natgrad.specs import Statistic, Task
 from natgrad.stacks.blocks import Stack, unpacked
 from natgrad.sums import Departed, Sums
 from natgrad.trouble.guard import Watch
@@ -35,9 +36,9 @@ from natgrad.trouble.inspection import Inspection
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What the thread has made of some blocks: the tensors of a part, which blocks succeeded, and in what time."""
+    """What the thread has made of some blocks: the tensors of a task, which blocks succeeded, and in what time."""
 
-    written: Sequence[Tensor]
+    written: Mapping[str, Tensor]
     fine: Tensor
     seconds: float
 
@@ -139,7 +140,7 @@ class Background:
 
         Args:
             stacks: All stacks.
-            plan: The owner of each part.
+            plan: The owner of each task.
             runtime: The ranks.
             keys: The layers, which have statistics; the same on every rank.
             kept: That of `renew`; likewise.
@@ -230,11 +231,15 @@ class Background:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="natgrad")
             # A preconditioner that is deleted takes its thread along.
             weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
-        stack, pieces, read = job.stack, [], (job.part.reads, job.part.diagonals)
-        snapshots = [(blocks, stack.snapshot(blocks, *read), _before(job, blocks)) for blocks in job.pieces()]
+        stack, task, pieces = job.stack, job.task, []
+        copies = []
+        for blocks in job.pieces():
+            averages, previous = stack.snapshot(blocks, task.reads, task.diagonal_of), stack.previous(task, blocks)
+            state = _copied(stack.remembered(blocks, task.reads))
+            copies.append((blocks, averages, state, None if previous is None else _copied(previous)))
         stream = self._stream(stack.device)
-        for blocks, averages, before in snapshots:
-            work = stack.curvature, job.part, stack.statistics, averages, damping * stack.factor, before, stream
+        for blocks, averages, state, previous in copies:
+            work = stack.curvature, task, stack.statistics, averages, state, damping * stack.factor, previous, stream
             pieces.append((blocks, self._thread.submit(_decompose, *work)))
         return pieces
 
@@ -248,24 +253,22 @@ class Background:
         return self._streams[device]
 
 
-def _before(job: Job, blocks: slice) -> dict[str, Any]:
-    """Return the argument of `Curvature.renew` that a warm part has, in memory of its own."""
-    if not job.part.warm:
-        return {}
-    made = job.stack.before(job.part, blocks)
-    return {"before": None if made is None else {name: tensor.clone() for name, tensor in made.items()}}
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors in memory of their own."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _decompose(
     curvature: Curvature,
-    part: Part,
-    statistics: tuple[Spec, ...],
+    task: Task,
+    statistics: tuple[Statistic, ...],
     averages: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
     damping: float,
-    before: dict[str, Any],
+    previous: Mapping[str, Tensor] | None,
     stream: torch.cuda.Stream | None,
 ) -> _Outcome:
-    """Do a part for some blocks, in the thread.
+    """Do a task for some blocks, in the thread.
 
     What torch may do to products (`products.full_products`) is a setting of the process, which a thread cannot change
     for itself.
@@ -273,7 +276,8 @@ def _decompose(
     started = perf_counter()
     beside: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
     with torch.no_grad(), beside:
-        written, fine = curvature.renew(part.name, unpacked(averages, statistics, part.diagonals), damping, **before)
+        read = {**unpacked(averages, statistics, task.diagonal_of), **state}
+        written, fine = compute(curvature, task, read, damping, previous)
         if stream is not None:
             stream.synchronize()  # what was read may go, what was written may be read
     return _Outcome(written, fine, perf_counter() - started)
@@ -300,11 +304,11 @@ def _keep(job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> tuple[Excep
             continue
         waited += perf_counter() - started
         stack = job.stack
-        for tensor in (*outcome.written, outcome.fine):
+        for tensor in (*outcome.written.values(), outcome.fine):
             if tensor.device.type == "cuda":
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         place = stack.device, stack.work_dtype  # of a model that was moved meanwhile
-        written = [tensor.to(*place) for tensor in outcome.written]
+        written = {name: tensor.to(*place) for name, tensor in outcome.written.items()}
         kept = job.keep(blocks, written, outcome.fine.to(stack.device))
         job.done.update(zip(own, map(float, kept), strict=True))
         seconds += outcome.seconds

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, get_args
 import torch
 from torch import Tensor
 
-from natgrad.curvature import Curvature, Spec
+from natgrad.curvature import Curvature
+from natgrad.curvature.base import input_statistics, statistics_of
 from natgrad.errors import require
 from natgrad.numerics import triangle
 from natgrad.numerics.products import full_products
 from natgrad.placement import Plan
 from natgrad.refresh import Candidate, RefreshRule
 from natgrad.refresh.rule import By, Measure, Verdict
+from natgrad.specs import Statistic
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import Kept, packed_shape, spec_dtype
 
@@ -37,24 +39,25 @@ _NOTHING, _AGAIN = (nan, 0.0, nan), (nan, RENEWED, nan)
 _CHUNK = 2**22
 
 
-def check_use(rule: RefreshRule, curvatures: Collection[Curvature]) -> None:
+def check_use(rule: RefreshRule, covered: Collection[tuple[Layer, Curvature]]) -> None:
     """Check that a rule is of use for some layer when training begins.
 
     Args:
         rule: The rule.
-        curvatures: Those of the layers.
+        covered: The layers with their curvatures.
 
     Raises:
         ValueError: if it is of none, naming the rule.
     """
     if rule.separate:
         fits = "one for both sides: it has nothing that is of the inputs alone"
-        require(any(curvature.early for curvature in curvatures) or not curvatures, "refresh", rule, fits)
+        usable = any(input_statistics(curvature, statistics_of(curvature, layer)) for layer, curvature in covered)
+        require(usable or not covered, "refresh", rule, fits)
     if rule.criterion is not None:
         measure = rule.criterion.measure
         fits = f"one whose rule can measure some layer: none has a {measure} here"
-        usable = any(measurable(curvature, measure) for curvature in curvatures)
-        require(usable or not curvatures, "refresh", rule, fits)
+        usable = any(measurable(curvature, measure) for _, curvature in covered)
+        require(usable or not covered, "refresh", rule, fits)
 
 
 # --- Decisions ------------------------------------------------------------------------------------------------------
@@ -65,7 +68,7 @@ class Unit:
     """The part of a layer on which one decision is made.
 
     Attributes:
-        parts: The names of its parts (`natgrad.curvature.Part`).
+        parts: The names of its parts (`natgrad.Task`).
         statistics: What they read.
     """
 
@@ -125,13 +128,13 @@ class LayerDecision:
 
     def share_of(self, parts: Collection[str]) -> float:
         """Return the share of the work of a renewal that some parts make up."""
-        costs = {part.name: part.cost for part in self.stack.parts}
+        costs = {task.name: task.cost for task in self.stack.tasks}
         return sum(costs[name] for name in parts) / (sum(costs.values()) or 1.0)
 
     @property
     def kept_parts(self) -> set[tuple[str, str]]:
         """The parts that stay as they are, by the key of the layer and their names."""
-        return {(self.key, part.name) for part in self.stack.parts if part.name not in self.parts}
+        return {(self.key, task.name) for task in self.stack.tasks if task.name not in self.parts}
 
     def apply(self, verdicts: Sequence[Verdict]) -> None:
         """Take the verdicts on the units: the layer is renewed where any is, and stopped where all are."""
@@ -247,7 +250,7 @@ class DecisionState:
     @property
     def names(self) -> tuple[str, ...]:
         """The statistics that renewals read."""
-        read = {name for part in self._stack.parts for name in part.reads}
+        read = {name for task in self._stack.tasks for name in task.reads}
         return tuple(spec.name for spec in self._stack.statistics if spec.name in read)
 
     def last(self, index: int) -> float | None:
@@ -384,8 +387,8 @@ def units(stack: Stack, by: By) -> list[Unit]:
     separately where each has a part of its own.
     """
     found: list[Unit] = []
-    for part in stack.parts:
-        unit, others = Unit(frozenset({part.name}), frozenset(part.reads)), []
+    for task in stack.tasks:
+        unit, others = Unit(frozenset({task.name}), frozenset(task.reads)), []
         for other in found:
             if by == "factor" and unit.statistics.isdisjoint(other.statistics):
                 others.append(other)
@@ -397,7 +400,7 @@ def units(stack: Stack, by: By) -> list[Unit]:
 
 def measurable(curvature: Curvature, measure: Measure | None) -> bool:
     """Return whether layers with a curvature can be measured so."""
-    needed = {"trace": curvature.traced, "basis": curvature.rotated}
+    needed = {"trace": curvature.trace_reads is not None, "basis": curvature.off_diagonal_reads}
     return not curvature.rows and bool(needed.get(measure or "nothing", True))
 
 
@@ -415,7 +418,7 @@ def measured(stack: Stack, measure: Measure, by: By = "layer") -> Tensor:
 
 def _trace(stack: Stack, stack_units: Sequence[Unit]) -> Tensor:
     """``tr F`` of all blocks of a layer."""
-    curvature, names = stack.curvature, stack.curvature.traced
+    curvature, names = stack.curvature, stack.curvature.trace_reads or ()
     traces = [curvature.trace(stack.corrected(blocks, names), stack.outputs) for blocks in _pieces(stack, names)]
     return _by_layer(stack, torch.cat(traces))[None]
 
@@ -447,16 +450,16 @@ def _drift(stack: Stack, stack_units: Sequence[Unit]) -> Tensor:
 
 def _basis(stack: Stack, stack_units: Sequence[Unit]) -> Tensor:
     """The largest ``‖offdiag(Qᵀ X Q)‖ / ‖X‖`` of the factors X with eigenvectors Q."""
-    curvature, found = stack.curvature, []
+    curvature, names, found = stack.curvature, stack.curvature.off_diagonal_reads or (), []
     with full_products(stack.device):
-        for blocks in _pieces(stack, curvature.rotated):
+        for blocks in _pieces(stack, names):
             held = {name: stack.held.read(name, blocks).to(stack.work_dtype) for name in stack.held}
-            pairs = curvature.misfit(stack.corrected(blocks, curvature.rotated), held)
+            pairs = curvature.off_diagonal(stack.corrected(blocks, names), held)
             found.append(torch.stack([torch.stack(pair) for pair in pairs]))  # [factors, 2, n]
     off, whole = torch.cat(found, -1).unbind(1)
     shares = [_by_layer(stack, left_out) / _by_layer(stack, all_) for left_out, all_ in zip(off, whole, strict=True)]
     # Where factors are made of several statistics, any of these stands for them: all are in one unit.
-    return _largest(stack_units, [(name, share.sqrt()) for name, share in zip(curvature.rotated, shares, strict=False)])
+    return _largest(stack_units, [(name, share.sqrt()) for name, share in zip(names, shares, strict=False)])
 
 
 _MEASURES: Mapping[Measure, Callable[[Stack, Sequence[Unit]], Tensor]] = {
@@ -489,9 +492,9 @@ def _squares_of(stack: Stack, read: Callable[[slice, tuple[str, ...]], Mapping[s
     return {name: _by_layer(stack, torch.cat(squares)) for name, squares in pieces.items()}
 
 
-def _squares(spec: Spec, packed: Tensor) -> Tensor:
+def _squares(spec: Statistic, packed: Tensor) -> Tensor:
     """Return ``‖X‖²`` of each block ``[n]``; what is off the diagonal of a triangle counts twice."""
-    squares = packed.flatten(1).square().sum(1)
+    squares = packed.reshape(len(packed), -1).square().sum(1)
     if not spec.symmetric:
         return squares
     diagonals = triangle.diagonals(packed.reshape(-1, packed.shape[-1]), spec.shape[-1])

@@ -1,21 +1,23 @@
-"""Running averages become what a solve needs: each part on its owner, the results to all workers."""
+"""Running averages become what a solve needs: each task on its owner, the results to all workers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from natgrad.curvature import Part, Spec
+from natgrad.curvature import Curvature
+from natgrad.errors import NatgradError
 from natgrad.linalg import tensor_on
+from natgrad.numerics import triangle
 from natgrad.numerics.products import full_products
 from natgrad.placement import Plan, Runtime, narrower
 from natgrad.refresh.rule import READS, Reads, side_of
+from natgrad.specs import Task, TensorSpec
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import along, pack, packed_shape, unpack
 from natgrad.trouble.guard import Watch
@@ -28,7 +30,7 @@ RAISED = -1.0
 
 @dataclass
 class Job:
-    """A part of some neighbouring blocks of a stack, all on one owner; None: on every worker.
+    """A task of some neighbouring blocks of a stack, all on one owner; None: on every worker.
 
     Attributes:
         done: What became of each block: above 0 where it succeeded.
@@ -36,21 +38,21 @@ class Job:
 
     owner: int | None
     stack: Stack
-    part: Part
+    task: Task
     start: int
     stop: int
     done: dict[int, float] = field(default_factory=dict)
 
-    def numel(self, spec: Spec) -> int:
-        """Return how many elements of a tensor that the part writes travel."""
+    def numel(self, spec: TensorSpec) -> int:
+        """Return how many elements of a tensor that the task writes travel."""
         return (self.stop - self.start) * prod(packed_shape(spec))
 
-    def read(self, spec: Spec) -> Tensor:
+    def read(self, spec: TensorSpec) -> Tensor:
         """Return what is held of a tensor, as it travels ``[numel(spec)]``."""
         held = self.stack.held.read(spec.name, slice(self.start, self.stop))
         return pack(held, spec).reshape(-1)
 
-    def write(self, spec: Spec, values: Tensor) -> None:
+    def write(self, spec: TensorSpec, values: Tensor) -> None:
         """Hold what has arrived of a tensor."""
         whole = unpack(values.view(-1, *packed_shape(spec)), spec)
         self.stack.held.write(spec.name, slice(self.start, self.stop), whole)
@@ -62,15 +64,15 @@ class Job:
 
     def pieces(self) -> Iterator[slice]:
         """Yield the blocks that are decomposed together."""
-        whole = set(self.part.reads) - set(self.part.diagonals)
+        whole = set(self.task.reads) - set(self.task.diagonal_of)
         read = sum(spec.numel for spec in self.stack.statistics if spec.name in whole)
-        step = max(1, _BATCH // max(read, sum(spec.numel for spec in self.part.writes)))
-        good = self.stack.good[self.part.name]
+        step = max(1, _BATCH // max(read, sum(spec.numel for spec in self.task.writes)))
+        good = self.stack.good[self.task.name]
         start = self.start
         for stop in range(self.start + 1, self.stop + 1):
-            # What is warm begins with what it has made last: with those blocks apart that it never has.
+            # Blocks whose last result it begins with are apart from those that have none.
             ends = stop == self.stop or stop - start == step
-            if ends or (self.part.warm and good[stop] != good[start]):
+            if ends or (self.task.needs_previous and good[stop] != good[start]):
                 yield slice(start, stop)
                 start = stop
 
@@ -83,11 +85,10 @@ class Job:
         return self.success
 
     def _renew(self, blocks: slice, damping: float) -> None:
-        stack, part = self.stack, self.part
-        averages = stack.corrected(blocks, part.reads, part.diagonals)
-        warm: dict[str, Any] = {"before": stack.before(part, blocks)} if part.warm else {}
+        stack, task = self.stack, self.task
+        averages = stack.corrected(blocks, task.reads, task.diagonal_of)
         with full_products(stack.device):
-            written, fine = stack.curvature.renew(part.name, averages, damping, **warm)
+            written, fine = compute(stack.curvature, task, averages, damping, stack.previous(task, blocks))
         flags = self.keep(blocks, written, fine)
         self.done.update(zip(range(blocks.start, blocks.stop), map(float, flags), strict=True))
 
@@ -96,15 +97,42 @@ class Job:
         """What became of each block, once all are done."""
         return [self.done[block] for block in range(self.start, self.stop)]
 
-    def keep(self, blocks: slice, written: Sequence[Tensor], fine: Tensor) -> list[bool]:
+    def keep(self, blocks: slice, written: Mapping[str, Tensor], fine: Tensor) -> list[bool]:
         """Write what was made of some blocks into what is held where it is `fine`, and return these flags."""
         held, flags = self.stack.held, [bool(flag) for flag in fine.tolist()]
-        for spec, made in zip(self.part.writes, written, strict=True):
-            before, fresh = held.read(spec.name, blocks), made
+        for spec in self.task.writes:
+            before, fresh = held.read(spec.name, blocks), written[spec.name]
             if not all(flags):
                 fresh = torch.where(along(fine, len(spec.shape)), fresh, before)
             held.write(spec.name, blocks, fresh)
+            if spec.symmetric:
+                # The others get the lower triangle alone, and all are to have the same to the last bit.
+                triangle.mirror_(held[spec.name][blocks])
         return flags
+
+
+def compute(
+    curvature: Curvature,
+    task: Task,
+    averages: Mapping[str, Tensor],
+    damping: float,
+    previous: Mapping[str, Tensor] | None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return what `Curvature.compute` does; of a task that writes nothing, nothing, and that each block succeeded.
+
+    Raises:
+        NatgradError: if a tensor that the task writes is missing or of another shape.
+    """
+    if not task.writes:
+        first = next(iter(averages.values()))
+        return {}, torch.ones(len(first), dtype=torch.bool, device=first.device)
+    written, fine = curvature.compute(task.name, averages, damping, previous)
+    for spec in task.writes:
+        wanted, found = (len(fine), *spec.shape), written[spec.name].shape if spec.name in written else "nothing"
+        if found != wanted:
+            call = f"compute({task.name!r}) of {curvature!r}"
+            raise NatgradError(f"{call} has returned {found} as {spec.name!r}, not a tensor of {wanted}")
+    return written, fine
 
 
 def observed(stacks: list[Stack]) -> set[str]:
@@ -129,19 +157,19 @@ def renew(
     reads: Collection[Reads] = READS,
     replayed: bool = False,
 ) -> bool:
-    """Do the parts of some layers, each on its owner, and exchange the results among the workers.
+    """Do the tasks of some layers, each on its owner, and exchange the results among the workers.
 
     Args:
         stacks: All stacks.
-        plan: The owner of each part.
+        plan: The owner of each task.
         runtime: The ranks.
         keys: The layers, which have statistics; the same on every worker of theirs.
-        kept: The parts that stay as they are, by the keys of their layers and their own names.
+        kept: The tasks that stay as they are, by the keys of their layers and their own names.
         damping: γ of this renewal.
         watch: Counts what failed.
         wire: The dtype in which matrices travel, if narrower than that in which they are held.
-        reads: To do those parts alone that read statistics of the inputs, of gradients, or of both.
-        replayed: Whether to do those parts alone that go on with what a replay has shown.
+        reads: To do those tasks alone that read statistics of the inputs, of gradients, or of both.
+        replayed: Whether to do those tasks alone that go on with what a replay has shown.
 
     Returns:
         Whether there was anything to do.
@@ -182,9 +210,9 @@ def conclude(
         success = _exchange(jobs, success, workers, runtime, wire)
     for job, numbers in zip(jobs, success, strict=True):
         flags = [number > 0 for number in numbers]
-        job.stack.renewed(job.part.name, job.start, flags)
-        job.stack.restart(job.part, job.start, flags)
-        watch.saw_decompositions(job.stack, job.part.name, job.start, flags)
+        job.stack.renewed(job.task.name, job.start, flags)
+        job.stack.restart(job.task, job.start, flags)
+        watch.saw_decompositions(job.stack, job.task.name, job.start, flags)
     for stack in {id(job.stack): job.stack for job in jobs}.values():
         stack.rungs.conclude(block for job in jobs if job.stack is stack for block in range(job.start, job.stop))
     return [job for job, numbers in zip(jobs, success, strict=True) if RAISED in numbers]
@@ -201,28 +229,28 @@ def jobs_of(
 ) -> list[Job]:
     """Return the jobs of the layers that this rank works for: neighbouring layers of one owner together.
 
-    Of parts that replays go on with, a renewal does those that have never been done, and a replay the others.
+    Of tasks that replays go on with, a renewal does those that have never been done, and a replay the others.
     """
     jobs: list[Job] = []
     for stack in stacks:
         if not stack.role.works or stack.curvature.rows:
             continue
-        for part in stack.parts:
-            if side_of(part.reads, stack.curvature.early) not in reads:
+        for task in stack.tasks:
+            if side_of(task.reads, stack.input_statistics) not in reads:
                 continue
             for member in stack.members:
-                begun = part.replayed and all(stack.good[part.name][member.blocks])
-                due = member.layer.key in keys and (member.layer.key, part.name) not in kept
+                begun = task.after_replay and all(stack.good[task.name][member.blocks])
+                due = member.layer.key in keys and (member.layer.key, task.name) not in kept
                 if due and begun == replayed:
-                    owner = plan.seats[member.layer.key].owners[part.name]
-                    _append(jobs, Job(owner, stack, part, member.start, member.stop))
+                    owner = plan.seats[member.layer.key].owners[task.name]
+                    _append(jobs, Job(owner, stack, task, member.start, member.stop))
     return jobs
 
 
 def _append(jobs: list[Job], job: Job) -> None:
     """Append `job`, or lengthen the last one by it where they are neighbours."""
     last = jobs[-1] if jobs else None
-    if last and (last.owner, last.stack, last.part, last.stop) == (job.owner, job.stack, job.part, job.start):
+    if last and (last.owner, last.stack, last.task, last.stop) == (job.owner, job.stack, job.task, job.start):
         last.stop = job.stop
     else:
         jobs.append(job)
@@ -244,7 +272,7 @@ class _Bucket:
     wire: torch.dtype
     jobs: list[list[int]]
 
-    def travels_narrow(self, spec: Spec) -> bool:
+    def travels_narrow(self, spec: TensorSpec) -> bool:
         """Tell whether a tensor is among what travels in the dtype of the wire; vectors never travel narrow."""
         return self.wire == self.dtype or len(spec.shape) > 1
 
@@ -259,7 +287,7 @@ def _exchange(
         empty = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
         sizes, outputs = [], []
         for indices in bucket.jobs:
-            written = [(jobs[index], spec) for index in indices for spec in jobs[index].part.writes]
+            written = [(jobs[index], spec) for index in indices for spec in jobs[index].task.writes]
             narrow = [output for output in written if bucket.travels_narrow(output[1])]
             wide = [output for output in written if not bucket.travels_narrow(output[1])]
             flags = sum(jobs[index].stop - jobs[index].start for index in indices)
@@ -287,12 +315,12 @@ def _exchange(
     return result
 
 
-def _numel(output: tuple[Job, Spec]) -> int:
+def _numel(output: tuple[Job, TensorSpec]) -> int:
     job, spec = output
     return job.numel(spec)
 
 
-def _write(outputs: Sequence[tuple[Job, Spec]], numbers: Tensor) -> None:
+def _write(outputs: Sequence[tuple[Job, TensorSpec]], numbers: Tensor) -> None:
     """Hold what has arrived of some tensors."""
     sizes = list(map(_numel, outputs))
     for (job, spec), values in zip(outputs, numbers[: sum(sizes)].split(sizes), strict=True):

@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 from typing_extensions import override
 
 from natgrad.aside import aside
-from natgrad.curvature import RowCurvature, Spec
+from natgrad.curvature import RowCurvature
+from natgrad.specs import TensorSpec
 from natgrad.stacks.blocks import Stack
 from natgrad.stacks.kept import Kept
 
@@ -42,10 +43,10 @@ class RowStack(Stack):
         """Whether it has to know the gradients of each epoch."""
         return self.curvature.switches
 
-    def _written(self) -> list[Spec]:
+    def _written(self) -> list[TensorSpec]:
         return list(self.curvature.held(self.rows, self.outputs, self.inputs))
 
-    def written_like(self, own: Mapping[str, Tensor]) -> list[Spec]:
+    def written_like(self, own: Mapping[str, Tensor]) -> list[TensorSpec]:
         """See `Stack.written_like`: with as many rows as a state has."""
         given = own.get("A")
         rows = given.shape[1] if isinstance(given, Tensor) and given.ndim == 3 else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from natgrad.aside import aside
-from natgrad.curvature import Curvature, Part, Spec
+from natgrad.curvature import Curvature
+from natgrad.curvature.base import computed_for, declarations, input_statistics, replayed_statistics
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.numerics.precision import Precision, at_least_float32
+from natgrad.specs import Statistic, Task, TensorSpec
 from natgrad.stacks.kept import Kept, along, diagonals, packed_shape, spec_dtype, unpack
 from natgrad.stacks.pieces import even_pieces, within
 from natgrad.stacks.roles import Role
@@ -56,10 +58,16 @@ class Stack:
         held: What the last renewal made ``[N, *shape]``; empty before the first.
         memory: What the curvature keeps from step to step ``[N, *shape]``; empty before the first solve.
         fresh: Whether the last update of the averages renewed each block ``[N]``; None: before the first.
-        good: For each part and block, whether `held` has a result of it.
+        good: For each task and block, whether `held` has a result of it.
         ready: For each member, whether `held` is complete.
         rungs: What is remembered of trouble.
-        turns: For each block, how often running averages have begun anew (`Part.restarts`); it never goes back.
+        turns: For each block, how often running averages have begun anew (`Task.restarts`); it never goes back.
+        statistics: What the curvature has summed over samples.
+        tasks: The work of a renewal.
+        memories: What the curvature keeps from step to step.
+        input_statistics: The names of the statistics that can be collected apart, those of the inputs alone.
+        replayed_statistics: The names of those that a second pass over a batch accumulates again.
+        computed_for_capture: The names of what is held that accumulating them reads.
         role: What this rank has to do with its layers.
         factor: What γ is multiplied by for them.
     """
@@ -71,9 +79,10 @@ class Stack:
         self.role, self.factor = role, factor
         self.curvature = curvature
         self.outputs, self.inputs = layers[0].outputs, layers[0].inputs
-        self.statistics = curvature.statistics(self.outputs, self.inputs)
-        self.parts = curvature.parts(self.outputs, self.inputs)
-        self.memories = curvature.memory(self.outputs, self.inputs)
+        self.statistics, self.tasks, self.memories = declarations(curvature, self.outputs, self.inputs)
+        self.input_statistics = input_statistics(curvature, self.statistics)
+        self.replayed_statistics = replayed_statistics(self.statistics)
+        self.computed_for_capture = computed_for(self.statistics)
         self.members: list[Member] = []
         self.size = 0
         for layer in layers:
@@ -90,9 +99,9 @@ class Stack:
         self.held = Kept()
         self.memory = Kept()
         self.fresh: Tensor | None = None
-        self.good = {part.name: [False] * self.size for part in self.parts}
+        self.good = {task.name: [False] * self.size for task in self.tasks}
         self.ready = [False] * len(self.members)
-        self.rungs = Rungs((part.name for part in self.parts), self.size)
+        self.rungs = Rungs((task.name for task in self.tasks), self.size)
         self.turns = [0] * self.size
 
     # Read off the model every time, which may be moved after this was built.
@@ -170,7 +179,7 @@ class Stack:
 
     def weight_of(self, statistic: str) -> Tensor | None:
         """Return the bias correction of a statistic's running averages ``[N]``; None: there are none."""
-        early = self.early_weight is not None and statistic in self.curvature.early
+        early = self.early_weight is not None and statistic in self.input_statistics
         return self.early_weight if early else self.weight
 
     def allocate_held(self) -> Kept:
@@ -188,19 +197,31 @@ class Stack:
     def corrected(
         self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Return what parts read of some blocks: bias-corrected running averages in their dtype, and memory.
+        """Return what tasks read of some blocks: bias-corrected running averages in their dtype, and memory.
 
-        Of symmetric matrices only the lower triangles are there; what is above is undefined. Of those that are to be
-        `diagonal` there is the diagonal.
+        Of those that are to be `diagonal` there is the diagonal.
         """
         averages = unpacked(self.snapshot(blocks, names, diagonal), self.statistics, diagonal)
-        own = [spec.name for spec in self.memories if spec.name in names]
-        return {**averages, **{name: self.allocate_memory().read(name, blocks) for name in own}}
+        return {**averages, **self.remembered(blocks, names)}
 
-    def solvers(self, blocks: slice | Tensor) -> dict[str, Tensor]:
-        """Return what a solve of some blocks reads: what renewals have made, and live statistics."""
-        made = {name: self.held.read(name, blocks) for name in self.held}
-        return {**made, **self.corrected(blocks, self.curvature.live)} if self.curvature.live else made
+    def remembered(self, blocks: slice | Tensor, names: Collection[str]) -> dict[str, Tensor]:
+        """Return what of some names is kept from step to step, of some blocks, in the dtype of gradients."""
+        own = [spec.name for spec in self.memories if spec.name in names]
+        return {name: self.allocate_memory().read(name, blocks).to(self.work_dtype) for name in own}
+
+    def computed(self, blocks: slice | Tensor) -> dict[str, Tensor]:
+        """Return what renewals have made of some blocks."""
+        return self._made(self.held, blocks, self.work_dtype)
+
+    def _made(self, names: Iterable[str], blocks: slice | Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return some of what renewals have made, in a dtype unless the curvature takes any."""
+        made = {name: self.held.read(name, blocks) for name in names}
+        return made if self.curvature.takes_narrow else {name: own.to(dtype) for name, own in made.items()}
+
+    def live_averages(self, blocks: slice | Tensor) -> dict[str, Tensor]:
+        """Return the averages that preconditioning some blocks reads."""
+        names = tuple(one.name for one in self.statistics if one.used_by_precondition)
+        return self.corrected(blocks, names) if names else {}
 
     def solve(self, blocks: slice | Tensor, W: Tensor, damping: float) -> Tensor:
         """Return the preconditioned gradients of some blocks; what is remembered of finite ones is renewed by them."""
@@ -215,21 +236,21 @@ class Stack:
     def _solve(self, blocks: slice | Tensor, W: Tensor, damping: float) -> Tensor:
         known: dict[str, Tensor] = {}
         if self.memories:
-            memory = self.allocate_memory()
-            known = {spec.name: memory.read(spec.name, blocks) for spec in self.memories}
+            known = self.remembered(blocks, [spec.name for spec in self.memories])
             fine = W.flatten(1).sum(1).isfinite()
-            self.rewrite(blocks, known, self.curvature.remember(known, W), fine)
-        return self.curvature.solve({**self.solvers(blocks), **known}, W, damping * self.factor)
+            self.rewrite(blocks, known, self.curvature.update_state(known, W), fine)
+        computed, averages = self.computed(blocks), self.live_averages(blocks)
+        return self.curvature.precondition(computed, averages, known, W, damping * self.factor)
 
-    def multiply(self, D: Tensor) -> Tensor:
+    def fisher_product(self, D: Tensor) -> Tensor:
         """Return F D ``[N, o, i]``, without damping; zero for layers without usable curvature."""
-        names = self.curvature.multiplies
+        names = self.curvature.fisher_product_reads
         if names is None or not any(self.ready):
             return torch.zeros_like(D)
         whole = slice(None)
-        packed = self.snapshot(whole, names) if names else {}
-        averages = {spec.name: unpack(packed[spec.name], spec) for spec in self.statistics if spec.name in packed}
-        product = self.curvature.multiply(self.solvers(whole), averages, D)
+        averages = self.corrected(whole, names) if names else {}
+        computed = {**self.computed(whole), **self.live_averages(whole)}
+        product = self.curvature.fisher_product(computed, averages, D)
         for member, flag in zip(self.members, self.ready, strict=True):
             if not flag:
                 product[member.blocks] = 0
@@ -239,8 +260,8 @@ class Stack:
 
     def diagonal(self, blocks: slice | Tensor, damping: float) -> Tensor | None:
         """Return the damped diagonal of the Fisher of some blocks ``[n, o, i]``; None: their curvature knows none."""
-        names = self.curvature.diagonals
-        if not names or self.weight is None:
+        names = self.curvature.diagonal_reads
+        if names is None or self.weight is None:
             return None
         diagonal = self.curvature.diagonal(self.corrected(blocks, names), self.outputs, self.inputs)
         # Rounding to a narrow dtype may leave a mean of squares below 0.
@@ -258,13 +279,13 @@ class Stack:
         """Return what of `held` a capture of a layer looks at; None where that is not complete."""
         if not self.ready[self.members.index(member)]:
             return None
-        return {name: self.held.read(name, member.blocks) for name in self.curvature.looks}
+        return self._made(self.computed_for_capture, member.blocks, self.dtype)
 
-    def before(self, part: Part, blocks: slice) -> dict[str, Tensor] | None:
-        """Return what a warm part has made of some blocks last; None: not of all of them."""
-        if not all(self.good[part.name][blocks]):
+    def previous(self, task: Task, blocks: slice) -> dict[str, Tensor] | None:
+        """Return what a task has made of some blocks last, if it needs it; None: not of all of them."""
+        if not (task.needs_previous and all(self.good[task.name][blocks])):
             return None
-        return {spec.name: self.held.read(spec.name, blocks) for spec in part.writes}
+        return {spec.name: self.held.read(spec.name, blocks).to(self.work_dtype) for spec in task.writes}
 
     def snapshot(
         self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()
@@ -276,13 +297,13 @@ class Stack:
                 average, weight = self.averages.read(spec.name, blocks), self.weight_of(spec.name)
                 assert weight is not None
                 average = diagonals(average, spec) if spec.name in diagonal else average
-                divisor = torch.ones_like(weight[blocks]) if spec.fresh else weight[blocks]
+                divisor = weight[blocks] if spec.decayed else torch.ones_like(weight[blocks])
                 result[spec.name] = torch.div(average, along(divisor, average.ndim - 1)).to(self.work_dtype)
         return result
 
     def note(self, blocks: slice, fine: Tensor) -> None:
         """Note which of some blocks an update of the averages renewed, where a replay asks."""
-        if self.curvature.replays:
+        if self.replayed_statistics:
             self.fresh = (
                 torch.zeros(self.size, dtype=torch.bool, device=self.device) if self.fresh is None else self.fresh
             )
@@ -314,15 +335,15 @@ class Stack:
         for member in members:
             member.layer.seconds += seconds * (member.stop - member.start) / blocks
 
-    def _written(self) -> list[Spec]:
-        return [spec for part in self.parts for spec in part.writes]
+    def _written(self) -> list[TensorSpec]:
+        return [spec for task in self.tasks for spec in task.writes]
 
     # What rows change, whose number the batch decides (`natgrad.rows`).
 
     unsized: tuple[str, ...] = ()
     """What of `held` has sizes that nobody knows before a batch."""
 
-    def written_like(self, own: Mapping[str, Tensor]) -> list[Spec]:
+    def written_like(self, own: Mapping[str, Tensor]) -> list[TensorSpec]:
         """Return what renewals write, in such sizes as the state of a layer has."""
         return self._written()
 
@@ -337,14 +358,14 @@ class Stack:
     def saw(self, W: Tensor, places: list[int] | None) -> None:
         """Take notice of the gradients ``[n, o, i]`` of a step, of the blocks at `places`; None: of all."""
 
-    def restart(self, part: Part, start: int, success: Sequence[bool]) -> None:
-        """Begin new running averages with what a part has made of the blocks from `start` on, where it succeeded."""
-        if not part.restarts:
+    def restart(self, task: Task, start: int, success: Sequence[bool]) -> None:
+        """Begin new running averages with what a task has made of the blocks from `start` on, where it succeeded."""
+        if not task.restarts:
             return
         blocks = [block for block, fine in enumerate(success, start=start) if fine]
         for block in blocks:
             self.turns[block] += 1
-        for name in part.restarts if self.averages else ():
+        for name in task.restarts if self.averages else ():
             self.averages[name][blocks] = 0
 
     def outlived(self, turns: Sequence[int], blocks: slice) -> Tensor | None:
@@ -355,7 +376,7 @@ class Stack:
     @property
     def restarting(self) -> set[str]:
         """The statistics whose running averages may begin anew."""
-        return {name for part in self.parts for name in part.restarts}
+        return {name for task in self.tasks for name in task.restarts}
 
     def renewed(self, part: str, start: int, success: list[bool], *, forget: bool = False) -> None:
         """Note what `held` of a part is good from block `start` on; a failure leaves the last good one in place."""
@@ -368,11 +389,8 @@ class Stack:
 
 
 def unpacked(
-    averages: Mapping[str, Tensor], statistics: Sequence[Spec], diagonal: Collection[str] = ()
+    averages: Mapping[str, Tensor], statistics: Sequence[Statistic], diagonal: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Return what `Stack.snapshot` has packed, with lower triangles alone."""
+    """Return what `Stack.snapshot` has packed as whole matrices."""
     own = {spec.name: spec for spec in statistics if spec.name in averages}
-    return {
-        name: averages[name] if name in diagonal else unpack(averages[name], spec, lower=True)
-        for name, spec in own.items()
-    }
+    return {name: averages[name] if name in diagonal else unpack(averages[name], spec) for name, spec in own.items()}

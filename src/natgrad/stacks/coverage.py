@@ -169,7 +169,7 @@ def _join(claims: list[tuple[_Found, Layer]], users: Mapping[int, set[str]]) -> 
     first = {slot.identity: slot.name for layer in reversed(layers) for slot in layer.slots}
     primary.slots = [replace(slot, name=first[slot.identity]) for slot in primary.slots]
     primary.adopt([layer for layer in layers if layer is not primary])
-    fitted = choice.fit(primary)
+    fitted = choice.variant_for(primary)
     return fitted if isinstance(fitted, str) else (primary, fitted)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from math import prod
 
-from natgrad.curvature import Curvature, RowCurvature, Spec
+from natgrad.curvature import Curvature, RowCurvature
+from natgrad.curvature.base import declarations, replayed_statistics
 from natgrad.layers import Layer
 from natgrad.numerics.precision import Precision, at_least_float32
 from natgrad.placement import Rows, Work, narrower
+from natgrad.specs import TensorSpec
 from natgrad.stacks.kept import packed_shape, spec_dtype
 from natgrad.stacks.shards import shares
 
@@ -15,18 +17,19 @@ from natgrad.stacks.shards import shares
 def work(layer: Layer, curvature: Curvature, precision: Precision) -> Work:
     """Return what a layer asks for."""
     sizes, n = (layer.outputs, layer.inputs), layer.blocks
-    statistics, parts = curvature.statistics(*sizes), curvature.parts(*sizes)
-    written = [spec for part in parts for spec in part.writes]
-    kept = [*written, *curvature.memory(*sizes)]
+    statistics, tasks, state = declarations(curvature, *sizes)
+    replayed = replayed_statistics(statistics)
+    written = [spec for task in tasks for spec in task.writes]
+    kept = [*written, *state]
     parameter = layer.slots[0].parameter
     factors, held = precision.factor_dtype(parameter), precision.solve_dtype(parameter)
     shards, replicated = shares(layer)
     return Work(
-        parts={part.name: part.cost * n for part in parts},
-        replayed=n * sum(spec.numel for spec in statistics if spec.name in curvature.replays),
-        everywhere=frozenset(part.name for part in parts if part.everywhere),
+        parts={task.name: task.cost * n for task in tasks},
+        replayed=n * sum(spec.numel for spec in statistics if spec.name in replayed),
+        everywhere=frozenset(task.name for task in tasks if task.on_every_worker),
         sums=n * sum(prod(packed_shape(spec)) for spec in statistics),
-        results={part.name: n * sum(prod(packed_shape(spec)) for spec in part.writes) for part in parts},
+        results={task.name: n * sum(prod(packed_shape(spec)) for spec in task.writes) for task in tasks},
         rows=_rows(curvature, n * sum(sizes)),
         gradients=n * prod(sizes),
         shards=shards,
@@ -47,7 +50,7 @@ def _rows(curvature: Curvature, width: int) -> Rows | None:
     return Rows(width=width, share=curvature.share, linked=curvature.linked)
 
 
-def _products(spec: Spec) -> float:
+def _products(spec: TensorSpec) -> float:
     """Return how many multiply-adds an element of the gradient meets in what a renewal has written.
 
     It is multiplied once by each matrix, an inverse, and twice where that is not symmetric: by a basis and back.

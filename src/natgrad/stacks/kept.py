@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from natgrad.curvature import Spec
 from natgrad.numerics import triangle
 from natgrad.numerics.narrow import power_of_two, round_stochastically
 from natgrad.numerics.precision import at_least_float32
+from natgrad.specs import TensorSpec
 
 # Float16 is scaled to magnitudes below 2¹⁴: all of its range is left to small ones, and a carry cannot overflow.
 _TOP = 14
 
 
 class Kept(dict[str, Tensor]):
-    """A tensor ``[N, *shape]`` for each `Spec`: matrices in a dtype that may be narrow, vectors in at least float32.
+    """A tensor ``[N, *shape]`` for each spec: matrices in a dtype that may be narrow, vectors in at least float32.
 
     In float16 a block is kept divided by a power of two of its own, which only `read` and `write` know.
 
@@ -28,7 +28,7 @@ class Kept(dict[str, Tensor]):
 
     def __init__(
         self,
-        specs: Sequence[Spec] = (),
+        specs: Sequence[TensorSpec] = (),
         size: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
@@ -99,12 +99,12 @@ class Kept(dict[str, Tensor]):
         return moved
 
 
-def packed_shape(spec: Spec) -> tuple[int, ...]:
+def packed_shape(spec: TensorSpec) -> tuple[int, ...]:
     """Return the shape in which a block of `spec` is summed, sent and averaged: of symmetric matrices a triangle."""
     return (*spec.shape[:-2], triangle.length(spec.shape[-1])) if spec.symmetric else spec.shape
 
 
-def pack(whole: Tensor, spec: Spec, out: Tensor | None = None) -> Tensor:
+def pack(whole: Tensor, spec: TensorSpec, out: Tensor | None = None) -> Tensor:
     """Return blocks ``[n, *spec.shape]``, of which lower triangles suffice, as ``[n, *packed_shape(spec)]``."""
     if not spec.symmetric:
         return whole if out is None else out.copy_(whole)
@@ -112,25 +112,24 @@ def pack(whole: Tensor, spec: Spec, out: Tensor | None = None) -> Tensor:
     return triangle.pack(whole.flatten(0, -3), flat).view(len(whole), *packed_shape(spec))
 
 
-def unpack(packed: Tensor, spec: Spec, *, lower: bool = False) -> Tensor:
-    """Undo `pack`; with `lower`, what is above the diagonal of a symmetric matrix is undefined."""
+def unpack(packed: Tensor, spec: TensorSpec) -> Tensor:
+    """Undo `pack`."""
     if not spec.symmetric:
         return packed
-    undo = triangle.unpack_lower if lower else triangle.unpack
-    return undo(packed.reshape(-1, packed.shape[-1]), spec.shape[-1]).view(len(packed), *spec.shape)
+    return triangle.unpack(packed.reshape(-1, packed.shape[-1]), spec.shape[-1]).view(len(packed), *spec.shape)
 
 
-def diagonals(packed: Tensor, spec: Spec) -> Tensor:
+def diagonals(packed: Tensor, spec: TensorSpec) -> Tensor:
     """Return the diagonals ``[n, d]``, in an order of their own, of symmetric matrices; of others all entries."""
     if spec.symmetric:
         packed = triangle.diagonals(packed.reshape(-1, packed.shape[-1]), spec.shape[-1])
         return packed.view(-1, spec.numel // spec.shape[-1])
-    return packed.flatten(1)
+    return packed.reshape(len(packed), -1)
 
 
-def spec_dtype(spec: Spec, dtype: torch.dtype) -> torch.dtype:
+def spec_dtype(spec: TensorSpec, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which the tensor of `spec` is kept among those in `dtype`."""
-    return dtype if len(spec.shape) > 1 and not spec.recurrent else at_least_float32(dtype)
+    return dtype if len(spec.shape) > 1 and not spec.at_least_float32 else at_least_float32(dtype)
 
 
 def along(scale: Tensor, dims: int) -> Tensor:

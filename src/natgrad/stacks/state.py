@@ -35,7 +35,7 @@ def blocks(stacks: list[Stack]) -> Blocks:
                 own |= {
                     name: kept.whole(name, member.blocks) for kept in (held, stack.allocate_memory()) for name in kept
                 }
-                good = [[stack.good[part.name][block] for part in stack.parts] for block in _range(member)]
+                good = [[stack.good[task.name][block] for task in stack.tasks] for block in _range(member)]
                 own["renewed"] = torch.tensor(good, device="cpu")
                 own |= stack.rungs.state(member.blocks)
             if stack.decisions is not None:
@@ -179,8 +179,8 @@ def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> N
             if stack.role.works:
                 kept += [stack.allocate_held(), stack.allocate_memory()]
                 flags = own["renewed"].tolist()
-                for column, part in enumerate(stack.parts):
-                    stack.renewed(part.name, member.start, [bool(row[column]) for row in flags], forget=True)
+                for column, task in enumerate(stack.tasks):
+                    stack.renewed(task.name, member.start, [bool(row[column]) for row in flags], forget=True)
                 stack.rungs.load(member.start, own, stack.work_dtype, stack.device)
             if stack.decisions is not None:
                 stack.decisions.restore(member, own)
@@ -225,7 +225,7 @@ def _shapes(stacks: list[Stack], given: Mapping[str, Mapping[str, Tensor]]) -> d
                 shapes |= {"weight": (n,), **{spec.name: (n, *spec.shape) for spec in stack.statistics}}
             if stack.role.works:
                 written = (*stack.written_like(given.get(member.layer.key, {})), *stack.memories)
-                shapes |= {"renewed": (n, len(stack.parts)), **stack.rungs.shapes(n)}
+                shapes |= {"renewed": (n, len(stack.tasks)), **stack.rungs.shapes(n)}
                 shapes |= {spec.name: (n, *spec.shape) for spec in written}
             if shapes:
                 wanted[member.layer.key] = shapes

@@ -11,6 +11,7 @@ from torch import nn
 
 from natgrad.compatibility import check_combinations
 from natgrad.curvature import Curvature
+from natgrad.curvature.base import computed_for, statistics_of
 from natgrad.errors import NatgradError
 from natgrad.layers import Layer
 from natgrad.numerics.precision import Precision
@@ -56,7 +57,7 @@ class Structure:
         self._seated: dict[str, Seat] = {}
         self._build()
         if refresh is not None:
-            check_use(refresh, [curvature for _, curvature in self.coverage.layers])
+            check_use(refresh, self.coverage.layers)
 
     def _build(self) -> None:
         self.coverage = cover(self._root, self._curvature)
@@ -78,7 +79,7 @@ class Structure:
     def _prepare_refresh(self, rule: RefreshRule) -> None:
         """Have the stacks keep what a refresh rule needs."""
         for group in self.stacks:
-            group.apart = rule.separate and bool(group.curvature.early)
+            group.apart = rule.separate and 0 < len(group.input_statistics) < len(group.statistics)
             if rule.criterion is not None and not group.curvature.rows:
                 group.decisions = DecisionState(group, compares_averages=rule.criterion.measure == "drift")
 
@@ -97,7 +98,9 @@ class Structure:
         # Layers that stay keep their workers, who alone may have their curvature; and "auto" chooses once. Curvatures
         # that look need every rank, and so do the seconds of a rule with a cap.
         placement = self._placement
-        looks = any(curvature.looks or curvature.rows for _, curvature in self.coverage.layers)
+        looks = any(
+            computed_for(statistics_of(curvature, layer)) or curvature.rows for layer, curvature in self.coverage.layers
+        )
         looks = looks or (self._refresh is not None and self._refresh.share is not None)
         if placement.name == "auto" and (looks or (placement.link == Link() and self._accelerated)):
             placement = replace(placement, name="comm-opt")  # the costs known are those of a processor core

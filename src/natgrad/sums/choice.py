@@ -14,7 +14,7 @@ class Choice:
     """What is collected of all that curvatures declare.
 
     Attributes:
-        sides: Of the inputs (`Curvature.early`), of what needs gradients, or both.
+        sides: Of the inputs (`Stack.input_statistics`), of what needs gradients, or both.
         without: The names of the layers of which nothing is.
     """
 

@@ -12,9 +12,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from natgrad.curvature import Spec
 from natgrad.linalg import tensor_on
 from natgrad.placement import Posted
+from natgrad.specs import Statistic
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import packed_shape
 
@@ -45,7 +45,7 @@ class Piece:
         return slice(self.members[0].start, self.members[-1].stop)
 
     @cached_property
-    def specs(self) -> list[Spec]:
+    def specs(self) -> list[Statistic]:
         """The statistics."""
         return portion_of(self.stack, self.portion)
 
@@ -226,7 +226,7 @@ class Message:
         for name, index in self.places.items():
             tally, share = tallies[name], shares.get(name, 1.0)
             rows = tally.beyond + (tally.rows - tally.beyond) * min(share, 1.0)
-            own = {"samples": share, "rows": rows / max(1, tally.rows)}
+            own = {"sample": share, "position": rows / max(1, tally.rows)}
             _correct(self.pieces[index], self.views[name], gain * share, own, seen=tally.rows > 0)
             counters += [tally.samples * share, rows]
         counters += riders if self._riders else ()
@@ -273,9 +273,9 @@ class Departed:
             message.release()
 
 
-def portion_of(stack: Stack, portion: Portion) -> list[Spec]:
+def portion_of(stack: Stack, portion: Portion) -> list[Statistic]:
     """Return some of the statistics of a stack."""
-    early = stack.curvature.early
+    early = stack.input_statistics
     return [spec for spec in stack.statistics if portion == "whole" or (spec.name in early) == (portion == "inputs")]
 
 
@@ -307,10 +307,10 @@ def _correct(
     for spec in piece.specs:
         if not seen:
             views[spec.name].zero_()
-        elif spec.degree and not plain:
-            views[spec.name].mul_(factor**spec.degree)
-        elif spec.counts and shares:
-            views[spec.name].mul_(shares[spec.mean])
+        elif spec.gradient_power and not plain:
+            views[spec.name].mul_(factor**spec.gradient_power)
+        elif spec.counts_positions and shares:
+            views[spec.name].mul_(shares[spec.per])
 
 
 def _drawn(stack: Stack) -> bool:

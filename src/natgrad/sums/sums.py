@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from natgrad.curvature import Spec
 from natgrad.lapack import collide
 from natgrad.placement import Posted, Runtime
+from natgrad.specs import Statistic
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.kept import pack
 from natgrad.sums.choice import WHOLE, Choice
@@ -23,11 +23,11 @@ _WIDE, _STEP = 128, 16
 Gain = Callable[[int], "float | Tensor"]
 
 
-class Observe(Protocol):
-    """`Curvature.observe` with the rows of one use."""
+class Accumulate(Protocol):
+    """`Curvature.accumulate` with the rows of one use."""
 
-    def __call__(self, sums: Mapping[str, Tensor], *, first: bool) -> None:
-        """Add to whole sums ``[n, *shape]``, or write into uninitialised ones."""
+    def __call__(self, sums: Mapping[str, Tensor]) -> None:
+        """Add to whole sums ``[n, *shape]``."""
 
 
 class Sums:
@@ -148,20 +148,20 @@ class Sums:
             views |= message.views[layer]
         return views
 
-    def add(self, layer: str, observe: Observe) -> None:
+    def add(self, layer: str, accumulate: Accumulate) -> None:
         """Add what one use of a layer shows; its tally is counted afterwards.
 
         It is packed at once, so that no whole matrix outlives the hook.
 
         Args:
             layer: The layer.
-            observe: Adds to whole sums, as `Curvature.observe` does.
+            accumulate: Adds to whole sums, as `Curvature.accumulate` does.
         """
         views, (stack, member) = self._views(layer), self._members[layer]
         specs = portion_of(stack, self._portions[layer])
         like = next(iter(views.values()))
-        whole = {spec.name: _uninitialised(like, member.stop - member.start, spec) for spec in specs}
-        observe(whole, first=True)
+        whole = {spec.name: _zeros(like, member.stop - member.start, spec) for spec in specs}
+        accumulate(whole)
         for spec in specs:
             if layer in self._filled:
                 views[spec.name].add_(pack(whole.pop(spec.name), spec))
@@ -275,15 +275,15 @@ def _destination(stack: Stack) -> tuple[object, ...]:
     return seat.sums, None if seat.sums == "all" else seat.workers
 
 
-def _uninitialised(like: Tensor, blocks: int, spec: Spec) -> Tensor:
-    """Return memory ``[blocks, *shape]`` for the whole sums of one layer.
+def _zeros(like: Tensor, blocks: int, spec: Statistic) -> Tensor:
+    """Return zeros ``[blocks, *shape]`` for the whole sums of one layer.
 
     Rows of wide matrices begin as far apart in those of 256 columns as in those of 257, so that products write both in
     the same way (`natgrad.gram.rows`), and so that columns do not `collide` in caches.
     """
     columns = spec.shape[-1] if spec.symmetric and like.device.type == "cpu" else 0
     if columns < _WIDE:
-        return like.new_empty(blocks, *spec.shape)
+        return like.new_zeros(blocks, *spec.shape)
     apart = _STEP * (columns // _STEP + 1)
     apart += _STEP if collide(apart, like.dtype) else 0
-    return like.new_empty(blocks, *spec.shape[:-1], apart)[..., :columns]
+    return like.new_zeros(blocks, *spec.shape[:-1], apart)[..., :columns]

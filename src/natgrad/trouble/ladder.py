@@ -111,7 +111,7 @@ class Ladder:
         return (
             _waits(device)
             and self.guard.ladder
-            and stack.curvature.definite
+            and stack.curvature.positive_definite
             and self._start(stack, case.members) is True
             and not self._suspects(stack, eager=False)
         )
@@ -152,7 +152,7 @@ class Ladder:
         if start is False or not self.guard.ladder:
             ready = start if isinstance(start, bool) else tensor_on(W.device, [min(rung, 1) for rung in start], W.dtype)
             return Outcome(V, inner, ready, plain=ready is not True)
-        definite = stack.curvature.definite
+        definite = stack.curvature.positive_definite
         blocks = case.blocks
         eager = not _waits(W.device)
         known = stack.rungs.suspected = self._suspects(stack, eager=eager)

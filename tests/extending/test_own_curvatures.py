@@ -1,0 +1,233 @@
+"""Curvatures of a user's own do what their dense definitions say, with everything that the library does around them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import natgrad
+from tests.dense import reference as dense
+from tests.every import Training, batch
+from tests.extending.own import OWN, Whitening
+
+DECAY, DAMPING, EACH = 0.95, 0.1, natgrad.Refresh(factors=1, inverses=1)
+
+
+def make(name):
+    """Return the constructor that `Training` calls."""
+    return lambda **_: OWN[name]()
+
+
+def power(X, exponent):
+    values, vectors = torch.linalg.eigh(X + DAMPING * torch.eye(len(X)).double())
+    return vectors @ torch.diag(values**exponent) @ vectors.mT
+
+
+class Dense:
+    """All of them of linear layers from per-sample gradients, one sample after the other, by autograd."""
+
+    def __init__(self, name):
+        self.name, self.averages, self.v, self.count = name, {}, {}, 0
+
+    def average(self, key, value):
+        self.averages[key] = DECAY * self.averages.get(key, 0) + (1 - DECAY) * value
+        return self.averages[key] / (1 - DECAY**self.count)
+
+    def step(self, model, x, y):
+        """Return the preconditioned gradient of each linear layer, with the bias as its last column."""
+        self.count += 1
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        seen, inputs = {name: [] for name in layers}, {}
+        handles = [
+            module.register_forward_hook(lambda _, args, __, name=name: inputs.__setitem__(name, args[0].detach()))
+            for name, module in layers.items()
+        ]
+        for one, label in zip(x, y, strict=True):
+            model.zero_grad()
+            cross_entropy(model(one[None]), label[None]).backward()
+            for name, module in layers.items():
+                seen[name].append(torch.cat([module.weight.grad, module.bias.grad[:, None]], 1))
+        model(x)
+        for handle in handles:
+            handle.remove()
+        return {name: self.precondition(name, torch.stack(seen[name]), inputs[name]) for name in layers}
+
+    def precondition(self, name, each, a):
+        W = each.mean(0)
+        if self.name == "signs":
+            self.v[name] = 0.9 * self.v.get(name, 0) + W
+            return self.v[name].sign()
+        if self.name == "diagonal":
+            return W / (self.average(name, each.square().mean(0)) + DAMPING)
+        if self.name == "whitening":
+            a = torch.cat([a, torch.ones(*a.shape[:-1], 1).double()], -1).flatten(0, -2)
+            return W @ power(self.average(name, a.mT @ a / len(a)), -0.5)
+        L = self.average(f"{name} L", (each @ each.mT).mean(0))
+        R = self.average(f"{name} R", (each.mT @ each).mean(0))
+        self.v[name] = 0.9 * self.v.get(name, 0) + 0.1 * W.square()
+        scaled = W / ((self.v[name] / (1 - 0.9**self.count)).sqrt() + DAMPING)
+        return power(L, -0.25) @ scaled @ power(R, -0.25)
+
+
+class Network(nn.Module):
+    """Two linear layers, the first on positions."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x.mT).tanh().mean(1))
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_steps_equal_the_dense_definition(name, micro_batches):
+    model, reference = Network().double(), Dense(name)
+    preconditioner = natgrad.Preconditioner(model, OWN[name](), damping=DAMPING, kl_clip=None, refresh=EACH)
+    for step in range(4):
+        x, y = batch(step)
+        expected = reference.step(model, x, y)
+        model.zero_grad()
+        for some, labels in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
+            (cross_entropy(model(some), labels) / micro_batches).backward()
+        preconditioner.step()
+        found = {
+            key: torch.cat([module.weight.grad, module.bias.grad[:, None]], 1)
+            for key, module in (("first", model.first), ("last", model.last))
+        }
+        dense.assert_equal(found, expected, 1e-9)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.05)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_convolution_with_groups_is_preconditioned_as_its_blocks(name):
+    training = Training(make(name))
+    training.step(batch(0))
+    rows = {row.parameter: row for row in training.preconditioner.explain().rows}
+    assert rows["convolution.weight"].preconditioned
+    blocks = training.preconditioner.state_dict()["blocks"]["convolution.weight"]
+    assert all(len(tensor) == 2 for tensor in blocks.values())
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_resuming_is_bit_exact(name):
+    straight, resumed = Training(make(name)), Training(make(name))
+    for step in range(6):
+        straight.step(batch(step))
+        resumed.step(batch(step))
+        if step == 2:
+            state = {
+                "model": resumed.model.state_dict(),
+                "optimizer": resumed.optimizer.state_dict(),
+                "preconditioner": resumed.preconditioner.state_dict(),
+            }
+            resumed = Training(make(name))
+            resumed.model.load_state_dict(state["model"])
+            resumed.optimizer.load_state_dict(state["optimizer"])
+            resumed.preconditioner.load_state_dict(state["preconditioner"])
+    dense.assert_equal(dict(straight.model.named_parameters()), dict(resumed.model.named_parameters()), 0)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_batch_that_is_not_finite_leaves_no_trace(name):
+    training = Training(make(name))
+    for step in range(3):
+        training.step(batch(step))
+    before = training.preconditioner.state_dict()["blocks"]
+    training.precondition((torch.full((12, 4, 9), torch.nan).double(), batch(3)[1]))
+    covered = {key: own for key, own in training.gradients.items() if key != "scale"}
+    assert all(gradient.isfinite().all() for gradient in covered.values())
+    after = training.preconditioner.state_dict()["blocks"]
+    for key, own in before.items():
+        names = {"L", "R", "A", "F", "length", "v", "momentum", "root_L", "root_R", "root"} & own.keys()
+        dense.assert_equal({n: own[n] for n in names}, {n: after[key][n] for n in names}, 0)
+    assert torch.tensor(training.step(batch(4))).isfinite()
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": natgrad.Precision(factors=torch.bfloat16, solve=torch.bfloat16, wire=torch.bfloat16)},
+        {"refresh": natgrad.Adaptive(natgrad.DriftRule(), inverses=1)},
+        {"placement": "background"},
+        {"damping": lambda step: 0.2 / (1 + step)},
+        {"dtype": torch.float32, "precision": natgrad.Precision(factors=torch.float16, solve=torch.float16)},
+    ],
+)
+def test_it_goes_with_other_options(name, options):
+    training = Training(make(name), **options)
+    losses = [training.step(batch(0, dtype=options.get("dtype", torch.float64))) for _ in range(30)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_result_that_was_not_declared_so_is_an_error():
+    class Wrong(Whitening):
+        def compute(self, task, averages, damping, previous=None):
+            computed, fine = super().compute(task, averages, damping)
+            return {name: tensor[:, 0] for name, tensor in computed.items()}, fine
+
+    training = Training(lambda **_: Wrong())
+    with pytest.raises(natgrad.NatgradError, match=r"compute\('root'\) of Wrong\(\)"):
+        training.step(batch(0))
+
+
+def test_whitening_takes_an_interval_of_its_own_for_its_inputs():
+    refresh = natgrad.Refresh(factors=natgrad.Sides(inputs=2, gradients=1), inverses=2)
+    training = Training(make("whitening"), refresh=refresh)
+    for step in range(4):
+        training.step(batch(step))
+    assert training.preconditioner.explain().preconditioned > 0
+    with pytest.raises(ValueError, match="inputs alone"):
+        Training(make("root"), refresh=refresh)
+
+
+def test_norm_layers_beside_it_are_covered():
+    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+    rows = {row.parameter: row for row in natgrad.Preconditioner(model, Whitening()).explain().rows}
+    assert "UnitWise" in rows["1.weight"].curvature
+    assert "Whitening" in rows["0.weight"].curvature
+
+
+def test_what_it_does_not_offer_is_refused_by_name():
+    model = Network().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="multiply by its Fisher"):
+        natgrad.Preconditioner(model, Whitening(), optimizer=optimizer, kl_clip=natgrad.TrustRegion(0.1))
+
+
+@pytest.mark.parametrize(
+    ("statistics", "tasks", "match"),
+    [
+        ([natgrad.Statistic("A", (2,)), natgrad.Statistic("A", (3,))], [], "names that differ"),
+        ([natgrad.Statistic("weight", (2,))], [], "are taken"),
+        ([], [natgrad.Task("t", ("B",), (), 1.0)], "reads"),
+        ([natgrad.Statistic("A", (2,), needs_computed=("Q",))], [], "needs_computed"),
+    ],
+)
+def test_declarations_that_do_not_fit_are_refused(statistics, tasks, match):
+    class Wrong(Whitening):
+        def statistics(self, d_out, d_in):
+            return tuple(statistics)
+
+        def tasks(self, d_out, d_in):
+            return tuple(tasks)
+
+    with pytest.raises(ValueError, match=match):
+        natgrad.Preconditioner(Network(), Wrong())
+
+
+def test_values_that_are_not_allowed_are_refused():
+    for options, match in (
+        ({"shape": (2, 3), "symmetric": True}, "square"),
+        ({"source": "outputs"}, "source"),
+        ({"source": "inputs", "gradient_power": 1}, "gradient_power"),
+        ({"gradient_power": 3}, "gradient_power"),
+        ({"combine": "gather"}, "combine"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            natgrad.Statistic(**{"name": "A", "shape": (2, 2), **options})
