@@ -24,11 +24,11 @@ from natgrad.damping import Control
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.exchange.sharded import Rows, slots_of, spread
 from natgrad.gradients.reduction import Scaling
-from natgrad.gradients.stacked import parameters
 from natgrad.layers import Layer
 from natgrad.placement import Runtime
 from natgrad.stacks.blocks import Stack
 from natgrad.stacks.kept import along
+from natgrad.stacks.matrices import parameters
 from natgrad.stacks.sharding import reshard
 from natgrad.stacks.shards import rows_of
 from natgrad.sums import Sums

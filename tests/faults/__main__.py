@@ -53,7 +53,7 @@ def _check_faults(names: list[str]) -> int:
 
 def _run(selected: list[str] | tuple[str, ...], fault: str) -> tuple[int, str, float]:
     """Run pytest in a process of its own; return its exit status, what failed first and why, and the seconds."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "tests.faults.plugin"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "--no-header", "-p", "tests.faults.plugin"]
     environment = {**os.environ, VARIABLE: fault}
     started = perf_counter()
     done = subprocess.run(

@@ -34,7 +34,7 @@ from natgrad.layers import Handle, Layer, Rows, Slot, remove_all
 from natgrad.layers.rows import by_sample
 from natgrad.numerics.products import full_products
 from natgrad.reductions import Count, Reductions
-from natgrad.rows import Collected
+from natgrad.rows.collected import Collected
 from natgrad.stacks.blocks import Member, Stack
 from natgrad.stacks.sharding import owners
 from natgrad.stacks.shards import is_sharded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import inf, isfinite, nan
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,13 +12,15 @@ from torch import Tensor
 from natgrad.damping.adaptive import Extent
 from natgrad.damping.quadratic import accountants
 from natgrad.exchange.sharded import Rows, spread
-from natgrad.gradients.clip import Clip
-from natgrad.gradients.stacked import stacked
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime
 from natgrad.renewal.decisions import measured
 from natgrad.stacks.blocks import Stack
+from natgrad.stacks.matrices import stacked
 from natgrad.stacks.shards import Spread, held_rows, is_sharded
+
+if TYPE_CHECKING:
+    from natgrad.gradients.clip import Clip
 
 
 def extent(

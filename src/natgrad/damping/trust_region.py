@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,17 @@ from natgrad.curvature import Curvature
 from natgrad.damping.quadratic import accountants, accounted
 from natgrad.errors import require
 from natgrad.exchange.sharded import Rows, slots_of, spread
-from natgrad.gradients.stacked import Entry, Gradients, parameters, stacked
 from natgrad.layers import Layer, Slot
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime
 from natgrad.schedule import check_number
 from natgrad.stacks.blocks import Stack
+from natgrad.stacks.matrices import parameters, stacked
 from natgrad.stacks.sharding import whole
 from natgrad.stacks.shards import rows_of
+
+if TYPE_CHECKING:
+    from natgrad.gradients.stacked import Entry, Gradients
 
 
 @dataclass(frozen=True)

@@ -8,32 +8,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from natgrad.gradients.stacked import Gradients
 from natgrad.layers import Slot
 from natgrad.placement import Runtime
-from natgrad.stacks.shards import Holders, Piece, held_rows, is_sharded
-
-
-def collect(gradients: Gradients, runtime: Runtime) -> dict[int, list[Piece]]:
-    """Give each worker all rows of the sharded gradients that it preconditions; nobody else gets them.
-
-    The rows come from the ranks that hold them of the worker's own copy of the model: of S ranks that share it (under
-    HSDP those of one replica, otherwise all) each sends a worker 1 / S of a layer's gradient, and itself nothing.
-
-    Args:
-        gradients: Of all layers on every rank.
-        runtime: The ranks.
-
-    Returns:
-        What `natgrad.gradients.stacked.Entry.solve` takes: the rows by the parameter's ``id``.
-    """
-    wanted = [
-        (slot, entry.stack.role.seat.workers)
-        for entry in gradients.entries
-        for member in entry.members
-        for slot in member.layer.slots
-    ]
-    return collect_rows(wanted, _gradient, runtime, "gradients")
+from natgrad.stacks.shards import Holders, Piece, is_sharded
 
 
 def collect_rows(
@@ -96,11 +73,3 @@ def _collect(
         vectors = message.split([size for *_, size in own_places])
         for (key, start, _), vector in zip(own_places, vectors, strict=True):
             gathered.setdefault(key, []).append((start, vector))
-
-
-def _gradient(slot: Slot, rows: range) -> Tensor:
-    """Return rows of the gradient, zeros where there is none, as all ranks expect them: in the parameter's dtype."""
-    values, parameter = held_rows(slot, rows), slot.parameter
-    if values is None:
-        return torch.zeros(len(rows), *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
-    return values.to(parameter.dtype)

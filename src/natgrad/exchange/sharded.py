@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from natgrad.exchange.collect import collect_rows
-from natgrad.gradients.stacked import assembled
 from natgrad.layers import Slot
 from natgrad.placement import Runtime
 from natgrad.stacks.blocks import Stack
+from natgrad.stacks.matrices import assembled
 from natgrad.stacks.shards import Holders, Piece, is_sharded
 
 

@@ -1,4 +1,4 @@
-"""Preconditioned gradients from the workers of each layer to the other ranks of their row."""
+"""Gradients between the ranks: rows of sharded ones to the workers, preconditioned ones to the others of their row."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from natgrad.exchange.collect import collect_rows
 from natgrad.gradients.owners import OwnedGradients
 from natgrad.gradients.stacked import Entry, Gradients, Share
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
 from natgrad.placement import Plan, Runtime
 from natgrad.stacks.blocks import Member
-from natgrad.stacks.shards import Holders, is_sharded, pairs
+from natgrad.stacks.shards import Holders, Piece, held_rows, is_sharded, pairs
 from natgrad.trouble.guard import Watch
 
 
@@ -215,3 +216,33 @@ def _hear(entry: Entry, counters: Tensor, watch: Watch) -> None:
     repeats = tensor_on(stack.device, entry.blocks)
     entry.ready = ready.repeat_interleave(repeats, output_size=stack.size)
     watch.heard(stack, trouble.repeat_interleave(repeats, output_size=stack.size))
+
+
+def collect(gradients: Gradients, runtime: Runtime) -> dict[int, list[Piece]]:
+    """Give each worker all rows of the sharded gradients that it preconditions; nobody else gets them.
+
+    The rows come from the ranks that hold them of the worker's own copy of the model: of S ranks that share it (under
+    HSDP those of one replica, otherwise all) each sends a worker 1 / S of a layer's gradient, and itself nothing.
+
+    Args:
+        gradients: Of all layers on every rank.
+        runtime: The ranks.
+
+    Returns:
+        What `natgrad.gradients.stacked.Entry.solve` takes: the rows by the parameter's ``id``.
+    """
+    wanted = [
+        (slot, entry.stack.role.seat.workers)
+        for entry in gradients.entries
+        for member in entry.members
+        for slot in member.layer.slots
+    ]
+    return collect_rows(wanted, _gradient, runtime, "gradients")
+
+
+def _gradient(slot: Slot, rows: range) -> Tensor:
+    """Return rows of the gradient, zeros where there is none, as all ranks expect them: in the parameter's dtype."""
+    values, parameter = held_rows(slot, rows), slot.parameter
+    if values is None:
+        return torch.zeros(len(rows), *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+    return values.to(parameter.dtype)

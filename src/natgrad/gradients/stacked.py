@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from time import perf_counter
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from natgrad.layers import Layer, Slot
+from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
 from natgrad.numerics.joined import together
 from natgrad.placement import Runtime
 from natgrad.stacks.blocks import Member, Stack
-from natgrad.stacks.shards import Piece, gather, held_rows, is_sharded, own_rows, pairs
+from natgrad.stacks.matrices import match, places
+from natgrad.stacks.shards import Piece, gather, held_rows, is_sharded, own_rows
 from natgrad.trouble.guard import Trouble, Watch
 from natgrad.trouble.ladder import Case, Ladder, Outcome
 
@@ -87,13 +88,13 @@ class Entry:
         stack, started = self.stack, perf_counter()
         W = torch.empty(sum(self.blocks), stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
         targets, sources = [], []
-        for layer, slot, view in _places(self.members, W):
+        for layer, slot, view in places(self.members, W):
             gradient = slot.parameter.grad
             if gradient is None:
                 view.zero_()
                 continue
             pieces = gathered.get(id(slot.parameter))
-            for rows, place in _match(layer, slot, gradient, pieces, view):
+            for rows, place in match(layer, slot, gradient, pieces, view):
                 targets.append(place)
                 sources.append(rows)
         if targets:  # other ranks expect a layer's result even where no rank has used it yet
@@ -251,12 +252,12 @@ class Gradients:
                 if rows is not None and len(rows):
                     targets.append(rows)
                     sources.append(share.values.view(rows.shape))
-            for layer, slot, view in _places(entry.members, entry.V) if entry.shares is None else ():
+            for layer, slot, view in places(entry.members, entry.V) if entry.shares is None else ():
                 gradient = slot.parameter.grad
                 if gradient is None:
                     continue
                 pieces = own_rows(slot.name, gradient) if is_sharded(gradient) else None
-                for rows, place in _match(layer, slot, gradient, pieces, view):
+                for rows, place in match(layer, slot, gradient, pieces, view):
                     targets.append(rows)
                     sources.append(place)
         if targets:
@@ -273,65 +274,5 @@ def alike(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     return together(entries, lambda entry: (entry.stack.device, entry.stack.work_dtype), nbytes)
 
 
-def stacked(stack: Stack, of: Callable[[Slot], Tensor | None]) -> Tensor:
-    """Return what there is `of` each parameter of a stack, none of them sharded, as blocks ``[N, o, i]``.
-
-    It is a tensor shaped as the parameter; None counts as zero. The blocks are in the dtype of solves.
-    """
-    B = torch.zeros(stack.size, stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
-    targets, sources = [], []
-    for layer, slot, view in _places(stack.members, B):
-        tensor = of(slot)
-        for values, place in () if tensor is None else _match(layer, slot, tensor.detach(), None, view):
-            targets.append(place)
-            sources.append(values)
-    if targets:
-        torch._foreach_copy_(targets, sources)
-    return B
-
-
-def assembled(stack: Stack, pieces: Mapping[int, Iterable[Piece]]) -> Tensor:
-    """Return rows of what is shaped as the parameters of a stack as blocks ``[N, o, i]``; the others are zero.
-
-    Args:
-        stack: The stack.
-        pieces: The rows, by the ``id`` of the parameter.
-    """
-    B = torch.zeros(stack.size, stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
-    targets, sources = [], []
-    for layer, slot, view in _places(stack.members, B):
-        own = pieces.get(id(slot.parameter), ())
-        for values, place in pairs(layer, slot, slot.parameter.shape, own, view):
-            targets.append(place)
-            sources.append(values)
-    if targets:
-        torch._foreach_copy_(targets, sources)
-    return B
-
-
-def parameters(stack: Stack) -> Tensor:
-    """Return the parameters of a stack, none of them sharded, as blocks ``[N, o, i]``."""
-    return stacked(stack, lambda slot: slot.parameter)
-
-
 def _has_gradient(member: Member) -> bool:
     return any(slot.parameter.grad is not None for slot in member.layer.slots)
-
-
-def _places(members: list[Member], stacked: Tensor) -> Iterator[tuple[Layer, Slot, Tensor]]:
-    """Yield each parameter with its columns of `stacked`."""
-    start = 0
-    for member in members:
-        stop = start + member.stop - member.start
-        for slot in member.layer.slots:
-            yield member.layer, slot, stacked[start:stop, :, slot.columns]
-        start = stop
-
-
-def _match(
-    layer: Layer, slot: Slot, gradient: Tensor, pieces: list[Piece] | None, blocks: Tensor
-) -> Iterable[tuple[Tensor, Tensor]]:
-    """Return views of a gradient, or of pieces of a sharded one, and of `blocks`: alike in shape, pair by pair."""
-    if pieces is None:
-        return [layer.align(slot, gradient, blocks)]
-    return pairs(layer, slot, gradient.shape, pieces, blocks)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from natgrad.exchange.collect import collect
 from natgrad.gradients.owners import OwnedGradients
-from natgrad.gradients.sharing import share
+from natgrad.gradients.sharing import collect, share
 from natgrad.gradients.stacked import Gradients
 from natgrad.preconditioner.parts import Parts
 from natgrad.reductions import Count
