@@ -14,9 +14,9 @@ from natgrad.damping.quadratic import accountants
 from natgrad.exchange.sharded import Rows, spread
 from natgrad.linalg import tensor_on
 from natgrad.placement import Runtime
-from natgrad.renewal.decisions import measured
 from natgrad.stacks.blocks import Stack
 from natgrad.stacks.matrices import stacked
+from natgrad.stacks.measures import measured
 from natgrad.stacks.shards import Spread, held_rows, is_sharded
 
 if TYPE_CHECKING:
