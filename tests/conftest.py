@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 
 from natgrad.versions import SEES_COMPILED
-from tests import device, sizes
+from tests import device, sizes, thinning
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,6 +26,11 @@ def small_is_as_large() -> Iterator[None]:
     """Have the small matrices of tests renewed as large ones are."""
     with sizes.treated_alike():
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    thinning.mark_slow(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -133,6 +133,7 @@ def assert_same(actual, expected):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=name)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("way", "curvature"), [pair for pair in product(WAYS.values(), FISHERS) if pair != (selective, SAMPLED)]
 )

@@ -150,6 +150,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(("way", "curvature"), PAIRS)
 def test_a_compiled_model_trains_as_the_plain_one(way, curvature):
     plain = network()

@@ -14,6 +14,7 @@ from tests.classifier import FISHERS, SAMPLED, batch, differentiate, gradients, 
 from tests.dense import reference as dense
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("curvature", FISHERS)
 @pytest.mark.parametrize("ending", ["backward", "no backward", "no gradients", "exception", "exception in backward"])
 def test_no_activation_outlives_its_graph(curvature, ending):
@@ -70,6 +71,7 @@ def live_bytes():
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
+@pytest.mark.values
 @pytest.mark.filterwarnings("ignore:natgrad. the cross-entropy of each")  # no loss is divided here
 @pytest.mark.parametrize("curvature", FISHERS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -20,7 +20,6 @@ def test_wrong_sizes(sizes):
 def test_a_process_alone():
     grid = Grid()
     assert (grid.nodes, grid.ranks, grid.node, grid.local, grid.smallest) == (1, 1, 0, 0, 1)
-    assert [grid.on_duty(turn) for turn in range(3)] == [True] * 3
     assert grid.everywhere("x") == ["x"]
     assert grid.traffic() == {"inside": 0, "between": 0}
     with pytest.raises(ValueError, match="nodes"):

@@ -147,6 +147,7 @@ def held(preconditioner, name):
     return blocks["H_A"], quasi_newton.Compact(blocks["S"], blocks["Y"]).multiply(unit)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("limit", [None, 3, 100])
 @pytest.mark.parametrize("intervals", [(1, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize("network", [Positions, Images])
@@ -247,6 +248,7 @@ def test_of_the_keys_of_attention_no_pair_is_made_of_rounding(dtype, memory, sha
     assert min(query, value) > 0.1
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("memory", [None, 6])
 @pytest.mark.parametrize(("dtype", "steps"), [(torch.float64, 150), (torch.float32, 150)])
 @pytest.mark.parametrize("rank", [1, 5])

@@ -22,12 +22,9 @@ def mesh(nodes, local):
 class Plain(Averager):
     """Averages parameters over the nodes after each step."""
 
-    turn = 0
-
     def step(self, loss=None):
         self.step_optimizer()
-        self._parameters.mean_(self.turn, self.parameters())
-        self.turn += 1
+        self._parameters.mean_(self.parameters())
 
     def drain(self):
         pass
@@ -48,19 +45,16 @@ def place(nodes):
     assert {timeout_of(own.group) for own in (grid.inside, grid.between)} == {timeout_of(dist.group.WORLD)}
     rank = dist.get_rank()
     found = grid.everywhere(rank)
-    duties = [grid.duty(turn) for turn in range(3)]
     between = grid.between.everywhere(rank)
-    answer = (grid.node, grid.local, grid.smallest, duties, grid.inside.everywhere(rank), between, found)
-    grid.close()
-    grid.close()
+    answer = (grid.node, grid.local, grid.smallest, grid.inside.everywhere(rank), between, found)
     return answer
 
 
 def test_equal_nodes(ranks):
     for nodes in (None, Nodes((2, 2))):
         everyone = ranks.run(4, place, nodes)
-        for rank, (node, local, smallest, duties, inside, between, found) in enumerate(everyone):
-            assert (node, local, smallest, duties) == (*divmod(rank, 2), 2, [0, 1, 0])
+        for rank, (node, local, smallest, inside, between, found) in enumerate(everyone):
+            assert (node, local, smallest) == (*divmod(rank, 2), 2)
             assert inside == [2 * node, 2 * node + 1]
             assert between == [local, local + 2]
             assert found == [0, 1, 2, 3]
@@ -69,9 +63,9 @@ def test_equal_nodes(ranks):
 def test_unequal_nodes(ranks):
     everyone = ranks.run(3, place, Nodes((2, 1)))
     assert [answer[:2] for answer in everyone] == [(0, 0), (0, 1), (1, 0)]
-    assert [answer[4] for answer in everyone] == [[0, 1], [0, 1], [2]]
-    assert [answer[5] for answer in everyone] == [[0, 2], [1], [0, 2]]
-    assert all(answer[2:4] == (1, [0, 0, 0]) and answer[6] == [0, 1, 2] for answer in everyone)
+    assert [answer[3] for answer in everyone] == [[0, 1], [0, 1], [2]]
+    assert [answer[4] for answer in everyone] == [[0, 2], [1], [0, 2]]
+    assert all(answer[2] == 1 and answer[5] == [0, 1, 2] for answer in everyone)
 
 
 def detect(local, size):
@@ -144,14 +138,13 @@ def means(sizes, wire, budget):
     """Rank r of node n has the parameters of node n: 2 to the power n, which every wire holds exactly."""
     grid = Grid(Nodes(sizes))
     tensors = [torch.full((5,), 2.0**grid.node), torch.full((2, 3), -(2.0**grid.node), dtype=torch.float64)]
-    exchange = natgrad.averaging.exchange.Exchange(grid, "parameters", budget=budget)
+    exchange = natgrad.averaging.exchange.Exchange(grid, "parameters", message_bytes=budget)
     found = []
-    for turn in range(2):
+    for _ in range(2):
         own = [tensor.clone() for tensor in tensors]
-        exchange.mean_(turn, own, wire)
+        exchange.mean_(own, wire)
         found.append([float(tensor.unique()) for tensor in own])
     sent = grid.traffic()["between"]
-    grid.close()
     return found, sent
 
 
@@ -159,7 +152,7 @@ def means(sizes, wire, budget):
 def test_mean_over_equal_nodes(ranks, wire):
     everyone = ranks.run(4, means, (2, 2), wire, 16)
     assert all(found == [[1.5, -1.5]] * 2 for found, _ in everyone)
-    assert all(sent > 0 for _, sent in everyone)  # the duty goes round
+    assert all(sent > 0 for _, sent in everyone)  # each rank sends its share
 
 
 def test_nodes_weigh_as_their_ranks(ranks):

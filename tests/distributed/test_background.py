@@ -184,6 +184,7 @@ def assert_equal(results):
         assert all(torch.equal(value, other[name]) for name, value in results[0].items())
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("intervals", INTERVALS)
 @pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("count", [1, 2, 4])

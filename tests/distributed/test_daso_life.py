@@ -47,8 +47,8 @@ RUNS = {
     "narrow": Run(
         options={"batches_between": 3, "batches_to_wait": 2, "merge": "delta", "cycling_wire": torch.bfloat16}
     ),
-    "narrow shares": Run(
-        options={"batches_between": 3, "batches_to_wait": 2, "duty": "sharded", "cycling_wire": torch.bfloat16}
+    "narrow paper": Run(
+        options={"batches_between": 3, "batches_to_wait": 2, "merge": "paper", "cycling_wire": torch.bfloat16}
     ),
     "curvature": Run(
         options={"batches_between": 3, "batches_to_wait": 2},
@@ -57,6 +57,7 @@ RUNS = {
 }
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("cut", [3, 4, 6])  # just sent, on its way, and at an epoch's end
 @pytest.mark.parametrize("name", list(RUNS))
 def test_a_training_that_is_resumed_in_mid_cycle(ranks, name, cut):
@@ -92,6 +93,7 @@ def test_a_state_of_an_epochs_end_goes_to_other_nodes(ranks):
     ranks.run(4, load_elsewhere, run, False, (2, 2))
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("seed", range(10))
 def test_ranks_that_come_late(ranks, seed):
     """Nobody waits for ever, and nothing depends on who was first."""

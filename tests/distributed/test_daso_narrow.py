@@ -15,9 +15,8 @@ from tests.distributed.test_daso_wire import small_steps
 
 CYCLES = [(4, 1), (2, 2), (2, 0)]
 ELSEWHERE = {
-    "rotating": Run(),
+    "plain": Run(),
     "unequal": Run(sizes=(1, 3)),
-    "sharded": Run(options={"duty": "sharded"}),
     "fsdp": Run(wrapper="fsdp"),
     "ddp": Run(wrapper="ddp"),
 }
@@ -40,6 +39,7 @@ def test_differences_are_no_other_rule(ranks, between, wait, merge):
         assert identical(everyone[2][step], everyone[3][step])
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("merge", ["paper", "delta"])
 @pytest.mark.parametrize("name", list(ELSEWHERE))
 def test_wherever_parameters_are(ranks, name, merge):

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 import natgrad
 from natgrad.averaging import Nodes
-from natgrad.averaging.vector import local
+from natgrad.averaging.messages import local
 from natgrad.stacks.sharding import whole
 from tests.distributed.daso_jobs import Run, Training, batch, identical
 

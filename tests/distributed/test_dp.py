@@ -188,6 +188,7 @@ def check(ranks, count, case):
     return owners, [traffic for _, _, traffic in results]
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("refresh", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("model", ["resnet", "transformer"])
@@ -200,6 +201,7 @@ def test_dp_is_its_definition(ranks, model, count, refresh):
     assert all(sent["inverses"] == 0 for sent in traffic)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
     "case",

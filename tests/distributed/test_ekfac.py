@@ -25,6 +25,7 @@ PLACEMENTS = ["comm-opt", "pipelined", "hybrid:1", "auto"]
 BLIND = ["mem-opt", "hybrid:0.5", "reduce-scatter"]
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_ranks_equal_one_process(ranks, count, placement):

@@ -84,7 +84,6 @@ def read_in_steps(options, wrapped, steps=8):
     return found
 
 
-EARLY = natgrad.Placement(name="mem-opt", link=natgrad.Link(latency=1e-7))
 WAYS = {
     "comm-opt": ({"placement": "comm-opt"}, True),
     "mem-opt": ({"placement": "mem-opt"}, True),
@@ -99,13 +98,6 @@ def test_a_plain_step_waits_for_nothing(ranks, way):
     for found in ranks.run(2, read_in_steps, *WAYS[way]):
         assert found[0]  # the first one checks what ranks have, and renews
         assert [places for step, places in enumerate(found) if step % 5] == [[]] * 6
-
-
-def test_gradients_that_leave_early_are_waited_for_once(ranks):
-    for found in ranks.run(2, read_in_steps, {"placement": EARLY, "gradients": "reduce"}, False):
-        assert [places for step, places in enumerate(found) if step > 2 and step % 5] == [
-            [("reduce.py", "_gather")]
-        ] * 4
 
 
 def read_in_second_passes():

@@ -89,6 +89,7 @@ def assert_same(results):
         assert all(torch.equal(own, first[name]) for name, own in other.items())
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("wrapper", [None, {}])
 @pytest.mark.parametrize("memory", [None, 3])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])

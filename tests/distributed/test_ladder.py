@@ -82,6 +82,7 @@ def train(job, kind, steps, states=None, gather=False):
     return training.result(gather=gather), fallbacks, words
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("kind", ["decompositions", "grafted", "unusable"])
 @pytest.mark.parametrize(("count", "placement"), CASES)
 def test_all_ranks_are_served_alike(ranks, count, placement, kind):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.averaging import Classic, DiLoCo, HierarchicalSGD, Nodes, PostLocalSGD, StreamingDiLoCo
-from natgrad.averaging.duty import EXCHANGES
+from natgrad.averaging.exchange import Exchange
 from natgrad.averaging.nodes import Grid
 
 CLASSES = {each.__name__: each for each in (Classic, DiLoCo, HierarchicalSGD, PostLocalSGD, StreamingDiLoCo)}
@@ -210,16 +210,15 @@ def test_classic_trains_as_ddp_does(ranks):
     assert ranks.run(2, classic_is_ddp) == [3 * 4 * elements] * 2
 
 
-def exchanged(sizes, budget, duty, wire):
-    """Average tensors that are alike within a node, in two turns; return the means and what this rank sent."""
+def exchanged(sizes, budget, wire):
+    """Average tensors that are alike within a node, twice; return the means and what this rank sent."""
     grid = Grid(Nodes(sizes))
     tensors = drawn(grid.node)
-    exchange = EXCHANGES[duty](grid, "parameters", budget=budget)
-    for turn in range(2):
-        exchange.mean_(turn, tensors, wire)
+    exchange = Exchange(grid, "parameters", message_bytes=budget)
+    for _ in range(2):
+        exchange.mean_(tensors, wire)
         torch._foreach_mul_(tensors, grid.node + 1)  # apart again
     sent = grid.traffic()
-    grid.close()
     return tensors, sent
 
 
@@ -229,45 +228,53 @@ def drawn(seed):
     return [*tensors, torch.randn(6, generator=generator, dtype=torch.float64)]
 
 
+def averaged(sizes):
+    """What `exchanged` returns on each node, worked out in one process."""
+    weights = [len(sizes) * size / sum(sizes) for size in sizes]
+    nodes = [drawn(node) for node in range(2)]
+    for _ in range(2):
+        means = [(weights[0] * a + weights[1] * b) / 2 for a, b in zip(*nodes, strict=True)]
+        nodes = [[mean * (node + 1) for mean in means] for node in range(2)]
+    return nodes
+
+
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1)])
 @pytest.mark.parametrize("budget", [1 << 20, 24])
-def test_a_sharded_duty_gives_what_rotation_gives_to_the_last_bit(ranks, sizes, budget):
-    rotating, sharded = (ranks.run(sum(sizes), exchanged, sizes, budget, duty, None) for duty in EXCHANGES)
-    for (one, _), (other, _) in zip(rotating, sharded, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    for link in ("inside", "between"):  # the same bytes, of which no port has more than its share
-        assert sum(sent[link] for _, sent in rotating) == sum(sent[link] for _, sent in sharded)
+def test_exchanges_in_shares(ranks, sizes, budget):
+    everyone, expected = ranks.run(sum(sizes), exchanged, sizes, budget, None), averaged(sizes)
+    for rank, (found, _) in enumerate(everyone):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected[rank // 2], strict=True))
+    size = 2 * sum(tensor.nbytes for tensor in drawn(0))  # two exchanges
+    assert sum(sent["between"] for _, sent in everyone) == 2 * size
+    assert sum(sent["inside"] for _, sent in everyone) == sum(size for ranks in sizes if ranks > 1)
     if sizes == (2, 2) and budget > 24:
-        spread = [sent["between"] for _, sent in sharded]
-        assert max(spread) - min(spread) <= 2 * 2 * 8  # an element of each dtype, in two turns
+        shares = [sent["between"] for _, sent in everyone]
+        assert max(shares) - min(shares) <= 2 * 2 * 8  # an element of each dtype, in two exchanges
 
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
-def test_a_sharded_duty_rounds_on_a_narrow_wire_as_rotation_does(ranks, wire):
-    rotating, sharded = (ranks.run(4, exchanged, (2, 2), 1 << 20, duty, wire) for duty in EXCHANGES)
-    for (one, _), (other, _) in zip(rotating, sharded, strict=True):
-        assert all(torch.allclose(a, b, rtol=2e-2, atol=2e-2) for a, b in zip(one, other, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(sharded[0][0], sharded[1][0], strict=True))
+def test_exchanges_on_a_narrow_wire(ranks, wire):
+    everyone, expected = ranks.run(4, exchanged, (2, 2), 1 << 20, wire), averaged((2, 2))
+    for rank, (found, _) in enumerate(everyone):
+        assert all(torch.allclose(a, b, rtol=2e-2, atol=2e-2) for a, b in zip(found, expected[rank // 2], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found, everyone[rank - rank % 2][0], strict=True))
 
 
-def flown():
-    """Send tensors in shares, change them, and return what the flight holds, and the first sent by each node."""
+def pending():
+    """Send tensors, change them, and return what the exchange holds."""
     grid = Grid(Nodes((2, 2)))
     tensors = drawn(grid.node)
-    exchange = EXCHANGES["sharded"](grid, "parameters")
-    flight = exchange.send(0, tensors, keep=True)
+    average = Exchange(grid, "parameters").send(tensors, keep=True)
     for tensor in tensors:
         tensor.zero_()
-    flight.wait()
-    grid.close()
-    return flight.sent, flight.summed, flight.weights, exchange.on_duty(1)
+    average.wait()
+    return average.sent, average.summed, average.nodes
 
 
-def test_a_flight_in_shares_holds_all_of_what_was_sent_and_summed(ranks):
-    packed = [[torch.cat([t.flatten() for t in own[:3]]), own[3]] for own in map(drawn, range(2))]
-    for rank, (sent, summed, weights, on_duty) in enumerate(ranks.run(4, flown)):
-        assert weights == 2
-        assert on_duty
+def test_a_pending_average_holds_all_of_what_was_sent_and_summed(ranks):
+    packed = [[torch.cat([t.flatten() for t in node[:3]]), node[3]] for node in map(drawn, range(2))]
+    for rank, (sent, summed, nodes) in enumerate(ranks.run(4, pending)):
+        assert nodes == 2
         assert all(torch.equal(a, b) for a, b in zip(sent, packed[rank // 2], strict=True))
         assert all(torch.equal(a, b + c) for a, b, c in zip(summed, *packed, strict=True))
 
@@ -275,18 +282,14 @@ def test_a_flight_in_shares_holds_all_of_what_was_sent_and_summed(ranks):
 def differing():
     """Tensors that differ within the node, as norm statistics do: rank r has r."""
     grid = Grid(Nodes((2, 2)))
-    found = {}
-    for duty, exchange in EXCHANGES.items():
-        tensors = [torch.full((4,), float(dist.get_rank()))]
-        exchange(grid, "buffers").mean_(1, tensors)
-        found[duty] = tensors[0].tolist()
-    grid.close()
-    return found
+    tensors = [torch.full((4,), float(dist.get_rank()))]
+    Exchange(grid, "buffers").mean_(tensors)
+    return tensors[0].tolist()
 
 
 def test_of_what_differs_in_a_node_each_sends_its_share(ranks):
-    """Rotation takes those of local index 1, ranks 1 and 3; shares half of index 0 (ranks 0 and 2), half of index 1."""
-    assert ranks.run(4, differing) == [{"rotating": [2.0] * 4, "sharded": [1.0, 1.0, 2.0, 2.0]}] * 4
+    """Half is the mean of local index 0 (ranks 0 and 2), half that of local index 1."""
+    assert ranks.run(4, differing) == [[1.0, 1.0, 2.0, 2.0]] * 4
 
 
 def refusals():

@@ -135,6 +135,7 @@ def play(name, placement, refresh=(1, 2)):
     return {key: value.clone() for key, value in scene.model.state_dict().items()}
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("name", SCENES)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -220,6 +221,7 @@ def train_functional_head(placement):
     return {key: value.clone() for key, value in model.state_dict().items()}, told, reasons
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_table_that_serves_as_a_functional_head(ranks, placement, count):
@@ -311,6 +313,7 @@ SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
 REDUCE = {"wrapped": False, "ragged": True}
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(

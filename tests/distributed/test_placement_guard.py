@@ -12,6 +12,7 @@ PLACEMENTS = ["mem-opt", "hybrid:0.5", "reduce-scatter", "dp"]
 SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("curvature", [{}, SAMPLED], ids=["empirical", "sampled"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_poison_on_one_rank(ranks, placement, curvature):
@@ -54,6 +55,7 @@ def test_a_poisoned_gradient(ranks, placement):
     assert {result.metrics["skipped_gradients"] for result in results} == {1}
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("form", ["eigen", "inverse"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_decomposition_that_fails_on_its_owner(ranks, placement, form):
@@ -102,6 +104,7 @@ def exhaust(job, kind, rank):
     return None
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("kind", ["statistics", "decompositions"])
 @pytest.mark.parametrize("placement", ["comm-opt", *PLACEMENTS])
 def test_all_ranks_give_up_in_the_same_step(ranks, placement, kind):

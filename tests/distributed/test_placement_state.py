@@ -20,6 +20,7 @@ def job_of(placement, **options):
     return Job(momentum=0.0, options={"placement": placement}, **options)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -101,6 +101,7 @@ def train_model(name, steps, options):
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -30,6 +30,7 @@ def made(sent):
     return sent["inverses"] + sent["counters"]
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("wire", WIRES)
 def test_accuracy_and_bytes(ranks, count, wire):

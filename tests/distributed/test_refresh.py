@@ -57,6 +57,7 @@ def test_the_clocks_decide_this_and_that(alone):
         assert len(verdicts) == {"sides": 0, "trace": 3}.get(clock, 2)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(
     ("count", "placement"),
     [(2, "comm-opt"), (4, "comm-opt"), (2, "mem-opt"), (4, "mem-opt"), (4, "hybrid:0.5"), (2, "reduce-scatter")],
@@ -222,6 +223,7 @@ def capped(job, steps, renewal):
     return seen, (clock.now, clock.spent), training.result()
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(
     ("count", "placement"),
     [

@@ -22,6 +22,7 @@ def assert_alike(results):
         assert all(torch.equal(found[name], results[0][0][name]) for name in found)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("ragged", [False, True])

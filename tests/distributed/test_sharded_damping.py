@@ -62,6 +62,7 @@ def test_trust_region(ranks, count, mesh, placement):
     assert all(0 < scale < 1 for _, scale in wanted)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("case", [TRIED, HELD], ids=["tried", "held"])
 @pytest.mark.parametrize(
     ("change", "where"),
@@ -153,6 +154,7 @@ def fail_on_one(case, early, call):
     return ""
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(("early", "call"), [(False, 1), (False, 2), (True, 2)])
 @pytest.mark.parametrize("wrapper", ["layers", "root"])
 @pytest.mark.parametrize("case", [TRIED, KBFGS], ids=["tried", "K-BFGS"])

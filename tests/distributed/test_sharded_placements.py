@@ -26,12 +26,14 @@ def assert_equal_to(ranks, expected, count, case):
         assert error(parameters, expected) <= 1e-10
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(("count", "mesh"), WAYS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_ranks_equal_one_process(ranks, placement, count, mesh):
     assert_equal_to(ranks, train(Case()), count, Case(options={"placement": placement}, mesh=mesh))
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(("count", "mesh"), [(3, None), (4, None), (4, (2, 2))])
 @pytest.mark.parametrize("wrapper", ["root", "layers"])
 @pytest.mark.parametrize("placement", ["mem-opt", "hybrid:0.5"])
@@ -178,6 +180,7 @@ def sent_and_foretold(case):
     return {kind: after[kind] - before.get(kind, 0) for kind in after}, foretold
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(("count", "mesh"), [(2, None), (4, None), (4, (2, 2))])
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "reduce-scatter", "dp", "hybrid:0.5"])
 @pytest.mark.parametrize("network", [Network, Zoo])

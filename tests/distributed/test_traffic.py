@@ -56,6 +56,7 @@ COPIES = {
 }
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("placement", COPIES)

@@ -95,11 +95,12 @@ def save(folder, own):
     checkpoint.save(folder, own.position.step, own.state_dict())
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(
     ("name", "options", "at"),
     [
         ("daso", {"batches_between": 4, "batches_to_wait": 2, "merge": "delta"}, 4),  # a message is under way
-        ("daso", {"batches_between": 4, "batches_to_wait": 2, "duty": "sharded", "warmup_epochs": 0.5}, 4),
+        ("daso", {"batches_between": 4, "batches_to_wait": 2, "warmup_epochs": 0.5}, 4),
         ("daso", {"batches_between": 4, "batches_to_wait": 2, "average_factors": True}, 4),
         ("daso", {"batches_between": 4, "batches_to_wait": 2, "momentum": "average"}, 4),
         ("streaming-diloco", {"batches_between": 4, "batches_to_wait": 3}, 8),

@@ -47,6 +47,7 @@ def alone():
     return result
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("name", CURVATURES)
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -71,6 +72,7 @@ def test_dp_equals_one_process_where_all_ranks_have_the_same_samples(ranks, alon
     assert_close(results[0], alone(name))
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("name", CURVATURES)
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "background"])
 @pytest.mark.parametrize("gather", [False, True])

@@ -384,7 +384,7 @@ _add(
     "daso_merge",
     "The parameters of now weigh S instead of 2 S batches against those that the nodes sent.",
     "averaging/test_merge.py::test_paper",
-    ("averaging.merge:merge_paper_", "2 * waited / (2 * waited + senders)", "waited / (2 * waited + senders)"),
+    ("averaging.merge:merge_paper_", "2 * waited / (2 * waited + nodes)", "waited / (2 * waited + nodes)"),
 )
 _add(
     "residual_sign",
@@ -408,13 +408,13 @@ _add(
     "daso_buffers",
     "When all nodes are made equal, floating-point buffers are not averaged.",
     "distributed/test_averaging_base.py::test_synchronize",
-    ("averaging.base:Averager.synchronize", "self._buffers.mean_(0, floats)", "pass"),
+    ("averaging.base:Averager.synchronize", "self._buffers.mean_(floats)", "pass"),
 )
 _add(
     "gradient_subgroup",
     "Local gradients are averaged over the nodes where they should be over the ranks of a node.",
     "distributed/test_averaging_base.py::test_gradients_are_averaged_over_the_ranks_of_a_node_that_have_a_batch",
-    ("averaging.gradients:NodeGradients.average_", "runtime = self._grid.inside", "runtime = self._grid.between"),
+    ("averaging.exchange:Exchange.sum_inside_", "inside = self._grid.inside", "inside = self._grid.between"),
 )
 _add(
     "broadcast_skipped",

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from natgrad.placement import Cycle, Link, Placement, Slices, Work, make_plan, resolve, step_seconds
 from tests.placement.layers import kfac, models, resnet50
 
-pure = settings(max_examples=100, deadline=None, derandomize=True)
-small_ranks = st.integers(1, 64) | st.sampled_from([60, 256, 1024])
+pure = settings(max_examples=30, deadline=None, derandomize=True)
+small_ranks = st.integers(1, 64) | st.sampled_from([60, 256])
 links = st.builds(
     Link,
     latency=st.sampled_from([0.0, 1e-5, 1e-3]),

@@ -40,6 +40,7 @@ def same(one, other):
     return one == other
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(
     "settings",
     [

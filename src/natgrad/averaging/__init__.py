@@ -1,12 +1,10 @@
-"""Averaging over nodes: gradients inside, parameters between, seldom and beside the computation."""
+"""Averaging over nodes: gradients in each step within a node, parameters seldom and asynchronously between nodes."""
 
 from natgrad.averaging.base import Averager
-from natgrad.averaging.classic import Classic
 from natgrad.averaging.daso import DASO
-from natgrad.averaging.diloco import DiLoCo
-from natgrad.averaging.local_sgd import HierarchicalSGD, PostLocalSGD
+from natgrad.averaging.diloco import DiLoCo, StreamingDiLoCo
+from natgrad.averaging.local_sgd import Classic, HierarchicalSGD, PostLocalSGD
 from natgrad.averaging.nodes import Grid, Nodes
-from natgrad.averaging.streaming import StreamingDiLoCo
 
 __all__ = [
     "DASO",

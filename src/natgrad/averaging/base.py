@@ -1,4 +1,4 @@
-"""What all ways of averaging over nodes have in common."""
+"""What all averagers share: construction checks, the step of the optimizer, synchronization, traffic."""
 
 from __future__ import annotations
 
@@ -14,29 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.arguments import unwrap
-from natgrad.averaging.agreement import check_alike
-from natgrad.averaging.duty import EXCHANGES, Duty
-from natgrad.averaging.even import even
-from natgrad.averaging.exchange import Exchange
-from natgrad.averaging.gradients import NodeGradients
+from natgrad.averaging.checks import StraySteps, check_alike, check_norm_groups
+from natgrad.averaging.exchange import Exchange, NodeGradients
+from natgrad.averaging.messages import MESSAGE_BYTES, flat
 from natgrad.averaging.nodes import Grid, Nodes
-from natgrad.averaging.norm_groups import check_norm_groups
-from natgrad.averaging.stray_steps import StraySteps
-from natgrad.averaging.vector import MESSAGE_BYTES, flat
 from natgrad.errors import AveragingError, require
 from natgrad.stacks.sharding import check_model, find_mesh, reshard
 
 
 class Averager(ABC):
-    """Steps an optimizer, and averages what the nodes have made of the model: ``step()`` replaces ``optimizer.step()``.
+    """Steps an optimizer, and averages the model over the nodes: ``step()`` replaces ``optimizer.step()``.
 
     Attributes:
-        model: What the user gave: plain, or wrapped over the ranks of its node.
+        model: The user's model: plain, or wrapped over the ranks of its node.
         optimizer: The inner optimizer.
         grid: The nodes.
     """
-
-    _duty: Duty = "rotating"
 
     def __init__(
         self,
@@ -56,10 +49,10 @@ class Averager(ABC):
                 gradients of a plain one are averaged in the node by `step`.
             optimizer: Of the model's parameters.
             mesh: A ``DeviceMesh`` of dimensions ("node", "local").
-            nodes: Or how many ranks each node has, where they are not equal; None, without a mesh: as torchrun tells.
+            nodes: Or how many ranks each node has, where they are not equal; None, without a mesh: from torchrun.
             scaler: The ``GradScaler`` whose scale the loss carries: `step` calls its ``step`` and ``update``.
-            message_bytes: How long a message may be.
-            options: Those of the subclass, plain values by name, that have to be the same on all ranks.
+            message_bytes: The largest message.
+            options: Options of the subclass, plain values by name, that have to be the same on all ranks.
 
         Raises:
             ValueError: if an argument is not allowed; then nothing was changed.
@@ -67,17 +60,17 @@ class Averager(ABC):
         """
         _check(model, optimizer, mesh, nodes, scaler, message_bytes)
         self.model, self.optimizer, self._scaler = model, optimizer, scaler
-        self._root, self._budget = unwrap(model), message_bytes
+        self._root, self._message_bytes = unwrap(model), message_bytes
         self.grid = Grid(mesh if mesh is not None else nodes)
         self.agree(**self._common(), **(options or {}))
         self._sharded = self._check_wrapper()
         wrapped = self._sharded or replica(model) is not None
         self._gradients = None if wrapped else NodeGradients(self.grid, message_bytes)
         self._closed, self._averaged = False, False
-        self._parameters, self._buffers = self.exchange("parameters"), self.exchange("buffers")
+        self._parameters, self._buffers = self.exchange("parameters"), self.exchange("buffers", everyone=False)
         self.exchange("start").broadcast_(list(self._root.parameters()))
-        self.exchange("start").broadcast_([buffer for buffers in self.buffers() for buffer in buffers])
-        if scaler is not None:  # it makes its scale with the first loss, which a rank without batches has none of
+        self.exchange("start", everyone=False).broadcast_([buffer for kind in self.buffers() for buffer in kind])
+        if scaler is not None:  # it creates its scale with the first loss, which a rank without batches never has
             scaler.scale(torch.zeros((), device=next(self._root.parameters()).device))
         self._stray = StraySteps(type(self).__name__, optimizer)
 
@@ -98,7 +91,7 @@ class Averager(ABC):
         """Average the gradients in the node, unless that has happened, and step the optimizer, by the scaler if any."""
         self._stray.check()
         self.average_gradients()
-        with self._stray.own():
+        with self._stray.expected():
             if self._scaler is None:
                 self.optimizer.step()
             elif self._has_gradients():
@@ -109,7 +102,7 @@ class Averager(ABC):
     def unscale_(self) -> None:
         """Average the gradients in the node, and take the scaler's scale off them: before a preconditioner or a clip.
 
-        In this order, so that all ranks of the node find the same: what is not finite on one is so on all.
+        In this order all ranks of the node find the same gradients finite or not.
         """
         self.average_gradients()
         if self._scaler is not None and self._has_gradients():
@@ -128,22 +121,22 @@ class Averager(ABC):
         self.average_gradients()
         parameters = self.parameters()
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
-        whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)
-        return whole
+        total: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        return total
 
     def even(self, loader: Any, *, repeat: bool = True) -> Iterator[Any]:
         """Yield the batches of `loader`, and more until every rank has had as many as the one with most; collective.
 
         Args:
-            loader: This rank's, with a length.
+            loader: This rank's loader, with a length.
             repeat: Whether to go on with its first batches again; else with None: then call ``daso.step()`` without a
                 backward pass, which takes a model without a wrapper.
 
         Raises:
             AveragingError: on all ranks, if one has no batch to repeat.
         """
-        return even(self.grid, loader, repeat=repeat)
+        return repeat_to_equal_length(self.grid, loader, repeat=repeat)
 
     # --- What subclasses do -------------------------------------------------------------------------------------
 
@@ -157,7 +150,7 @@ class Averager(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Wait for all messages under way, and settle what they bring: none is under way afterwards; collective."""
+        """Wait for all messages under way and merge them: none is under way afterwards; collective."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -172,33 +165,35 @@ class Averager(ABC):
         """Return a flat dict of numbers; nothing waits for the device until one is read."""
 
     def next_epoch(self) -> None:
-        """Tell that an epoch has ended, between two steps and before an evaluation: `synchronize`; collective."""
+        """End an epoch, between two steps and before an evaluation: `synchronize`; collective."""
         self.synchronize()
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """Make all ranks equal to the last bit: the mean of parameters and buffers over all of them; collective.
 
-        Buffers are averaged here alone, for norm statistics matter to evaluations. Those of whole numbers, and the
-        counts of batches among them, become rank 0's.
+        Buffers (norm statistics) are averaged here alone, since only evaluations read them. Integer buffers, such as
+        the counts of batches, become rank 0's.
         """
         self._check_open()
         self._settle()
-        self._parameters.mean_(0, self.parameters())
+        self._parameters.mean_(self.parameters())
         self._parameters.release()
         floats, others = self.buffers()
-        self._buffers.mean_inside_(floats)
-        self._buffers.mean_(0, floats)
-        self.exchange("buffers").broadcast_(others)
+        if floats and self.grid.inside.ranks > 1:
+            self._buffers.sum_inside_(floats)
+            torch._foreach_div_(floats, self.grid.inside.ranks)
+        self._buffers.mean_(floats)
+        self.exchange("buffers", everyone=False).broadcast_(others)
 
     # --- What they are made of ----------------------------------------------------------------------------------
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the trainable parameters, anew each time, for wrappers replace them; frozen ones never travel."""
+        """Return the trainable parameters, anew each time, since wrappers replace them; frozen ones never travel."""
         return list(self.named_parameters().values())
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the same by their names."""
+        """Return the trainable parameters by name."""
         if self._sharded:
             reshard(self._root.modules())
         return {name: parameter for name, parameter in self._root.named_parameters() if parameter.requires_grad}
@@ -212,19 +207,25 @@ class Averager(ABC):
         )
 
     def exchange(self, kind: str, *, everyone: bool | None = None, told: bool = False) -> Exchange:
-        """Return a new exchange of replicated tensors, or of what each rank holds alone; see `Exchange`."""
-        everyone = self._sharded if everyone is None else everyone
-        return EXCHANGES[self._duty](self.grid, kind, everyone=everyone, told=told, budget=self._budget)
+        """Return a new `Exchange` between the nodes.
+
+        Args:
+            kind: The name of its tensors in `traffic`.
+            everyone: Whether each rank of a node holds tensors of its own; None: if the model is sharded.
+            told: Kept for compatibility, without effect: all ranks receive the sums.
+        """
+        per_rank = self._sharded if everyone is None else everyone
+        return Exchange(self.grid, kind, per_rank=per_rank, message_bytes=self._message_bytes)
 
     def _settle(self) -> None:
-        """Have nothing under way before all ranks are made equal."""
+        """Leave nothing under way before all ranks are made equal."""
         self.drain()
 
     def agree(self, **values: Any) -> None:
         """Check that plain values are the same on all ranks; collective, and waits.
 
         Raises:
-            AveragingError: on all ranks alike, naming what differs and on whom.
+            AveragingError: on all ranks, naming what differs and on which ranks.
         """
         rank = dist.get_rank() if dist.is_initialized() else 0
         check_alike(self.grid.everywhere((rank, values)))
@@ -237,22 +238,22 @@ class Averager(ABC):
         return self.grid.traffic()
 
     def detach(self) -> None:
-        """End all messages, for good; collective."""
+        """Finish all messages, for good; collective."""
         if not self._closed:
             self.drain()
             self._closed = True
             self._stray.stop()
 
     def _has_gradients(self) -> bool:
-        """Tell whether there is anything to step with: a scaler refuses to where there is not."""
-        return any(parameter.grad is not None for parameter in _held(self.optimizer))
+        """Return whether any parameter has a gradient: without one a scaler refuses to step."""
+        return any(parameter.grad is not None for parameter in _parameters_of(self.optimizer))
 
     def _check_open(self) -> None:
         if self._closed:
             raise AveragingError(f"this {type(self).__name__} was detached")
 
     def _common(self) -> dict[str, Any]:
-        """Return what has to be the same on all ranks of any averager."""
+        """Return the values that have to be the same on all ranks of any averager."""
         wrapper = "FSDP2" if find_mesh(self._root) is not None else "DDP" if replica(self.model) is not None else "none"
         return {
             "averager": type(self).__name__,
@@ -260,37 +261,37 @@ class Averager(ABC):
             "wrapper": wrapper,
             "optimizer": type(self.optimizer).__name__,
             "scaler": _settings(self._scaler),
-            "message_bytes": self._budget,
+            "message_bytes": self._message_bytes,
         }
 
     def _digest(self) -> int:
-        """Return a number that is the same where messages mean the same."""
+        """Return a number that is the same where models have the same tensors."""
         tensors = [*self._root.named_parameters(), *self._root.named_buffers()]
-        told = [(name, t.shape, t.stride(), t.dtype, t.requires_grad) for name, t in tensors]
-        return crc32(repr(told).encode())
+        layouts = [(name, t.shape, t.stride(), t.dtype, t.requires_grad) for name, t in tensors]
+        return crc32(repr(layouts).encode())
 
     def _check_wrapper(self) -> bool:
-        """Check that the wrapper reduces over the ranks of the node; tell whether it shards."""
+        """Check that the wrapper reduces over the ranks of the node; return whether it shards."""
         inside = self.grid.inside
-        own = dist.get_process_group_ranks(inside.group) if inside.group is not None else [0]
-        allowed = f"wrapped over the ranks of its node alone ({own}): between nodes {type(self).__name__} averages"
+        node = sorted(dist.get_process_group_ranks(inside.group)) if inside.group is not None else [0]
+        allowed = f"wrapped over the ranks of its node alone ({node}): between nodes {type(self).__name__} averages"
         replicated = replica(self.model)
         if replicated is not None:
             found = dist.get_process_group_ranks(replicated.process_group)
-            require(sorted(found) == sorted(own), "model", f"DistributedDataParallel over ranks {found}", allowed)
-        check_norm_groups(self._root, own, type(self).__name__)
-        spread = find_mesh(self._root)
-        if spread is None:
+            require(sorted(found) == node, "model", f"DistributedDataParallel over ranks {found}", allowed)
+        check_norm_groups(self._root, node, type(self).__name__)
+        mesh = find_mesh(self._root)
+        if mesh is None:
             return False
-        found = sorted(spread.mesh.flatten().tolist())
-        require(found == sorted(own), "model", f"FSDP2 over ranks {found}", allowed)
+        found = sorted(mesh.mesh.flatten().tolist())
+        require(found == node, "model", f"FSDP2 over ranks {found}", allowed)
         equal = len(set(self.grid.sizes)) == 1
         require(equal, "nodes", self.grid.sizes, "equal where FSDP2 shards the model: shards have to fit each other")
         return True
 
 
 def check_parts(state: object, parts: set[str], averager: Averager) -> None:
-    """Check that a state has the parts of what `averager` returns.
+    """Check that a state has the parts that ``averager.state_dict()`` returns.
 
     Raises:
         ValueError: if it has not.
@@ -332,8 +333,9 @@ def _check(
             require(False, f"model ({name})", tensor.stride(), "of tensors without gaps in memory")
     fits = isinstance(optimizer, torch.optim.Optimizer)
     require(fits, "optimizer", type(optimizer).__name__, "a torch.optim.Optimizer")
-    own = {id(parameter) for parameter in model.parameters()}
-    require(any(id(p) in own for p in _held(optimizer)), "optimizer", repr(optimizer), "one of the model's parameters")
+    parameters = {id(parameter) for parameter in model.parameters()}
+    fits = any(id(parameter) in parameters for parameter in _parameters_of(optimizer))
+    require(fits, "optimizer", repr(optimizer), "one of the model's parameters")
     require(mesh is None or isinstance(mesh, DeviceMesh), "mesh", type(mesh).__name__, "a DeviceMesh, or None")
     require(nodes is None or isinstance(nodes, Nodes), "nodes", nodes, "a natgrad.averaging.Nodes, or None")
     require(mesh is None or nodes is None, "nodes", nodes, "left out beside a mesh")
@@ -343,5 +345,32 @@ def _check(
     require(fits, "message_bytes", message_bytes, "a whole number >= 8")
 
 
-def _held(optimizer: Any) -> Iterator[Tensor]:
+def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def repeat_to_equal_length(grid: Grid, loader: Any, *, repeat: bool) -> Iterator[Any]:
+    """Yield the batches of `loader`, and more until every rank has had as many as the one with most; collective.
+
+    One message an epoch, where a message a step (as torch's ``Join`` needs) would make all nodes wait for each other.
+
+    Args:
+        grid: The ranks.
+        loader: This rank's loader, with a length.
+        repeat: Whether to go on with its first batches again; else with None.
+
+    Raises:
+        AveragingError: on all ranks, if one has no batch to repeat.
+    """
+    lengths = grid.everywhere(len(loader))
+    if repeat and not all(lengths) and any(lengths):
+        raise AveragingError(f"ranks without a single batch to repeat: {[r for r, n in enumerate(lengths) if not n]}")
+    yield from loader
+    missing = max(lengths) - len(loader)
+    if not repeat:
+        yield from [None] * missing
+        return
+    while missing:
+        for batch, _ in zip(loader, range(missing), strict=False):
+            missing -= 1
+            yield batch

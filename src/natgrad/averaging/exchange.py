@@ -1,122 +1,179 @@
-"""Sums over the nodes: copied, sent, waited for, and told to the others of the node."""
+"""Sums over the nodes: each local rank reduces its share across nodes, then the node gathers the shares."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from natgrad.averaging.compression import DeltaCompression
+from natgrad.averaging.messages import MESSAGE_BYTES, Packing
 from natgrad.averaging.nodes import Grid
-from natgrad.averaging.vector import MESSAGE_BYTES, Packing
+from natgrad.linalg import tensor_on
 from natgrad.placement import Posted
-from natgrad.placement.wire import narrower
 
 
-class Flight:
-    """One exchange between the nodes that is under way.
+class PendingAverage:
+    """An exchange between the nodes that is under way.
 
     Attributes:
-        turn: Whose duty it is.
-        packing: Where in the messages which tensor lies.
-        sent: What this node has sent, by message; empty unless it was to be kept, and where the sums are not known.
-        summed: What the nodes have sent, summed by weight, once `wait` has returned; empty where it is not known.
-        weights: The weights of all nodes together: P.
+        packing: The layout of the tensors in messages.
+        sent: The messages that this node has sent; empty unless they were to be kept.
+        summed: The messages of all nodes, summed by weight, valid after `wait`.
+        nodes: The sum of the nodes' weights, P.
     """
 
-    def __init__(self, turn: int, packing: Packing, sent: list[Tensor], summed: list[Tensor], weights: int) -> None:
-        """Hold what was sent, and where its sum will be."""
-        self.turn, self.packing, self.sent, self.summed, self.weights = turn, packing, sent, summed, weights
-        self.posted: list[Posted] = []
+    def __init__(self, packing: Packing, sent: list[Tensor], summed: list[Tensor], nodes: int) -> None:
+        """Hold the messages; `Exchange.send` adds what to wait for."""
+        self.packing, self.sent, self.summed, self.nodes = packing, sent, summed, nodes
+        self.works: list[Posted] = []
+        self.gather: Callable[[], None] | None = None
 
     def wait(self) -> None:
-        """Wait until the sums are there; free on ranks that are not on duty.
+        """Wait until the sums are there; a second time there is nothing to wait for.
 
-        Where these are told, or have a share of the duty, it is collective in the node.
+        Collective in the node, unless each of its ranks holds tensors of its own.
 
         Raises:
             NatgradError: if another rank has stopped.
         """
-        for posted in self.posted:
-            posted.wait()
-        self.posted = []
+        for work in self.works:
+            work.wait()
+        if self.gather is not None:
+            self.gather()
+        self.works, self.gather = [], None
 
 
 class Exchange:
-    """Exchanges one list of tensors between the nodes, again and again, in memory of its own.
+    """Averages one list of tensors over the nodes, again and again, in buffers that it keeps.
 
-    Of replicated tensors one local index a node is on duty. Where each rank holds its own shards, each is always.
+    Tensors that are the same on all ranks of a node are cut into shares: local rank i sums share i with the ranks of
+    the same local index on the other nodes, and the shares are then gathered in the node. If tensors differ within a
+    node, share i is that of local rank i. Local indices that not every node has send no share.
     """
 
-    def __init__(
-        self, grid: Grid, kind: str, *, everyone: bool = False, told: bool = False, budget: int = MESSAGE_BYTES
-    ) -> None:
-        """Take no memory yet.
+    def __init__(self, grid: Grid, kind: str, *, per_rank: bool = False, message_bytes: int = MESSAGE_BYTES) -> None:
+        """Allocate nothing yet.
 
         Args:
             grid: The nodes.
-            kind: What `Grid.traffic` calls the tensors.
-            everyone: Whether each rank is always on duty, for what it holds alone.
-            told: Whether those that are not on duty are told the sums, too, in `Flight.wait`, which is then collective
-                in the node; `spread` has nothing left to do.
-            budget: The bytes of a message at most.
+            kind: The name of the tensors in `Grid.traffic`.
+            per_rank: Whether each rank of a node holds tensors of its own (shards), of which it exchanges all.
+            message_bytes: The largest message.
         """
-        self._grid, self._kind, self._everyone, self._budget = grid, kind, everyone, budget
-        self._told = told and not everyone and grid.inside.ranks > 1
+        self.per_rank = per_rank
+        self._grid, self._kind, self._message_bytes = grid, kind, message_bytes
+        self._weight = grid.weights[grid.node]
         self._packing = Packing([])
         self._sent: list[Tensor] = []
         self._summed: list[Tensor] = []
-        self._weight = grid.weights[grid.node]
 
     def packing(self, tensors: Sequence[Tensor]) -> Packing:
-        """Return how some tensors are packed; the same object while they lie as they did."""
+        """Return the layout of tensors; the same object while shapes, strides, dtypes and devices stay."""
         if not self._packing.fits(tensors):
-            self._packing = Packing(tensors, self._budget)
+            self._packing = Packing(tensors, self._message_bytes)
             self.release()
         return self._packing
 
     def release(self) -> None:
-        """Give up its memory, where it is not needed soon."""
+        """Free the buffers."""
         self._sent, self._summed = [], []
-
-    def on_duty(self, turn: int) -> bool:
-        """Tell whether this rank talks to other nodes in a turn."""
-        return self._everyone or self._grid.on_duty(turn)
 
     def send(
         self,
-        turn: int,
         tensors: Sequence[Tensor],
         *,
         keep: bool = False,
         wire: torch.dtype | None = None,
-        at_once: bool = False,
-    ) -> Flight:
-        """Begin to sum a copy of `tensors` over the nodes; they may change meanwhile. One flight at a time.
+        compression: DeltaCompression | None = None,
+        blocking: bool = False,
+    ) -> PendingAverage:
+        """Begin to sum a copy of `tensors` over the nodes; they may change meanwhile. One exchange at a time.
 
         Args:
-            turn: Whose duty it is.
-            tensors: The same on the ranks of a node, and alike on all.
-            keep: Whether `Flight.sent` is asked for.
-            wire: The dtype in which they travel, if narrower than their own; so rounded they are what was sent.
-            at_once: Whether all ranks on duty wait at once: they may send more then, and round less.
+            tensors: The same in number and layout on all ranks.
+            keep: Whether `PendingAverage.sent` is needed.
+            wire: The dtype in which they travel, if narrower than their own; `sent` is rounded likewise.
+            compression: Sends differences from its reference, in its dtype, instead.
+            blocking: Whether all ranks wait at once: a narrow message may then send more and round less.
         """
-        flight = self.flight(turn, tensors, keep=keep)
-        packing, on_duty = flight.packing, self.on_duty(turn)
-        for index, (vector, pieces) in enumerate(zip(flight.summed, packing.pieces(tensors), strict=False)):
-            if keep or on_duty:
-                torch._foreach_copy_(packing.views(flight.summed)[index], pieces)
-            self._weigh(vector, flight.sent[index] if keep else None, wire)
-            if on_duty:  # the first message is on its way while the next one is packed
-                flight.posted.append(self._post(vector, wire, at_once=at_once))
-        if self._told:
-            flight.posted.append(Posted(self._grid.inside, finish=partial(self._tell, turn, flight.summed)))
-        return flight
+        pending = self.buffers(tensors, keep=keep)
+        packing = pending.packing
+        if compression is not None:
+            wire = compression.prepare(packing)
+        views = packing.views(pending.summed)
+        for index, (vector, pieces) in enumerate(zip(pending.summed, packing.pieces(tensors), strict=True)):
+            torch._foreach_copy_(views[index], pieces)
+            if compression is not None:
+                vector.sub_(compression.reference[index])
+            self._weigh(vector, pending.sent[index] if keep else None, wire)
+            share = self._share(vector)
+            if len(share):  # this message is on its way while the next one is packed
+                pending.works.append(self._sum(share, wire, blocking=blocking))
+        if not self.per_rank:
+            pending.gather = lambda: self._gather(pending.summed)
+        return pending
+
+    def buffers(self, tensors: Sequence[Tensor], *, keep: bool = False) -> PendingAverage:
+        """Return the buffers that `send` fills, with nothing under way."""
+        packing = self.packing(tensors)
+        self._summed = self._summed or packing.empty()
+        self._sent = (self._sent or packing.empty()) if keep else []
+        return PendingAverage(packing, self._sent, self._summed, self._grid.nodes)
+
+    def mean_(
+        self,
+        tensors: Sequence[Tensor],
+        wire: torch.dtype | None = None,
+        compression: DeltaCompression | None = None,
+    ) -> None:
+        """Average `tensors` over the nodes, in place, and wait: afterwards all ranks hold the same bits.
+
+        Args:
+            tensors: As in `send`.
+            wire: As in `send`.
+            compression: As in `send`; its reference becomes the mean.
+        """
+        pending = self.send(tensors, wire=wire, compression=compression, blocking=True)
+        pending.wait()
+        vectors = pending.summed
+        if vectors and pending.nodes > 1:
+            torch._foreach_div_(vectors, pending.nodes)
+        if compression is not None:
+            compression.move_(vectors)
+            vectors = compression.reference
+        pending.packing.unpack(vectors, tensors)
+
+    def sum_inside_(self, tensors: Sequence[Tensor]) -> None:
+        """Sum `tensors` over the ranks of the node, in place, and wait; collective in it."""
+        inside = self._grid.inside
+        packing = self.packing(tensors)
+        self._summed = self._summed or packing.empty()
+        packing.pack(tensors, self._summed)
+        works = [inside.post_sum(v, {self._kind: v.numel()}, None, inside.group) for v in self._summed]
+        for work in works:
+            work.wait()
+        packing.unpack(self._summed, tensors)
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        """Give all ranks the tensors of rank 0; of shards, those of the first node."""
+        between, inside = self._grid.between, self._grid.inside
+        if between.ranks == inside.ranks == 1:
+            return
+        packing = self.packing(tensors)
+        vectors = packing.empty()
+        packing.pack(tensors, vectors)
+        messages = [(0, vector, {self._kind: vector.numel()}) for vector in vectors]
+        if between.ranks > 1 and (self.per_rank or self._grid.local == 0):
+            between.broadcast_(messages)
+        if inside.ranks > 1 and not self.per_rank:
+            inside.broadcast_(messages)
+        packing.unpack(vectors, tensors)
 
     def _weigh(self, vector: Tensor, sent: Tensor | None, wire: torch.dtype | None) -> None:
-        """Weigh a message by what this node counts, and keep in `sent` what of it the others will see."""
-        rounds = narrower(wire, vector.dtype) != vector.dtype
+        """Multiply a message by this node's weight, and keep in `sent` what the other nodes will see of it."""
+        rounds = _rounds(wire, vector)
         if sent is not None and not rounds:
             sent.copy_(vector)
         if self._weight != 1:
@@ -124,74 +181,66 @@ class Exchange:
         if sent is not None and rounds:
             sent.copy_(vector.to(wire)).div_(self._weight)
 
-    def _post(self, vector: Tensor, wire: torch.dtype | None, *, at_once: bool) -> Posted:
-        """Begin to sum a message, or a share of it, over the nodes."""
-        runtime, kinds = self._grid.between, {self._kind: len(vector)}
-        if at_once or runtime.ranks == 1:
-            return runtime.post_sum(vector, kinds, wire, runtime.group)
-        return runtime.post_sum_as(vector, kinds, narrower(wire, vector.dtype))
+    def _sum(self, share: Tensor, wire: torch.dtype | None, *, blocking: bool) -> Posted:
+        """Begin to sum a share over the nodes."""
+        between, kinds = self._grid.between, {self._kind: len(share)}
+        if blocking or between.ranks == 1:
+            return between.post_sum(share, kinds, wire, between.group)
+        narrow = wire if wire is not None and _rounds(wire, share) else share.dtype
+        return between.post_sum_as(share, kinds, narrow)
 
-    def flight(self, turn: int, tensors: Sequence[Tensor], *, keep: bool = False) -> Flight:
-        """Return the memory of what `send` begins, with nothing under way."""
-        packing, holds = self.packing(tensors), self._told or self.on_duty(turn)
-        if holds:
-            self._summed = self._summed or packing.empty()
-            self._sent = (self._sent or packing.empty()) if keep else []
-        return Flight(
-            turn, packing, self._sent if holds and keep else [], self._summed if holds else [], self._grid.nodes
-        )
+    def _share(self, vector: Tensor) -> Tensor:
+        """Return the part of a message that this rank sums: nothing where not every node has its local index."""
+        if self.per_rank:
+            return vector
+        local, shares = self._grid.local, self._grid.smallest
+        return vector.tensor_split(shares)[local] if local < shares else vector[:0]
 
-    def spread(self, turn: int, tensors: Sequence[Tensor]) -> None:
-        """Give the ranks of the node what the one on duty has; collective in the node."""
-        runtime = self._grid.inside
-        if self._everyone or self._told or runtime.ranks == 1:
+    def _gather(self, vectors: Sequence[Tensor]) -> None:
+        """Collect the shares of all messages in the node."""
+        inside = self._grid.inside
+        if inside.ranks == 1:
             return
-        packing = self.packing(tensors)
-        self._summed = self._summed or packing.empty()
-        on_duty = self.on_duty(turn)
-        if on_duty:
-            packing.pack(tensors, self._summed)
-        self._tell(turn, self._summed)
-        if not on_duty:
-            packing.unpack(self._summed, tensors)
+        # Shares may be of different sizes, and on larger nodes some ranks have none: each owner broadcasts its own.
+        shares = [pair for vector in vectors for pair in enumerate(vector.tensor_split(self._grid.smallest))]
+        inside.broadcast_((owner, share, {self._kind: len(share)}) for owner, share in shares if len(share))
 
-    def _tell(self, turn: int, vectors: Sequence[Tensor]) -> None:
-        """Give the ranks of the node the messages of the one on duty."""
-        duty = self._grid.duty(turn)
-        self._grid.inside.broadcast_((duty, vector, {self._kind: vector.numel()}) for vector in vectors)
 
-    def mean_(self, turn: int, tensors: Sequence[Tensor], wire: torch.dtype | None = None) -> None:
-        """Average `tensors` over the nodes, in place, and wait: afterwards all ranks hold the same bits."""
-        flight = self.send(turn, tensors, wire=wire, at_once=True)
-        flight.wait()
-        if flight.summed:
-            if flight.weights > 1:
-                torch._foreach_div_(flight.summed, flight.weights)
-            self.packing(tensors).unpack(flight.summed, tensors)
-        self.spread(turn, tensors)
+class NodeGradients:
+    """Averages ``.grad`` over the ranks of a node that had a batch, where no wrapper does."""
 
-    def mean_inside_(self, tensors: Sequence[Tensor]) -> None:
-        """Average `tensors` over the ranks of the node, in place; collective in it, and waits."""
-        runtime = self._grid.inside
-        packing = self.packing(tensors)
-        if runtime.ranks == 1 or not packing.messages:
+    def __init__(self, grid: Grid, message_bytes: int = MESSAGE_BYTES) -> None:
+        """Allocate nothing yet."""
+        self._grid = grid
+        self._exchange = Exchange(grid, "gradients", message_bytes=message_bytes)
+
+    def average_(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make ``.grad`` the average over the node; collective in it.
+
+        A rank whose gradients are all None had no batch: it receives the average of the others. A gradient that is
+        None on all ranks of the node stays None.
+
+        Args:
+            parameters: The trainable ones, the same on every rank.
+        """
+        if self._grid.inside.ranks == 1 or not parameters:
             return
-        self._summed = self._summed or packing.empty()
-        packing.pack(tensors, self._summed)
-        posted = [runtime.post_sum(v, {self._kind: v.numel()}, None, runtime.group) for v in self._summed]
-        for one in posted:
-            one.wait()
-        torch._foreach_div_(self._summed, runtime.ranks)
-        packing.unpack(self._summed, tensors)
+        used = [parameter.grad is not None for parameter in parameters]
+        flags = tensor_on(parameters[0].device, [any(used), *used], torch.float32)
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        self._exchange.sum_inside_([*gradients, flags])
+        for device in {gradient.device for gradient in gradients}:
+            count = flags[0].clamp(min=1).to(device)
+            torch._foreach_div_([gradient for gradient in gradients if gradient.device == device], count)
+        if not all(used):  # only here, where it is rare, the host waits for the device
+            for parameter, users in zip(parameters, flags[1:].tolist(), strict=True):
+                if not users:
+                    parameter.grad = None
 
-    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Give all ranks what rank 0 has, or of shards what the first node has."""
-        runtime = self._grid.between
-        packing = self.packing(tensors)
-        if self.on_duty(0) and runtime.ranks > 1:
-            self._summed = self._summed or packing.empty()
-            if runtime.rank == 0:
-                packing.pack(tensors, self._summed)
-            runtime.broadcast_((0, vector, {self._kind: vector.numel()}) for vector in self._summed)
-            packing.unpack(self._summed, tensors)
-        self.spread(0, tensors)
+
+def _rounds(wire: torch.dtype | None, vector: Tensor) -> bool:
+    """Return whether numbers are rounded on the wire."""
+    return wire is not None and wire.itemsize < vector.dtype.itemsize

@@ -1,7 +1,7 @@
 """The running averages of a preconditioner's statistics, averaged over nodes: natural gradient inside, DASO between.
 
-Each node makes factors of its own batches. What is measured in a basis of the node's own (`Task.restarts`), and what
-is of the last batch alone (`Statistic.decayed`), means something in its node only and stays there.
+Each node computes factors of its own batches. Statistics measured in the node's own basis (`Task.restarts`), and those
+of the last batch alone (`Statistic.decayed`), have a meaning in their node only and are not averaged.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from natgrad.averaging.cargo import Cargo
 from natgrad.averaging.exchange import Exchange
+from natgrad.averaging.merge import AveragedTensors
 from natgrad.averaging.nodes import Grid
 from natgrad.errors import require
 from natgrad.preconditioner import Preconditioner
@@ -23,18 +23,18 @@ from natgrad.stacks.kept import along
 _ALL = slice(None)
 
 
-class Factors(Cargo):
-    """Averages them together with their bias corrections, for blocks that only some nodes have seen."""
+class Factors(AveragedTensors):
+    """The running averages of factors with their bias corrections; a block may have statistics on some nodes only."""
 
     def __init__(self, exchange: Exchange, preconditioner: Preconditioner) -> None:
-        """Look at what `preconditioner` keeps, anew each time."""
+        """Read what `preconditioner` keeps, anew each time."""
         super().__init__("factors", exchange, self._read)
         self._preconditioner = preconditioner
 
     def _kept(self) -> Iterator[tuple[Stack, list[Tensor], list[str]]]:
         """Yield the stacks that this rank keeps averages of, their weights, and which averages can be merged.
 
-        Of those too that have seen nothing yet, with weight 0: another node may have.
+        Also stacks without statistics yet, with weight 0: another node may have some.
         """
         for stack in self._preconditioner.parts.stacks:
             names = [spec.name for spec in stack.statistics if spec.decayed and spec.name not in stack.restarting]
@@ -48,31 +48,31 @@ class Factors(Cargo):
             tensors += [*(weight.clone() for weight in weights), *(stack.averages.read(name, _ALL) for name in names)]
         return tensors
 
-    def _put(self, tensors: Sequence[Tensor]) -> None:
+    def _write(self, tensors: Sequence[Tensor]) -> None:
         merged = iter(tensors)
         for stack, weights, names in self._kept():
             fresh, weight = [next(merged) for _ in weights], weights[0]
             for name in names:
                 stack.averages.write(name, _ALL, next(merged))
-            # What stays is divided by the same weight later.
+            # What is not averaged is divided by the same weight later.
             gain = torch.where(weight > 0, fresh[0] / weight.clamp(min=torch.finfo(weight.dtype).tiny), 1)
             for spec in stack.statistics:
                 if spec.name not in names and spec.decayed:
-                    own = stack.averages.read(spec.name, _ALL)
-                    stack.averages.write(spec.name, _ALL, own * along(gain, own.ndim - 1))
+                    value = stack.averages.read(spec.name, _ALL)
+                    stack.averages.write(spec.name, _ALL, value * along(gain, value.ndim - 1))
             torch._foreach_copy_(weights, fresh)
 
 
-def described(preconditioner: Preconditioner | None) -> str | None:
-    """Return in words what has to be the same in all nodes for factors to be averaged; None: there are none."""
+def describe(preconditioner: Preconditioner | None) -> str | None:
+    """Describe what has to be the same on all nodes for factors to be averaged; None: there are no factors."""
     if preconditioner is None:
         return None
     kinds = dict.fromkeys(type(stack.curvature).__name__ for stack in preconditioner.parts.stacks)
     return f"{' and '.join(kinds)} by the plan {preconditioner.parts.structure.digest():08x}"
 
 
-def replicated(preconditioner: Preconditioner, ranks: int) -> bool:
-    """Tell whether every rank of a node keeps the running averages of all layers."""
+def is_replicated(preconditioner: Preconditioner, ranks: int) -> bool:
+    """Return whether every rank of a node keeps the running averages of all layers."""
     plan = preconditioner.plan
     return all(plan.receives(key, rank) for key in plan.seats for rank in range(ranks))
 

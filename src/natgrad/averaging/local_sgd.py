@@ -1,10 +1,11 @@
-"""Post-local SGD and hierarchical SGD: torch's own averagers behind our interface."""
+"""Post-local and hierarchical SGD (torch's own averagers), and the classic all-reduce of each parameter's gradient."""
 
 from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -16,12 +17,122 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 from torch.distributed.device_mesh import DeviceMesh
 
 from natgrad.arguments import unwrap
-from natgrad.averaging.base import Averager, check_parts
-from natgrad.averaging.nodes import Nodes
-from natgrad.averaging.ring import Ring
+from natgrad.averaging.base import Averager, check_parts, replica
+from natgrad.averaging.nodes import Grid, Nodes
 from natgrad.errors import require
 from natgrad.schedule import check_whole
 from natgrad.stacks.sharding import find_mesh
+
+
+class Ring:
+    """Ranks that average together, counted as a ring all-reduce: each sends to the next, inside its node or beyond it.
+
+    Attributes:
+        ranks: How many they are.
+    """
+
+    def __init__(self, grid: Grid, ranks: int | None = None) -> None:
+        """Find out whether the next rank is on this node; collective.
+
+        Args:
+            grid: The nodes; together the whole world.
+            ranks: How many consecutive ranks make a ring; None: all.
+
+        Raises:
+            ValueError: if the nodes are not the whole world, or do not make whole rings.
+        """
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        require(grid.ranks == world, "nodes", grid.sizes, f"of all {world} ranks")
+        self.ranks = world if ranks is None else ranks
+        require(world % self.ranks == 0, "ranks", ranks, f"a divisor of {world}")
+        start = rank - rank % self.ranks
+        following = start + (rank - start + 1) % self.ranks
+        self._link = grid.inside if dict(grid.everywhere((rank, grid.node)))[following] == grid.node else grid.between
+
+    def mean_(self, tensor: Tensor, kind: str) -> None:
+        """Average a tensor over the whole world, in place, and wait."""
+        self.count(tensor.numel() * tensor.element_size(), kind)
+        if self.ranks > 1:
+            with self.talking():
+                dist.all_reduce(tensor)
+            tensor.div_(self.ranks)
+
+    def count(self, size: int, kind: str) -> None:
+        """Count an all-reduce of `size` bytes."""
+        self._link.count({kind: size}, 2 * (self.ranks - 1) / self.ranks)
+
+    def talking(self) -> AbstractContextManager[None]:
+        """Count the seconds of a collective, and explain its failure."""
+        return self._link.talking()
+
+
+class Classic(Averager):
+    """Averages the gradient of each parameter over all ranks, one after the other, after the backward pass.
+
+    No fusion, no overlap, no narrow wire: the "classic" method of Coquelin et al. 2021, section 4.2, there with
+    messages that begin in the backward pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        mesh: DeviceMesh | None = None,
+        nodes: Nodes | None = None,
+    ) -> None:
+        """Make groups, and give all ranks the parameters of rank 0; collective.
+
+        Args:
+            model: Plain: a wrapper would average too.
+            optimizer: Of the model's parameters.
+            mesh: The nodes.
+            nodes: The nodes.
+
+        Raises:
+            ValueError: if an argument is not allowed.
+            AveragingError: on all ranks, if their models differ; then nothing was changed.
+        """
+        wrapped = isinstance(model, nn.Module) and (replica(model) is not None or find_mesh(unwrap(model)) is not None)
+        require(not wrapped, "model", type(model).__name__, "plain, without a wrapper")
+        super().__init__(model, optimizer, mesh=mesh, nodes=nodes)
+        self._ring = Ring(self.grid)
+
+    def average_gradients(self) -> None:
+        """Average ``.grad`` over all ranks, unless this was called since the last step; collective."""
+        self._check_open()
+        if not self._averaged:
+            for parameter in self.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._ring.mean_(parameter.grad, "gradients")
+        self._averaged = True
+
+    def _check_wrapper(self) -> bool:
+        """Allow norm statistics over all ranks, as gradients are; wrappers are refused before."""
+        return False
+
+    def step(self, loss: Tensor | float | None = None) -> None:
+        """Average the gradients over all ranks, and step the optimizer.
+
+        Args:
+            loss: Not used.
+        """
+        self.step_optimizer()
+
+    def drain(self) -> None:
+        """Do nothing: no message is under way between two steps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: the state is empty."""
+
+    def metrics(self) -> dict[str, float | Tensor]:
+        """Return the seconds spent on messages."""
+        return {**self.grid.seconds()}
 
 
 class _LocalSGD(Averager):
@@ -71,7 +182,7 @@ class _LocalSGD(Averager):
         self._step += 1
 
     def drain(self) -> None:
-        """Do nothing: no message is ever under way between two steps."""
+        """Do nothing: no message is under way between two steps."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps."""
@@ -89,14 +200,14 @@ class _LocalSGD(Averager):
             self._averager.step = self._step
 
     def metrics(self) -> dict[str, float | Tensor]:
-        """Return how often parameters were averaged, and what was waited for."""
+        """Return how often parameters were averaged, and the seconds spent on messages."""
         return {"synchronizations": self._averagings, **self.grid.seconds()}
 
     def detach(self) -> None:
         """End, and destroy the process groups that were made here and by torch's averager; collective."""
         if not self._closed:
             made = getattr(self._averager, "period_process_group_dict", {}).values()
-            for group in {id(each): each for each in made if each is not dist.group.WORLD}.values():
+            for group in {id(group): group for group in made if group is not dist.group.WORLD}.values():
                 dist.destroy_process_group(group)
         super().detach()
 
@@ -109,7 +220,7 @@ class _LocalSGD(Averager):
         for parameter in self.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self._between.mean_(self._step, [p.grad for p in self.parameters() if p.grad is not None])
+        self._between.mean_([p.grad for p in self.parameters() if p.grad is not None])
 
 
 class PostLocalSGD(_LocalSGD):
@@ -207,8 +318,8 @@ def levels_of(periods: Any, ranks: int) -> list[tuple[int, int]]:
     Raises:
         ValueError: if `periods` are none.
     """
-    pairs = isinstance(periods, Sequence) and len(periods) > 0 and all(isinstance(each, Sequence) for each in periods)
-    levels: list[Any] = [tuple(each) for each in periods] if pairs else []
+    pairs = isinstance(periods, Sequence) and len(periods) > 0 and all(isinstance(level, Sequence) for level in periods)
+    levels: list[Any] = [tuple(level) for level in periods] if pairs else []
     pairs = pairs and all(
         len(level) == 2 and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in level)
         for level in levels

@@ -1,46 +1,282 @@
-"""How what arrives from the other nodes joins what has happened since it was sent. Pure functions of vectors.
+"""What nodes average, and how what arrives from other nodes is merged with what has happened since it was sent.
 
-A message is sent after batch t and arrives S batches later; P nodes have sent their parameters, the own node too.
+A message is sent after batch t and arrives S batches later; P nodes have sent their tensors, this node too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from natgrad.averaging.compression import DeltaCompression
+from natgrad.averaging.exchange import Exchange, PendingAverage
+from natgrad.averaging.nodes import Grid
+from natgrad.errors import AveragingError, require
 
 Merge = Literal["paper", "delta"]
+Momentum = Literal["keep", "average", "reset"]
 
 
-def merge_paper_(own: Sequence[Tensor], summed: Sequence[Tensor], waited: int, senders: int) -> None:
-    """Weigh the parameters of now against those that were sent, in place: x = (2 S x + Σ x_sent) / (2 S + P).
+def merge_paper_(current: Sequence[Tensor], summed: Sequence[Tensor], waited: int, nodes: int) -> None:
+    """Weigh the tensors of now against those that were sent, in place: x = (2 S x + Σ x_sent) / (2 S + P).
 
     A convex combination: what was not negative (variances) stays so. With S = 0 it is the plain mean.
 
     Args:
-        own: x, the parameters of now; written.
-        summed: Σ x_sent, shaped alike.
+        current: x, the tensors of now; written.
+        summed: Σ x_sent, of the same shapes.
         waited: S.
-        senders: P.
+        nodes: P.
 
     Source: Coquelin et al. 2021, eq. 1.
     """
-    torch._foreach_mul_(list(own), 2 * waited / (2 * waited + senders))
-    torch._foreach_add_(list(own), list(summed), alpha=1 / (2 * waited + senders))
+    torch._foreach_mul_(list(current), 2 * waited / (2 * waited + nodes))
+    torch._foreach_add_(list(current), list(summed), alpha=1 / (2 * waited + nodes))
 
 
-def merge_delta_(own: Sequence[Tensor], sent: Sequence[Tensor], summed: Sequence[Tensor], senders: int) -> None:
-    """Move the parameters of now by how far the sent ones were from their mean, in place: x += Σ x_sent / P - x_sent.
+def merge_delta_(current: Sequence[Tensor], sent: Sequence[Tensor], summed: Sequence[Tensor], nodes: int) -> None:
+    """Move the tensors of now by how far the sent ones were from their mean, in place: x += Σ x_sent / P - x_sent.
 
-    What the node has learned since stays whole, and the mean over the nodes is not moved by the merge.
+    What the node has learned since stays whole, and the merge does not move the mean over the nodes.
 
     Args:
-        own: x, the parameters of now; written.
+        current: x, the tensors of now; written.
         sent: x_sent, what this node has sent.
         summed: Σ x_sent.
-        senders: P.
+        nodes: P.
     """
-    torch._foreach_add_(list(own), list(summed), alpha=1 / senders)
-    torch._foreach_sub_(list(own), list(sent))
+    torch._foreach_add_(list(current), list(summed), alpha=1 / nodes)
+    torch._foreach_sub_(list(current), list(sent))
+
+
+class AveragedTensors:
+    """Some tensors that are averaged over nodes together, at once or S batches after they were sent.
+
+    Attributes:
+        name: Their name in states.
+        tensors: Returns them, anew each time.
+        exchange: Sums them over the nodes.
+        compression: Has differences from a shared reference sent in their place, or None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        exchange: Exchange,
+        tensors: Callable[[], Sequence[Tensor]],
+        merge: Merge = "paper",
+        wire: torch.dtype | None = None,
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            name: Their name in states.
+            exchange: Sums them over the nodes.
+            tensors: Returns the tensors, the same in number and shape on all ranks.
+            merge: The rule; "paper" for what must not become negative.
+            wire: The dtype in which differences from a shared reference travel; None: the tensors as they are.
+        """
+        self.name, self.exchange, self.tensors = name, exchange, tensors
+        self.compression = None if wire is None else DeltaCompression(wire)
+        self._merge = merge
+        self._pending: PendingAverage | None = None
+
+    def start_reference(self) -> None:
+        """Take the tensors of now, which are equal on all nodes, as the shared reference, unless there is one."""
+        if self.compression is not None and not self.compression.reference:
+            tensors = self.tensors()
+            self.compression.start(self.exchange.packing(tensors), tensors)
+
+    def drop_reference(self) -> None:
+        """Free the shared reference, with the buffers of the exchange."""
+        if self.compression is not None and self.compression.reference:
+            self.compression.drop()
+            self.exchange.release()
+
+    def send(self) -> None:
+        """Begin to average a copy."""
+        keep = self._merge == "delta"
+        self._pending = self.exchange.send(self.tensors(), keep=keep, compression=self.compression)
+
+    def settle(self, waited: int | None) -> None:
+        """Wait for what is under way, and merge it with the tensors of now; collective in the node.
+
+        Args:
+            waited: S, the batches since it was sent; None: forget what arrives, since all ranks are made equal next.
+
+        Raises:
+            AveragingError: if the tensors are others than those that were sent.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.wait()
+        if waited is None:
+            return
+        tensors = self.tensors()
+        packing, nodes = pending.packing, pending.nodes
+        if not packing.fits(tensors):
+            raise AveragingError(f"{self.name} have changed while they were under way: drain() before such a change")
+        if self.compression is not None and pending.summed:
+            self.compression.move_(pending.summed, 1 / nodes)
+            if self._merge == "paper":  # it takes the sums of tensors, where "delta" takes those of differences
+                torch._foreach_copy_(pending.summed, self.compression.reference)
+                torch._foreach_mul_(pending.summed, nodes)
+        sent = packing.views(pending.sent or pending.summed)
+        for pieces in zip(packing.pieces(tensors), sent, packing.views(pending.summed), strict=True):
+            self._merge_(*pieces, waited, nodes)
+        self._write(tensors)
+
+    def mean_(self) -> None:
+        """Average at once: all ranks are equal afterwards."""
+        tensors = self.tensors()
+        self.exchange.mean_(tensors, compression=self.compression)
+        self._write(tensors)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what is under way, once it has arrived, and the shared reference; None: there is neither.
+
+        Collective in the node where something is under way.
+        """
+        state: dict[str, Any] = {}
+        if self._pending is not None:
+            self._pending.wait()
+            for name, vectors in (("sent", self._pending.sent), ("summed", self._pending.summed)):
+                state[name] = [vector.cpu().clone() for vector in vectors]
+        if self.compression is not None and self.compression.reference:
+            state["anchor"] = self.compression.state_dict()
+        return state or None
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restore what was under way, as arrived, and the shared reference; of the same rank.
+
+        Raises:
+            ValueError: if it is another's, or of a training with another `wire`.
+        """
+        self._pending = None
+        self.drop_reference()
+        if state is None:
+            return
+        fits = ("anchor" in state) == (self.compression is not None)
+        allowed = "of a training with the same options (cycling_wire)"
+        require(fits, f"state ({self.name})", sorted(state), allowed)
+        tensors = self.tensors()
+        if self.compression is not None:
+            self.compression.load_state_dict(state["anchor"], self.exchange.packing(tensors))
+        if "summed" not in state:
+            return
+        pending = self.exchange.buffers(tensors, keep=self._merge == "delta")
+        for name, buffers in (("sent", pending.sent), ("summed", pending.summed)):
+            found, wanted = ([vector.numel() for vector in vectors] for vectors in (state[name], buffers))
+            allowed = f"messages of {wanted}: this rank's own state, taken with the same merge"
+            require(found == wanted, f"state ({self.name})", found, allowed)
+            for vector, saved in zip(buffers, state[name], strict=True):
+                vector.copy_(saved)
+        self._pending = pending
+
+    def _merge_(
+        self, current: Sequence[Tensor], sent: Sequence[Tensor], summed: Sequence[Tensor], waited: int, nodes: int
+    ) -> None:
+        if self._merge == "delta":
+            merge_delta_(current, sent, summed, nodes)
+        else:
+            merge_paper_(current, summed, waited, nodes)
+
+    def _write(self, tensors: Sequence[Tensor]) -> None:
+        """Write averaged `tensors` back, where `tensors()` returned copies; it did not here."""
+
+
+class Momenta:
+    """The optimizer's state tensors shaped like parameters (momenta, second moments) that all ranks have.
+
+    An optimizer makes them when it first steps with a gradient. A scaler may skip that step in one node alone, and a
+    layer may be used first in one node alone: messages must not differ meanwhile.
+
+    Attributes:
+        known: The name of the parameter and the optimizer's key of each.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Callable[[], Mapping[str, nn.Parameter]]) -> None:
+        """Know of none yet; `parameters` returns the trainable ones by name, anew each time."""
+        self._optimizer, self._parameters = optimizer, parameters
+        self.known: list[tuple[str, str]] = []
+
+    def agree(self, grid: Grid) -> None:
+        """Find out which all ranks have; collective, and waits."""
+        found = [(name, key) for name, parameter in self._parameters().items() for key in self._keys(parameter)]
+        everywhere = grid.everywhere(found)
+        common = set(found).intersection(*everywhere)
+        self.known = [pair for pair in everywhere[0] if pair in common]
+
+    def tensors(self) -> list[Tensor]:
+        """Return them, in the same order on all ranks; without those of frozen parameters."""
+        parameters, state = self._parameters(), self._optimizer.state
+        return [state[parameters[name]][key] for name, key in self.known if name in parameters]
+
+    def reset(self) -> None:
+        """Clear the optimizer's state of all parameters, with its step counts: they define the bias corrections."""
+        for parameter in self._parameters().values():
+            self._optimizer.state.pop(parameter, None)
+
+    def _keys(self, parameter: nn.Parameter) -> Iterator[str]:
+        for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
+            fits = isinstance(value, Tensor) and value.shape == parameter.shape
+            if fits and value.is_floating_point() and value.ndim:
+                yield key
+
+
+class LossScale(AveragedTensors):
+    """The scale of each node's ``GradScaler``, and for how many steps it has not overflowed: all nodes take the least.
+
+    All nodes go on as if one had skipped for all, and grow their scales in the same step again. Changes of a node's
+    scale since it was sent (growth, another skip) are kept.
+
+    A table with a row for each node travels, in which every node fills its own; the sum is the whole table. It takes 16
+    bytes a node beside the parameters, and nothing waits for the device.
+    """
+
+    def __init__(self, exchange: Exchange, scaler: torch.amp.GradScaler, grid: Grid, device: torch.device) -> None:
+        """Take a scaler that has its scale already."""
+        super().__init__("scale", exchange, lambda: [self._table])
+        self._scaler, self._node = scaler, grid.node
+        # Float64, so that multiplying by the node's weight and dividing again leaves float32 scales unchanged.
+        self._table = torch.zeros(2 * grid.nodes, dtype=torch.float64, device=device)
+        self._weights = torch.tensor(grid.weights, dtype=torch.float64, device=device)[:, None]
+
+    def send(self) -> None:
+        """Begin to send this node's scale to all nodes; as `AveragedTensors.send`."""
+        self._table.zero_()
+        self._table.view(-1, 2)[self._node] = self._now()
+        super().send()
+
+    def mean_(self) -> None:
+        """Agree at once: all ranks have the same scale afterwards."""
+        self.send()
+        self.settle(0)
+
+    def _now(self) -> Tensor:
+        """Return this node's scale, and its steps since the last overflow or growth: ``[2]``."""
+        return torch.stack([tensor.to(self._table) for tensor in self._tensors_of_scaler()])
+
+    def _tensors_of_scaler(self) -> tuple[Tensor, Tensor]:
+        # The public get_scale() makes the host wait, and nothing public returns the growth tracker.
+        scale, tracker = self._scaler._scale, self._scaler._growth_tracker
+        assert scale is not None
+        assert tracker is not None
+        return scale, tracker
+
+    def _merge_(
+        self, current: Sequence[Tensor], sent: Sequence[Tensor], summed: Sequence[Tensor], waited: int, nodes: int
+    ) -> None:
+        torch._foreach_copy_(list(current), list(summed))
+
+    def _write(self, tensors: Sequence[Tensor]) -> None:
+        table, now = tensors[0].view(-1, 2) / self._weights, self._now()
+        sent, least = table[self._node], table.amin(0)
+        steps_since = now[1] - sent[1]
+        scale, tracker = self._tensors_of_scaler()
+        scale.copy_(least[0] * (now[0] / sent[0]))
+        tracker.copy_(torch.where(steps_since >= 0, least[1] + steps_since, now[1]).round())

@@ -1,7 +1,6 @@
-"""The grid of nodes that averaging works on: who shares a node, and who shares a local index.
+"""The grid of nodes that averaging works on: ranks that share a node, and ranks that share a local index.
 
-Ranks of one node talk over fast links, all of them in every step. Between nodes only the ranks of one local index talk,
-one a node; the duty goes round among the indices that every node has.
+Ranks of one node communicate over fast links in every step; between nodes, ranks of the same local index do.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from natgrad.averaging.agreement import check_alike
+from natgrad.averaging.checks import check_alike
 from natgrad.errors import require
 from natgrad.placement import Runtime
 from natgrad.placement.groups import timeout_of
@@ -42,7 +41,7 @@ class Nodes:
 
     @classmethod
     def detect(cls, group: dist.ProcessGroup | None = None) -> Nodes:
-        """Return the nodes that a launcher such as ``torchrun`` has told the ranks of; collective.
+        """Return the nodes that a launcher such as ``torchrun`` describes in the environment; collective.
 
         Args:
             group: The ranks; default: the world.
@@ -50,12 +49,12 @@ class Nodes:
         Raises:
             ValueError: if LOCAL_RANK or LOCAL_WORLD_SIZE is not set on some rank, or they do not count through nodes.
         """
-        own = tuple(int(os.environ.get(name, -1)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        here = tuple(int(os.environ.get(name, -1)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-        found: list[Any] = [own] * ranks
+        found: list[Any] = [here] * ranks
         if ranks > 1:
-            dist.all_gather_object(found, own, group=group)
-        elif own == (-1, -1):
+            dist.all_gather_object(found, here, group=group)
+        elif here == (-1, -1):
             return cls((1,))
         sizes: list[int] = []
         for rank, (local, size) in enumerate(found):
@@ -74,7 +73,7 @@ class Nodes:
 
     @property
     def smallest(self) -> int:
-        """The ranks of the smallest node: how many local indices there are one of on every node."""
+        """The number of ranks of the smallest node: local indices below it exist on every node."""
         return min(self.sizes)
 
     @cached_property
@@ -85,33 +84,33 @@ class Nodes:
 
 
 def _check_same(nodes: Nodes | DeviceMesh | None) -> None:
-    """Check that all ranks were told of the same nodes: groups that differ would wait for each other for ever.
+    """Check that all ranks were given the same nodes: groups that differ would wait for each other for ever.
 
     Raises:
         AveragingError: on all ranks, if not.
     """
-    told: Any = "as a launcher tells"
+    given: Any = "as a launcher tells"
     if isinstance(nodes, DeviceMesh):
         if nodes.mesh.numel() != dist.get_world_size():
             return  # the rest of the world may have other things to do
-        told = nodes.mesh.tolist()
+        given = nodes.mesh.tolist()
     elif nodes is not None:
-        told = [list(own) for own in nodes.grid] if isinstance(nodes, Nodes) else nodes
+        given = [list(ranks) for ranks in nodes.grid] if isinstance(nodes, Nodes) else nodes
     world = Runtime(dist.group.WORLD)
-    check_alike(world.everywhere((world.rank, {"nodes": told})))
+    check_alike(world.everywhere((world.rank, {"nodes": given})))
 
 
 class Grid:
-    """This rank's place among the nodes, and the groups that it talks in; made once, by all ranks together.
+    """This rank's place among the nodes, and its process subgroups; made once, by all ranks together.
 
     Attributes:
         sizes: The ranks of each node.
         node: The index of this rank's node.
         local: Its index within the node.
-        smallest: The ranks of the smallest node.
-        inside: Messages among the ranks of the own node, whose ranks in it are their local indices.
-        between: Messages among the ranks of equal local index, one a node; this process alone where not every node has
-            that index.
+        smallest: The number of ranks of the smallest node.
+        inside: Collectives among the ranks of this node, by local index.
+        between: Collectives among the ranks of this local index, one a node; this process alone where not every node
+            has that index.
     """
 
     def __init__(self, nodes: Nodes | DeviceMesh | None = None) -> None:
@@ -123,7 +122,7 @@ class Grid:
 
         Raises:
             ValueError: if it does not fit the ranks.
-            AveragingError: on all ranks, if they were told of different nodes.
+            AveragingError: on all ranks, if they were given different nodes.
         """
         self.sizes: tuple[int, ...]
         if not dist.is_initialized():
@@ -145,7 +144,7 @@ class Grid:
         self.smallest = min(self.sizes)
 
     def _take(self, mesh: DeviceMesh) -> None:
-        """Talk in the groups of a mesh, unless the world has another timeout: theirs is half an hour, torch's own."""
+        """Use the groups of a mesh, unless the world has another timeout: a mesh's have torch's 30 minutes."""
         require(mesh.mesh_dim_names == MESH_NAMES, "mesh", mesh.mesh_dim_names, f"with dimensions {MESH_NAMES}")
         place = mesh.get_coordinate()
         require(place is not None, "mesh", mesh, f"one that rank {dist.get_rank()} is in")
@@ -168,10 +167,10 @@ class Grid:
         world = Runtime(dist.group.WORLD)
         self.sizes = tuple(map(len, grid))
         self.node, self.local = next(
-            (node, own.index(world.rank)) for node, own in enumerate(grid) if world.rank in own
+            (node, ranks.index(world.rank)) for node, ranks in enumerate(grid) if world.rank in ranks
         )
         shared = self.local < min(self.sizes)
-        between = [own[self.local] for own in grid] if shared else [world.rank]
+        between = [ranks[self.local] for ranks in grid] if shared else [world.rank]
         self.inside, self.between = (Runtime(world.subgroup(ranks)) for ranks in (grid[self.node], between))
 
     @property
@@ -186,26 +185,18 @@ class Grid:
 
     @property
     def weights(self) -> list[float]:
-        """By what each node counts: its ranks, so that every rank's samples weigh the same; equal nodes 1 each."""
+        """The weight of each node: its share of the ranks times the number of nodes, which is 1 for equal nodes."""
         return [self.nodes * size / self.ranks for size in self.sizes]
 
-    def duty(self, turn: int) -> int:
-        """Return the local index whose ranks talk between nodes in a turn: it goes round."""
-        return turn % self.smallest
-
-    def on_duty(self, turn: int) -> bool:
-        """Tell whether this rank is one of them."""
-        return self.local == self.duty(turn)
-
     def everywhere(self, value: Any) -> list[Any]:
-        """Return what each rank has, by node and local index, anything picklable; collective, and waits."""
+        """Return the value of each rank, anything picklable, by node and local index; collective, and waits."""
         found = self.inside.everywhere(value)
         if self.nodes == 1:
             return found
         if self.local == 0:
-            found = [one for own in self.between.everywhere(found) for one in own]
-        told: list[Any] = self.inside.everywhere(found if self.local == 0 else None)[0]
-        return told
+            found = [answer for node in self.between.everywhere(found) for answer in node]
+        answers: list[Any] = self.inside.everywhere(found if self.local == 0 else None)[0]
+        return answers
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent inside its node and between nodes, in all and by kind of message."""

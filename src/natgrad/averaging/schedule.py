@@ -1,12 +1,16 @@
-"""When nodes average: the phases of a training, and how often in each. Pure: no tensor, no process group."""
+"""When nodes average: the phases of a training, how often in each, and warnings where a schedule never advances."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Literal
 
+from torch import Tensor
+
+from natgrad.averaging.nodes import Grid
+from natgrad.epoch_warnings import PATIENCE
 from natgrad.errors import NatgradWarning, require
 from natgrad.schedule import check_number, check_whole
 
@@ -44,16 +48,59 @@ class Phases:
         return "cycling"
 
 
+def phases_of(epochs: Any, steps_per_epoch: Any, warmup: Any, cooldown: Any) -> Phases:
+    """Return the phases in epochs, or in steps where the length of an epoch is known.
+
+    Args:
+        epochs: As `natgrad.DASO` takes it, like the others.
+        steps_per_epoch: The steps of an epoch.
+        warmup: In epochs.
+        cooldown: In epochs.
+
+    Raises:
+        ValueError: naming the first that is not allowed.
+    """
+    whole = isinstance(steps_per_epoch, int) and not isinstance(steps_per_epoch, bool)
+    fits = steps_per_epoch is None or (whole and steps_per_epoch > 0)
+    require(fits, "steps_per_epoch", steps_per_epoch, "a whole number > 0, or None")
+    kinds = (int,) if steps_per_epoch is None else (int, float)
+    for name, value, least in (
+        ("epochs", epochs, 1e-9),
+        ("warmup_epochs", warmup, 0),
+        ("cooldown_epochs", cooldown, 0),
+    ):
+        fits = isinstance(value, kinds) and not isinstance(value, bool) and least <= value < inf
+        fits = fits or value is None
+        require(fits, name, value, f"None, or a number {'above' if least else '>='} 0 (whole without steps_per_epoch)")
+    usual = max(1, epochs // 10) if epochs is not None and epochs >= 3 else 0
+    warmup = usual if warmup is None else warmup
+    cooldown = usual if cooldown is None else cooldown
+    if epochs is None and cooldown:
+        problem = (
+            f"cooldown_epochs = {cooldown} is counted from the end, and epochs is not given: there is no cool-down"
+        )
+        warnings.warn(f"natgrad: {problem}", NatgradWarning, stacklevel=3)
+        cooldown = 0
+    fits = epochs is None or warmup + cooldown <= epochs
+    require(fits, "warmup_epochs + cooldown_epochs", warmup + cooldown, f"at most epochs ({epochs})")
+    unit = 1 if steps_per_epoch is None else steps_per_epoch
+    return Phases(
+        total=None if epochs is None else round(epochs * unit),
+        warmup=round(warmup * unit),
+        cooldown=round(cooldown * unit),
+    )
+
+
 @dataclass
 class Epochs:
     """Which batch of which epoch is next.
 
     Attributes:
         phases: Of the training, in steps, or in epochs where their length is not known.
-        steps: That length; None: the user tells where an epoch ends.
+        steps: The steps of an epoch; None: the user ends each by a call.
         epoch: How many have ended.
-        batches: Those of this epoch so far.
-        counted: Whether `steps` has ended an epoch and the user not told, right then, that it has ended.
+        batches: Batches of this epoch so far.
+        counted: Whether `steps` has ended an epoch that the user has not ended by a call since.
     """
 
     phases: Phases
@@ -72,16 +119,16 @@ class Epochs:
         return self.phases.at(self.epoch if self.steps is None else self.epoch * self.steps + batch)
 
     def advance(self) -> bool:
-        """Count a batch; tell whether it is its epoch's last."""
+        """Count a batch; return whether it is the last of its epoch."""
         self.batches += 1
         last = self.batches == self.steps
         self.counted = self.counted or last
         return last
 
-    def told(self) -> bool:
-        """Hear from the user that an epoch has ended; tell whether it is one that has not been counted.
+    def end_by_call(self) -> bool:
+        """Return whether a call that an epoch has ended ends one that `steps` has not ended already.
 
-        With a warning where it has more than `steps`, which is then what counts.
+        Warn where the epoch has more steps than `steps`, which is then what counts.
         """
         if not self.batches:
             self.counted = False
@@ -109,7 +156,7 @@ class Epochs:
 
 @dataclass
 class Plateau:
-    """Tells when the training loss has stopped to fall.
+    """Finds where the training loss has stopped to fall.
 
     Attributes:
         patience: How many epochs in a row it may fail to fall before that counts as a plateau.
@@ -130,7 +177,7 @@ class Plateau:
         require(self.threshold < 1, "threshold", self.threshold, "at least 0 and below 1")
 
     def found(self, loss: float) -> bool:
-        """Take an epoch's mean loss, and tell whether it makes a plateau; then counting begins anew.
+        """Take an epoch's mean loss, and return whether it makes a plateau; then counting begins anew.
 
         One that is not finite is no progress, and nothing to be measured against.
         """
@@ -151,16 +198,16 @@ class Cycle:
     Attributes:
         between: B, now.
         wait: S, now; 0: each message is waited for at once.
-        plateau: Tells when both halve.
+        plateau: Decides when both halve.
         batches: Batches since the last message, or since the epoch began.
-        flying: Batches since the message that is under way; None: there is none.
+        since_sent: Batches since the message under way was sent; None: there is none.
     """
 
     between: int
     wait: int
     plateau: Plateau = field(default_factory=Plateau)
     batches: int = 0
-    flying: int | None = None
+    since_sent: int | None = None
 
     def __post_init__(self) -> None:
         """Check B and S."""
@@ -170,26 +217,26 @@ class Cycle:
         self._start = self.between, self.wait
 
     def advance(self) -> tuple[bool, bool]:
-        """Count a batch; tell whether the message under way is now to be merged, and whether one is to be sent.
+        """Count a batch; return whether the message under way is now to be merged, and whether one is to be sent.
 
         The merge comes first. One that is sent with S = 0 is to be merged at once, and is not counted as under way.
         """
         self.batches += 1
         merges = False
-        if self.flying is not None:
-            self.flying += 1
-            merges = self.flying >= self.wait
+        if self.since_sent is not None:
+            self.since_sent += 1
+            merges = self.since_sent >= self.wait
         sends = self.batches >= self.between
         if merges:
-            self.flying = None
+            self.since_sent = None
         if sends:
             self.batches = 0
-            self.flying = 0 if self.wait else None
+            self.since_sent = 0 if self.wait else None
         return merges, sends
 
     def restart(self) -> None:
         """Begin anew after all ranks have synchronised: nothing is under way."""
-        self.batches, self.flying = 0, None
+        self.batches, self.since_sent = 0, None
 
     def end_epoch(self, loss: float | None) -> None:
         """Halve B and S on a plateau of the loss, down to 1; where both are there, go back to their start.
@@ -213,7 +260,7 @@ class Cycle:
             "between": self.between,
             "wait": self.wait,
             "batches": self.batches,
-            "flying": self.flying,
+            "flying": self.since_sent,
             "best": self.plateau.best,
             "waited": self.plateau.waited,
         }
@@ -221,5 +268,145 @@ class Cycle:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.between, self.wait = state["between"], state["wait"]
-        self.batches, self.flying = state["batches"], state["flying"]
+        self.batches, self.since_sent = state["batches"], state["flying"]
         self.plateau.best, self.plateau.waited = state["best"], state["waited"]
+
+
+class MeanLoss:
+    """The mean training loss of an epoch over all ranks, summed up without waiting for the device."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._sum: Tensor | float = 0.0
+        self._count = 0
+
+    def add(self, loss: Tensor | float | None) -> None:
+        """Add the loss of a batch; None: not known."""
+        if loss is not None:
+            self._sum = self._sum + (loss.detach().double() if isinstance(loss, Tensor) else loss)
+            self._count += 1
+
+    def over(self, grid: Grid) -> float | None:
+        """Return the mean over all batches of all ranks, and begin anew; None: no loss was known; collective."""
+        found = grid.everywhere((float(self._sum), self._count))
+        self._sum, self._count = 0.0, 0
+        count = sum(number for _, number in found)
+        return sum(loss for loss, _ in found) / count if count else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sum, which waits for the device."""
+        return {"sum": float(self._sum), "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with a sum."""
+        self._sum, self._count = state["sum"], state["count"]
+
+
+# --- Schedules that do not advance ------------------------------------------------------------------------------
+
+
+def check_cycle(cycle: Cycle, epochs: Epochs) -> None:
+    """Check that messages are sent and merged, where the steps of an epoch are known.
+
+    An epoch's last step synchronises all ranks and forgets what is under way. A message is therefore sent only if B
+    batches of the cycling phase follow each other before it, and merged only if B + S do.
+
+    Args:
+        cycle: B and S.
+        epochs: The phases, and the steps of an epoch.
+
+    Raises:
+        ValueError: naming the first argument that is not allowed.
+    """
+    steps = epochs.steps
+    longest = None if steps is None else longest_cycling(epochs.phases, steps)
+    if longest is None:
+        return
+    allowed = "above batches_between + batches_to_wait, for the last step of an epoch synchronises all ranks"
+    require(steps != 1, "steps_per_epoch", steps, allowed)
+    why = (
+        f"an epoch of steps_per_epoch={steps} ends in a synchronisation, which at most {longest} batches of the "
+        "cycling phase precede"
+    )
+    allowed = f"at most {longest}, or no message is ever sent: {why}"
+    require(cycle.between <= longest, "batches_between", cycle.between, allowed)
+    room = longest - cycle.between
+    allowed = f"at most {room} with batches_between={cycle.between}, or no message is ever merged: {why}"
+    require(cycle.wait <= room, "batches_to_wait", cycle.wait, allowed)
+
+
+def longest_cycling(phases: Phases, steps: int) -> int | None:
+    """Return how many batches of the cycling phase follow each other at most without a synchronisation; None: no phase.
+
+    Args:
+        phases: In steps.
+        steps: Those of an epoch, of which the last synchronises.
+    """
+    # A run of less than an epoch is a trial, and judged as what it is a trial of.
+    begin, end = phases.warmup, inf
+    if phases.total is not None and phases.total >= steps:
+        end = phases.total - phases.cooldown
+    if end <= begin:
+        return None
+    first = int(begin // steps) * steps
+    # Of the epochs that the phase touches the first two and the last are all that can differ.
+    last = first + 2 * steps if end == inf else int((end - 1) // steps) * steps
+    starts = {first, first + steps, last}
+    return int(max(min(end, start + steps - 1) - max(begin, start) for start in starts))
+
+
+class ScheduleWarnings:
+    """Warns once where a schedule waits for epochs that never end, or that are too short for its messages.
+
+    Attributes:
+        synchronized: Whether all ranks were made equal at any time.
+    """
+
+    def __init__(self, epochs: Epochs) -> None:
+        """Follow `epochs`."""
+        self._epochs, self._judged, self.synchronized = epochs, False, False
+
+    def step_ended(self) -> None:
+        """Warn after the thousandth step of the first epoch, where only a call ends it."""
+        epochs, phases = self._epochs, self._epochs.phases
+        if epochs.steps is not None or epochs.epoch or epochs.batches != PATIENCE:
+            return
+        if phases.warmup:
+            known = f" of epochs={phases.total}" if phases.total is not None else ""
+            problem = f"DASO is still in its first epoch{known}, a warm-up in which all nodes wait for each other "
+            problem += "at each step"
+        elif phases.total is not None:
+            problem = f"DASO is still in its first epoch of epochs={phases.total}: buffers (norm statistics) are not "
+            problem += "averaged, and no cool-down comes"
+        elif self.synchronized:
+            return
+        else:
+            problem = "DASO without epochs= has neither warm-up nor cool-down, and buffers (norm statistics) are not "
+            problem += "averaged"
+        self._warn(
+            f"natgrad: {PATIENCE} steps without next_epoch(): {problem}. Give epochs= and steps_per_epoch=, or call "
+            "next_epoch() after each epoch (if the first has more steps, and the call is still to come, all is well)"
+        )
+
+    def epoch_ends(self, cycle: Cycle, merges: int) -> None:
+        """Warn, before an epoch of the cycling phase ends by a call, if it was too short for a message.
+
+        Args:
+            cycle: B and S.
+            merges: How many messages were merged so far.
+        """
+        steps = self._epochs.batches
+        if self._judged or self._epochs.steps is not None or self._epochs.phase != "cycling":
+            return
+        self._judged = True
+        if merges or steps >= cycle.between + cycle.wait:
+            return
+        never = "merged, for the end forgets what is under way" if steps >= cycle.between else "sent"
+        self._warn(
+            f"natgrad: an epoch of {steps} steps ends with batches_between={cycle.between} and "
+            f"batches_to_wait={cycle.wait}: no message between nodes was {never}. Choose them at most {steps} in sum"
+        )
+
+    @staticmethod
+    def _warn(message: str) -> None:
+        warnings.warn(message, NatgradWarning, stacklevel=4)  # at the caller of the averager

@@ -62,6 +62,7 @@ def share(
     for entry in gradients.entries:
         buckets.setdefault((entry.stack.device, entry.stack.work_dtype), _Bucket()).entries.append(entry)
     holders, row, total = Holders(runtime), plan.row(runtime.rank), None
+    runtime.subgroup(row)
     for (device, dtype), bucket in buckets.items():
         numbers = tensor_on(device, list(scalars), dtype)
         slots = (slot for entry in bucket.entries for member in entry.members for slot in member.layer.slots)

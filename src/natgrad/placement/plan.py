@@ -271,11 +271,11 @@ class Plan(Printed, Generic[Key]):
         factors = self._sum_exchanges("factors", sums) + self._sum_exchanges("replay", replayed)
         inverses, step = [], []
         if self.columns < self.ranks:
-            sizes, flags = self._results(local, widths)
-            for column in range(self.columns):
-                workers = range(column, self.ranks, self.columns)
-                for kind, owned in (("inverses", sizes), ("counters", flags)):
-                    inverses.append(Exchange(kind, workers, tuple(owned[column :: self.columns])))
+            for sizes, flags in (self._results(widths), self._kernels(local, widths)):
+                for column in range(self.columns) if any(flags) else ():
+                    workers = range(column, self.ranks, self.columns)
+                    for kind, owned in (("inverses", sizes), ("counters", flags)):
+                        inverses.append(Exchange(kind, workers, tuple(owned[column :: self.columns])))
         if self.columns > 1 and not self._is_sharded:
             gradients, counters = [0] * self.columns, [0] * self.columns
             for key, layer in self.layers.items():
@@ -305,17 +305,28 @@ class Plan(Printed, Generic[Key]):
             every += [Exchange(kind, ranks, tuple(owned), True), Exchange("counters", ranks, tuple(counters), True)]
         return every
 
-    def _results(self, local: Sequence[int], widths: Mapping[Key, int]) -> tuple[list[int], list[int]]:
-        """Return how much each rank shares of what renewals make, and whether how many blocks succeeded."""
+    def _results(self, widths: Mapping[Key, int]) -> tuple[list[int], list[int]]:
+        """Return how much each rank shares of what decompositions make, and for how many blocks these may fail."""
         sizes, flags = [0] * self.ranks, [0] * self.ranks
         for key, seat in self.seats.items():
             layer = self.layers[key]
-            kernel = 0
-            if layer.rows is not None and local and seat.sums != "alone":
-                kernel = layer.blocks * (self.ranks * self._share_of(layer.rows, local)) ** 2
-            for part, owner in seat.owners.items():
+            for part, owner in seat.owners.items() if layer.rows is None else ():
                 if owner is not None:
-                    sizes[owner] += (layer.results.get(part, 0) + kernel) * widths[key]
+                    sizes[owner] += layer.results.get(part, 0) * widths[key]
+                    flags[owner] += layer.blocks
+        return sizes, flags
+
+    def _kernels(self, local: Sequence[int], widths: Mapping[Key, int]) -> tuple[list[int], list[int]]:
+        """Return the same of what is made of rows of samples."""
+        sizes, flags = [0] * self.ranks, [0] * self.ranks
+        for key, seat in self.seats.items():
+            layer = self.layers[key]
+            if layer.rows is None:
+                continue
+            kernel = (self.ranks * self._share_of(layer.rows, local)) ** 2 if local and seat.sums != "alone" else 0
+            for owner in seat.owners.values():
+                if owner is not None:
+                    sizes[owner] += layer.blocks * kernel * widths[key]
                     flags[owner] += layer.blocks
         return sizes, flags
 

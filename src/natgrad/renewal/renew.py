@@ -282,6 +282,7 @@ def _exchange(
 ) -> list[list[float]]:
     """Share each owner's results with all workers, and return whether each block of each job succeeded."""
     result = list(success)
+    runtime.subgroup(workers)  # made by all ranks together, also by those whose workers have nothing to share yet
     for bucket in _buckets(jobs, workers, wire):
         empty = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
         sizes, outputs = [], []

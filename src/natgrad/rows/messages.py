@@ -122,6 +122,7 @@ def give(seen: Sequence[Seen], plan: Plan[str], runtime: Runtime) -> None:
         runtime: The ranks.
     """
     workers = plan.column(runtime.rank)
+    runtime.subgroup(workers)  # made by all ranks together, also by those whose workers have nothing to share yet
     for alike in _alike(seen):
         owned: list[list[Seen]] = [[] for _ in workers]
         for one in alike:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from natgrad.averaging.vector import Packing, flat
+from natgrad.averaging.messages import Packing, flat
 
 
 def tensors():

@@ -13,17 +13,17 @@ from natgrad.errors import require
 from natgrad.stacks.shards import is_sharded
 
 MESSAGE_BYTES = 64 << 20
-"""A message's size unless told otherwise: large enough for the link, small enough to pack one while another travels."""
+"""Default size of a message: large enough for the link, small enough to pack one while another travels."""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor that this rank holds, without a graph; of a plain tensor all; no copy."""
+    """Return the local shard of a tensor, or a plain tensor itself, detached; no copy."""
     held: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return held.detach()
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements in the order of memory, as a vector ``[numel]`` that shares it.
+    """Return a tensor's elements in memory order, as a vector ``[numel]`` that shares its memory.
 
     Raises:
         ValueError: if it has gaps or overlaps itself.
@@ -45,13 +45,13 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """How many there are."""
+        """The number of elements."""
         return self.stop - self.start
 
 
 @dataclass
 class Message:
-    """What travels as one vector: pieces end to end."""
+    """Pieces that are sent end to end as one vector."""
 
     dtype: torch.dtype
     device: torch.device
@@ -64,43 +64,43 @@ class Message:
 
 
 class Packing:
-    """Where in which message each element of some tensors lies.
+    """The layout of a list of tensors in flat messages.
 
     Attributes:
-        messages: The messages, none longer than the budget: a tensor that is longer continues in the next one.
+        messages: The messages, none longer than the limit: a longer tensor continues in the next message.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], budget: int = MESSAGE_BYTES) -> None:
-        """Lay out `tensors`, in their order, in messages of at most `budget` bytes; nothing is allocated."""
+    def __init__(self, tensors: Sequence[Tensor], message_bytes: int = MESSAGE_BYTES) -> None:
+        """Lay out `tensors`, in their order, in messages of at most `message_bytes`; allocates nothing."""
         self.messages: list[Message] = []
-        open_: dict[tuple[torch.dtype, torch.device], Message] = {}
-        self._like = _likeness(tensors)
-        for index, (shape, _, dtype, device) in enumerate(self._like):
-            numel, start, limit = prod(shape), 0, max(1, budget // dtype.itemsize)
+        unfinished: dict[tuple[torch.dtype, torch.device], Message] = {}
+        self._layouts = _memory_layouts(tensors)
+        for index, (shape, _, dtype, device) in enumerate(self._layouts):
+            numel, start, limit = prod(shape), 0, max(1, message_bytes // dtype.itemsize)
             while start < numel:
-                message = open_.get((dtype, device))
+                message = unfinished.get((dtype, device))
                 if message is None or message.numel == limit:
-                    message = open_[dtype, device] = Message(dtype, device)
+                    message = unfinished[dtype, device] = Message(dtype, device)
                     self.messages.append(message)
                 stop = min(numel, start + limit - message.numel)
                 message.pieces.append(Piece(index, start, stop))
                 start = stop
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether some tensors lie like those that this was made for."""
-        return self._like == _likeness(tensors)
+        """Return whether tensors have the shapes, strides, dtypes and devices that this was made for."""
+        return self._layouts == _memory_layouts(tensors)
 
     def empty(self) -> list[Tensor]:
         """Return uninitialised messages."""
         return [torch.empty(message.numel, dtype=message.dtype, device=message.device) for message in self.messages]
 
     def pieces(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return, for each message, the vectors in `tensors` that it is made of; they share the memory of these."""
+        """Return, for each message, views of the parts of `tensors` that it consists of."""
         flats = [flat(tensor) for tensor in tensors]
         return [[flats[p.index][p.start : p.stop] for p in message.pieces] for message in self.messages]
 
     def views(self, vectors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the same of the messages themselves."""
+        """Return, for each message, views of the same parts in `vectors`."""
         return [
             list(vector.split([piece.numel for piece in message.pieces]))
             for vector, message in zip(vectors, self.messages, strict=True)
@@ -108,14 +108,16 @@ class Packing:
 
     def pack(self, tensors: Sequence[Tensor], vectors: Sequence[Tensor]) -> None:
         """Copy `tensors` into messages."""
-        for inside, outside in zip(self.views(vectors), self.pieces(tensors), strict=True):
-            torch._foreach_copy_(inside, outside)
+        for views, pieces in zip(self.views(vectors), self.pieces(tensors), strict=True):
+            torch._foreach_copy_(views, pieces)
 
     def unpack(self, vectors: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Copy messages into `tensors`."""
-        for inside, outside in zip(self.views(vectors), self.pieces(tensors), strict=True):
-            torch._foreach_copy_(outside, inside)
+        for views, pieces in zip(self.views(vectors), self.pieces(tensors), strict=True):
+            torch._foreach_copy_(pieces, views)
 
 
-def _likeness(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]]:
-    return [(tuple(held.shape), held.stride(), held.dtype, held.device) for held in map(local, tensors)]
+def _memory_layouts(
+    tensors: Sequence[Tensor],
+) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]]:
+    return [(tuple(shard.shape), shard.stride(), shard.dtype, shard.device) for shard in map(local, tensors)]
