@@ -1,7 +1,7 @@
 """The running averages of a preconditioner's statistics, averaged over nodes: natural gradient inside, DASO between.
 
 Each node computes factors of its own batches. Statistics measured in the node's own basis (`Task.restarts`), and those
-of the last batch alone (`Statistic.decayed`), have a meaning in their node only and are not averaged.
+of the last batch alone (`Statistic.decayed` is False), have a meaning in their node only and are not averaged.
 """
 
 from __future__ import annotations
