@@ -261,14 +261,14 @@ def test_staleness_never_exceeds_its_bound(factors, inverses, staleness):
 def hold_up(case, held, steps):
     """Let the thread of this rank wait, in the renewal begun at step `held`, until the step that collects it."""
     training, gate = Training(case), threading.Event()
-    renew = natgrad.KFAC.renew
+    compute = natgrad.KFAC.compute
 
-    def waiting(self, part, averages, damping):
+    def waiting(self, task, averages, damping, previous=None):
         if threading.current_thread() is not threading.main_thread():
             assert gate.wait(20)
-        return renew(self, part, averages, damping)
+        return compute(self, task, averages, damping, previous)
 
-    with mock.patch.object(natgrad.KFAC, "renew", waiting):
+    with mock.patch.object(natgrad.KFAC, "compute", waiting):
         for step in steps:
             if step < held or step == held + case.staleness:
                 gate.set()
@@ -295,14 +295,14 @@ def test_no_step_waits_before_its_time(ranks, staleness):
 def fail(case, error, rank, steps):
     """Train while the thread of one rank raises in the renewal begun at step 3; return who raised what when."""
     training, errors, now = Training(case), [], [0]
-    renew = natgrad.KFAC.renew
+    compute = natgrad.KFAC.compute
 
-    def failing(self, part, averages, damping):
+    def failing(self, task, averages, damping, previous=None):
         if now[0] == 3 and place()[0] == rank:
             raise error
-        return renew(self, part, averages, damping)
+        return compute(self, task, averages, damping, previous)
 
-    with mock.patch.object(natgrad.KFAC, "renew", failing):
+    with mock.patch.object(natgrad.KFAC, "compute", failing):
         for step in steps:
             now[0] = step
             training.backward(step)

@@ -241,14 +241,14 @@ def test_two_preconditioners_have_threads_of_their_own():
 def test_the_thread_sees_what_was_there_when_it_was_told():
     """What it reads is a copy: later sums do not show, even if it starts late."""
     gate, expected = threading.Event(), started(steps=range(8)).parameters()
-    renew = natgrad.KFAC.renew
+    compute = natgrad.KFAC.compute
 
-    def late(self, part, averages, damping):
+    def late(self, task, averages, damping, previous=None):
         if threading.current_thread() is not threading.main_thread():
             gate.wait(20)
-        return renew(self, part, averages, damping)
+        return compute(self, task, averages, damping, previous)
 
-    with mock.patch.object(natgrad.KFAC, "renew", late):
+    with mock.patch.object(natgrad.KFAC, "compute", late):
         training = started(steps=range(5))  # the sums of step 3 are in the averages by now
         gate.set()
         for step in range(5, 8):
@@ -264,14 +264,14 @@ import natgrad
 from tests.distributed.test_background_life import started
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-renew = natgrad.KFAC.renew
+compute = natgrad.KFAC.compute
 
-def slow(self, part, averages, damping):
+def slow(self, task, averages, damping, previous=None):
     if threading.current_thread() is not threading.main_thread():
         time.sleep(0.2)
-    return renew(self, part, averages, damping)
+    return compute(self, task, averages, damping, previous)
 
-natgrad.KFAC.renew = slow
+natgrad.KFAC.compute = slow
 training = started()
 assert training.preconditioner.parts.background._renewal is not None
 if sys.argv[3] == "destroy":

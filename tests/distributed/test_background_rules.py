@@ -150,13 +150,13 @@ def test_a_local_state_begins_a_renewal_under_way_anew(ranks, rule):
 def fail(rule):
     """Train while decompositions fail on one rank in the renewal begun at step 4; return all verdicts."""
     training, now, seen = Training(Case(staleness=2, factors=1, inverses=4, rule=rule)), [0], []
-    renew = natgrad.KFAC.renew
+    compute = natgrad.KFAC.compute
 
-    def failing(self, part, averages, damping, **options):
-        written, fine = renew(self, part, averages, damping, **options)
+    def failing(self, task, averages, damping, previous=None):
+        written, fine = compute(self, task, averages, damping, previous)
         return written, fine & (now[0] not in (4, 5, 6) or place()[0] == 0)
 
-    with mock.patch.object(natgrad.KFAC, "renew", failing):
+    with mock.patch.object(natgrad.KFAC, "compute", failing):
         for step in range(9):
             now[0] = step
             training.step(step)
