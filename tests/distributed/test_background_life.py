@@ -99,20 +99,20 @@ def test_no_rank_waits_for_the_sums_of_others(ranks):
     assert_equal([*ranks.run(2, go_ahead), train_of(ranks, range(10))])
 
 
-def outlive(where):
+def outlive(part, method):
     training = started(replace(CASE, wrapped=False, options={"gradients": "reduce"}))
     if dist.get_rank() == 0:
-        setattr(training.preconditioner, where, lambda *args, **options: os._exit(1))
+        setattr(getattr(training.preconditioner, part), method, lambda *args, **options: os._exit(1))
     begun = monotonic()
     with pytest.raises(natgrad.NatgradError) as raised:
         go_on(training)
     return str(raised.value), type(raised.value.__cause__), monotonic() - begun
 
 
-@pytest.mark.parametrize("where", ["_update_factors", "_collect"])
-def test_a_rank_that_stops(ranks, where):
+@pytest.mark.parametrize(("part", "method"), [("_statistics", "update"), ("_decompositions", "collect")])
+def test_a_rank_that_stops(ranks, part, method):
     """The others learn of it when they wait for its sums, or for its part of a renewal."""
-    check(ranks.outlive(2, 0, outlive, where))
+    check(ranks.outlive(2, 0, outlive, part, method))
 
 
 def discard():

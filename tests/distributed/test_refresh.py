@@ -195,7 +195,7 @@ class Uneven:
     def __init__(self, training, renewal):
         self.now = self.spent = 0.0
         scheduler, plan = training.preconditioner.parts.scheduler, training.preconditioner.plan
-        scheduler.now, training.preconditioner._spent = (lambda: self.now), (lambda: self.spent)
+        scheduler.now, training.preconditioner.parts.spent = (lambda: self.now), (lambda: self.spent)
         original, rank = scheduler.end_renewal, place()[0]
 
         def renewed(stacks, plan_, keys):

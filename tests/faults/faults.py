@@ -420,7 +420,7 @@ _add(
     "broadcast_skipped",
     "Workers do not keep the decompositions that others broadcast to them.",
     "distributed/test_equality.py::test_ranks_equal_one_process",
-    ("renewal.renew:_Parcel.receive", "job.write(spec, values)", "pass"),
+    ("renewal.renew:_write", "job.write(spec, values)", "pass"),
 )
 _add(
     "ragged_gradients",
