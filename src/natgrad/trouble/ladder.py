@@ -94,98 +94,65 @@ class Ladder:
             cases: The gradients.
             damping: γ.
         """
-        alike: dict[object, list[int]] = {}
         outcomes: dict[int, Outcome] = {}
+        alike: dict[object, list[tuple[int, Case, list[int] | bool]]] = {}
         for index, case in enumerate(cases):
-            if self._is_ordinary(case):
-                alike.setdefault((case.W.device, case.W.dtype), []).append(index)
+            start = self._start(case.stack, case.members)
+            if start is False or not self.guard.ladder:
+                ready = (
+                    start
+                    if isinstance(start, bool)
+                    else tensor_on(case.W.device, [min(rung, 1) for rung in start], case.W.dtype)
+                )
+                outcomes[index] = Outcome(case.V, dots(case.V, case.W), ready, plain=ready is not True)
             else:
-                outcomes[index] = self._descend(case, damping)
-        for indices in alike.values():
-            outcomes |= zip(indices, self._descend_together([cases[index] for index in indices]), strict=True)
+                key = case.W.device, case.W.dtype, case.stack.curvature.positive_definite
+                alike.setdefault(key, []).append((index, case, start))
+        for group in alike.values():
+            indices, members, starts = zip(*group, strict=True)
+            outcomes |= zip(indices, self._replace(members, starts, damping), strict=True)
         return [outcomes[index] for index in range(len(cases))]
 
-    def _is_ordinary(self, case: Case) -> bool:
-        """Tell whether all is well as far as the host knows, where it is calls that take the time."""
-        stack, device = case.stack, case.W.device
-        return (
-            _waits(device)
-            and self.guard.ladder
-            and stack.curvature.positive_definite
-            and self._start(stack, case.members) is True
-            and not self._suspects(stack, eager=False)
-        )
+    def _replace(self, cases: Sequence[Case], starts: Sequence[list[int] | bool], damping: float) -> list[Outcome]:
+        """Return the outcomes of cases of one device, dtype and definiteness, whose masks are worked on as one vector.
 
-    def _descend_together(self, cases: Sequence[Case]) -> list[Outcome]:
-        """Do what `_descend` does of several stacks of which nothing is known to have failed, in few calls for all."""
-        rungs, places = [case.stack.rungs for case in cases], [case.blocks for case in cases]
+        Args:
+            cases: The gradients.
+            starts: For each the rungs of its blocks as its renewals allow, not all `PLAIN`; True: all `FRESH`.
+            damping: γ.
+        """
+        waits = _waits(cases[0].W.device)
+        states, places = [case.stack.rungs for case in cases], [case.blocks for case in cases]
+        for case in cases:
+            case.stack.rungs.suspected = self._suspects(case.stack, eager=not waits)
         inners = [dots(case.V, case.W) for case in cases]
         inner, square = joined(inners), joined([dots(case.W, case.W) for case in cases])
+        levels = joined([_levels(start, own) for start, own in zip(starts, inners, strict=True)])
         finite = square < math.inf
-        sunk = [(own.allocate_sunk(inner.device), blocks) for own, blocks in zip(rungs, places, strict=True)]
-        failed = joined([known[blocks] for known, blocks in sunk])
-        failed = failed | (finite & ~_is_sound(inner, square, definite=True))
-        write_(sunk, failed)
-        for own in rungs:
-            own.suspected = False
+        natural = finite & ((levels == Rung.FRESH) | (levels == Rung.STALE))
+        known = [(own.allocate_sunk(inner.device), blocks) for own, blocks in zip(states, places, strict=True)]
+        invalid = joined([sunk[blocks] for sunk, blocks in known])
+        invalid = invalid | (natural & ~_is_sound(inner, square, definite=cases[0].stack.curvature.positive_definite))
+        write_(known, invalid)
         if self.measures:
-            self._measure(cases, finite & ~failed)
-        lost = finite & failed
-        norms = [case.stack.rungs.allocate_norm(case.W)[blocks] for case, blocks in zip(cases, places, strict=True)]
-        scale = _graft(joined(norms), square)
-        told = torch.full_like(inner, Rung.FRESH).masked_fill_(lost, Rung.GRAFTED)
-        inner = torch.where(lost, square * scale, inner)
-        split = (parted(each, inners) for each in (lost, scale, inner, told))
-        return [
-            Outcome(
-                torch.where(gone[:, None, None], case.W * share[:, None, None], case.V),
-                own,
-                _worst(rung, case.members),
-                plain=False,
-            )
-            for case, gone, share, own, rung in zip(cases, *split, strict=True)
-        ]
-
-    def _descend(self, case: Case, damping: float) -> Outcome:
-        stack, members, W, V = case.stack, case.members, case.W, case.V
-        inner, start = dots(V, W), self._start(stack, members)
-        if start is False or not self.guard.ladder:
-            ready = start if isinstance(start, bool) else tensor_on(W.device, [min(rung, 1) for rung in start], W.dtype)
-            return Outcome(V, inner, ready, plain=ready is not True)
-        definite = stack.curvature.positive_definite
-        blocks = case.blocks
-        eager = not _waits(W.device)
-        known = stack.rungs.suspected = self._suspects(stack, eager=eager)
-        if eager and not known and start is True:
-            low, high = map(float, inner.aminmax())
-            if (0 if definite else -math.inf) < low and high < math.inf:
-                if self.measures:
-                    self._measure([case])
-                return Outcome(V, inner, True, plain=False)
-        square = dots(W, W)
-        finite = square < math.inf
-        held, failing = finite, finite & ~_is_sound(inner, square, definite=definite)
-        first: Tensor | float = float(Rung.FRESH)
-        if start is not True:
-            first = tensor_on(W.device, start, W.dtype)
-            held = finite & ((first == Rung.FRESH) | (first == Rung.STALE))
-            failing &= held
-        sunk = stack.rungs.allocate_sunk(W.device)
-        failed = sunk[blocks] | failing
-        sunk[blocks] = failed
-        if self.measures:
-            self._measure([case], held & ~failed)
-        lost = held & failed
-        if isinstance(first, Tensor):
-            lost |= finite & (first == Rung.DIAGONAL)
-        look = bool(lost.any()) if eager else known or (start is not True and Rung.DIAGONAL in start)
-        if look or not eager:
-            other, own, rungs = self._fallback(stack, blocks, W, square, damping, diagonal=look)
-            V = torch.where(lost[:, None, None], other, V)
-            inner, first = torch.where(lost, own, inner), torch.where(lost, rungs, first)
-        elif not isinstance(first, Tensor):
-            first = torch.full_like(inner, first)
-        return Outcome(V, inner, _worst(first, members), plain=start is not True)
+            self._measure(cases, natural & ~invalid)
+        lost = (natural & invalid) | (finite & (levels == Rung.DIAGONAL))
+        # The diagonal is made where the host knows that it is needed: it may look at once where that does not wait.
+        lacking = waits or bool(lost.any())
+        if not lacking and all(start is True for start in starts):
+            products = parted(inner, inners)
+            return [Outcome(case.V, own, True, plain=False) for case, own in zip(cases, products, strict=True)]
+        outcomes = []
+        split = (parted(vector, inners) for vector in (inner, square, lost, levels))
+        for case, start, product, norms, gone, level in zip(cases, starts, *split, strict=True):
+            V, served, rungs = case.V, product, level
+            if lacking:
+                failing = case.stack.rungs.suspected or (not isinstance(start, bool) and Rung.DIAGONAL in start)
+                other, own, lower = self._fallback(case, norms, damping, diagonal=failing or not waits)
+                V = torch.where(gone[:, None, None], other, V)
+                served, rungs = torch.where(gone, own, product), torch.where(gone, lower, level)
+            outcomes.append(Outcome(V, served, _worst(rungs, case.members), plain=start is not True))
+        return outcomes
 
     def _start(self, stack: Stack, members: list[Member]) -> bool | list[int]:
         """Return the rung that each block begins on, as its renewals allow; True: all `FRESH`, False: all `PLAIN`."""
@@ -211,10 +178,9 @@ class Ladder:
             return False
         return bool(sunk.any()) if eager or self.step % _PATIENCE == 0 else stack.rungs.suspected
 
-    def _fallback(
-        self, stack: Stack, blocks: slice | Tensor, W: Tensor, square: Tensor, damping: float, *, diagonal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _fallback(self, case: Case, square: Tensor, damping: float, *, diagonal: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return V, ⟨V, W⟩ and rungs of the two lowest: the diagonal where it can and `diagonal` asks."""
+        stack, blocks, W = case.stack, case.blocks, case.W
         scale = _graft(stack.rungs.allocate_norm(W)[blocks], square)
         V, inner, rungs = W * scale[:, None, None], square * scale, torch.full_like(square, Rung.GRAFTED)
         D = stack.diagonal(blocks, damping) if diagonal else None
@@ -226,15 +192,15 @@ class Ladder:
         V = torch.where(fine[:, None, None], upper, V)
         return V, torch.where(fine, own, inner), torch.where(fine, float(Rung.DIAGONAL), rungs)
 
-    def _measure(self, cases: Sequence[Case], natural: Tensor | None = None) -> None:
-        """Remember the norms of preconditioned gradients, of the blocks that are `natural` ``[N]``; None: of all."""
+    def _measure(self, cases: Sequence[Case], natural: Tensor) -> None:
+        """Remember the norms of preconditioned gradients, of the blocks that are `natural` ``[N]``."""
         norms = [(case.stack.rungs.allocate_norm(case.V), case.blocks) for case in cases]
         seen = joined([torch.linalg.vector_norm(case.V, dim=(1, 2)) for case in cases])
         before = joined([known[blocks] for known, blocks in norms])
         after = torch.where(before > 0, torch.lerp(seen, before, _DECAY), seen)
-        counts = (seen > 0) & (seen < math.inf)
-        for condition in (natural, None if self.spoilt is None else ~self.spoilt.to(seen.device)):
-            counts = counts if condition is None else counts & condition
+        counts = natural & (seen > 0) & (seen < math.inf)
+        if self.spoilt is not None:
+            counts = counts & ~self.spoilt.to(seen.device)
         write_(norms, torch.where(counts, after, before))
 
 
@@ -245,6 +211,13 @@ def _is_sound(inner: Tensor, square: Tensor, *, definite: bool) -> Tensor:
     nothing = (inner == 0) & (square < torch.finfo(square.dtype).tiny ** 0.5)  # no gradient, or next to none
     sound: Tensor = (inner > 0) & (inner < math.inf) | nothing
     return sound
+
+
+def _levels(start: list[int] | bool, inner: Tensor) -> Tensor:
+    """Return the rung ``[N]`` that each block begins on; True: all `FRESH`."""
+    if isinstance(start, bool):
+        return torch.full_like(inner, Rung.FRESH)
+    return tensor_on(inner.device, start, inner.dtype)
 
 
 def _graft(norm: Tensor, square: Tensor) -> Tensor:
