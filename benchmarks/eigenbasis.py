@@ -27,8 +27,8 @@ from torch.nn import functional
 import natgrad
 from benchmarks.common import Clock, Device, chosen_device, conditions, interleave, median, save, timer
 from natgrad import linalg
-from natgrad.lapack import symmetric
-from natgrad.numerics.iterative import Warm
+from natgrad.linalg.iterative import Warm
+from natgrad.linalg.lapack import symmetric
 from natgrad.tasks.glyphs import Glyphs
 
 NETWORKS = ("linear", "resnet32")

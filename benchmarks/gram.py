@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.common import CLOCKS, conditions, interleave, median, peak_memory, save
-from natgrad import gram
-from natgrad.gram.lags import add_lag_gram_
-from natgrad.gram.rows import add_column_grams_
-from natgrad.gram.windows import Window
+from natgrad.layers import gram
+from natgrad.layers.gram.lags import add_lag_gram_
+from natgrad.layers.gram.rows import add_column_grams_
+from natgrad.layers.gram.windows import Window
 
 ROUNDS = 15
 PIECE = 1 << 18

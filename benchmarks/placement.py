@@ -57,7 +57,7 @@ from benchmarks.peers import (
 )
 from benchmarks.placement_cycle import CYCLE, KINDS, SETTINGS, STEPS, Intervals, cycle, merge
 from benchmarks.placement_report import Result, Row, print_result, wanted
-from natgrad.placement import resolve
+from natgrad.distributed import resolve
 
 HERE = Path(__file__).parent
 DDP, PEER = "DDP", "kfac-pytorch "

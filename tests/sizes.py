@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from natgrad.numerics import iterative
+from natgrad.linalg import iterative
 
 
 @contextmanager

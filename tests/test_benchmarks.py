@@ -21,7 +21,7 @@ from benchmarks.placement import ALONE, DDP, WANTED_SLOW, Shares, Summary
 from benchmarks.placement_cycle import CYCLE, KINDS, SPANS, STEPS, Intervals, cycle, merge
 from benchmarks.placement_report import Result, wanted
 from benchmarks.step import SETTINGS
-from natgrad.numerics.iterative import Warm
+from natgrad.linalg.iterative import Warm
 
 TWO_NODES = Path(__file__).parents[1] / "benchmarks" / "two_nodes.sh"
 

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from natgrad import cusolver, linalg
+from natgrad import linalg
+from natgrad.linalg import cusolver
 
 DTYPES = {0: torch.float32, 1: torch.float64}
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import natgrad
-from natgrad import lapack, linalg
+from natgrad import linalg
+from natgrad.linalg import lapack
 
 COLLIDING = {torch.float32: (256, 512), torch.float64: (128, 256)}
 SIZES = [(dtype, size) for dtype, sizes in COLLIDING.items() for size in (*sizes, sizes[0] - 1, 1)]

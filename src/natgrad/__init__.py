@@ -26,8 +26,8 @@ _HOMES = {
     "EKFAC": "natgrad.curvature",
     "HyLo": "natgrad.curvature",
     "SNGD": "natgrad.curvature",
-    "Bernoulli": "natgrad.sampling.likelihood",
-    "Categorical": "natgrad.sampling.likelihood",
+    "Bernoulli": "natgrad.curvature.likelihood",
+    "Categorical": "natgrad.curvature.likelihood",
     "Curvature": "natgrad.curvature",
     "Layer": "natgrad.layers",
     "Rows": "natgrad.layers",
@@ -37,19 +37,19 @@ _HOMES = {
     "Task": "natgrad.specs",
     "TensorSpec": "natgrad.specs",
     "CurvatureError": "natgrad.errors",
-    "Gaussian": "natgrad.sampling.likelihood",
-    "Guard": "natgrad.trouble.guard",
-    "Likelihood": "natgrad.sampling.likelihood",
+    "Gaussian": "natgrad.curvature.likelihood",
+    "Guard": "natgrad.preconditioner.guard.guard",
+    "Likelihood": "natgrad.curvature.likelihood",
     "NatgradError": "natgrad.errors",
     "NatgradWarning": "natgrad.errors",
     "Nodes": "natgrad.averaging",
-    "Link": "natgrad.placement",
-    "Placement": "natgrad.placement",
-    "PlacementRule": "natgrad.placement",
-    "register_placement": "natgrad.placement",
-    "Plan": "natgrad.placement",
-    "Precision": "natgrad.numerics.precision",
-    "PreconditionedOptimizer": "natgrad.optimizer",
+    "Link": "natgrad.distributed",
+    "Placement": "natgrad.distributed",
+    "PlacementRule": "natgrad.distributed",
+    "register_placement": "natgrad.distributed",
+    "Plan": "natgrad.distributed",
+    "Precision": "natgrad.linalg.precision",
+    "PreconditionedOptimizer": "natgrad.preconditioner.optimizer",
     "Preconditioner": "natgrad.preconditioner",
     "RankOne": "natgrad.curvature",
     "Adaptive": "natgrad.refresh",
@@ -93,8 +93,17 @@ if TYPE_CHECKING:
     from natgrad.curvature import HyLo as HyLo
     from natgrad.curvature import RankOne as RankOne
     from natgrad.curvature import UnitWise as UnitWise
+    from natgrad.curvature.likelihood import Bernoulli as Bernoulli
+    from natgrad.curvature.likelihood import Categorical as Categorical
+    from natgrad.curvature.likelihood import Gaussian as Gaussian
+    from natgrad.curvature.likelihood import Likelihood as Likelihood
     from natgrad.damping import Autopilot as Autopilot
     from natgrad.damping import TrustRegion as TrustRegion
+    from natgrad.distributed import Link as Link
+    from natgrad.distributed import Placement as Placement
+    from natgrad.distributed import PlacementRule as PlacementRule
+    from natgrad.distributed import Plan as Plan
+    from natgrad.distributed import register_placement as register_placement
     from natgrad.errors import AveragingError as AveragingError
     from natgrad.errors import CurvatureError as CurvatureError
     from natgrad.errors import NatgradError as NatgradError
@@ -103,14 +112,10 @@ if TYPE_CHECKING:
     from natgrad.layers import Layer as Layer
     from natgrad.layers import Rows as Rows
     from natgrad.layers import register_layer as register_layer
-    from natgrad.numerics.precision import Precision as Precision
-    from natgrad.optimizer import PreconditionedOptimizer as PreconditionedOptimizer
-    from natgrad.placement import Link as Link
-    from natgrad.placement import Placement as Placement
-    from natgrad.placement import PlacementRule as PlacementRule
-    from natgrad.placement import Plan as Plan
-    from natgrad.placement import register_placement as register_placement
+    from natgrad.linalg.precision import Precision as Precision
     from natgrad.preconditioner import Preconditioner as Preconditioner
+    from natgrad.preconditioner.guard.guard import Guard as Guard
+    from natgrad.preconditioner.optimizer import PreconditionedOptimizer as PreconditionedOptimizer
     from natgrad.refresh import Adaptive as Adaptive
     from natgrad.refresh import BasisRule as BasisRule
     from natgrad.refresh import Capped as Capped
@@ -124,15 +129,10 @@ if TYPE_CHECKING:
     from natgrad.refresh import TraceRule as TraceRule
     from natgrad.refresh import TwoPhaseInterval as TwoPhaseInterval
     from natgrad.refresh import register_refresh as register_refresh
-    from natgrad.sampling.likelihood import Bernoulli as Bernoulli
-    from natgrad.sampling.likelihood import Categorical as Categorical
-    from natgrad.sampling.likelihood import Gaussian as Gaussian
-    from natgrad.sampling.likelihood import Likelihood as Likelihood
     from natgrad.schedule import Schedule as Schedule
     from natgrad.specs import Statistic as Statistic
     from natgrad.specs import Task as Task
     from natgrad.specs import TensorSpec as TensorSpec
-    from natgrad.trouble.guard import Guard as Guard
 
 __all__ = list(_HOMES)
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from natgrad.analysis.drift import drift, drifts
-from natgrad.analysis.error import approximate, errors, exact
-from natgrad.analysis.norms import ALL, EpochGradients, change, critical
-from natgrad.analysis.rank import leading, numerical_rank, ranks
-from natgrad.analysis.spectra import spectra, spectrum
+from natgrad.training.analysis.drift import drift, drifts
+from natgrad.training.analysis.error import approximate, errors, exact
+from natgrad.training.analysis.norms import ALL, EpochGradients, change, critical
+from natgrad.training.analysis.rank import leading, numerical_rank, ranks
+from natgrad.training.analysis.spectra import spectra, spectrum
 
 WIDE = torch.float64
 

@@ -7,7 +7,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from natgrad import tasks
-from natgrad.analysis import Probe
+from natgrad.training.analysis import Probe
 
 
 class Network(nn.Module):

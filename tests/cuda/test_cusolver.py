@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from natgrad import cusolver, linalg
+from natgrad import linalg
+from natgrad.linalg import cusolver
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.stacks.matrices import parameters
+from natgrad.state.matrices import parameters
 from tests.dense import reference as dense
 from tests.every import EVERY
 

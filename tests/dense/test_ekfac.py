@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import natgrad
-from natgrad import cusolver
+from natgrad.linalg import cusolver
 from tests.dense import ekfac as dense_ekfac
 from tests.dense import reference as dense
 from tests.dense.drawn import DRAWN, convolutions, linears, total_loss

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import natgrad
-from natgrad import cusolver
-from natgrad.trouble.guard import Watch
+from natgrad.linalg import cusolver
+from natgrad.preconditioner.guard.guard import Watch
 from tests.dense import reference as dense
 
 EVERY_STEP = natgrad.Refresh(factors=1, inverses=1)

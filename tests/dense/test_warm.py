@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import natgrad
-from natgrad import lapack, linalg
-from natgrad.numerics import iterative
+from natgrad import linalg
+from natgrad.linalg import iterative, lapack
 from tests.dense import reference as dense
 from tests.dense.drawn import DRAWN, convolutions, total_loss
 from tests.dense.test_sides import kept

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import natgrad
-from natgrad.stacks import pieces
+from natgrad.state import pieces
 from tests.dense import reference as dense
 
 

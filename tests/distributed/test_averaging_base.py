@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from natgrad.averaging import Averager, Grid, Nodes
+from natgrad.distributed.groups import timeout_of
 from natgrad.errors import AveragingError
-from natgrad.placement.groups import timeout_of
 
 
 def mesh(nodes, local):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import natgrad
-from natgrad.renewal.decisions import KEPT, RENEWED, STOPPED
+from natgrad.preconditioner.renewal.decisions import KEPT, RENEWED, STOPPED
 from tests.distributed.jobs import messages, place
 from tests.distributed.test_background import (
     Case,

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 import natgrad
 from natgrad.damping import ByKind, LevenbergMarquardt
-from natgrad.stacks.matrices import parameters
+from natgrad.state.matrices import parameters
 from tests.dense import reference as dense
 from tests.distributed import jobs
 from tests.distributed.sharded_jobs import Zoo

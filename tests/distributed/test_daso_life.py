@@ -13,8 +13,8 @@ from torch import nn
 import natgrad
 from natgrad.aside import aside
 from natgrad.averaging import Nodes
-from natgrad.placement import groups
-from natgrad.stacks.sharding import whole
+from natgrad.distributed import groups
+from natgrad.distributed.sharding import whole
 from tests.distributed.daso_jobs import Run, Training, batch, identical, largest, train
 
 

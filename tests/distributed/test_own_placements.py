@@ -3,7 +3,7 @@
 import pytest
 
 import natgrad
-from natgrad.placement import make_plan, resolve
+from natgrad.distributed import make_plan, resolve
 from tests.distributed.jobs import Job, assert_bit_identical, assert_close, train
 from tests.placement.layers import resnet50
 

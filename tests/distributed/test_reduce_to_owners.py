@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.placement import Slices
+from natgrad.distributed import Slices
 from tests.distributed.jobs import (
     Job,
     Training,

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from natgrad.rows import Renewal
+from natgrad.preconditioner.rows import Renewal
 from tests.dense.test_rows import DAMPING
 from tests.distributed.jobs import network, place
 from tests.distributed.test_rows import EXACT, SPLITS, batch, curvature_of, mixed

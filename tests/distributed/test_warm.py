@@ -88,7 +88,7 @@ def test_resuming_is_bit_exact(ranks, placement, name, gather):
 
 def begins_warm(steps, placement):
     """Train; return how many renewals of a block began with a basis, and how many did not."""
-    from natgrad.numerics.iterative import Warm  # noqa: PLC0415
+    from natgrad.linalg.iterative import Warm  # noqa: PLC0415
 
     counts, original = [0, 0], Warm.eigh
 

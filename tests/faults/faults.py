@@ -103,7 +103,7 @@ _add(
     "Masked tokens count in the divisors of running averages.",
     "dense/test_scale.py::test_masked_tokens_are_no_samples",
     (
-        "sums.messages:Message.close",
+        "capture.sums.messages:Message.close",
         "tally.beyond + (tally.rows - tally.beyond) * min(share, 1.0)",
         "tally.rows",
     ),
@@ -112,14 +112,14 @@ _add(
     "masked_gain",
     "Output gradients are multiplied by the number of all positions, not of those that the loss averages over.",
     "dense/test_scale.py::test_masked_tokens_are_no_samples",
-    ("sums.messages:Message.close", "gain * share", "gain"),
+    ("capture.sums.messages:Message.close", "gain * share", "gain"),
 )
 _add(
     "masked_share",
     "Masked tokens count as samples: sums are not corrected for the share of positions that the loss averages over.",
     "dense/test_embedding.py::test_token_means_with_a_mask dense/test_tied.py::test_token_means_with_a_mask "
     "dense/test_rows.py::test_of_token_losses_each_position_that_counts_is_a_row",
-    ("sums.messages:Message.close", "shares.get(name, 1.0)", "1.0"),
+    ("capture.sums.messages:Message.close", "shares.get(name, 1.0)", "1.0"),
 )
 _add(
     "masked_inputs",
@@ -131,25 +131,33 @@ _add(
     "bias_correction",
     "Running averages are not divided by 1 - decay^t.",
     "dense/test_steps.py::test_running_average_with_bias_correction",
-    ("renewal.averages:_correct", "decay * before + (1 - decay)", "torch.ones_like(before)"),
+    ("preconditioner.renewal.averages:_correct", "decay * before + (1 - decay)", "torch.ones_like(before)"),
 )
 _add(
     "decay_exchanged",
     "The running average weighs the old by 1 - decay and the new by decay.",
     "dense/test_steps.py::test_running_average_with_bias_correction",
-    ("renewal.averages:_average", "decay if spec.decayed else 0.0", "1 - decay if spec.decayed else 0.0"),
+    (
+        "preconditioner.renewal.averages:_average",
+        "decay if spec.decayed else 0.0",
+        "1 - decay if spec.decayed else 0.0",
+    ),
 )
 _add(
     "loss_scale",
     "The scale that a GradScaler gives the loss is not taken out of the output gradients.",
     "dense/test_scale.py::test_the_loss_scale_of_a_grad_scaler_is_undone",
-    ("gradients.reduction:Scaling.of_loss", "1.0 if scale is None else scale", "1.0"),
+    ("preconditioner.gradients.reduction:Scaling.of_loss", "1.0 if scale is None else scale", "1.0"),
 )
 _add(
     "accumulation",
     "With micro-batches whose losses are divided by their number, G is not multiplied back.",
     "dense/test_scale.py::test_accumulation_equals_one_big_batch",
-    ("gradients.reduction:Scaling.of_captured", "float(max(1, backwards)) if self._divided else 1.0", "1.0"),
+    (
+        "preconditioner.gradients.reduction:Scaling.of_captured",
+        "float(max(1, backwards)) if self._divided else 1.0",
+        "1.0",
+    ),
 )
 _add(
     "sum_loss",
@@ -212,7 +220,7 @@ _add(
     "The sampled Fisher takes the most probable label instead of drawing one.",
     "dense/test_fisher.py::test_sampled_fisher_converges_to_the_exact_one",
     (
-        "sampling.likelihood:Categorical.score",
+        "curvature.likelihood:Categorical.score",
         "torch.multinomial(drawable, 1, generator=generator)",
         "drawable.argmax(-1)",
     ),
@@ -267,7 +275,7 @@ _add(
     "A new eigenbasis or inverse is not written once there is an old one.",
     "dense/test_steps.py::test_intervals",
     (
-        "renewal.renew:Job.keep",
+        "preconditioner.renewal.renew:Job.keep",
         "held.write(spec.name, blocks, fresh)",
         "held.write(spec.name, blocks, before if before.any() else fresh)",
     ),
@@ -276,7 +284,7 @@ _add(
     "second_moments_restart",
     "EKFAC's second moments go on averaging over eigenbases instead of beginning anew with each.",
     "dense/test_ekfac.py::test_moments_begin_anew_with_each_basis",
-    ("stacks.blocks:Stack.restart", "task.restarts if self.averages else ()", "()"),
+    ("state.blocks:Stack.restart", "task.restarts if self.averages else ()", "()"),
 )
 _add(
     "second_moments_correction",
@@ -288,19 +296,19 @@ _add(
     "clip_learning_rate",
     "The KL clip takes the learning rate, not its square.",
     "dense/test_steps.py::test_kl_clip",
-    ("gradients.clip:_squares", "square = rate * rate", "square = rate"),
+    ("preconditioner.gradients.clip:_squares", "square = rate * rate", "square = rate"),
 )
 _add(
     "clip_sum_scale",
     "The KL clip of a summed loss takes the gradients of the sum for those of the mean.",
     "dense/test_scale.py::test_the_clip_means_the_same_for_every_loss",
-    ("gradients.clip:Clip._scale", "total * scale * scale", "total"),
+    ("preconditioner.gradients.clip:Clip._scale", "total * scale * scale", "total"),
 )
 _add(
     "gradient_poison",
     "Statistics that hold NaN or infinity are averaged as any others.",
     "dense/test_guard.py::test_a_poisoned_batch_is_skipped_counted_and_forgotten",
-    ("renewal.averages:_finite", ".all(0)", ".all(0) | True"),
+    ("preconditioner.renewal.averages:_finite", ".all(0)", ".all(0) | True"),
 )
 
 # --- Row curvatures and quasi-Newton ------------------------------------------------------------------------------
@@ -365,7 +373,7 @@ _add(
     "A loaded checkpoint forgets when the last decomposition was, so that one is due at once.",
     "dense/test_state.py::test_a_resumed_run_is_bit_identical",
     (
-        "progress:Progress.load_state_dict",
+        "preconditioner.progress:Progress.load_state_dict",
         "None if state[name] < 0 else int(state[name])",
         'None if state[name] < 0 or name == "last_inverses" else int(state[name])',
     ),
@@ -375,7 +383,11 @@ _add(
     "Statistics of a step that the GradScaler skips are folded into the running averages.",
     "test_second_pass.py::test_a_loss_scaler_changes_nothing_and_may_skip_a_step "
     "test_scaling.py dense/test_ekfac_scale.py",
-    ("renewal.averages:fold", "seen if sums.spoilt is None else seen & ~sums.spoilt.to(seen.device)", "seen"),
+    (
+        "preconditioner.renewal.averages:fold",
+        "seen if sums.spoilt is None else seen & ~sums.spoilt.to(seen.device)",
+        "seen",
+    ),
 )
 
 # --- Ranks --------------------------------------------------------------------------------------------------------
@@ -402,7 +414,11 @@ _add(
     "checkpoint_counters",
     "A loaded checkpoint does not restore how often factors and decompositions were renewed.",
     "dense/test_state.py::test_a_resumed_run_is_bit_identical",
-    ("progress:Progress.load_state_dict", "self.factor_updates, self.inverse_updates = (int", "_ = (int"),
+    (
+        "preconditioner.progress:Progress.load_state_dict",
+        "self.factor_updates, self.inverse_updates = (int",
+        "_ = (int",
+    ),
 )
 _add(
     "daso_buffers",
@@ -420,38 +436,38 @@ _add(
     "broadcast_skipped",
     "Workers do not keep the decompositions that others broadcast to them.",
     "distributed/test_equality.py::test_ranks_equal_one_process",
-    ("renewal.renew:_write", "job.write(spec, values)", "pass"),
+    ("preconditioner.renewal.renew:_write", "job.write(spec, values)", "pass"),
 )
 _add(
     "ragged_gradients",
     "Gradients of ranks with different numbers of samples are averaged with equal weights.",
     "distributed/test_equality.py::test_ragged_batches_equal_one_process_when_natgrad_reduces",
-    ("gradients.reduction:reduce_gradients", "1.0 if summed else float(samples) or _UNSEEN", "1.0"),
+    ("preconditioner.gradients.reduction:reduce_gradients", "1.0 if summed else float(samples) or _UNSEEN", "1.0"),
 )
 _add(
     "reduce_scatter_rank",
     "A reduction of factors to their owner leaves out what rank 0 has sent.",
     "distributed/test_reduce_to_owners.py::test_ranks_equal_one_process",
-    ("placement.runtime:Runtime._reduce_scatter", "return values.sum(0)", "return values[1:].sum(0)"),
+    ("distributed.runtime:Runtime._reduce_scatter", "return values.sum(0)", "return values[1:].sum(0)"),
 )
 _add(
     "surplus_shared",
     "What an owner has beside its even share of a bucket does not reach the others.",
     "distributed/test_placements.py::test_placements_equal_one_process",
-    ("placement.slices:Slices.join", "slices[rank][place])", "slices[rank][place] * 0)"),
+    ("distributed.slices:Slices.join", "slices[rank][place])", "slices[rank][place] * 0)"),
 )
 _add(
     "surplus_reduced",
     "What a rank owns beside its even share of a bucket lacks the sums that lie with others.",
     "distributed/test_reduced_gradients.py::test_ways_to_train",
-    ("placement.runtime:Runtime.reduce_to_owners", "*(run for run, _ in found)", "*(run * 0 for run, _ in found)"),
+    ("distributed.runtime:Runtime.reduce_to_owners", "*(run for run, _ in found)", "*(run * 0 for run, _ in found)"),
 )
 _add(
     "sampled_labels_rank",
     "All ranks draw the labels of the sampled Fisher from the same random numbers.",
     "distributed/test_equality.py::test_every_rank_draws_its_own_labels",
     (
-        "sampling.labels:LabelSampler._generator",
+        "capture.sampling.labels:LabelSampler._generator",
         "seed_of(self._seed, self._rank, step, draw)",
         "seed_of(self._seed, 0, step, draw)",
     ),
@@ -461,7 +477,7 @@ _add(
     "HyLo and SNGD divide the kernel by the samples of a rank, not of all ranks.",
     "distributed/test_rows.py::test_with_all_rows_ranks_make_the_dense_natural_gradient",
     (
-        "rows.renewal:Renewal._counted",
+        "preconditioner.rows.renewal:Renewal._counted",
         "samples = sum(numbers[len(names) + index] for numbers in found)",
         "samples = found[0][len(names) + index]",
     ),
@@ -470,15 +486,19 @@ _add(
     "dp_all_data",
     "With data-parallel factors that belong to one owner each, the owner's factors see the samples of all ranks.",
     "distributed/test_dp.py::test_dp_is_its_definition",
-    ("placement.plan:Plan.captures", 'self.seats[key].sums != "alone" or self.works(key, rank)', "True"),
-    ("sums.sums:Sums.travel", 'message.role.seat.sums == "worker"', 'message.role.seat.sums in ("worker", "alone")'),
+    ("distributed.plan:Plan.captures", 'self.seats[key].sums != "alone" or self.works(key, rank)', "True"),
+    (
+        "capture.sums.sums:Sums.travel",
+        'message.role.seat.sums == "worker"',
+        'message.role.seat.sums in ("worker", "alone")',
+    ),
 )
 _add(
     "shards_order",
     "The shards of a gathered FSDP2 gradient are put together in reverse order of the ranks.",
     "distributed/test_sharded.py::test_ranks_equal_one_process",
     (
-        "stacks.shards:gather",
+        "distributed.shards:gather",
         "enumerate(runtime.gather(message, kinds, first.group))",
         "enumerate(runtime.gather(message, kinds, first.group).flip(0))",
     ),
@@ -488,7 +508,7 @@ _add(
     "Factors that leave in a second backward pass are counted with the samples of the first pass once more.",
     "distributed/test_pipelined.py::test_what_may_happen_between_two_steps",
     (
-        "sums.bucketed:BucketedSums._count_rest",
+        "capture.sums.bucketed:BucketedSums._count_rest",
         "tally, before = self.tallies[name], self._counted",
         "tally, before = self.tallies[name], {}",
     ),
@@ -497,5 +517,5 @@ _add(
     "pipelined_gain",
     "Factors that have left early keep the factor that undoes accumulation as it was when they left.",
     "distributed/test_pipelined.py::test_what_may_happen_between_two_steps",
-    ("sums.bucketed:BucketedSums.travel", "arrived.rescale(once, self._gain_now)", "pass"),
+    ("capture.sums.bucketed:BucketedSums.travel", "arrived.rescale(once, self._gain_now)", "pass"),
 )

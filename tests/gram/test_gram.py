@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from natgrad import gram
-from natgrad.gram.lags import add_lag_gram_
-from natgrad.gram.patches import _lags_are_cheaper
-from natgrad.gram.windows import Window
+from natgrad.layers import gram
+from natgrad.layers.gram.lags import add_lag_gram_
+from natgrad.layers.gram.patches import _lags_are_cheaper
+from natgrad.layers.gram.windows import Window
 
 
 @dataclass(frozen=True)

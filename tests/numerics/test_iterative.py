@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from natgrad import linalg
-from natgrad.numerics import iterative
-from natgrad.numerics.iterative import Warm
+from natgrad.linalg import iterative
+from natgrad.linalg.iterative import Warm
 
 WARM = Warm(tolerance=0.1, iterations=2)
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from natgrad.gradients import stacked
-from natgrad.numerics import joined as room
-from natgrad.numerics.joined import joined, parted, together, write_
-from natgrad.renewal import averages
-from natgrad.trouble import guard, ladder
+from natgrad.linalg import joined as room
+from natgrad.linalg.joined import joined, parted, together, write_
+from natgrad.preconditioner.gradients import stacked
+from natgrad.preconditioner.guard import guard, ladder
+from natgrad.preconditioner.renewal import averages
 from tests.every import EVERY, Training, batch
 
 CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)

@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
+from natgrad.distributed import Layout
 from natgrad.linalg import damped_inverse
-from natgrad.numerics.narrow import power_of_two, round_stochastically
-from natgrad.placement import Layout
+from natgrad.linalg.narrow import power_of_two, round_stochastically
 from natgrad.specs import TensorSpec
-from natgrad.stacks.kept import Kept
+from natgrad.state.kept import Kept
 from tests import device
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

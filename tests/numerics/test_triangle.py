@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import natgrad
-from natgrad.numerics import triangle
+from natgrad.linalg import triangle
 from tests.device import here
 
 

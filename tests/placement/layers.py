@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from natgrad.placement import Placement, Work
-from natgrad.placement.options import NAMES
+from natgrad.distributed import Placement, Work
+from natgrad.distributed.options import NAMES
 
 
 def kfac(outputs, inputs, form="eigen", blocks=1, alone=True):

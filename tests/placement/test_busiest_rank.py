@@ -2,8 +2,8 @@
 
 import pytest
 
-from natgrad.placement import make_plan, resolve
-from natgrad.placement.options import NAMES
+from natgrad.distributed import make_plan, resolve
+from natgrad.distributed.options import NAMES
 from tests.placement.layers import kfac, resnet50
 
 RANKS = [2, 4, 8, 16, 64, 256, 1024, 4096]

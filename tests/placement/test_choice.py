@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from natgrad.placement import Cycle, Link, Placement, Slices, Work, make_plan, resolve, step_seconds
+from natgrad.distributed import Cycle, Link, Placement, Slices, Work, make_plan, resolve, step_seconds
 from tests.placement.layers import kfac, models, resnet50
 
 pure = settings(max_examples=30, deadline=None, derandomize=True)

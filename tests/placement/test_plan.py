@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from natgrad.placement import Link, Placement, Rows, Seat, Work, make_plan, resolve
-from natgrad.placement.options import NAMES
+from natgrad.distributed import Link, Placement, Rows, Seat, Work, make_plan, resolve
+from natgrad.distributed.options import NAMES
 from tests.placement.layers import kfac, models, placements, ranks, resnet50
 
 pure = settings(max_examples=100, deadline=None, derandomize=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from natgrad.placement import Cycle, Link, Placement, make_plan, resolve, step_seconds
+from natgrad.distributed import Cycle, Link, Placement, make_plan, resolve, step_seconds
 from tests.placement.layers import models, resnet50
 from tests.placement.test_choice import candidates, cycles, links
 

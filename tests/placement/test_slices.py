@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from natgrad.placement import Slices
+from natgrad.distributed import Slices
 
 SIZES = [(0, 0), (7, 0), (0, 7), (5, 5), (1, 2, 3), (100, 1, 1), (0, 0, 9, 1), (3, 50, 2, 50, 3), (4,) * 6]
 

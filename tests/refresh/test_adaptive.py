@@ -5,9 +5,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.placement import resolve
-from natgrad.renewal.decisions import KEPT, RENEWED, STOPPED
-from natgrad.stacks.structure import Structure
+from natgrad.distributed import resolve
+from natgrad.preconditioner.renewal.decisions import KEPT, RENEWED, STOPPED
+from natgrad.preconditioner.structure import Structure
 from tests.every import DAMPING, EVERY, Network, Training, batch
 
 EVERY_OTHER = {"factors": 1, "inverses": 2}

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import natgrad
-from natgrad.progress import Progress
+from natgrad.preconditioner.progress import Progress
+from natgrad.preconditioner.renewal import RefreshScheduler
+from natgrad.preconditioner.renewal.decisions import RENEWED, WAITING
 from natgrad.refresh.budget import Budget
-from natgrad.renewal import RefreshScheduler
-from natgrad.renewal.decisions import RENEWED, WAITING
 from tests.every import Training, batch
 from tests.refresh.test_adaptive import run, verdicts
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 import natgrad
-from natgrad.renewal import Background
+from natgrad.preconditioner.renewal import Background
 from tests.every import Training, batch
 from tests.refresh.test_capped import Seconds
 
@@ -65,7 +65,7 @@ def test_what_a_step_waits_for_counts_once(monkeypatch, waits):
 
     training = Training(natgrad.KFAC, refresh=natgrad.Refresh(inverses=3), placement="background")
     training.step(batch(0))
-    monkeypatch.setattr("natgrad.renewal.background.perf_counter", read)
+    monkeypatch.setattr("natgrad.preconditioner.renewal.background.perf_counter", read)
     for step in range(1, 7):
         training.step(batch(step))
     pieces = 2 * len(training.preconditioner.parts.stacks)  # A and G

@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.renewal.decisions import DecisionState
-from natgrad.stacks.measures import measurable, measured, units
+from natgrad.preconditioner.renewal.decisions import DecisionState
+from natgrad.state.measures import measurable, measured, units
 from tests.every import Network, batch
 
 

@@ -7,16 +7,16 @@ import pytest
 from rich.console import Console
 
 from natgrad import tasks
-from natgrad.analysis import Measures
-from natgrad.analysis.drift import Drift
-from natgrad.analysis.error import DirectionError
-from natgrad.analysis.norms import ALL, EpochNorm
-from natgrad.analysis.rank import KernelRank
-from natgrad.analysis.spectra import Eigenvalue
-from natgrad.report import columns, page
-from natgrad.report.measured_plots import drift_figure, error_figure, figures, norms_figure, rank_figure
-from natgrad.report.measured_sheets import measured_sheets
-from natgrad.report.tables import table
+from natgrad.cli.report import columns, page
+from natgrad.cli.report.measured_plots import drift_figure, error_figure, figures, norms_figure, rank_figure
+from natgrad.cli.report.measured_sheets import measured_sheets
+from natgrad.cli.report.tables import table
+from natgrad.training.analysis import Measures
+from natgrad.training.analysis.drift import Drift
+from natgrad.training.analysis.error import DirectionError
+from natgrad.training.analysis.norms import ALL, EpochNorm
+from natgrad.training.analysis.rank import KernelRank
+from natgrad.training.analysis.spectra import Eigenvalue
 
 LAYERS = [f"blocks.{index}.perceptron.projection" for index in range(5)]
 STEPS = (0, 4000, 8000, 12000, 15999)

@@ -5,11 +5,11 @@ import pytest
 from rich.console import Console
 
 from natgrad import tasks
-from natgrad.report import page
-from natgrad.report.plots import overview, save, to_svg
-from natgrad.report.sheet import task_sheet
-from natgrad.report.sheets import NEVER, comparison_sheets
-from natgrad.report.tables import table, wide_console
+from natgrad.cli.report import page
+from natgrad.cli.report.plots import overview, save, to_svg
+from natgrad.cli.report.sheet import task_sheet
+from natgrad.cli.report.sheets import NEVER, comparison_sheets
+from natgrad.cli.report.tables import table, wide_console
 from natgrad.tasks import Metric
 from natgrad.training.compare import Comparison, Outcome
 from natgrad.training.result import Point, Result

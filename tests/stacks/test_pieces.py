@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from natgrad import KFAC, Preconditioner
+from natgrad.capture.sums.sums import _zeros as alone
 from natgrad.specs import Statistic
-from natgrad.stacks import pieces
-from natgrad.stacks.blocks import Stack
-from natgrad.sums.sums import _zeros as alone
+from natgrad.state import pieces
+from natgrad.state.blocks import Stack
 from tests.every import EVERY, Training, batch
 
 LIMIT = 2**21
@@ -55,7 +55,7 @@ def test_a_training_is_that_without_pieces(make, monkeypatch):
 
 @pytest.mark.parametrize("placement", ["auto", "background"])
 def test_renewals_read_a_few_blocks_at_a_time_and_of_what_balances_them_the_diagonals(placement, monkeypatch):
-    monkeypatch.setattr(import_module("natgrad.renewal.renew"), "_BATCH", 2 * 21**2)
+    monkeypatch.setattr(import_module("natgrad.preconditioner.renewal.renew"), "_BATCH", 2 * 21**2)
     seen, make = [], KFAC.compute
     monkeypatch.setattr(
         KFAC, "compute", lambda self, task, read, *a, **k: seen.append(read) or make(self, task, read, *a, **k)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from natgrad.distributed.shards import pairs
 from natgrad.layers import layers_for
-from natgrad.stacks.shards import pairs
 
 MODULES = {
     "linear": lambda: nn.Linear(4, 7),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from natgrad.analysis import Measures, Probe
-from natgrad.analysis.norms import ALL
+from natgrad.training.analysis import Measures, Probe
+from natgrad.training.analysis.norms import ALL
 from natgrad.training.analyze import Measured, Study, analyze
 from natgrad.training.display import Silent
 from natgrad.training.job import Job

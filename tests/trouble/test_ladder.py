@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import natgrad
-import natgrad.trouble.ladder
-from natgrad.trouble.ladder import dots
+import natgrad.preconditioner.guard.ladder
+from natgrad.preconditioner.guard.ladder import dots
 from tests.dense import reference as dense
 
 DAMPING = 0.3

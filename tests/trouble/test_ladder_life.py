@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import natgrad
-import natgrad.trouble.ladder
+import natgrad.preconditioner.guard.ladder
 from tests.dense import reference as dense
 from tests.every import EVERY, Training
 from tests.every import batch as every_batch
@@ -163,8 +163,8 @@ def test_a_training_resumed_on_a_lower_rung_is_the_one_that_went_on(kind):
 
 def test_where_looking_costs_time_the_gradient_is_grafted_until_the_host_looks(monkeypatch):
     """What runs on accelerators, here on the CPU."""
-    monkeypatch.setattr(natgrad.trouble.ladder, "_waits", lambda device: True)
-    monkeypatch.setattr(natgrad.trouble.ladder, "_PATIENCE", 4)
+    monkeypatch.setattr(natgrad.preconditioner.guard.ladder, "_waits", lambda device: True)
+    monkeypatch.setattr(natgrad.preconditioner.guard.ladder, "_PATIENCE", 4)
     model, preconditioner = make(refresh=natgrad.Refresh(factors=1, inverses=10))
     reference, xs = Reference(), batches(12)
     reference.kfac.inverses = lambda step: 10
@@ -185,7 +185,7 @@ def test_where_looking_costs_time_the_gradient_is_grafted_until_the_host_looks(m
 
 
 def test_where_looking_costs_time_a_gradient_that_is_not_finite_gives_no_update(monkeypatch):
-    monkeypatch.setattr(natgrad.trouble.ladder, "_waits", lambda device: True)
+    monkeypatch.setattr(natgrad.preconditioner.guard.ladder, "_waits", lambda device: True)
     model, preconditioner = make()
     reference, xs = Reference(), batches(2)
     take(model, preconditioner, xs[0])

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from natgrad.arguments import unwrap
 from natgrad.averaging.checks import StraySteps, check_alike, check_norm_groups
 from natgrad.averaging.exchange import Exchange, NodeGradients
 from natgrad.averaging.messages import MESSAGE_BYTES, flat
 from natgrad.averaging.nodes import Grid, Nodes
+from natgrad.distributed.sharding import check_model, find_mesh, reshard
 from natgrad.errors import AveragingError, require
-from natgrad.stacks.sharding import check_model, find_mesh, reshard
+from natgrad.preconditioner.arguments import unwrap
 
 
 class Averager(ABC):

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.averaging.messages import local
+from natgrad.distributed import Runtime
 from natgrad.errors import AveragingError, DivergedError, NatgradWarning, require
-from natgrad.optimizer import PreconditionedOptimizer
-from natgrad.placement import Runtime
 from natgrad.preconditioner import Preconditioner
+from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 
 # --- Agreement of ranks -----------------------------------------------------------------------------------------
 

@@ -20,8 +20,8 @@ from natgrad.averaging.messages import MESSAGE_BYTES
 from natgrad.averaging.nodes import Nodes
 from natgrad.averaging.schedule import Cycle, Epochs, MeanLoss, Phase, Plateau, ScheduleWarnings, check_cycle, phases_of
 from natgrad.errors import DivergedError, require, require_one_of
-from natgrad.optimizer import PreconditionedOptimizer
 from natgrad.preconditioner import Preconditioner
+from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 
 Duty = Literal["rotating", "sharded"]
 

@@ -16,7 +16,7 @@ from natgrad.averaging.exchange import Exchange, PendingAverage
 from natgrad.averaging.messages import MESSAGE_BYTES, Piece, flat
 from natgrad.averaging.nodes import Nodes
 from natgrad.errors import require
-from natgrad.numerics.precision import at_least_float32
+from natgrad.linalg.precision import at_least_float32
 from natgrad.schedule import check_number, check_whole
 
 

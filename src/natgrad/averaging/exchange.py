@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from natgrad.averaging.compression import DeltaCompression
 from natgrad.averaging.messages import MESSAGE_BYTES, Packing
 from natgrad.averaging.nodes import Grid
+from natgrad.distributed import Posted
 from natgrad.linalg import tensor_on
-from natgrad.placement import Posted
 
 
 class PendingAverage:

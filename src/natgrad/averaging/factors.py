@@ -17,8 +17,8 @@ from natgrad.averaging.merge import AveragedTensors
 from natgrad.averaging.nodes import Grid
 from natgrad.errors import require
 from natgrad.preconditioner import Preconditioner
-from natgrad.stacks.blocks import Stack
-from natgrad.stacks.kept import along
+from natgrad.state.blocks import Stack
+from natgrad.state.kept import along
 
 _ALL = slice(None)
 

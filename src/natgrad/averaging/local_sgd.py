@@ -16,12 +16,12 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.distributed.device_mesh import DeviceMesh
 
-from natgrad.arguments import unwrap
 from natgrad.averaging.base import Averager, check_parts, replica
 from natgrad.averaging.nodes import Grid, Nodes
+from natgrad.distributed.sharding import find_mesh
 from natgrad.errors import require
+from natgrad.preconditioner.arguments import unwrap
 from natgrad.schedule import check_whole
-from natgrad.stacks.sharding import find_mesh
 
 
 class Ring:

@@ -9,8 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from natgrad.distributed.shards import is_sharded
 from natgrad.errors import require
-from natgrad.stacks.shards import is_sharded
 
 MESSAGE_BYTES = 64 << 20
 """Default size of a message: large enough for the link, small enough to pack one while another travels."""

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from natgrad.averaging.checks import check_alike
+from natgrad.distributed import Runtime
+from natgrad.distributed.groups import timeout_of
 from natgrad.errors import require
-from natgrad.placement import Runtime
-from natgrad.placement.groups import timeout_of
 
 MESH_NAMES = ("node", "local")
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from natgrad.averaging.nodes import Grid
-from natgrad.epoch_warnings import PATIENCE
 from natgrad.errors import NatgradWarning, require
+from natgrad.preconditioner.epoch_warnings import PATIENCE
 from natgrad.schedule import check_number, check_whole
 
 Phase = Literal["warm-up", "cycling", "cool-down"]

@@ -19,27 +19,27 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from natgrad.aside import aside
-from natgrad.audit import GradientAudit
 from natgrad.capture import compiled
 from natgrad.capture.again import Chance, Pass, Recording, Repetition
+from natgrad.capture.audit import GradientAudit
 from natgrad.capture.pooled import Pooled
+from natgrad.capture.reductions import Count, Reductions
+from natgrad.capture.rows import Collected
 from natgrad.capture.samples import Samples
 from natgrad.capture.saved import Saved, outline, whole
+from natgrad.capture.sums import WHOLE, BucketedSums, Choice, Sums
+from natgrad.capture.sums.messages import Tally
 from natgrad.capture.taps import EndTap, Forward, LayerTap, RootTap, warn_of_others
 from natgrad.capture.upstream import destination, go_down, mark, marked, sources
 from natgrad.capture.uses import LossTerms, Use
 from natgrad.curvature import Curvature
+from natgrad.distributed.sharding import owners
+from natgrad.distributed.shards import is_sharded
 from natgrad.errors import NatgradError
 from natgrad.layers import Handle, Layer, Rows, Slot, remove_all
 from natgrad.layers.rows import by_sample
-from natgrad.numerics.products import full_products
-from natgrad.reductions import Count, Reductions
-from natgrad.rows.collected import Collected
-from natgrad.stacks.blocks import Member, Stack
-from natgrad.stacks.sharding import owners
-from natgrad.stacks.shards import is_sharded
-from natgrad.sums import WHOLE, BucketedSums, Choice, Sums
-from natgrad.sums.messages import Tally
+from natgrad.linalg.products import full_products
+from natgrad.state.blocks import Member, Stack
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

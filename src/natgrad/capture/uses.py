@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from natgrad.capture.reductions import Reduction, Reductions
 from natgrad.capture.saved import Saved
 from natgrad.capture.taps import Pass
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer
-from natgrad.reductions import Reduction, Reductions
 
 
 @dataclass(eq=False)

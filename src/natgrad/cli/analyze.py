@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from natgrad.analysis import Measures
+    from natgrad.training.analysis import Measures
     from natgrad.training.analyze import Study
     from natgrad.training.job import Job
     from natgrad.training.result import Result
@@ -105,7 +105,7 @@ def analyze(
     What is left out of the run's options is as tuned for the task.
     """
     print(f"analyzing {task} ...", flush=True)  # before the imports, which take seconds
-    from natgrad.analysis import Measures
+    from natgrad.training.analysis import Measures
     from natgrad.training.analyze import Study
     from natgrad.training.analyze import analyze as run
     from natgrad.training.optimizers import parse
@@ -217,11 +217,11 @@ def _report(study: Study, measures: Measures, result: Result | None, folder: Pat
     """Print the tables, write everything, and say where it lies."""
     from rich.console import Console
 
-    from natgrad.report import columns, page
-    from natgrad.report.measured_plots import figures
-    from natgrad.report.measured_sheets import measured_sheets
-    from natgrad.report.plots import save
-    from natgrad.report.tables import table, wide_console
+    from natgrad.cli.report import columns, page
+    from natgrad.cli.report.measured_plots import figures
+    from natgrad.cli.report.measured_sheets import measured_sheets
+    from natgrad.cli.report.plots import save
+    from natgrad.cli.report.tables import table, wide_console
 
     written = columns.write(measures, folder)
     drawn, sheets = figures(measures), measured_sheets(measures)

@@ -128,10 +128,10 @@ def _report(comparison: Comparison, outcomes: list[Outcome], out: Path) -> None:
 
     from rich.console import Console
 
-    from natgrad.report import page
-    from natgrad.report.plots import save
-    from natgrad.report.sheets import comparison_sheets
-    from natgrad.report.tables import table, wide_console
+    from natgrad.cli.report import page
+    from natgrad.cli.report.plots import save
+    from natgrad.cli.report.sheets import comparison_sheets
+    from natgrad.cli.report.tables import table, wide_console
     from natgrad.training import environment
     from natgrad.training.result import replace_text
 

@@ -327,7 +327,7 @@ def _report(job: Job, folder: Path, result: Result | None) -> None:
     """Say how a run ended and where it is kept."""
     from rich.console import Console
 
-    from natgrad.report.plots import overview, save
+    from natgrad.cli.report.plots import overview, save
     from natgrad.training.result import read_points
     from natgrad.training.run import METRICS
 

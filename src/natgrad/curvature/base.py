@@ -15,9 +15,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from natgrad.curvature.likelihood import Likelihood, resolve
 from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
-from natgrad.sampling.likelihood import Likelihood, resolve
 from natgrad.schedule import is_number
 from natgrad.specs import Statistic, Task, TensorSpec, check_declarations
 

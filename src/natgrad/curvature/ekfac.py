@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from natgrad.curvature.base import Curvature
 from natgrad.curvature.kfac import KFAC
+from natgrad.curvature.likelihood import Likelihood
 from natgrad.curvature.moments import add_moments_
 from natgrad.layers import Layer, Rows
-from natgrad.sampling.likelihood import Likelihood
 from natgrad.specs import Statistic, Task
 
 

@@ -13,11 +13,11 @@ from typing_extensions import override
 
 from natgrad import linalg
 from natgrad.curvature.base import Curvature, check_estimate
+from natgrad.curvature.likelihood import Likelihood
 from natgrad.curvature.quasi_newton import Compact, append, bfgs, damped, inner, multiply
 from natgrad.curvature.unitwise import UnitWise
 from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
-from natgrad.sampling.likelihood import Likelihood
 from natgrad.specs import Statistic, Task, TensorSpec
 
 

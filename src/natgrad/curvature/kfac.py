@@ -13,13 +13,13 @@ from typing_extensions import override
 from natgrad import linalg
 from natgrad.curvature.base import Curvature, check_estimate
 from natgrad.curvature.inputs import InputKFAC
+from natgrad.curvature.likelihood import Likelihood
 from natgrad.curvature.narrow_sides import Blocks, Diagonal
 from natgrad.curvature.sides import Form, Full, Side
 from natgrad.curvature.tables import TableKFAC
 from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
-from natgrad.numerics.iterative import Warm
-from natgrad.sampling.likelihood import Likelihood
+from natgrad.linalg.iterative import Warm
 from natgrad.specs import Statistic, Task
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing_extensions import override
 from natgrad import linalg
 from natgrad.curvature.sides import Form, Side
 from natgrad.layers import Rows
-from natgrad.numerics.iterative import Warm
+from natgrad.linalg.iterative import Warm
 from natgrad.specs import Statistic, TensorSpec
 
 

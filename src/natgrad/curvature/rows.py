@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from natgrad.curvature import kernel
 from natgrad.curvature.base import Curvature, check_estimate
+from natgrad.curvature.likelihood import Likelihood
 from natgrad.errors import NatgradWarning, require, require_one_of
-from natgrad.sampling.likelihood import Likelihood
 from natgrad.schedule import is_number
 from natgrad.specs import Statistic, Task, TensorSpec
 
@@ -128,7 +128,7 @@ class RowCurvature(Curvature):
 
     def compute(self, *args: object, **options: object) -> NoReturn:
         """Raise: there are no averages."""
-        raise AssertionError("rows are renewed by natgrad.rows")
+        raise AssertionError("rows are renewed by natgrad.preconditioner.rows")
 
     def precondition(
         self,

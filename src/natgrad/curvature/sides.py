@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from natgrad import linalg
 from natgrad.layers import Rows
-from natgrad.numerics.iterative import Warm
+from natgrad.linalg.iterative import Warm
 from natgrad.specs import Statistic, TensorSpec
 
 # What is made of a factor: its eigenvalue decomposition, or its damped inverse.

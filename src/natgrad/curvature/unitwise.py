@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from natgrad import linalg
 from natgrad.curvature.base import Curvature, check_estimate
+from natgrad.curvature.likelihood import Likelihood
 from natgrad.errors import require_one_of
 from natgrad.layers import Layer, Rows
-from natgrad.sampling.likelihood import Likelihood
 from natgrad.specs import Statistic, Task, TensorSpec
 
 _CHUNK = 2**16

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from natgrad.aside import aside
 from natgrad.capture import Capture
 from natgrad.capture.again import Chance, Pass, Repetition, as_found
+from natgrad.distributed.sharding import reshard
 from natgrad.errors import NatgradError, describe, require
-from natgrad.stacks.sharding import reshard
 
 
 class Losses:

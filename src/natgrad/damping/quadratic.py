@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from natgrad.damping.adaptive import Outcome
 from natgrad.damping.losses import Losses
-from natgrad.exchange.sharded import Rows, slots_of, spread
+from natgrad.distributed import Runtime
+from natgrad.distributed.shards import first_copy, held_rows, rows_of
 from natgrad.layers import Slot
-from natgrad.placement import Runtime
-from natgrad.stacks.blocks import Stack
-from natgrad.stacks.matrices import parameters, stacked
-from natgrad.stacks.shards import first_copy, held_rows, rows_of
+from natgrad.state.blocks import Stack
+from natgrad.state.matrices import parameters, stacked
+from natgrad.state.sharded import Rows, slots_of, spread
 
 
 @dataclass

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from natgrad.damping.adaptive import Extent
 from natgrad.damping.quadratic import accountants
-from natgrad.exchange.sharded import Rows, spread
+from natgrad.distributed import Runtime
+from natgrad.distributed.shards import Spread, held_rows, is_sharded
 from natgrad.linalg import tensor_on
-from natgrad.placement import Runtime
-from natgrad.stacks.blocks import Stack
-from natgrad.stacks.matrices import stacked
-from natgrad.stacks.measures import measured
-from natgrad.stacks.shards import Spread, held_rows, is_sharded
+from natgrad.state.blocks import Stack
+from natgrad.state.matrices import stacked
+from natgrad.state.measures import measured
+from natgrad.state.sharded import Rows, spread
 
 if TYPE_CHECKING:
-    from natgrad.gradients.clip import Clip
+    from natgrad.preconditioner.gradients.clip import Clip
 
 
 def extent(

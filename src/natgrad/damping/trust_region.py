@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 from natgrad.curvature import Curvature
 from natgrad.damping.quadratic import accountants, accounted
+from natgrad.distributed import Runtime
+from natgrad.distributed.sharding import whole
+from natgrad.distributed.shards import rows_of
 from natgrad.errors import require
-from natgrad.exchange.sharded import Rows, slots_of, spread
 from natgrad.layers import Layer, Slot
 from natgrad.linalg import tensor_on
-from natgrad.placement import Runtime
 from natgrad.schedule import check_number
-from natgrad.stacks.blocks import Stack
-from natgrad.stacks.matrices import parameters, stacked
-from natgrad.stacks.sharding import whole
-from natgrad.stacks.shards import rows_of
+from natgrad.state.blocks import Stack
+from natgrad.state.matrices import parameters, stacked
+from natgrad.state.sharded import Rows, slots_of, spread
 
 if TYPE_CHECKING:
-    from natgrad.gradients.stacked import Entry, Gradients
+    from natgrad.preconditioner.gradients.stacked import Entry, Gradients
 
 
 @dataclass(frozen=True)

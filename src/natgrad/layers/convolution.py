@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from natgrad import gram
-from natgrad.gram.windows import Window
+from natgrad.layers import gram
 from natgrad.layers.base import Layer
+from natgrad.layers.gram.windows import Window
 from natgrad.layers.rows import ChannelRows, DenseRows, MatrixRows, Rows, sum_squares, sum_up, with_constant
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d

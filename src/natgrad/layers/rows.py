@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from natgrad import gram
+from natgrad.layers import gram
 
 _PIECE = 1 << 20
 """Elements to square at a time."""

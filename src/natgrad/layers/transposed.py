@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from natgrad.gram.windows import Window
 from natgrad.layers.base import Slot
 from natgrad.layers.convolution import ConvolutionLayer, KernelRows, PatchRows
+from natgrad.layers.gram.windows import Window
 from natgrad.layers.rows import Rows, with_constant
 
 _Slices = tuple[slice, ...]

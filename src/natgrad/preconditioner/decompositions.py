@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from natgrad.capture.reductions import Count
 from natgrad.damping.sizes import extent
 from natgrad.preconditioner.parts import Parts
-from natgrad.reductions import Count
+from natgrad.preconditioner.renewal import observed, renew
+from natgrad.preconditioner.rows import Renewal, row_stacks
 from natgrad.refresh.rule import SIDES
-from natgrad.renewal import observed, renew
-from natgrad.rows import Renewal, row_stacks
 
 
 class Decompositions:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from natgrad.gradients.owners import OwnedGradients
-from natgrad.gradients.sharing import collect, share
-from natgrad.gradients.stacked import Gradients
+from natgrad.capture.reductions import Count
+from natgrad.preconditioner.gradients.owners import OwnedGradients
+from natgrad.preconditioner.gradients.sharing import collect, share
+from natgrad.preconditioner.gradients.stacked import Gradients
+from natgrad.preconditioner.guard.ladder import Ladder
 from natgrad.preconditioner.parts import Parts
-from natgrad.reductions import Count
-from natgrad.trouble.ladder import Ladder
 
 
 class GradientStep:

@@ -9,24 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.capture import Capture
+from natgrad.capture.reductions import Count, Reductions
+from natgrad.capture.sampling.labels import LabelSampler
 from natgrad.damping import Control
-from natgrad.gradients.clip import Clip
-from natgrad.gradients.given import Given
-from natgrad.gradients.reduction import Scaling
+from natgrad.distributed import Runtime
 from natgrad.layers import Layer
-from natgrad.numerics.precision import Precision
-from natgrad.placement import Runtime
-from natgrad.progress import Progress
-from natgrad.reductions import Count, Reductions
+from natgrad.linalg.precision import Precision
+from natgrad.preconditioner.gradients.clip import Clip
+from natgrad.preconditioner.gradients.given import Given
+from natgrad.preconditioner.gradients.reduction import Scaling
+from natgrad.preconditioner.guard.guard import Watch
+from natgrad.preconditioner.guard.inspection import Inspection
+from natgrad.preconditioner.progress import Progress
+from natgrad.preconditioner.renewal import Background, RefreshScheduler
+from natgrad.preconditioner.rows import Epochs
+from natgrad.preconditioner.second_pass import SecondPass, check_damping
+from natgrad.preconditioner.structure import Structure
 from natgrad.refresh import RefreshRule
-from natgrad.renewal import Background, RefreshScheduler
-from natgrad.rows import Epochs
-from natgrad.sampling.labels import LabelSampler
-from natgrad.second_pass import SecondPass, check_damping
-from natgrad.stacks.blocks import Stack
-from natgrad.stacks.structure import Structure
-from natgrad.trouble.guard import Watch
-from natgrad.trouble.inspection import Inspection
+from natgrad.state.blocks import Stack
 
 
 @dataclass(kw_only=True)

@@ -11,47 +11,47 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from natgrad.agreement import check_agreement, check_reduction
-from natgrad.arguments import check_arguments, check_joined, resolve_group, unwrap
-from natgrad.audit import GradientAudit
-from natgrad.call_order import CallOrder
 from natgrad.capture import Capture
+from natgrad.capture.audit import GradientAudit
 from natgrad.capture.ddp import listen
-from natgrad.compatibility import check_combinations, warn_of_combinations
+from natgrad.capture.reductions import LEFT_OUT, Count, Reduction, Reductions
+from natgrad.capture.sampling.labels import LabelSampler
 from natgrad.curvature import KFAC, Curvature
 from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control, Damping, TrustRegion
 from natgrad.damping.default import default_damping, describe_damping
-from natgrad.epoch_warnings import EpochWarnings
+from natgrad.distributed import Placement, Plan, Runtime, resolve
+from natgrad.distributed.sharding import check_layers
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
-from natgrad.explanation import Explanation, explain
-from natgrad.gradients.clip import USUAL_BOUND, Clip
-from natgrad.gradients.given import Given, Unseen
-from natgrad.gradients.reduction import Scaling, take_over_reduction
-from natgrad.launch_check import warn_of_missing_process_group
-from natgrad.numerics.precision import Precision
-from natgrad.placement import Placement, Plan, Runtime, resolve
+from natgrad.linalg.precision import Precision
+from natgrad.preconditioner.agreement import check_agreement, check_reduction
+from natgrad.preconditioner.arguments import check_arguments, check_joined, resolve_group, unwrap
+from natgrad.preconditioner.call_order import CallOrder
+from natgrad.preconditioner.compatibility import check_combinations, warn_of_combinations
+from natgrad.preconditioner.coverage import cover, warn_of_idle
 from natgrad.preconditioner.decompositions import Decompositions
+from natgrad.preconditioner.epoch_warnings import EpochWarnings
+from natgrad.preconditioner.explanation import Explanation, explain
 from natgrad.preconditioner.gradient_step import GradientStep
+from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
+from natgrad.preconditioner.gradients.given import Given, Unseen
+from natgrad.preconditioner.gradients.reduction import Scaling, take_over_reduction
+from natgrad.preconditioner.guard.guard import Guard, Watch
+from natgrad.preconditioner.guard.inspection import Inspection
+from natgrad.preconditioner.launch_check import warn_of_missing_process_group
 from natgrad.preconditioner.parts import Parts
+from natgrad.preconditioner.progress import Progress
+from natgrad.preconditioner.renewal import Background, RefreshScheduler
+from natgrad.preconditioner.rows import Epochs, row_stacks
 from natgrad.preconditioner.second_look import SecondLook
+from natgrad.preconditioner.second_pass import Closure, SecondPass, check_second_pass
+from natgrad.preconditioner.slow_renewal import warn_of_slow_renewal
 from natgrad.preconditioner.statistics import Statistics
-from natgrad.progress import Progress
-from natgrad.reductions import LEFT_OUT, Count, Reduction, Reductions
+from natgrad.preconditioner.structure import Structure
+from natgrad.preconditioner.verification import Verification, verify
 from natgrad.refresh import Refresh, RefreshRule
 from natgrad.refresh.registry import resolve_refresh
-from natgrad.renewal import Background, RefreshScheduler
-from natgrad.rows import Epochs, row_stacks
-from natgrad.sampling.labels import LabelSampler
-from natgrad.second_pass import Closure, SecondPass, check_second_pass
-from natgrad.slow_renewal import warn_of_slow_renewal
-from natgrad.stacks import state as states
-from natgrad.stacks.coverage import cover, warn_of_idle
-from natgrad.stacks.sharding import check_layers
-from natgrad.stacks.structure import Structure
-from natgrad.trouble.guard import Guard, Watch
-from natgrad.trouble.inspection import Inspection
-from natgrad.verification import Verification, verify
+from natgrad.state import state as states
 
 
 class Preconditioner:

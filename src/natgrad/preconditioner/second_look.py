@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from natgrad.capture.reductions import Count
 from natgrad.damping.losses import Losses
 from natgrad.damping.quadratic import Model
 from natgrad.preconditioner.parts import Parts
-from natgrad.reductions import Count
-from natgrad.renewal import renew
-from natgrad.second_pass import Closure, Replay
+from natgrad.preconditioner.renewal import renew
+from natgrad.preconditioner.second_pass import Closure, Replay
 
 
 class SecondLook:

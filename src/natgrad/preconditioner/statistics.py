@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from natgrad.capture.reductions import Count
+from natgrad.capture.sums import Choice, make_sums
 from natgrad.preconditioner.parts import Parts
-from natgrad.reductions import Count
-from natgrad.renewal import fold
-from natgrad.rows import Collected, Origin, row_stacks
-from natgrad.sums import Choice, make_sums
+from natgrad.preconditioner.renewal import fold
+from natgrad.preconditioner.rows import Collected, Origin, row_stacks
 
 
 class Statistics:

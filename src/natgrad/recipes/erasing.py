@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor
 
+from natgrad.capture.sampling.noise import seed_of
 from natgrad.errors import describe, require
-from natgrad.sampling.noise import seed_of
 from natgrad.schedule import check_number
 
 AREA = (0.02, 0.25)

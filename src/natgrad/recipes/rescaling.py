@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from natgrad.numerics.precision import at_least_float32
+from natgrad.distributed.shards import Spread, is_sharded
+from natgrad.linalg.precision import at_least_float32
 from natgrad.recipes.weights import local, output_channels, trained
-from natgrad.stacks.shards import Spread, is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
+from natgrad.distributed.sharding import reshard
+from natgrad.distributed.shards import is_sharded
 from natgrad.layers.norm import NORMS
-from natgrad.stacks.sharding import reshard
-from natgrad.stacks.shards import is_sharded
 
 
 def trained(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

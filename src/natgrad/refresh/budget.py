@@ -24,7 +24,7 @@ class StepTimes:
         spent: On preconditioning.
         fixed: The part of `spent` that every step takes, renewals or not: solves and their messages.
         renewing: The part of `spent` that decompositions took, with the exchange of their results.
-        work: The work of these decompositions, in the unit of `natgrad.placement.Plan.weights`.
+        work: The work of these decompositions, in the unit of `natgrad.distributed.Plan.weights`.
         aside: The part of `spent` that passed beside the steps, which did not wait for it.
     """
 

@@ -1,8 +1,8 @@
 """The contract of a refresh rule.
 
 A rule answers from counters and measured numbers alone. It knows no ranks, tensors or layer types. What it remembers of
-each layer is kept for it, sent to the other ranks and saved in checkpoints (`natgrad.renewal.scheduler`), so that all
-ranks decide alike.
+each layer is kept for it, sent to the other ranks and saved in checkpoints
+(`natgrad.preconditioner.renewal.scheduler`), so that all ranks decide alike.
 """
 
 from __future__ import annotations

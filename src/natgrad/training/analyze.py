@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from natgrad import SNGD
-from natgrad.analysis import FIGURES, Measures, Probe, Seen
-from natgrad.analysis.drift import drifts
-from natgrad.analysis.error import errors
-from natgrad.analysis.norms import ALL, THRESHOLD, EpochGradients
-from natgrad.analysis.rank import ranks
-from natgrad.analysis.spectra import spectra
 from natgrad.errors import require
+from natgrad.training.analysis import FIGURES, Measures, Probe, Seen
+from natgrad.training.analysis.drift import drifts
+from natgrad.training.analysis.error import errors
+from natgrad.training.analysis.norms import ALL, THRESHOLD, EpochGradients
+from natgrad.training.analysis.rank import ranks
+from natgrad.training.analysis.spectra import spectra
 
 from .build import rehearse
 from .display import display
@@ -43,7 +43,7 @@ class Study:
 
     Attributes:
         job: The run; on one rank.
-        figures: Some of `natgrad.analysis.FIGURES`.
+        figures: Some of `natgrad.training.analysis.FIGURES`.
         layers: fnmatch patterns of the layers; the switch goes by all parameters all the same.
         labels: Whose gradients the rows hold: those of the "true" labels (as in the papers) or of "sampled" ones. The
             gradient that is preconditioned is that of the true ones in any case.

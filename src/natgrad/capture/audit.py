@@ -1,0 +1,438 @@
+"""A check that ``.grad`` is the gradient that the hooks have seen: of the same loss scale, and averaged as assumed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.distributed.shards import is_sharded, own_rows
+from natgrad.errors import NatgradWarning
+from natgrad.layers import Layer, Slot
+from natgrad.layers.rows import Rows
+from natgrad.linalg import tensor_on
+
+# The steps in which statistics are captured that are compared at first, and how many steps pass between later ones.
+_FIRST = 3
+_BETWEEN = 1000
+# How many layers are compared, and how many numbers of each.
+_LAYERS = 32
+_NUMBERS = 32
+# The rows of logits that are looked at.
+_ROWS = 256
+# The share of Σ|g| that rounding may leave of Σ g, for numbers of at least 32 bits and narrower ones.
+_ROUNDING, _ROUNDING_NARROW = 1e-4, 2e-3
+# What is no mismatch: a factor this near to 1, and a part of this size that no factor explains (of a penalty on the
+# parameters, say, whose gradient no output shows).
+_FACTOR, _REST = 0.02, 0.3
+# A rest below this size is rounding: the gradients differ by a factor alone.
+_ALIKE = 0.05
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What is compared of a layer: the first numbers of its bias, or of the first row of its weight.
+
+    Attributes:
+        layer: The layer.
+        slot: The place of the parameter.
+        start: The first of its numbers in the vector of all.
+        size: How many.
+    """
+
+    layer: Layer
+    slot: Slot
+    start: int
+    size: int
+
+    @property
+    def of_bias(self) -> bool:
+        """Whether it is a bias."""
+        return self.slot.leaf == "bias"
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What is to be compared once the sums of all ranks are there.
+
+    Attributes:
+        gradients: As they were ``[n]``.
+        held: Which of them this rank holds ``[n]``, 0 or 1.
+        losses: What cross-entropies were multiplied by: see `_Comparison`.
+        passes: The backward passes of this rank.
+    """
+
+    gradients: Tensor
+    held: Tensor
+    losses: Tensor | None
+    passes: int
+
+
+class Use(Protocol):
+    """A use of a layer: see `natgrad.capture.uses.Use`."""
+
+    layer: Layer
+    output: Tensor | None
+
+
+class GradientAudit:
+    """Compares some gradients with the sums of the output gradients that the hooks have captured.
+
+    A bias's gradient is the sum of the gradients of its layer's output; one row of a weight's is the sum of the
+    inputs, times the gradients of one output. The sums are compared in the first three steps, and in one that captures
+    statistics after each thousand steps. Where the ranks' gradients are averaged, the sums are averaged likewise: they
+    are at most 8 KiB, and travel with the statistics where the step sums these on all ranks. Nothing waits for the
+    device: the result is read in a later step.
+    """
+
+    def __init__(self, *, reduces: bool = False, divides: bool = True, off: bool = False) -> None:
+        """Compare nothing before `attach`.
+
+        Args:
+            reduces: Whether ``.grad`` is not averaged over the ranks yet when `compare` is called.
+            divides: Whether the user divides the loss by the number of backward passes.
+            off: Compare nothing at all.
+        """
+        self._reduces, self._divides, self._off = reduces, divides, off
+        self._losses: Tensor | None = None
+        self._looked = 0  # at so many passes
+        self._last: weakref.ref[Any] | None = None
+        self._entries: dict[str, _Entry] = {}
+        self._size = 0
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._compared = 0
+        self._next = 0
+        self._wanted = not off
+        self._warned = False
+        self._taken: _Taken | None = None
+        self._pending: _Comparison | None = None
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the ranks add up in this step; 0: none. The same on all ranks."""
+        return 2 * self._size if self._wanted and not self._reduces else 0
+
+    def attach(self, layers: Sequence[Layer]) -> None:
+        """Choose which layers are compared, the same on all ranks: those with a bias, else some without."""
+        biases = [(layer, slot) for layer in layers for slot in _plain_slots(layer, "bias")]
+        weights = [
+            (layer, slot)
+            for layer in layers
+            for slot in _plain_slots(layer, "weight")
+            if type(layer.module) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        ]
+        linear = [(layer, slot) for layer, slot in weights if isinstance(layer.module, nn.Linear)]
+        chosen = biases or linear or weights
+        self._entries, start = {}, 0
+        for index in range(min(_LAYERS, len(chosen))):
+            layer, slot = chosen[index * len(chosen) // min(_LAYERS, len(chosen))]
+            bias = slot.leaf == "bias"
+            size = min(_NUMBERS, layer.outputs if bias else math.prod(slot.shape[1:]))
+            self._entries[layer.name] = _Entry(layer, slot, start, size)
+            start += size
+        self._size = start
+        self.forget()
+
+    def wants(self, layer: str) -> bool:
+        """Tell whether the output gradients of a layer are to be added up in this step."""
+        return self._wanted and layer in self._entries
+
+    def wants_inputs(self, layer: str) -> bool:
+        """Tell whether that takes the layer's inputs too."""
+        return self.wants(layer) and not self._entries[layer].of_bias
+
+    @torch.no_grad()
+    def add(self, layer: Layer, inputs: Tensor | None, gradient: Tensor, samples: int) -> None:
+        """Add what one use of a layer shows.
+
+        Args:
+            layer: The layer.
+            inputs: Its inputs, where `wants_inputs`.
+            gradient: The gradient of its output.
+            samples: How many samples these are of.
+        """
+        if not gradient.numel():
+            return
+        entry, dtype = self._entries[layer.name], torch.promote_types(gradient.dtype, torch.float32)
+        if entry.of_bias:
+            rows = layer.gradient_rows(gradient, samples).dense()[0, :, :, : entry.size].to(dtype)
+            found, size = rows.sum((0, 1)), rows.abs().sum((0, 1))
+        else:
+            assert inputs is not None
+            a, g = layer.rows(inputs, gradient, samples)
+            found, size = _first_row(a, g, entry.size, dtype)
+        share = _ROUNDING if gradient.dtype.itemsize >= dtype.itemsize else _ROUNDING_NARROW
+        known = self._sums.get(layer.name)
+        self._sums[layer.name] = (found, size * share) if known is None else (known[0] + found, known[1] + size * share)
+
+    def keep_output(self, use: Use, output: Tensor) -> None:
+        """Keep the output of the layer that was called last, which may be the logits of a cross-entropy, with its use.
+
+        It goes when another layer is called, or with its graph.
+        """
+        before = None if self._last is None else self._last()
+        if before is not None:
+            before.output = self._last = None
+        if self._wanted and type(use.layer.module) is nn.Linear and output.ndim > 1:
+            use.output, self._last = output.detach().flatten(0, -2)[:_ROWS].clone(), weakref.ref(use)
+
+    @torch.no_grad()
+    def look_at_loss(self, use: Use, gradient: Tensor, *, summed: bool) -> None:
+        """Look at the first gradient of a backward pass: that of logits tells what a cross-entropy is multiplied by.
+
+        Args:
+            use: The use of the layer that the pass comes to first.
+            gradient: That of its output.
+            summed: Whether the loss is said to be a sum over samples, not a mean.
+        """
+        output, use.output = use.output, None
+        if self._wanted and output is not None and gradient.shape[-1] == output.shape[-1]:
+            found = _cross_entropy_scale(output, gradient, summed=summed)
+            self._losses = found if self._losses is None else self._losses + found
+            self._looked += 1
+
+    def forget(self) -> None:
+        """Forget what was added: the backward passes that showed it are thrown away."""
+        self._sums.clear()
+        self._losses, self._looked = None, 0
+
+    def begin(self, step: int, *, captures: bool) -> None:
+        """Begin a step; the same on all ranks.
+
+        Args:
+            step: The steps so far.
+            captures: Whether the hooks look at the layers in it in any case.
+        """
+        self.forget()
+        self._wanted = not self._off and (self._compared < _FIRST or (captures and step >= self._next))
+
+    @torch.no_grad()
+    def take(self, loss_scale: float | Tensor, *, step: int, passes: int) -> Tensor | None:
+        """Take ``.grad`` as it is, and what was captured.
+
+        Args:
+            loss_scale: That of the ``GradScaler``.
+            step: The steps so far.
+            passes: The backward passes of this rank.
+
+        Returns:
+            What `compare` is to be given the sum of, over the ranks whose gradients are averaged: at most 2048 numbers.
+            None, on all ranks alike: nothing is compared in this step.
+        """
+        if not self._wanted or not self._entries:
+            return None
+        self._compared += 1
+        self._next = step + _BETWEEN
+        first = next(iter(self._entries.values())).slot.parameter
+        shown = torch.zeros(2, self._size, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
+        for name, pair in self._sums.items():
+            entry = self._entries[name]
+            for row, own in zip(shown, pair, strict=True):
+                row[entry.start : entry.start + entry.size] = own
+        shown /= loss_scale if isinstance(loss_scale, float) else loss_scale.to(shown)
+        every = passes > 1 and self._looked == passes  # not where several forward passes came first
+        losses = self._losses / loss_scale if self._losses is not None and every else None
+        self._taken = _Taken(*self._gradients(shown[0]), losses, passes)
+        self.forget()
+        return shown.view(-1)
+
+    @torch.no_grad()
+    def compare(self, shown: Tensor, ranks: int) -> None:
+        """Compare the gradients with what was captured.
+
+        Args:
+            shown: What `take` has returned, summed over the ranks whose gradients are averaged.
+            ranks: How many these are.
+        """
+        taken, self._taken = self._taken, None
+        assert taken is not None
+        shown = shown.to(taken.gradients).view(2, -1) / ranks
+        held = taken.held * (shown[1] > 0)  # of a layer that was used without its forward, nothing was captured
+        self._pending = _Comparison(
+            shown * held,
+            taken.gradients * held,
+            taken.losses,
+            ranks=ranks,
+            passes=taken.passes,
+            first=self._compared <= _FIRST,
+        )
+
+    def _gradients(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients as they are, and a mask of those that this rank holds."""
+        given, held = torch.zeros_like(like), torch.zeros_like(like)
+        for entry in self._entries.values():
+            gradient = entry.slot.parameter.grad
+            if gradient is None:
+                continue
+            pieces = own_rows(entry.slot.name, gradient) if is_sharded(gradient) else [(0, gradient)]
+            for start, rows in pieces:
+                if entry.of_bias:  # that of a norm over several dimensions has as many
+                    first = start * math.prod(gradient.shape[1:])
+                    own = rows.flatten()[: max(0, entry.size - first)]
+                    begin = entry.start + first
+                else:
+                    own = rows[0].flatten()[: entry.size] if start == 0 and len(rows) else rows.flatten()[:0]
+                    begin = entry.start
+                given[begin : begin + len(own)] = own
+                held[begin : begin + len(own)] = 1
+        return given, held
+
+    def report(self) -> None:
+        """Warn once of a mismatch that an earlier step has found; called by `step`."""
+        if self._pending is None or not self._pending.arrived:
+            return
+        found, self._pending = self._pending, None
+        text = found.describe(reduces=self._reduces) or found.describe_accumulation(divides=self._divides)
+        if text and not self._warned:
+            self._warned = True
+            warnings.warn(text, NatgradWarning, stacklevel=4)  # past the decorator of `step`
+
+
+class _Comparison:
+    """A comparison under way on the device."""
+
+    def __init__(
+        self, shown: Tensor, given: Tensor, losses: Tensor | None, *, ranks: int, passes: int, first: bool
+    ) -> None:
+        """Compare.
+
+        Args:
+            shown: What was captured, and what rounding may leave of it ``[2, n]``.
+            given: The gradients ``[n]``.
+            losses: What cross-entropies were multiplied by, summed over the passes, and the part of their gradients
+                that is none of a cross-entropy; None: not known.
+            ranks: How many ranks' gradients are averaged.
+            passes: The backward passes of this rank.
+            first: Whether it is one of the first comparisons.
+        """
+        self._ranks, self._passes, self._first = ranks, passes, first
+        largest = torch.maximum(shown[0].abs().amax(), given.abs().amax()).clamp(min=torch.finfo(given.dtype).tiny)
+        s, noise, g = shown[0] / largest, shown[1] / largest, given / largest
+        found = torch.stack([s @ s, s @ g, g @ g, (g - s) @ (g - s), noise @ noise])
+        unknown = tensor_on(found.device, [0.0, 1.0], found.dtype)
+        found = torch.cat([found, unknown if losses is None else losses.to(found)])
+        self._event: torch.cuda.Event | None = None
+        self._found = found
+        if found.is_cuda:
+            self._found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            self._found.copy_(found, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the result can be read without waiting."""
+        return self._event is None or self._event.query()
+
+    def describe(self, *, reduces: bool) -> str:
+        """Return the mismatch in words, with its likely causes; empty if there is none."""
+        shown, both, given, apart, noise = self._found[:5].tolist()
+        if not math.isfinite(shown + given) or shown <= noise:
+            return ""
+        factor = both / shown
+        rest = max(0.0, given - factor * both)
+        if rest <= _ALIKE**2 * given + noise:
+            if abs(factor - 1) <= _FACTOR or apart <= noise:
+                return ""
+            return (
+                f"natgrad: .grad is {factor:.4g} times the gradient that the backward passes of a step have shown, and "
+                f"that factors are scaled by. {self._cause_of_factor(factor)}{self._causes(reduces)}"
+            )
+        # Later a model may have come to where a penalty and the rest of the loss balance.
+        if not self._first or apart <= _REST**2 * max(shown, given) + noise:
+            return ""
+        size = math.sqrt(apart / max(shown, given))
+        return (
+            "natgrad: .grad is not the gradient that the backward passes of a step have shown: they differ by "
+            f"{size:.2g} of it, and the factor that fits best is {factor:.4g}. {self._likely_cause(reduces)} "
+            f"{self._causes(reduces)}"
+        )
+
+    def _likely_cause(self, reduces: bool) -> str:
+        """Return in words what makes gradients differ by more than a factor."""
+        cause = (
+            "gradients of earlier steps or micro-batches are still in it: call step() once after all micro-batches, "
+        )
+        cause += "and optimizer.zero_grad() after each step"
+        if reduces:
+            cause = f"it was averaged over the ranks already: pass gradients='averaged'; or {cause}"
+        elif self._ranks > 1:
+            averaging = "wrap the model in DistributedDataParallel, or pass gradients='reduce'"
+            cause = f"nothing averages gradients over the ranks: {averaging}; or {cause}"
+        return f"Likely {cause}."
+
+    def describe_accumulation(self, *, divides: bool) -> str:
+        """Return in words that the loss is divided by the passes though it should not be, or the other way round."""
+        scale, rest = self._found[5:].tolist()
+        # The sum over K passes is 1 where the loss is divided by K, else K.
+        other = self._passes if divides else 1
+        if rest > _ALIKE**2 or not math.isclose(scale, other, rel_tol=_FACTOR):
+            return ""
+        done, remedy = ("not divided", "'sum', or divide it") if divides else ("divided", "'mean', or do not divide it")
+        return (
+            f"natgrad: the cross-entropy of each of the {self._passes} backward passes of a step is {done} by their "
+            f"number, and accumulation is {'mean' if divides else 'sum'!r}: pass accumulation={remedy}; where one of "
+            "them is no part of the loss, call discard() after it"
+        )
+
+    def _cause_of_factor(self, factor: float) -> str:
+        def near(value: float) -> bool:
+            return math.isclose(factor, value, rel_tol=2 * _FACTOR)
+
+        power = math.log2(factor) if factor > 0 else 0.0
+        if self._passes > 1 and (near(self._passes) or near(1 / self._passes)):
+            return (
+                f"Likely it was multiplied or divided by the {self._passes} backward passes afterwards: divide the "
+                "loss instead, and pass accumulation='mean'; or divide nothing, and pass accumulation='sum'. "
+            )
+        if self._ranks > 1 and (near(self._ranks) or near(1 / self._ranks)):
+            return f"Likely it was summed, and not averaged, over the {self._ranks} ranks, or averaged twice. "
+        if power <= -4 and math.isclose(power, round(power), abs_tol=_FACTOR):
+            return "Likely a GradScaler has unscaled it: pass scaler= to the Preconditioner. "
+        return "Likely it was clipped: clip after step(). " if 0 < factor < 1 else ""
+
+    def _causes(self, reduces: bool) -> str:
+        averaged = "gradients averaged already, with gradients='reduce'" if reduces else ""
+        averaged = averaged or "gradients that nothing has averaged over the ranks, with gradients='averaged'"
+        return (
+            "Possible causes: a GradScaler without scaler=, accumulation= the other way round, gradients clipped or "
+            f"otherwise changed before step(), step() called on every micro-batch, gradients not cleared, {averaged}. "
+            "Where a term of the loss depends on the parameters directly (a penalty, or a weight that another layer "
+            "uses), all is well"
+        )
+
+
+def _cross_entropy_scale(logits: Tensor, gradient: Tensor, *, summed: bool) -> Tensor:
+    """Return what a cross-entropy is multiplied by, and the part of its gradient that is none of one.
+
+    ``logits [m, classes]`` are those of the first rows; `gradient` is that of all rows ``[..., classes]``.
+
+    The gradient of c times the mean over n rows is c/n (p - y), with p the softmax of a row of logits and y its label,
+    where the gradient is least; that of c times the sum is c (p - y). Rows whose gradient is zero do not count.
+    """
+    counted = 1 if summed else (gradient[..., 0] != 0).sum()
+    p, g = logits.float().softmax(-1), gradient.flatten(0, -2)[: len(logits)].float()
+    expected = p.scatter_add(-1, g.argmin(-1, keepdim=True), p.new_full((), -1.0).expand(len(p), 1))
+    expected = expected * (g != 0).any(-1, keepdim=True)
+    factor = (g * expected).sum() / expected.square().sum()
+    rest = (g - factor * expected).square().sum() / g.square().sum()
+    return torch.stack([factor * counted, rest])
+
+
+def _plain_slots(layer: Layer, leaf: str) -> list[Slot]:
+    """Return the place of a layer's parameter of this name, where all of it is the layer's and no other's."""
+    if layer.others or layer.form == "one-hot":
+        return []
+    return [slot for slot in layer.slots if slot.leaf == leaf and slot.rows is None and slot.parameter.ndim > 0]
+
+
+def _first_row(inputs: Rows, gradients: Rows, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the first `size` numbers of Σ g aᵀ for the first output, and of Σ |g| |a|ᵀ."""
+    a, g = inputs.dense()[0, :, :, :size].to(dtype), gradients.dense()[0, :, :, 0].to(dtype)
+    return torch.einsum("bt,bti->i", g, a), torch.einsum("bt,bti->i", g.abs(), a.abs())

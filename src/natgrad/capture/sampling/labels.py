@@ -1,0 +1,66 @@
+"""Labels drawn from the model's own prediction, for the sampled Fisher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from natgrad.aside import aside
+from natgrad.capture.sampling.noise import seed_of
+from natgrad.curvature.likelihood import Likelihood
+from natgrad.errors import describe, require
+
+
+class LabelSampler:
+    """Draws labels that are a function of seed, rank and step, so that resuming needs no state of a generator."""
+
+    def __init__(self, *, seed: int, rank: int, reduction: str) -> None:
+        """Start at the first draw.
+
+        Args:
+            seed: The user's.
+            rank: Of this process: every rank draws its own.
+            reduction: How the loss combines its terms.
+        """
+        self._seed, self._rank, self._reduction = seed, rank, reduction
+        self._last = (-1, 0)  # step, and draws in it
+        self._change: Callable[[Tensor], Tensor] | None = None
+
+    def aside(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+        """Have what `score` finds pass through `change` meanwhile; the draws are drawn again afterwards."""
+        return aside(self, _last=self._last, _change=change)
+
+    def score(self, likelihood: Likelihood, outputs: Tensor, mask: Tensor | None, step: int) -> Tensor:
+        """Return the derivative, by the outputs, of the loss at drawn labels.
+
+        Args:
+            likelihood: What `outputs` describe.
+            outputs: What the model returned, detached.
+            mask: Which positions count (bool), of the leading dimensions of `outputs`, with classes last; None: all.
+            step: The number of completed steps; draws of one step differ.
+
+        Raises:
+            ValueError: if `outputs` does not fit the likelihood, or `mask` not `outputs`; then nothing was drawn.
+        """
+        draw = self._last[1] + 1 if self._last[0] == step else 0
+        score = likelihood.score(
+            outputs,
+            self._generator(step, draw, outputs.device),
+            summed=self._reduction == "sum",
+            first_feature=outputs.ndim - 1 if self._reduction == "tokens" else 1,
+        )
+        if mask is not None:
+            last = score.movedim(likelihood.dim, -1)
+            fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == last.shape[: mask.ndim]
+            allowed = f"bool, of the leading dimensions of outputs, classes last: {list(last.shape)}"
+            require(fits, "mask", describe(mask), allowed)
+            kept = mask.view(*mask.shape, *[1] * (last.ndim - mask.ndim))
+            score = (last * kept).movedim(-1, likelihood.dim)
+        self._last = (step, draw)
+        return score if self._change is None else self._change(score)
+
+    def _generator(self, step: int, draw: int, device: torch.device) -> torch.Generator:
+        return torch.Generator(device).manual_seed(seed_of(self._seed, self._rank, step, draw))

@@ -1,0 +1,40 @@
+"""Which messages the sums of a placement travel in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from natgrad.capture.sums.bucketed import BucketedSums
+from natgrad.capture.sums.sums import Gain, Sums
+from natgrad.distributed import Placement, Runtime
+from natgrad.state.blocks import Stack
+
+
+def make_sums(
+    stacks: Sequence[Stack],
+    placement: Placement,
+    runtime: Runtime,
+    wire: torch.dtype | None,
+    gain: Gain,
+    riders: int,
+    names: Sequence[str],
+) -> Sums:
+    """Return the sums of some stacks as a placement sends them.
+
+    Args:
+        stacks: The blocks.
+        placement: The options.
+        runtime: The ranks.
+        wire: The dtype in which sums travel, if narrower than their own.
+        gain: What `Sums.close` is given, by the number of backward passes.
+        riders: Those of `Sums`.
+        names: The names of the layers, in the order of the model.
+    """
+    riders = riders if runtime.ranks > 1 else 0
+    if placement.rule.sends_during_backward and runtime.ranks > 1:
+        return BucketedSums(
+            stacks, names=names, bucket=placement.bucket, runtime=runtime, wire=wire, gain=gain, riders=riders
+        )
+    return Sums(stacks, fused=runtime.ranks > 1, riders=riders)

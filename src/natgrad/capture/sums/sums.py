@@ -1,0 +1,289 @@
+"""The raw sums of one step, in contiguous messages: symmetric matrices as triangles, ready to travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from natgrad.capture.sums.choice import WHOLE, Choice
+from natgrad.capture.sums.messages import Arrived, Departed, Message, Portion, Shares, Tally, neighbours, portion_of
+from natgrad.distributed import Posted, Runtime
+from natgrad.linalg.lapack import collide
+from natgrad.specs import Statistic
+from natgrad.state.blocks import Member, Stack
+from natgrad.state.kept import pack
+
+# Columns from which on rows of whole matrices are set apart, and what their distance is a multiple of.
+_WIDE, _STEP = 128, 16
+
+# What `Sums.close` is given, by the number of backward passes.
+Gain = Callable[[int], "float | Tensor"]
+
+
+class Accumulate(Protocol):
+    """`Curvature.accumulate` with the rows of one use."""
+
+    def __call__(self, sums: Mapping[str, Tensor]) -> None:
+        """Add to whole sums ``[n, *shape]``."""
+
+
+class Sums:
+    """Raw sums and counts of all layers.
+
+    Memory is taken when a layer is first captured, and dropped when it has been read: at the end of a forward pass,
+    when memory is scarcest, the sums would be in the way. With `fused` all sums of one dtype and device are one
+    message to each destination; otherwise each layer has its own, which exists no sooner than it must, and on an
+    accelerator each stack, whose averages take a few calls for all of its layers.
+
+    Attributes:
+        spoilt: Whether a ``GradScaler`` skips this step (a lazy bool, the same on all ranks); None: it cannot.
+        choice: What is collected.
+        rider: What this rank has to say beside its sums.
+        turns: `Stack.turns` as they were when this step began, by the ``id`` of the stack.
+        extra: What travels with the first message to all ranks in this step alone, after `carry` has made room for it;
+            after `travel` it is the sum over the ranks.
+    """
+
+    def __init__(self, stacks: Sequence[Stack], *, fused: bool, kind: str = "factors", riders: int = 0) -> None:
+        """Lay out the messages of those `stacks` to whose sums this rank adds or from whom it receives them.
+
+        Args:
+            stacks: The stacks.
+            fused: See above.
+            kind: What they are counted as.
+            riders: How many numbers of `rider` travel with a message to all ranks.
+        """
+        stacks = [stack for stack in stacks if stack.role.captures or stack.role.receives]
+        self._fused, self._kind, self._riders = fused, kind, riders
+        self.rider: Sequence[float] = ()
+        self.extra: Tensor | None = None
+        self._carrier: Message | None = None
+        self._members = {member.layer.name: (stack, member) for stack in stacks for member in stack.members}
+        self.tallies = {name: Tally() for name in self._members}
+        self._filled: set[str] = set()  # the layers whose sums are initialised
+        self.spoilt: Tensor | None = None
+        self._stacks = stacks
+        self.note_turns()
+        self.choice, self._portions = WHOLE, self._portions_of(WHOLE)
+        self._layouts = {WHOLE: self._laid_out(self._portions)}
+        self._arrange(self._layouts[WHOLE])
+
+    def choose(self, choice: Choice) -> None:
+        """Collect no more than what is chosen, from now on; nothing may be collected yet."""
+        if choice == self.choice:
+            return
+        self.choice, self._portions = choice, self._portions_of(choice)
+        if choice not in self._layouts:
+            self._layouts[choice] = self._laid_out(self._portions)
+        self._arrange(self._layouts[choice])
+
+    def _portions_of(self, choice: Choice) -> dict[str, Portion]:
+        portions = {name: choice.portion(name, stack) for name, (stack, _) in self._members.items()}
+        return {name: portion for name, portion in portions.items() if portion is not None}
+
+    def _laid_out(self, portions: Mapping[str, Portion]) -> list[Message]:
+        groups: dict[object, list[tuple[Stack, Member, Portion]]] = {}
+        for name, portion in portions.items():
+            stack, member = self._members[name]
+            if self._fused:
+                key: object = (stack.dtype, stack.device, *_destination(stack))
+            else:
+                key = name if stack.device.type == "cpu" else id(stack)
+            groups.setdefault(key, []).append((stack, member, portion))
+        messages, riders = [], self._riders
+        for layers in groups.values():
+            rides = layers[0][0].role.seat.sums == "all"
+            messages.append(Message(neighbours(layers), self._kind, riders if rides else 0))
+            riders = 0 if rides else riders
+        return messages
+
+    def portion(self, layer: str) -> Portion | None:
+        """Return which statistics of a layer are collected; None: none, or there are no sums of it."""
+        return self._portions.get(layer)
+
+    def carry(self, numbers: int) -> None:
+        """Make room for so many numbers in `extra` until the next call, where they can travel; before hooks have run.
+
+        The same on all ranks.
+        """
+        if self._carrier is not None:
+            self._carrier.extra = 0
+        self._carrier = self._first_carrier if numbers and self._fused else None
+        if self._carrier is not None:
+            self._carrier.extra = numbers
+
+    @property
+    def _first_carrier(self) -> Message | None:
+        return next((message for message in self._messages if message.role.seat.sums == "all"), None)
+
+    @property
+    def carries(self) -> bool:
+        """Whether there is room for `extra`."""
+        return self._carrier is not None
+
+    def _arrange(self, messages: list[Message]) -> None:
+        """Collect in these messages from now on."""
+        self._messages = messages
+        self._homes: dict[str, list[Message]] = {name: [] for name in self._members}
+        for message in self._messages:
+            for layer in message.places:
+                self._homes[layer].append(message)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added since the last step."""
+        return not any(tally.rows for tally in self.tallies.values())
+
+    def of(self, layer: str) -> dict[str, Tensor]:
+        """Return the sums of a layer ``[n, *packed_shape(spec)]``, uninitialised if its tally is at zero."""
+        return self._views(layer)
+
+    def _views(self, layer: str) -> dict[str, Tensor]:
+        views: dict[str, Tensor] = {}
+        for message in self._homes[layer]:
+            message.allocate()
+            views |= message.views[layer]
+        return views
+
+    def add(self, layer: str, accumulate: Accumulate) -> None:
+        """Add what one use of a layer shows; its tally is counted afterwards.
+
+        It is packed at once, so that no whole matrix outlives the hook.
+
+        Args:
+            layer: The layer.
+            accumulate: Adds to whole sums, as `Curvature.accumulate` does.
+        """
+        views, (stack, member) = self._views(layer), self._members[layer]
+        specs = portion_of(stack, self._portions[layer])
+        like = next(iter(views.values()))
+        whole = {spec.name: _zeros(like, member.stop - member.start, spec) for spec in specs}
+        accumulate(whole)
+        for spec in specs:
+            if layer in self._filled:
+                views[spec.name].add_(pack(whole.pop(spec.name), spec))
+            else:
+                pack(whole.pop(spec.name), spec, views[spec.name])
+        self._filled.add(layer)
+
+    def abandon(self) -> None:
+        """End what is under way: others take the place of these sums; all ranks together."""
+
+    def travel(self, runtime: Runtime, wire: torch.dtype | None) -> None:
+        """Sum the closed messages over the ranks, in place.
+
+        Args:
+            runtime: The ranks.
+            wire: The dtype in which sums travel, if narrower than their own.
+        """
+        to_workers: dict[object, list[Message]] = {}
+        self._load()
+        for message in self._messages:
+            assert message.buffer is not None
+            if message.role.seat.sums == "all":
+                runtime.sum_(message.buffer, message.kinds, wire)
+            elif message.role.seat.sums == "worker" and runtime.ranks > 1:
+                to_workers.setdefault((message.buffer.dtype, message.buffer.device), []).append(message)
+        for messages in to_workers.values():
+            self._reduce_to_workers(messages, runtime, wire)
+        self._unload()
+
+    def _reduce_to_workers(self, messages: list[Message], runtime: Runtime, wire: torch.dtype | None) -> None:
+        """Sum messages of one dtype and device on the one worker of each."""
+        nothing = messages[0].allocate()[:0]
+        values, counters = [nothing] * runtime.ranks, [nothing] * runtime.ranks
+        for message in messages:
+            values[message.role.server], counters[message.role.server] = message.halves()
+        summed = runtime.reduce_to_owners(values, counters, self._kind, wire)
+        for message in messages:
+            if message.role.server == runtime.rank:
+                for half, result in zip(message.halves(), summed, strict=True):
+                    half.copy_(result)
+
+    def _load(self) -> None:
+        """Write `extra` behind the message that carries it."""
+        if self._carrier is not None and self.extra is not None:
+            self._carrier.allocate()[self._carrier.numel :] = self.extra
+
+    def _unload(self) -> None:
+        """Read `extra` from the message that has carried it."""
+        if self._carrier is not None and self.extra is not None:
+            self.extra = self._carrier.allocate()[self._carrier.numel :].clone()
+
+    def post(self, runtime: Runtime, wire: torch.dtype | None) -> list[Posted]:
+        """Begin what `travel` does, in a queue of its own; only where all ranks receive all sums."""
+        posted = []
+        for message in self._messages:
+            assert message.buffer is not None
+            posted.append(runtime.post_sum(message.buffer, message.kinds, wire, runtime.background))
+        return posted
+
+    def depart(self, posted: list[Posted]) -> Departed:
+        """Give away the messages that were `posted`."""
+        rider = () if self._fused else self.rider
+        return Departed([message.give() for message in self._messages], posted, self.spoilt, self.turns, rider)
+
+    def close(self, shares: Shares, gain: float | Tensor) -> None:
+        """Make the messages ready to travel: unseen layers become zeros, gradients per-sample ones, counters filled in.
+
+        Each rank corrects its own sums, for its share and its gain are its own.
+
+        Args:
+            shares: For each layer, how many tokens count of those that it was taken to have; all where it is missing.
+            gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
+        """
+        for message in self._messages:
+            message.close(self.tallies, shares, gain, self.rider)
+
+    @property
+    def heard(self) -> Tensor | Sequence[float] | None:
+        """The riders of all ranks, summed up, between `travel` and `arrived`; None: none has traveled."""
+        if not self._fused:
+            return self.rider
+        return next((own for message in self._messages if (own := message.riders) is not None), None)
+
+    def arrived(self) -> Iterator[Arrived]:
+        """Yield the sums that are this rank's as they stand now, and drop each message once it has been read."""
+        for message in self._messages:
+            if message.role.receives:
+                yield from message.arrived()
+            message.release()
+
+    def note_turns(self) -> None:
+        """Note that a step begins: what is summed from now on sees what renewals have made by now.
+
+        At the same moment on all ranks, whatever passes they throw away.
+        """
+        self.turns = {id(stack): list(stack.turns) for stack in self._stacks}
+
+    def reset(self) -> None:
+        """Begin the next step."""
+        for tally in self.tallies.values():
+            tally.samples = tally.rows = tally.beyond = tally.task_samples = 0
+            tally.task = None
+        self._filled.clear()
+        self.spoilt = None
+        for message in self._messages:
+            message.release()
+
+
+def _destination(stack: Stack) -> tuple[object, ...]:
+    seat = stack.role.seat
+    return seat.sums, None if seat.sums == "all" else seat.workers
+
+
+def _zeros(like: Tensor, blocks: int, spec: Statistic) -> Tensor:
+    """Return zeros ``[blocks, *shape]`` for the whole sums of one layer.
+
+    Rows of wide matrices begin as far apart in those of 256 columns as in those of 257, so that products write both in
+    the same way (`natgrad.layers.gram.rows`), and so that columns do not `collide` in caches.
+    """
+    columns = spec.shape[-1] if spec.symmetric and like.device.type == "cpu" else 0
+    if columns < _WIDE:
+        return like.new_zeros(blocks, *spec.shape)
+    apart = _STEP * (columns // _STEP + 1)
+    apart += _STEP if collide(apart, like.dtype) else 0
+    return like.new_zeros(blocks, *spec.shape[:-1], apart)[..., :columns]

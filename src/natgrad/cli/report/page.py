@@ -1,0 +1,92 @@
+"""HTML pages that need nothing beside themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from natgrad.tasks import Task
+from natgrad.training import environment
+from natgrad.training.compare import Outcome
+from natgrad.training.result import replace_text
+
+from .plots import overview, to_svg
+from .sheet import Sheet
+from .sheets import comparison_sheets
+
+_ABOUT = {
+    "rank": (
+        "Rank of the kernel by batch size",
+        "Few rows can stand for all where the kernel of samples has a low rank (HyLo, figure 10). A box reaches over "
+        "half of the layers, a line marks the median.",
+    ),
+    "error": (
+        "Error of KID and KIS by rank",
+        "How far the direction from r selected rows is from that of all of them (HyLo, figure 12). Lines are medians "
+        "over the layers, bands reach from the best to the worst.",
+    ),
+    "norms": (
+        "Gradients by epoch",
+        "HyLo selects by KID in critical epochs, and by KIS in the others (HyLo, figure 11).",
+    ),
+    "drift": (
+        "Drift of the factors by step",
+        "How far a factor of one batch is from that of the batch before (Osawa, figure 5). Bands reach from the 5th "
+        "to the 95th and from the 25th to the 75th percentile of the layers.",
+    ),
+    "spectra": (
+        "Spectra of the factors",
+        "Of one batch, the same at every step. What is below 1e-8 of the largest is left out of the plot.",
+    ),
+}
+
+
+def write(outcomes: Iterable[Outcome], path: Path) -> None:
+    """Write the page of a comparison: for each task its plots and tables, then machine and versions."""
+    sections = [
+        {
+            "task": outcome.task,
+            "plot": Markup(to_svg(figure(outcome))),  # our own drawing, not a user's text
+            "sheets": comparison_sheets(outcome),
+        }
+        for outcome in outcomes
+    ]
+    _render("comparison.html.jinja", path, sections=sections)
+
+
+def write_analysis(
+    task: Task, run: str, figures: Mapping[str, Figure], sheets: Mapping[str, list[Sheet]], path: Path
+) -> None:
+    """Write the page of an analysis: for each figure its plot and tables, then machine and versions.
+
+    Args:
+        task: What was trained.
+        run: How it was trained and measured, in a sentence or two.
+        figures: The plots by name.
+        sheets: Their tables.
+        path: Of the page.
+    """
+    sections = [
+        {"heading": heading, "about": about, "plot": Markup(to_svg(figures[name])), "sheets": sheets[name]}
+        for name, (heading, about) in _ABOUT.items()
+        if name in figures
+    ]
+    _render("analysis.html.jinja", path, task=task, run=run, sections=sections)
+
+
+def figure(outcome: Outcome) -> Figure:
+    """Draw a comparison's curves."""
+    curves = {name: [result.points for result in results] for name, results in outcome.results.items()}
+    return overview(curves, outcome.task.metric, outcome.target)
+
+
+def _render(template: str, path: Path, **values: Any) -> None:
+    templates = Environment(
+        loader=PackageLoader("natgrad.cli.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    replace_text(path, templates.get_template(template).render(environment=environment.describe(), **values))

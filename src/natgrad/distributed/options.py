@@ -1,0 +1,145 @@
+"""Which placement, and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from natgrad.distributed.cost import Link
+from natgrad.distributed.rules import PlacementRule, names, rule_of
+from natgrad.errors import require, require_one_of
+from natgrad.schedule import is_number
+
+Name = Literal["auto", "comm-opt", "mem-opt", "hybrid", "reduce-scatter", "dp", "pipelined", "background"]
+NAMES: tuple[str, ...] = get_args(Name)
+
+_BUCKET = 25 * 2**20
+_LINK = Link()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where curvature is computed, and what travels.
+
+    The *workers* of a layer hold what its renewals make and precondition its gradients; the others receive the result
+    at every step.
+
+    - "comm-opt" (Pauloski 2022, sections 4.2 and 4.3): all ranks are workers; factors are summed over all, each is
+      decomposed by one rank, and the results are sent to all.
+    - "mem-opt": each layer has one worker. "hybrid" (KAISA, Pauloski 2021): a `fraction` of the ranks.
+    - "reduce-scatter" (Osawa 2019): as "mem-opt", but factors travel to their worker only.
+    - "dp" (DP-KFAC, Zhang 2022): as "mem-opt", but a layer's only worker builds its factors, of its own samples.
+    - "pipelined" (after SPD-KFAC, Shi 2021): as "comm-opt", but factors leave during the backward pass, under
+      ``DistributedDataParallel``, and those that are decomposed sooner than sent are decomposed by every rank.
+    - "background": as "comm-opt", but renewals happen beside the steps that follow, which go on with what there is.
+    - "auto": of "comm-opt", "hybrid" of every fraction, "mem-opt" and "reduce-scatter", which train alike, the one
+      whose step costs the least by the model of its `link`; "comm-opt" unless another saves a tenth. It is chosen once,
+      by the intervals of the first step.
+
+    Attributes:
+        name: Which; also one that `natgrad.register_placement` knows, or a `natgrad.PlacementRule` itself.
+        fraction: Of the ranks that are workers of a layer ("hybrid" only), in (0, 1]. Where it is no divisor of the
+            number of ranks, the one nearest to it is taken.
+        owners: "balanced": work goes to the least-loaded rank, the largest first; "round-robin": in turn.
+        speeds: How fast each rank is compared with the others, the same on every rank, as all that is measured has to
+            be; None: all alike.
+        costs: Measured work by a layer's key, in any unit, the same on every rank; what is not measured is modelled.
+        bucket: The most bytes of the factors of several layers that leave together ("pipelined"); in a small model they
+            are an eighth of all.
+        staleness: Steps after which what a renewal has made is used ("background"), by all ranks alike; sooner where
+            inverses are due again.
+        memory: Bytes of curvature that a rank may hold between two steps: "auto" keeps to it, what is asked for by name
+            and holds more is an error. None: any.
+        link: What messages and work cost, the same on every rank; "auto" chooses by it.
+        nodes: How many nodes the ranks are on, equally many consecutive ones on each.
+        inside: What messages cost among ranks of one node, where that is not what `link` says; None: the same.
+
+    Raises:
+        ValueError: if one of them is not allowed.
+    """
+
+    name: Name | str | PlacementRule = "auto"
+    fraction: float | None = None
+    owners: Literal["balanced", "round-robin"] = "balanced"
+    speeds: tuple[float, ...] | None = None
+    costs: Mapping[str, float] | None = None
+    bucket: int = _BUCKET
+    staleness: int = 1
+    memory: int | None = None
+    link: Link = _LINK
+    nodes: int = 1
+    inside: Link | None = None
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        rule_of(self.name, self.fraction)
+        require_one_of("owners", self.owners, "balanced", "round-robin")
+        for name, least in (("bucket", 1), ("staleness", 1), ("nodes", 1)):
+            value = getattr(self, name)
+            require(_is_whole(value) and value >= least, name, value, f"a whole number >= {least}")
+        fits = self.memory is None or (_is_whole(self.memory) and self.memory >= 1)
+        require(fits, "memory", self.memory, "a number of bytes >= 1, or None")
+        if self.speeds is not None:
+            fits = isinstance(self.speeds, tuple) and all(is_number(speed) and speed > 0 for speed in self.speeds)
+            require(fits, "speeds", self.speeds, "a tuple of a number > 0 for each rank, or None")
+        if self.costs is not None:
+            fits = isinstance(self.costs, Mapping) and all(is_number(c) and c >= 0 for c in self.costs.values())
+            require(fits, "costs", self.costs, "a number >= 0 for each layer, or None")
+        require(isinstance(self.link, Link), "link", self.link, "a Link")
+        fits = self.inside is None or (isinstance(self.inside, Link) and self.nodes > 1)
+        require(fits, "inside", self.inside, "a Link, where there is more than one of `nodes`, or None")
+
+    def link_of(self, ranks: int, width: int) -> Link:
+        """Return what messages cost among `width` consecutive ranks of P = `ranks`, the first a multiple of that."""
+        within = ranks // self.nodes % width == 0
+        return self.inside if within and self.inside is not None else self.link
+
+    def workers(self, ranks: int) -> int:
+        """Return how many of P = `ranks` are workers of a layer.
+
+        Raises:
+            ValueError: if the rule does not say a divisor of P.
+        """
+        count = self.rule.workers(ranks)
+        fits = _is_whole(count) and count >= 1 and ranks % count == 0
+        require(fits, f"{self.rule.name}.workers({ranks})", count, "a divisor of the number of ranks")
+        return count
+
+    @property
+    def rule(self) -> PlacementRule:
+        """What it is; that of "comm-opt" for "auto", until a plan has chosen."""
+        return rule_of(self.name, self.fraction)
+
+    def __str__(self) -> str:
+        """Return the name, with the fraction of a hybrid."""
+        name = self.name if isinstance(self.name, str) else self.name.name
+        return name if self.fraction is None else f"{name}:{self.fraction:g}"
+
+
+def resolve(placement: object) -> Placement:
+    """Return the options that a name such as "mem-opt" or "hybrid:0.5", or a rule, stands for, or those given.
+
+    Raises:
+        ValueError: if `placement` is none of these.
+    """
+    if isinstance(placement, Placement):
+        return placement
+    if isinstance(placement, PlacementRule):
+        return Placement(name=placement)
+    known = names()
+    allowed = f"{', '.join(map(repr, known))} ('hybrid:0.5' with its fraction), a natgrad.Placement or a PlacementRule"
+    require(isinstance(placement, str), "placement", placement, allowed)
+    name, colon, fraction = str(placement).partition(":")
+    require(name in known and bool(colon) == (name == "hybrid"), "placement", placement, allowed)
+    if not colon:
+        return Placement(name=name)
+    try:
+        return Placement(name="hybrid", fraction=float(fraction))
+    except ValueError:
+        require(False, "placement", placement, "'hybrid:' and a number in (0, 1]")
+        raise
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,431 @@
+"""Who does what, and what travels: a pure function of sizes, testable without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Generic, Literal, TypeVar
+
+from rich.table import Table
+from typing_extensions import override
+
+from natgrad.distributed.options import Placement
+from natgrad.distributed.slices import Slices
+from natgrad.distributed.table import render
+from natgrad.errors import require
+from natgrad.printed import Printed
+
+Key = TypeVar("Key", bound=Hashable)
+Moment = Literal["factors", "inverses", "step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What a layer asks for of which rows of samples travel, as many as the batch decides.
+
+    Attributes:
+        width: Elements of a sample's rows, of inputs and of output gradients, in all blocks.
+        share: How many samples each rank selects: a function of those of all ranks, the most of any, and the ranks.
+        linked: Whether a selection may bring along what links it to the rows left out (HyLo's Y).
+    """
+
+    width: int
+    share: Callable[[float, int, int], int]
+    linked: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a layer asks for.
+
+    Attributes:
+        parts: The work of each part of a renewal, in multiply-adds.
+        sums: Elements of its statistics as they travel (triangles).
+        replayed: Elements of what a second pass over the batch shows.
+        everywhere: Those parts that every worker does for itself.
+        results: Elements of what each part makes, as they travel.
+        rows: Where rows travel in place of sums.
+        gradients: Elements of its gradient.
+        shards: Of its sharded parameters, how many elements each of the S shards has; empty: none is sharded.
+        replicated: Elements of its other parameters, where some are sharded.
+        blocks: How many blocks it has, each of which succeeds or fails by itself.
+        solve: The work of preconditioning its gradient, in multiply-adds of matrix products.
+        averages: Bytes that those keep who receive its sums.
+        held: Bytes that its workers keep of what its renewals make.
+        itemsize: Bytes of each element of its gradient as it travels.
+        wire: Bytes of each element of its sums and results as they travel; None: the same.
+        alone: Whether the samples of one rank alone make up statistics; those of tables do not, most of whose rows a
+            rank does not look up.
+    """
+
+    parts: Mapping[str, float]
+    sums: int = 0
+    replayed: int = 0
+    everywhere: frozenset[str] = frozenset()
+    results: Mapping[str, int] = field(default_factory=dict)
+    rows: Rows | None = None
+    gradients: int = 0
+    shards: tuple[int, ...] = ()
+    replicated: int = 0
+    blocks: int = 1
+    solve: float = 0.0
+    averages: int = 0
+    held: int = 0
+    itemsize: int = 4
+    wire: int | None = None
+    alone: bool = True
+
+    @property
+    def cost(self) -> float:
+        """The work of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def travels(self) -> int:
+        """Bytes of each element of sums and results as they travel."""
+        return self.itemsize if self.wire is None else self.wire
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The ranks of one layer.
+
+    Attributes:
+        workers: Those that hold what its renewals make, in rising order.
+        owners: For each part the worker that does it; None: every worker does it for itself.
+        sums: Who receives the sums: "all" ranks, or the only "worker"; or it sums "alone", of its own samples. Rows of
+            samples go to each "worker", or nowhere.
+    """
+
+    workers: tuple[int, ...]
+    owners: Mapping[str, int | None]
+    sums: Literal["all", "worker", "alone"] = "all"
+
+    def renewers(self, part: str) -> tuple[int, ...]:
+        """Return the workers that do a part."""
+        owner = self.owners[part]
+        return self.workers if owner is None else (owner,)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A message on flat buckets.
+
+    Attributes:
+        kind: What it is counted as.
+        ranks: Those that take part.
+        sizes: How many elements all of them sum; or how many each of them owns.
+        reduces: Whether owners receive sums; else they share what they have.
+    """
+
+    kind: str
+    ranks: Sequence[int]
+    sizes: int | tuple[int, ...]
+    reduces: bool = False
+
+    @cached_property
+    def _slices(self) -> Slices:
+        assert isinstance(self.sizes, tuple)
+        return Slices(self.sizes)
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    @property
+    def elements(self) -> int:
+        """The elements of the bucket."""
+        return self.sizes if isinstance(self.sizes, int) else sum(self.sizes)
+
+    def sent(self, rank: int) -> float:
+        """Return how many elements a rank sends."""
+        return self._moved(rank, sends=True)
+
+    def received(self, rank: int) -> float:
+        """Return how many elements a rank receives."""
+        return self._moved(rank, sends=False)
+
+    def _moved(self, rank: int, *, sends: bool) -> float:
+        if rank not in self._places:
+            return 0
+        if isinstance(self.sizes, int):
+            return 2 * (len(self.ranks) - 1) / len(self.ranks) * self.sizes
+        place = self._places[rank]
+        return self._slices.sent(place) if sends == self.reduces else self._slices.received(place)
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(Printed, Generic[Key]):
+    """The seats of all layers on a grid of ranks (KAISA): rank = row q + column.
+
+    The workers of a layer are a column; each of them sends the preconditioned gradients to the others of its row.
+    ``str()`` prints who does what and what travels, as a table that Rich renders too.
+
+    Attributes:
+        placement: What was asked for; never "auto".
+        ranks: P.
+        columns: q.
+        seats: For each layer.
+        layers: What each asks for.
+        weights: The work by which each was placed: measured, or that of its parts.
+        note: Which placement it is and, if "auto" has chosen it, why.
+    """
+
+    placement: Placement
+    ranks: int
+    columns: int
+    seats: Mapping[Key, Seat]
+    layers: Mapping[Key, Work]
+    weights: Mapping[Key, float]
+    note: str = ""
+
+    def row(self, rank: int) -> range:
+        """Return the ranks of the row of `rank`."""
+        start = rank - rank % self.columns
+        return range(start, start + self.columns)
+
+    def column(self, rank: int) -> range:
+        """Return the ranks that are workers of the same layers as `rank`."""
+        return range(rank % self.columns, self.ranks, self.columns)
+
+    def server(self, key: Key, rank: int) -> int:
+        """Return the worker of a layer that gives `rank` the preconditioned gradients: itself, if it is one."""
+        return rank - rank % self.columns + self.home(key)
+
+    def home(self, key: Key) -> int:
+        """Return the column of a layer."""
+        return self.seats[key].workers[0] % self.columns
+
+    def works(self, key: Key, rank: int) -> bool:
+        """Tell whether `rank` is a worker of a layer."""
+        return self.server(key, rank) == rank
+
+    def receives(self, key: Key, rank: int) -> bool:
+        """Tell whether `rank` receives the sums of a layer, and keeps their running averages."""
+        return self.seats[key].sums == "all" or self.works(key, rank)
+
+    def captures(self, key: Key, rank: int) -> bool:
+        """Tell whether the samples of `rank` count in the sums of a layer."""
+        return self.seats[key].sums != "alone" or self.works(key, rank)
+
+    def traffic(self, samples: int | Sequence[int] | None = None) -> dict[Moment, dict[str, int]]:
+        """Return the elements that all ranks together send, by kind of message.
+
+        Symmetric matrices count as triangles, an all-reduce of n elements as 2 (P - 1) n, one copy of n elements as n.
+        "factors" is what one refresh of the factors sends, "inverses" one of the inverses, "step" every step; counters
+        travel with them, and a refresh of the factors has the "replay" of a second pass follow.
+        Beside them, once in a training, a count or two find out whether there is curvature and whether tables serve as
+        heads. Gradients that the model's wrapper averages are not counted. Those that it shards (FSDP2) go to the
+        workers by rows, and with one column to all ranks, in messages that "padding" makes equally long; rank r has the
+        shard r mod S.
+
+        Args:
+            samples: Those of a batch, over all ranks and evenly so, or those of each rank. They decide how many "rows"
+                are sent, and how large what is made of them; None: these are left out. HyLo that switches counts as in
+                a critical epoch, in which it sends more.
+
+        Raises:
+            ValueError: if `samples` is none of those.
+        """
+        found: dict[Moment, dict[str, int]] = {
+            "factors": {"factors": 0, "counters": 0},
+            "inverses": {"inverses": 0, "counters": 0},
+            "step": {"gradients": 0, "counters": 0},
+        }
+        for moment, exchanges in self.exchanges(samples).items():
+            for exchange in exchanges:
+                sent = sum(map(exchange.sent, exchange.ranks))
+                found[moment][exchange.kind] = found[moment].get(exchange.kind, 0) + round(sent)
+        for kind, elements in self._rows_sent(self._local(samples)).items():
+            found["inverses"][kind] = found["inverses"].get(kind, 0) + elements
+        for key, layer in self.layers.items():
+            if self._is_sharded:
+                whole = self._served * layer.gradients
+                found["step"]["gradients"] += self._shards_sent(key) if layer.shards else whole
+                found["step"]["counters"] += self._served * (layer.blocks + 2)
+                if layer.replayed and layer.shards:  # the weights, before the optimizer's step and after it
+                    copies = {"all": 2 * (self.ranks - 1), "worker": self.ranks - 1, "alone": 0}
+                    found["factors"]["replay"] += 2 * self._lacked(key) * bool(copies[self.seats[key].sums])
+        if padding := self._padding():
+            found["step"]["padding"] = padding
+        return found
+
+    def exchanges(
+        self, samples: int | Sequence[int] | None = None, *, in_bytes: bool = False
+    ) -> dict[Moment, list[Exchange]]:
+        """Return the messages on flat buckets: sums, results and preconditioned gradients; no rows, nothing sharded.
+
+        Args:
+            samples: As in `traffic`.
+            in_bytes: Give the sizes of all but counters in bytes as they travel instead of elements.
+
+        Raises:
+            ValueError: as `traffic`.
+        """
+        local = self._local(samples)
+        rows = [self.row(rank) for rank in range(0, self.ranks, self.columns)]
+        widths = {key: layer.travels if in_bytes else 1 for key, layer in self.layers.items()}
+        sums = {key: layer.sums * widths[key] if layer.rows is None else 0 for key, layer in self.layers.items()}
+        replayed = {key: layer.replayed * widths[key] for key, layer in self.layers.items()}
+        factors = self._sum_exchanges("factors", sums) + self._sum_exchanges("replay", replayed)
+        inverses, step = [], []
+        if self.columns < self.ranks:
+            for sizes, flags in (self._results(widths), self._kernels(local, widths)):
+                for column in range(self.columns) if any(flags) else ():
+                    workers = range(column, self.ranks, self.columns)
+                    for kind, owned in (("inverses", sizes), ("counters", flags)):
+                        inverses.append(Exchange(kind, workers, tuple(owned[column :: self.columns])))
+        if self.columns > 1 and not self._is_sharded:
+            gradients, counters = [0] * self.columns, [0] * self.columns
+            for key, layer in self.layers.items():
+                gradients[self.home(key)] += layer.gradients * (layer.itemsize if in_bytes else 1)
+                counters[self.home(key)] += layer.blocks + 2  # <V, W>; what has served it, and trouble
+            for row in rows:
+                step += [Exchange("gradients", row, tuple(gradients)), Exchange("counters", row, tuple(counters))]
+        found: dict[Moment, list[Exchange]] = {"factors": factors, "inverses": inverses, "step": step}
+        return found
+
+    def _sum_exchanges(self, kind: str, sizes: Mapping[Key, int]) -> list[Exchange]:
+        """Return the messages of sums of layers of these `sizes`, with the samples and rows of each layer."""
+        every: list[Exchange] = []
+        everywhere, layers = 0, 0
+        owned, counters = [0] * self.ranks, [0] * self.ranks
+        for key, size in sizes.items() if self.ranks > 1 else ():
+            where = self.seats[key].sums if size else "alone"
+            if where == "all":
+                everywhere, layers = everywhere + size, layers + 1
+            elif where == "worker":
+                owned[self.home(key)] += size
+                counters[self.home(key)] += 2
+        ranks = range(self.ranks)
+        if layers:
+            every += [Exchange(kind, ranks, everywhere), Exchange("counters", ranks, 2 * layers)]
+        if any(owned):
+            every += [Exchange(kind, ranks, tuple(owned), True), Exchange("counters", ranks, tuple(counters), True)]
+        return every
+
+    def _results(self, widths: Mapping[Key, int]) -> tuple[list[int], list[int]]:
+        """Return how much each rank shares of what decompositions make, and for how many blocks these may fail."""
+        sizes, flags = [0] * self.ranks, [0] * self.ranks
+        for key, seat in self.seats.items():
+            layer = self.layers[key]
+            for part, owner in seat.owners.items() if layer.rows is None else ():
+                if owner is not None:
+                    sizes[owner] += layer.results.get(part, 0) * widths[key]
+                    flags[owner] += layer.blocks
+        return sizes, flags
+
+    def _kernels(self, local: Sequence[int], widths: Mapping[Key, int]) -> tuple[list[int], list[int]]:
+        """Return the same of what is made of rows of samples."""
+        sizes, flags = [0] * self.ranks, [0] * self.ranks
+        for key, seat in self.seats.items():
+            layer = self.layers[key]
+            if layer.rows is None:
+                continue
+            kernel = (self.ranks * self._share_of(layer.rows, local)) ** 2 if local and seat.sums != "alone" else 0
+            for owner in seat.owners.values():
+                if owner is not None:
+                    sizes[owner] += layer.blocks * kernel * widths[key]
+                    flags[owner] += layer.blocks
+        return sizes, flags
+
+    def _share_of(self, rows: Rows, local: Sequence[int]) -> int:
+        return rows.share(float(sum(local)), max(local, default=0), self.ranks)
+
+    def _local(self, samples: int | Sequence[int] | None) -> Sequence[int]:
+        """Return how many samples each rank has; nothing where that is not told."""
+        if samples is None:
+            return ()
+        P, own = self.ranks, samples
+        if isinstance(own, int) and not isinstance(own, bool):
+            own = [own // P + (rank < own % P) for rank in range(P)]
+        fits = isinstance(own, Sequence) and len(own) == P and all(isinstance(one, int) and one >= 0 for one in own)
+        allowed = f"None, a whole number >= 1, or one of each of the {P} ranks"
+        require(fits and sum(own) > 0, "samples", samples, allowed)  # type: ignore[arg-type]
+        return own  # type: ignore[return-value]
+
+    def _rows_sent(self, local: Sequence[int]) -> dict[str, int]:
+        """Return what a renewal of rows sends, besides what is made of them."""
+        P, n = self.ranks, self.ranks // self.columns
+        found: dict[str, int] = {}
+        for key, layer in self.layers.items():
+            if layer.rows is None or self.seats[key].sums == "alone":
+                continue
+            # To all ranks how many rows and samples each has; to the workers whether blocks are finite.
+            found["counters"] = found.get("counters", 0) + P * (P - 1) * 2 + n * (P - 1) * layer.blocks
+            if local:
+                share = self._share_of(layer.rows, local)
+                links = layer.blocks * share * share if layer.rows.linked else 0
+                found["rows"] = found.get("rows", 0) + n * (P - 1) * (share * layer.rows.width + links)
+        return found
+
+    @cached_property
+    def _is_sharded(self) -> bool:
+        """Whether FSDP2 shards any layer: then gradients travel by rows."""
+        return any(layer.shards for layer in self.layers.values())
+
+    @property
+    def _served(self) -> int:
+        """How many ranks are given the preconditioned gradient of a layer."""
+        return self.ranks - self.ranks // self.columns
+
+    def _shards_sent(self, key: Key) -> int:
+        """Return the elements that a step sends of a layer whose parameters are sharded, to its workers and back."""
+        layer, served = self.layers[key], set(range(self.ranks)) - set(self.seats[key].workers)
+        S = len(layer.shards)
+        return self._lacked(key) + sum(layer.shards[rank % S] + layer.replicated for rank in served)
+
+    def _lacked(self, key: Key) -> int:
+        """Return the elements of sharded parameters that the workers of a layer do not hold, all workers together."""
+        shards = self.layers[key].shards
+        return sum(sum(shards) - shards[worker % len(shards)] for worker in self.seats[key].workers)
+
+    def _padding(self) -> int:
+        """Return the elements by which a step makes all messages as long as that of the largest shard."""
+        if self.columns > 1:
+            return 0
+        sharded = [work.shards for work in self.layers.values() if work.shards]
+        sizes: list[int] = [sum(own) for own in zip(*sharded, strict=True)]
+        S = len(sizes) or 1
+        return self.ranks // S * (S - 1) * (S * max(sizes, default=0) - sum(sizes))
+
+    def held(self, rank: int) -> int:
+        """Return the bytes of running averages and of what renewals have made that `rank` keeps."""
+        return self._held[rank % self.columns]
+
+    @cached_property
+    def _held(self) -> list[int]:
+        """Those of the ranks of each column."""
+        held = [sum(self.layers[key].averages for key, seat in self.seats.items() if seat.sums == "all")] * self.columns
+        for key, seat in self.seats.items():
+            received = 0 if seat.sums == "all" else self.layers[key].averages
+            held[self.home(key)] += received + self.layers[key].held
+        return held
+
+    def renewal(self, rank: int) -> float:
+        """Return the work of a renewal that `rank` does, in the unit of `weights`."""
+        return self._renewals[rank]
+
+    @cached_property
+    def _renewals(self) -> list[float]:
+        renewals, everywhere = [0.0] * self.ranks, [0.0] * self.columns
+        for key, seat in self.seats.items():
+            for part, owner in seat.owners.items():
+                if owner is None:
+                    everywhere[self.home(key)] += self.weight(key, part)
+                    continue
+                renewals[owner] += self.weight(key, part)
+        return [own + everywhere[rank % self.columns] for rank, own in enumerate(renewals)]
+
+    def weight(self, key: Key, part: str) -> float:
+        """Return the work of a part of a layer, in the unit of `weights`."""
+        return self.weights[key] * self.layers[key].parts[part] / (self.layers[key].cost or 1.0)
+
+    @override
+    def __rich__(self) -> Table:
+        return render(self)
+
+    def __repr__(self) -> str:
+        """Say which it is."""
+        return f"<Plan {self.placement}: {len(self.seats)} layers on {self.ranks} ranks>"

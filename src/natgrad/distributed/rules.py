@@ -1,0 +1,195 @@
+"""Placements: how many ranks work for a layer, where its statistics go, and which ranks these are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from typing_extensions import override
+
+from natgrad.errors import require
+from natgrad.schedule import is_number
+
+if TYPE_CHECKING:
+    from natgrad.distributed.plan import Work
+
+# Where the statistics of a layer are summed: on "all" ranks, on its only "worker", or nowhere, where the worker goes
+# by its own samples "alone".
+Sums: TypeAlias = Literal["all", "worker", "alone"]
+
+
+class PlacementRule:
+    """A placement: the base class of those that natgrad has, and of a user's own.
+
+    P ranks form a grid of ``workers(P)`` rows and ``P / workers(P)`` columns. Each layer belongs to a column, whose
+    ranks are its workers: they hold what its decompositions make, share them out among each other, precondition its
+    gradient, and send the result to the other ranks of their rows (Pauloski 2021, KAISA).
+
+    Attributes:
+        name: By which messages and `natgrad.Preconditioner.explain` call it.
+        all_ranks_work: Whether every rank is a worker of every layer, however many there are.
+        uses_own_samples: Whether the statistics of a layer may be those of one rank's samples, so that training differs
+            from that of one process.
+        sends_during_backward: Whether statistics leave during the backward pass; only where all ranks work.
+        renews_in_background: Whether decompositions run beside the steps that follow; only where all ranks work.
+        decomposes_everywhere: Whether every rank decomposes for itself what it would receive later than that takes.
+    """
+
+    name: str = "own"
+    all_ranks_work: bool = True
+    uses_own_samples: bool = False
+    sends_during_backward: bool = False
+    renews_in_background: bool = False
+    decomposes_everywhere: bool = False
+
+    def workers(self, ranks: int) -> int:
+        """Return how many of P = `ranks` are workers of a layer: a divisor of P."""
+        return ranks
+
+    def sums(self, layer: Work) -> Sums:
+        """Return where the statistics of a layer are summed: "all", or with one worker a layer "worker" or "alone"."""
+        return "all"
+
+    def columns(self, layers: Mapping[str, Work], columns: int) -> Mapping[str, int]:
+        """Return the columns of some layers; the others go to the least loaded ones, the largest first.
+
+        Args:
+            layers: What each layer asks for, by its key, in the order of the model.
+            columns: How many there are.
+        """
+        return {}
+
+
+class CommOpt(PlacementRule):
+    """All ranks are workers; each decomposition is done by one of them (Pauloski 2022, sections 4.2 and 4.3)."""
+
+    name = "comm-opt"
+
+
+class MemOpt(PlacementRule):
+    """Each layer has one worker; all ranks keep its running averages (Pauloski 2022, sections 4.2 and 4.3)."""
+
+    name = "mem-opt"
+    all_ranks_work = False
+
+    @override
+    def workers(self, ranks: int) -> int:
+        return 1
+
+
+class ReduceScatter(MemOpt):
+    """Each layer has one worker, which alone receives its statistics (Osawa 2019)."""
+
+    name = "reduce-scatter"
+
+    @override
+    def sums(self, layer: Work) -> Sums:
+        return "worker"
+
+
+class DataParallel(MemOpt):
+    """Each layer has one worker, which builds its statistics of its own samples (DP-KFAC, Zhang 2022)."""
+
+    name = "dp"
+    uses_own_samples = True
+
+    @override
+    def sums(self, layer: Work) -> Sums:
+        return "alone" if layer.alone else "worker"
+
+
+@dataclass(frozen=True)
+class Hybrid(PlacementRule):
+    """A fraction of the ranks are workers of a layer (KAISA, Pauloski 2021).
+
+    Attributes:
+        fraction: Of the ranks, in (0, 1]; where it is no divisor of their number, the one nearest to it is taken.
+    """
+
+    fraction: float
+    name = "hybrid"
+
+    @property
+    def all_ranks_work(self) -> bool:  # type: ignore[override]  # a class attribute of others
+        """Whether every rank is a worker of every layer."""
+        return self.fraction >= 1
+
+    @override
+    def workers(self, ranks: int) -> int:
+        wanted = self.fraction * ranks
+        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        return min(divisors, key=lambda n: (abs(n - wanted), n))
+
+
+class Pipelined(CommOpt):
+    """As "comm-opt", but statistics leave during the backward pass (after SPD-KFAC, Shi 2021)."""
+
+    name = "pipelined"
+    sends_during_backward = True
+    decomposes_everywhere = True
+
+
+class Background(CommOpt):
+    """As "comm-opt", but decompositions run beside the steps that follow (after PS-KFAC, Ba et al. 2017)."""
+
+    name = "background"
+    renews_in_background = True
+
+
+_RULES: dict[str, Callable[[], PlacementRule]] = {
+    "comm-opt": CommOpt,
+    "mem-opt": MemOpt,
+    "reduce-scatter": ReduceScatter,
+    "dp": DataParallel,
+    "pipelined": Pipelined,
+    "background": Background,
+}
+
+
+def names() -> list[str]:
+    """Return the names that a placement can be chosen by: those of natgrad, then the registered ones."""
+    return ["auto", "comm-opt", "mem-opt", "hybrid", *[name for name in _RULES if name not in ("comm-opt", "mem-opt")]]
+
+
+def register_placement(name: str, make: Callable[[], PlacementRule]) -> None:
+    """Register a placement, so that ``Preconditioner(model, placement=name)`` takes it; an instance needs none.
+
+    Every process that builds the preconditioner has to register it.
+
+    Args:
+        name: The name, without a colon.
+        make: Returns the rule when called without arguments, as a class does whose options have defaults.
+
+    Raises:
+        ValueError: if `name` is not text, or is taken, or `make` cannot be called.
+    """
+    require(isinstance(name, str) and name and ":" not in name, "name", name, "a text without a colon")
+    require(callable(make), "make", make, "a subclass of natgrad.PlacementRule, or a function that returns an instance")
+    free = name not in ("auto", "hybrid") and _RULES.get(name, make) is make
+    require(free, "name", name, f"a name that is free, unlike {', '.join(names())}")
+    _RULES[name] = make
+
+
+def rule_of(name: str | PlacementRule, fraction: float | None) -> PlacementRule:
+    """Return the rule of a name, or the rule that is given in place of one; "auto" has that of "comm-opt".
+
+    Raises:
+        ValueError: if there is none of this name, or the fraction does not fit it.
+    """
+    if name == "hybrid":
+        fits = is_number(fraction) and 0 < (fraction or 0) <= 1
+        require(fits, "fraction", fraction, "a number in (0, 1]")
+        assert fraction is not None
+        return Hybrid(fraction)
+    if isinstance(name, PlacementRule):
+        rule = name
+    else:
+        allowed = ", ".join(map(repr, names())) + ", or a natgrad.PlacementRule"
+        require(isinstance(name, str) and name in names(), "name", name, f"one of {allowed}")
+        rule = _RULES.get(name, CommOpt)()
+    require(fraction is None, "fraction", fraction, "left out unless name='hybrid'")
+    overlaps = rule.sends_during_backward or rule.renews_in_background
+    fits = isinstance(rule, PlacementRule) and (rule.all_ranks_work or not overlaps)
+    require(fits, "placement", rule.name, "one with all_ranks_work, where it overlaps with the passes or the steps")
+    return rule

@@ -1,0 +1,114 @@
+"""Messages as bytes: numbers that travel narrow beside those that never do.
+
+A message has R rows, one for each rank that it goes to or comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from natgrad.linalg.narrow import power_of_two
+
+_GROUP = 512
+"""Elements that share a scale: its four bytes add 0.4 % to theirs."""
+_TOP = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A row of a message: `wide` numbers of `dtype`, then the scales of float16 codes, then `narrow` codes.
+
+    Attributes:
+        wide: How many numbers travel as they are.
+        narrow: How many travel in `wire`.
+        dtype: The dtype of all of them before and after.
+        wire: The dtype of the codes. Those in float16 are divided by a power of two for each `_GROUP` of them.
+    """
+
+    wide: int
+    narrow: int
+    dtype: torch.dtype
+    wire: torch.dtype
+
+    @property
+    def lossless(self) -> bool:
+        """Whether all numbers arrive as they were."""
+        return self.wire == self.dtype
+
+    @property
+    def size(self) -> int:
+        """The bytes of a row; a multiple of 8, so that rows are aligned."""
+        return -(-self.payload // 8) * 8
+
+    @property
+    def payload(self) -> int:
+        """The bytes of a row but those that align the next one."""
+        return self._offset + self.narrow * self.wire.itemsize
+
+    def empty(self, rows: int, device: torch.device) -> Tensor:
+        """Return an uninitialised message ``[rows, size]``."""
+        return torch.empty(rows, self.size, dtype=torch.uint8, device=device)
+
+    def write(self, message: Tensor, wide: Tensor, narrow: Sequence[Tensor]) -> None:
+        """Fill a message.
+
+        Args:
+            message: ``[R, size]``.
+            wide: ``[R, wide]``.
+            narrow: Tensors ``[R, n]`` that follow each other.
+        """
+        self._wide(message).copy_(wide)
+        codes = self._codes(message)
+        if self._groups:
+            joined = torch.cat(list(narrow), 1)
+            grouped = pad(joined, (0, self._groups * _GROUP - self.narrow)).unflatten(1, (self._groups, _GROUP))
+            scales = power_of_two(grouped, _TOP)
+            self._scales(message).copy_(scales)
+            codes.copy_((grouped / scales[..., None]).flatten(1)[:, : self.narrow])
+        elif narrow:  # what is renewed may be vectors alone
+            torch._foreach_copy_(codes.split([piece.shape[1] for piece in narrow], 1), list(narrow))
+
+    def read(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of a message, ``[R, wide]`` and ``[R, narrow]``: views of it where no code is narrower."""
+        codes = self._codes(message).to(self.dtype)
+        if self._groups:
+            scales = self._scales(message).to(self.dtype).repeat_interleave(_GROUP, 1)
+            codes *= scales[:, : self.narrow]
+        return self._wide(message), codes
+
+    def resized(self, *, values: int, counters: int) -> Layout:
+        """Return the layout of other numbers of these dtypes: `values` narrow ones and `counters` wide ones."""
+        return replace(self, wide=counters, narrow=values)
+
+    @property
+    def _groups(self) -> int:
+        return -(-self.narrow // _GROUP) if self.wire == torch.float16 else 0
+
+    @property
+    def _offset(self) -> int:
+        return self.wide * self.dtype.itemsize + self._groups * 4
+
+    def _wide(self, message: Tensor) -> Tensor:
+        return message[:, : self.wide * self.dtype.itemsize].view(self.dtype)
+
+    def _scales(self, message: Tensor) -> Tensor:
+        return message[:, self.wide * self.dtype.itemsize : self._offset].view(torch.float32)
+
+    def _codes(self, message: Tensor) -> Tensor:
+        return message[:, self._offset : self._offset + self.narrow * self.wire.itemsize].view(self.wire)
+
+
+def narrower(wire: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of `dtype` travel: `wire` if it is narrower."""
+    return wire if wire is not None and wire.itemsize < dtype.itemsize else dtype
+
+
+def cut(vector: Tensor, pieces: int) -> Tensor:
+    """Return a vector as equal rows ``[pieces, n]``, zeros at its end."""
+    size = -(-len(vector) // pieces)
+    return pad(vector, (0, pieces * size - len(vector))).view(pieces, size)

@@ -1,1 +1,0 @@
-"""What travels of sharded parameters (FSDP2)."""

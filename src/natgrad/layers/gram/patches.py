@@ -1,0 +1,125 @@
+"""Gram products of feature maps: of channels (G of a convolution) and of patches (A)."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from natgrad.layers.gram.lags import add_lag_gram_
+from natgrad.layers.gram.rows import add_bias_row_, add_column_grams_, add_row_gram_
+from natgrad.layers.gram.windows import Window, pieces
+
+_CPU_PIECE, _GPU_PIECE = 1 << 18, 1 << 24
+"""Elements to copy at a time: what stays in a core's cache, or keeps a GPU busy."""
+_FEW = 64
+"""Channels up to which whole products, sample by sample, take less than copying the maps for half of one product."""
+
+
+def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
+    """Add ``scale`` Σ_b Σ_t g gᵀ to ``out``, g being the n c channels of ``maps`` at one position, in n groups.
+
+    Args:
+        out: ``[n, c, c]``. Its lower triangles are written; what is above is undefined.
+        maps: ``[B, n c, *spatial]``, of any strides and floating dtype; cast to that of ``out``.
+        scale: Factor of the product.
+        overwrite: Whether ``out`` is uninitialised memory, to be written rather than added to.
+    """
+    groups, channels, _ = out.shape
+    last = maps.movedim(1, -1)
+    if groups == 1 and last.is_contiguous():  # channels-last maps are rows already
+        add_row_gram_(out, last.reshape(1, -1, channels), scale=scale, overwrite=overwrite)
+        return
+    if channels <= _FEW and maps.device.type == "cpu" and maps.is_contiguous() and maps.numel():
+        _add_products_(out, maps.to(out.dtype), scale=scale, overwrite=overwrite)
+        return
+    parts = maps.tensor_split(pieces(len(maps), maps.numel(), _piece(out)))
+    columns = (part.view(len(part), groups, channels, *part.shape[2:]).movedim(0, 2).flatten(2) for part in parts)
+    add_column_grams_(out, columns, scale=scale, overwrite=overwrite)
+
+
+def add_patch_gram_(
+    out: Tensor,
+    maps: Tensor,
+    *,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    dilation: Sequence[int],
+    groups: int,
+    bias: bool = False,
+    scale: float = 1.0,
+    overwrite: bool = False,
+) -> None:
+    """Add ``scale`` Σ_b Σ_t a aᵀ to ``out``, a being the patches that a convolution sees.
+
+    Args:
+        out: ``[groups, i, i]`` with i = C/groups · Π kernel_size, one more when ``bias``. Its lower triangles are
+            written; what is above is undefined.
+        maps: ``[B, C, *spatial]`` with 1, 2 or 3 spatial dimensions, of any strides and floating dtype; cast to that of
+            ``out``.
+        kernel_size: One entry a spatial dimension, as all the next.
+        stride: Steps between positions.
+        padding: Zeros before and after; other padding modes are padded by the caller.
+        dilation: Steps between kernel elements.
+        groups: Number of channel groups.
+        bias: Whether patches end in a 1.
+        scale: Factor of the covariance.
+        overwrite: Whether ``out`` is uninitialised memory, to be written rather than added to.
+    """
+    window = Window(
+        kernel_size=tuple(kernel_size), stride=tuple(stride), padding=tuple(padding), dilation=tuple(dilation)
+    )
+    maps, piece = maps.to(out.dtype), _piece(out)
+    square = out[:, :-1, :-1] if bias else out
+    if math.prod(window.kernel_size) == 1:
+        # Zero padding adds nothing, so that only the positions on the maps count.
+        seen = tuple(slice(-before % step, None, step) for (before, _), step in zip(padding, stride, strict=True))
+        add_channel_gram_(square, maps[(slice(None), slice(None), *seen)], scale=scale, overwrite=overwrite)
+    elif maps.device.type == "cpu" and _lags_are_cheaper(maps.shape, window, groups):  # GPUs convolve in TF32
+        add_lag_gram_(square, maps, window, groups, scale=scale, overwrite=overwrite, piece=piece)
+    else:
+        add_column_grams_(square, window.columns(maps, groups, piece), scale=scale, overwrite=overwrite)
+    if bias:
+        count = len(maps) * math.prod(window.positions(tuple(maps.shape[2:])))
+        for columns in window.columns(maps.sum(0, keepdim=True), groups, piece):
+            add_bias_row_(out, columns.transpose(1, 2), count, scale=scale, overwrite=overwrite)
+            count, overwrite = 0, False
+
+
+def _add_products_(out: Tensor, maps: Tensor, *, scale: float, overwrite: bool) -> None:
+    """Do so where channels are few: copying them all takes longer than the half of a product that it saves."""
+    samples = maps.view(-1, *out.shape[1:2], maps[0, 0].numel())  # [B n, c, T]
+    product = torch.bmm(samples, samples.mT).view(-1, *out.shape).sum(0)
+    if overwrite:
+        torch.mul(product, scale, out=out)
+    else:
+        out.add_(product, alpha=scale)
+
+
+def _lags_are_cheaper(shape: torch.Size, window: Window, groups: int) -> bool:
+    """Predict whether lags cost less than patches.
+
+    Counted in multiply-adds, of which the core that the constants come from does 40 a nanosecond; what is not
+    arithmetic is counted by the time it takes. Patches: copying an element costs 64. Lags: an element of the maps costs
+    800 at least; a position that overhangs costs each element of a patch 32 and a ninth of the others; spreading the
+    lags costs 100 for each of the i² entries, each layer of overhanging positions 5e6, a call 1e7. Groups of fewer than
+    8 channels convolve slowly.
+    """
+    batch, channels, *sizes = shape
+    per_group, kernel = channels // groups, window.kernel_size
+    if batch == 0 or any(step > 1 for step in window.stride) or (groups > 1 and per_group < 8):
+        return False
+    width = per_group * math.prod(kernel)
+    positions = window.positions(tuple(sizes))
+    layers = [max(0, size + reach - own) for size, reach, own in zip(sizes, window.reach, positions, strict=True)]
+    overhanging = math.prod([own + layer for own, layer in zip(positions, layers, strict=True)]) - math.prod(positions)
+    lags = math.prod([2 * size - 1 for size in kernel]) // 2 + 1
+    patch_cost = batch * math.prod(positions) * groups * width * (width / 2 + 64)
+    lag_cost = batch * math.prod(sizes) * (channels * per_group * lags + 800) + 5e6 * sum(layers) + 1e7
+    lag_cost += groups * width * (batch * overhanging * (width / 9 + 32) + 100 * width)
+    return lag_cost < patch_cost
+
+
+def _piece(out: Tensor) -> int:
+    return _CPU_PIECE if out.device.type == "cpu" else _GPU_PIECE

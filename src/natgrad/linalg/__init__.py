@@ -1,0 +1,218 @@
+"""The algebra of Kronecker-factored curvature, as pure functions of stacked matrices.
+
+Shapes: ``N`` blocks of equal size, ``o`` outputs, ``i`` inputs (one more with a bias), ``d`` either of them. A
+gradient block is ``W [N, o, i]``; a Fisher block is ``G [N, o, o]`` ⊗ ``A [N, i, i]`` in row-major order, so that
+``(G ⊗ A) vec(W) = vec(G W A)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import lapack
+
+
+def tensor_on(device: torch.device, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
+    """Return `values` as a tensor on `device`; unlike ``torch.tensor(values, device=...)`` the host does not wait."""
+    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
+
+
+def eigh(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Decompose symmetric positive semi-definite matrices, in float64 where their own dtype fails.
+
+    Args:
+        matrices: ``[N, d, d]``; only the lower triangles are read.
+
+    Returns:
+        Eigenvalues ``[N, d]``, ascending and clamped at 0, eigenvectors ``[N, d, d]`` in columns, and whether each
+        decomposition succeeded ``[N]`` (bool). What failed holds zeros. Cost: about 9 N d³ operations.
+    """
+    try:
+        values, vectors = lapack.eigh(matrices)
+        # A sum is finite only if its terms are, and is far cheaper than a test of each; eigenvectors cannot overflow
+        # one.
+        if isfinite(values.sum() + vectors.sum()):
+            return values.clamp_(min=0), vectors, torch.ones(len(matrices), dtype=torch.bool, device=matrices.device)
+        fine = (values.sum(-1) + vectors.sum((-2, -1))).isfinite()
+    except RuntimeError:  # torch.linalg.LinAlgError is one
+        values, vectors = matrices.new_zeros(matrices.shape[:-1]), torch.zeros_like(matrices)
+        fine = torch.zeros(matrices.shape[0], dtype=torch.bool, device=matrices.device)
+    for index in (~fine).nonzero().flatten().tolist():
+        values[index], vectors[index] = 0, 0
+        try:
+            retried = lapack.eigh(matrices[index, None].double())
+        except RuntimeError:  # torch.linalg.LinAlgError is one
+            continue
+        if bool(retried[0].isfinite().all() & retried[1].isfinite().all()):
+            values[index], vectors[index], fine[index] = retried[0][0], retried[1][0], True
+    return values.clamp_(min=0), vectors, fine
+
+
+def off_diagonal(matrices: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``‖offdiag(Qᵀ X Q)‖²`` and ``‖X‖²`` in the Frobenius norm ``[N]``: what eigenvectors Q leave out of X.
+
+    What is off the diagonal is summed up itself: the difference of ‖X‖² and the diagonal's would cancel.
+
+    Args:
+        matrices: X, symmetric ``[N, d, d]``; only the lower triangles are read.
+        vectors: Q, orthogonal ``[N, d, d]``, eigenvectors in columns. Cost: 4 N d³ operations.
+    """
+    X = matrices.tril()
+    X = X + X.tril(-1).mT
+    rotated = product(vectors.mT, product(X, vectors))
+    rotated.diagonal(dim1=-2, dim2=-1).zero_()
+    return rotated.square().sum((-2, -1)), X.square().sum((-2, -1))
+
+
+def damped_inverse(matrices: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """Invert ``matrices + damping I`` by Cholesky, in float64 where their own dtype fails.
+
+    What is indefinite by rounding, as factors in bfloat16 may be, is projected: negative eigenvalues count as zero.
+
+    Args:
+        matrices: ``[N, d, d]`` symmetric positive semi-definite; only the lower triangles are read.
+        damping: ``[N]``.
+
+    Returns:
+        The inverses ``[N, d, d]`` and whether each succeeded ``[N]`` (bool). What failed holds zeros. Cost: N d³
+        multiply-adds.
+    """
+    diagonal = matrices.diagonal(dim1=-2, dim2=-1)
+    undamped = diagonal.clone()
+    diagonal.add_(damping[:, None])  # and back below: a copy of the diagonal instead of one of everything
+    inverses, fine = _spd_inverse(matrices)
+    if not bool(fine.all()):
+        for index in (~fine).nonzero().flatten().tolist():
+            whole = matrices[index : index + 1].double()
+            retried, success = _spd_inverse(whole)
+            if not bool(success):
+                retried, success = _projected_inverse(whole, damping[index])
+            fine[index] = success[0]
+            inverses[index] = torch.where(success[0], retried[0], torch.zeros_like(retried[0]))
+    diagonal.copy_(undamped)
+    return inverses, fine
+
+
+def _projected_inverse(damped: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """Invert what rounding to a narrow dtype has left indefinite: eigenvalues below the damping are raised to it."""
+    values, vectors, fine = eigh(damped)
+    return lapack.symmetric((vectors / values.clamp(min=damping)[:, None, :]) @ vectors.mT), fine
+
+
+def _spd_inverse(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    size = matrices.shape[-1]
+    factor, info = lapack.cholesky(matrices)
+    # cholesky_inverse raises where a diagonal entry is 0, as a failed factorisation may leave it.
+    factor.diagonal(dim1=-2, dim2=-1).masked_fill_((info != 0)[:, None], 1)
+    inverses = lapack.invert_by_(factor)[:, :size, :size]
+    return inverses, (info == 0) & inverses.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
+
+
+def trace_balance(mean_a: Tensor, mean_g: Tensor) -> Tensor:
+    """Return π = sqrt((tr A / d_A) / (tr G / d_G)), 1 where either trace is 0 (Martens & Grosse 2015, section 6.3).
+
+    Args:
+        mean_a: tr A / d_A ``[N]``.
+        mean_g: tr G / d_G ``[N]``.
+
+    Returns:
+        ``[N]``.
+    """
+    balanced = (mean_a > 0) & (mean_g > 0)
+    return torch.where(balanced, mean_a / torch.where(balanced, mean_g, 1), 1).sqrt()
+
+
+def solve_rotated(W: Tensor, QA: Tensor, QG: Tensor, divisor: Callable[[], Tensor]) -> Tensor:
+    """Return ``Q_G [(Q_Gᵀ W Q_A) / divisor] Q_Aᵀ``: W times the inverse of what Q_G ⊗ Q_A makes diagonal.
+
+    With the divisor v_G v_Aᵀ + γ it is ``(G ⊗ A + γI)⁻¹ W``, exactly (Pauloski 2022, eq. 11-13).
+
+    Args:
+        W: ``[N, o, i]``.
+        QA: Eigenvectors of A in columns ``[N, i, i]``.
+        QG: Eigenvectors of G in columns ``[N, o, o]``.
+        divisor: Makes the damped eigenvalues ``[N, o, i]``, which are needed for a moment.
+
+    Returns:
+        ``[N, o, i]``. Cost: 2 N (o² i + o i²) multiply-adds, in memory for two more such tensors.
+    """
+    rotated = product(product(QG.mT, W), QA)
+    rotated /= divisor()
+    half = product(QG, rotated)
+    return product(half, QA.mT, out=rotated)
+
+
+def solve_inverse(W: Tensor, inverse_A: Tensor, inverse_G: Tensor) -> Tensor:
+    """Return ``G⁻¹ W A⁻¹`` (Pauloski 2022, eq. 10), the inverses being damped already.
+
+    Args:
+        W: ``[N, o, i]``.
+        inverse_A: ``[N, i, i]``.
+        inverse_G: ``[N, o, o]``.
+
+    Returns:
+        ``[N, o, i]``. Cost: N (o² i + o i²) multiply-adds.
+    """
+    return product(product(inverse_G, W), inverse_A)
+
+
+def solve_pairs(W: Tensor, F: Tensor, damping: float) -> Tensor:
+    """Solve ``[[f11 + γ, f12], [f12, f22 + γ]] v = w`` for each output (Osawa 2020, SP-NGD).
+
+    It is the closed form ``1/D [[f22 + γ, -f12], [-f12, f11 + γ]]`` by way of the Schur complement of f11 + γ, with
+    f11 f22 - f12² kept at 0 or more: where the two are collinear, rounding could make D negative.
+
+    Args:
+        W: ``[N, o, 2]``.
+        F: f11, f22 and f12 ``[N, o, 3]``.
+        damping: γ.
+
+    Returns:
+        ``[N, o, 2]``.
+    """
+    (w1, w2), (f11, f22, f12) = W.unbind(-1), F.unbind(-1)
+    pivot = f11 + damping
+    ratio = f12 / pivot
+    determinant = torch.addcmul(f11 * f22, f12, f12, value=-1).clamp_(min=0)
+    v2 = (w2 - ratio * w1) / ((determinant + damping * f22) / pivot + damping)
+    return torch.stack([w1 / pivot - ratio * v2, v2], -1)
+
+
+def multiply_pairs(D: Tensor, F: Tensor) -> Tensor:
+    """Return ``[[f11, f12], [f12, f22]] d`` for each output, of D ``[N, o, 2]`` and f11, f22, f12 ``[N, o, 3]``."""
+    (d1, d2), (f11, f22, f12) = D.unbind(-1), F.unbind(-1)
+    return torch.stack([f11 * d1 + f12 * d2, f12 * d1 + f22 * d2], -1)
+
+
+def solve_rank_one(W: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
+    """Return ``(ggᵀ ⊗ aaᵀ + γI)⁻¹ W`` = [W - g (gᵀ W a) aᵀ / (‖g‖² ‖a‖² + γ)] / γ (Zhang 2023).
+
+    Args:
+        W: ``[N, o, i]``.
+        a: ``[N, i]``.
+        g: ``[N, o]``.
+        damping: γ.
+
+    Returns:
+        ``[N, o, i]``. Cost: 2 N o i multiply-adds.
+    """
+    a, g = a[:, :, None], g[:, :, None]
+    share = (g.mT @ (W @ a)) / (g.square().sum(1, keepdim=True) * a.square().sum(1, keepdim=True) + damping)
+    return torch.baddbmm(W, g * share, a.mT, alpha=-1).div_(damping)
+
+
+def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return ``left @ right`` in the wider dtype of both; the factors are rounded to the narrower.
+
+    Where no gradients are recorded and both have the same dtype, it is written into `out`.
+    """
+    # `matmul` copies the transpose of a single matrix.
+    multiply = torch.bmm if left.ndim == right.ndim == 3 and len(left) == len(right) else torch.matmul
+    if left.dtype == right.dtype:
+        return multiply(left, right) if torch.is_grad_enabled() else multiply(left, right, out=out)
+    narrow, wide = sorted((left.dtype, right.dtype), key=lambda dtype: dtype.itemsize)
+    return multiply(left.to(narrow), right.to(narrow)).to(wide)

@@ -1,0 +1,108 @@
+"""What has to be the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
+from zlib import crc32
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from natgrad.curvature import Curvature
+from natgrad.distributed import Runtime
+from natgrad.errors import NatgradError
+from natgrad.preconditioner.progress import Progress
+from natgrad.preconditioner.structure import Structure
+from natgrad.state.blocks import Stack
+
+
+def check_reduction(model: nn.Module, runtime: Runtime, gradients: str) -> None:
+    """Check that all ranks leave it to the same to average gradients; collective under DistributedDataParallel.
+
+    It has to be known before the first backward pass: whose wrapper averages waits there for those whose wrapper does
+    not, and no step comes that could compare. Without a wrapper nothing is sent in that pass.
+
+    Args:
+        model: The model, whose communication hook is not yet replaced.
+        runtime: The ranks.
+        gradients: The argument of that name.
+
+    Raises:
+        NatgradError: on all ranks, if theirs differ.
+    """
+    if isinstance(model, DistributedDataParallel):
+        _check_alike([{"gradients": own} for own in runtime.everywhere(gradients)])
+
+
+def check_agreement(runtime: Runtime, structure: Structure, progress: Progress, **options: object) -> None:
+    """Check that all ranks are about to do the same; collective.
+
+    What differs would show as messages that do not fit, a wait for what never comes, or ranks that drift apart.
+
+    Args:
+        runtime: The ranks.
+        structure: The layers and the plan of this rank.
+        progress: How far it has come.
+        **options: The others, whose text is compared.
+
+    Raises:
+        NatgradError: on all ranks, if their models, options or progress differ.
+    """
+    if runtime.ranks == 1:
+        return
+    found = runtime.everywhere((structure.digest(), _settings(structure.stacks, progress, options)))
+    if any(plan != found[0][0] for plan, _ in found):
+        raise NatgradError(
+            "the ranks have made different plans: their models or curvatures differ, or the options of "
+            "natgrad.Placement (costs, speeds, link and memory have to be the same on every rank)"
+        )
+    _check_alike([own for _, own in found])
+
+
+def _check_alike(settings: Sequence[Mapping[str, str]]) -> None:
+    """Check that the settings of all ranks are the same.
+
+    Raises:
+        NatgradError: if not, naming what differs, with the values.
+    """
+    known = dict.fromkeys(name for own in settings for name in own)  # each rank has the options of its own curvatures
+    names = [name for name in known if len({own.get(name) for own in settings}) > 1]
+    if names:
+        first, other = next((settings[0], own) for own in settings if own != settings[0])
+        differing = [name for name in names if first.get(name) != other.get(name)]
+        told = "; ".join(f"{name}: {first.get(name, 'none')} and {other.get(name, 'none')}" for name in differing)
+        raise NatgradError(
+            f"the ranks differ in {', '.join(names)} ({told}): build the Preconditioner with the same arguments on "
+            f"every rank, and load a state on every rank or on none"
+        )
+
+
+def _settings(stacks: Sequence[Stack], progress: Progress, options: dict[str, object]) -> dict[str, str]:
+    """Return, in words, what has to be the same beside the plan."""
+    made = [(one.curvature, one.statistics, one.tasks) for one in stacks]
+    kinds = [(type(c), type(c.likelihood), c.factor_decay, *tensors) for c, *tensors in made]
+    return {
+        "state": f"step {progress.step}, factors of {progress.last_factors}, inverses of {progress.last_inverses}",
+        "curvature": f"{crc32(repr(kinds).encode()):08x}",
+        "dtypes": str([str(one.dtype) for one in stacks]),
+        **_options_of({id(one.curvature): one.curvature for one in stacks}.values()),
+        **{name: str(value) for name, value in options.items()},
+    }
+
+
+def _options_of(curvatures: Iterable[Curvature]) -> dict[str, str]:
+    """Return the options of some curvatures, and of those that they wrap: of those of one type together."""
+    found: dict[str, set[str]] = {}
+    waiting, known = list(curvatures), set[int]()
+    while waiting:
+        curvature = waiting.pop()
+        if id(curvature) in known:
+            continue
+        known.add(id(curvature))
+        for name, value in vars(curvature).items():
+            if isinstance(value, Curvature):
+                waiting.append(value)
+            elif value is None or isinstance(value, (bool, int, float, str)) or is_dataclass(value):
+                found.setdefault(f"{type(curvature).__name__}.{name.lstrip('_')}", set()).add(repr(value))
+    return {name: " or ".join(sorted(values)) for name, values in found.items()}

@@ -1,0 +1,173 @@
+"""The preconditioner's arguments, checked before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from natgrad.capture.reductions import Reductions
+from natgrad.curvature import Curvature
+from natgrad.curvature.likelihood import Likelihood
+from natgrad.damping import Control
+from natgrad.damping.adaptive import Adaptive
+from natgrad.damping.trust_region import TrustRegion
+from natgrad.distributed import resolve
+from natgrad.distributed.sharding import check_model, find_mesh, mesh_group, reshard
+from natgrad.errors import NatgradError, require, require_one_of
+from natgrad.linalg.precision import Precision
+from natgrad.preconditioner.guard.guard import Guard
+from natgrad.schedule import check_number
+
+
+def check_arguments(
+    model: object,
+    *,
+    curvature: object,
+    optimizer: object,
+    damping: object,
+    kl_clip: object,
+    clip_is_explicit: bool,
+    reduction: object,
+    placement: object,
+    precision: object,
+    guard: object,
+    gradients: object,
+    accumulation: object,
+    scaler: object,
+    seed: object,
+) -> None:
+    """Check the arguments of `natgrad.Preconditioner`, which describes them.
+
+    Raises:
+        ValueError: naming the first that is not allowed, its value and what is.
+    """
+    require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module")
+    wrong = type(model).__name__
+    require(
+        not isinstance(model, DataParallel), "model", wrong, "plain or in DistributedDataParallel, not DataParallel"
+    )
+    assert isinstance(model, nn.Module)
+    sharded = reshard(model.modules())
+    check_model(model)
+    if isinstance(curvature, Mapping):
+        drawn: set[Likelihood] = set()
+        for pattern, choice in curvature.items():
+            require(isinstance(pattern, str), "curvature", pattern, "a mapping whose keys are fnmatch patterns (str)")
+            fits = choice is None or isinstance(choice, Curvature)
+            require(fits, f"curvature[{pattern!r}]", choice, "a Curvature such as natgrad.KFAC(), or None")
+            drawn |= {choice.likelihood} if choice is not None and choice.likelihood is not None else set()
+            require(
+                len(drawn) <= 1, f"curvature[{pattern!r}]", choice, "sampled from one and the same likelihood as others"
+            )
+    else:
+        require(
+            isinstance(curvature, Curvature), "curvature", curvature, "a Curvature, or a mapping of patterns to them"
+        )
+    fits = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+    require(fits, "optimizer", type(optimizer).__name__, "a torch.optim.Optimizer, or None")
+    allowed = "an optimizer that steps once for each backward pass: LBFGS evaluates its closure within a step"
+    require(not isinstance(optimizer, torch.optim.LBFGS), "optimizer", type(optimizer).__name__, allowed)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(parameter) for parameter in model.parameters()}
+        fits = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        require(fits, "optimizer", type(optimizer).__name__, "one that holds parameters of the model")
+    if damping is not None:
+        Control(damping)  # type: ignore[arg-type]
+    if kl_clip is not None:
+        if not isinstance(kl_clip, TrustRegion):
+            allowed = "a number > 0, a natgrad.TrustRegion, or None"
+            check_number("kl_clip", kl_clip, allowed, minimum=0, strict=True)
+        missing = clip_is_explicit and optimizer is None
+        require(not missing, "kl_clip", kl_clip, "left out or None without an optimizer, whose learning rate it needs")
+    _check_reductions(Reductions(reduction), curvature, damping)
+    resolve(placement)
+    require_one_of("gradients", gradients, "averaged", "reduce")
+    require(
+        not sharded or gradients == "averaged", "gradients", gradients, "'averaged' under FSDP2, which reduces them"
+    )
+    require_one_of("accumulation", accumulation, "mean", "sum")
+    for name, value, kind in (
+        ("precision", precision, Precision),
+        ("guard", guard, Guard),
+    ):
+        require(isinstance(value, kind), name, value, f"a natgrad.{kind.__name__}")
+    fits = scaler is None or isinstance(scaler, torch.amp.GradScaler)
+    require(fits, "scaler", type(scaler).__name__, "a torch.amp.GradScaler, or None")
+    require(isinstance(seed, int) and not isinstance(seed, bool), "seed", seed, "a whole number")
+
+
+def _check_reductions(reductions: Reductions, curvature: object, damping: object) -> None:
+    """Check that one reduction is known where only one can serve.
+
+    Raises:
+        ValueError: if it is not, and labels are sampled, or damping goes by how the loss falls.
+    """
+    choices = curvature.values() if isinstance(curvature, Mapping) else [curvature]
+    sampled = [choice for choice in choices if isinstance(choice, Curvature) and choice.likelihood is not None]
+    fits = not sampled or (reductions.single is not None and not reductions.is_undecided)
+    allowed = "the same word for all layers, not 'auto', with sampled labels: they are drawn for one loss"
+    require(fits, "reduction", reductions.describe(), allowed)
+    rule = isinstance(damping, Adaptive)
+    fits = not rule or reductions.single is not None or reductions.is_undecided
+    allowed = f"the same for all layers with damping={type(damping).__name__}, which goes by one loss"
+    require(fits, "reduction", reductions.describe(), allowed)
+
+
+def check_joined(model: nn.Module) -> None:
+    """Check that all ranks take all steps.
+
+    Raises:
+        NatgradError: within ``DistributedDataParallel.join()``, where ranks that have no more batches stop to call it.
+    """
+    if isinstance(model, DistributedDataParallel) and model._join_config.enable:
+        raise NatgradError(
+            "within DistributedDataParallel.join() ranks stop to call step() at different times: "
+            "drop the last batches, or give those ranks empty ones"
+        )
+
+
+def resolve_group(model: nn.Module, process_group: Any, mesh: Any) -> dist.ProcessGroup | None:
+    """Return the ranks that share the model: the wrapper's, else `process_group` or `mesh`, else the world.
+
+    Returns:
+        The group, or None when ``torch.distributed`` is not in use.
+
+    Raises:
+        ValueError: if both are given, one contradicts the wrapper, or this process is in neither.
+    """
+    require(process_group is None or mesh is None, "mesh", mesh, "left out when process_group is given")
+    own = find_mesh(model)
+    if mesh is not None:
+        fits = isinstance(mesh, dist.device_mesh.DeviceMesh) and (mesh.ndim == 1 or own is not None)
+        require(fits, "mesh", mesh, "a one-dimensional DeviceMesh, or that of FSDP2")
+        process_group = mesh.get_group() if own is None else None
+    if process_group is not None:
+        require(
+            dist.is_initialized(), "process_group", process_group, "left out unless torch.distributed is initialised"
+        )
+        fits = isinstance(process_group, dist.ProcessGroup) and dist.get_rank(process_group) >= 0
+        require(fits, "process_group", process_group, "a group that this process belongs to")
+    if own is not None:
+        return mesh_group(own, process_group, mesh)
+    if isinstance(model, DistributedDataParallel):
+        agrees = process_group is None or process_group is model.process_group
+        require(agrees, "process_group", process_group, "left out, or the group of DistributedDataParallel itself")
+        wrapped: dist.ProcessGroup = model.process_group
+        return wrapped
+    if isinstance(process_group, dist.ProcessGroup):
+        return process_group
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the user's own module inside ``DistributedDataParallel`` and ``torch.compile``."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner

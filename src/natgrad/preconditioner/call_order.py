@@ -1,0 +1,98 @@
+"""Whether ``preconditioner.step()`` comes between the backward pass and ``optimizer.step()``."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from natgrad.errors import NatgradWarning
+from natgrad.preconditioner.gradients.given import Given
+
+if TYPE_CHECKING:
+    from natgrad.preconditioner import Preconditioner
+
+
+class CallOrder:
+    """Watches the steps of a preconditioner's optimizer by a hook before them.
+
+    It reads what the host knows and never waits for a device. Neither the optimizer nor the hook keeps the
+    preconditioner alive.
+    """
+
+    def __init__(self, preconditioner: Preconditioner) -> None:
+        """Set the hook, if the preconditioner has an optimizer that can have one."""
+        self._preconditioner = weakref.ref(preconditioner)
+        self._used = Given()  # the gradients that the optimizer has used although they were not preconditioned
+        self._last_step, self._optimizer_steps = -1, 0
+        self._warned_of_forgotten = self._warned_of_late = False
+        own = weakref.ref(self)
+
+        def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            order = own()
+            if order is not None:
+                order._before_optimizer_step(optimizer)
+
+        # A class of its own may be an Optimizer without having called its constructor: such a one has no hooks.
+        optimizer = preconditioner.optimizer
+        self._handle = (
+            optimizer.register_step_pre_hook(look) if hasattr(optimizer, "_optimizer_step_pre_hooks") else None  # type: ignore[union-attr]
+        )
+        if self._handle is not None:
+            weakref.finalize(self, self._handle.remove).atexit = False
+
+    def detach(self) -> None:
+        """Take the hook off the optimizer."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def check(self) -> None:
+        """Warn once if the optimizer has used the present gradients already; called by the step itself."""
+        late, self._used = self._used.untouched(), Given()
+        if late and not self._warned_of_late:
+            self._warned_of_late = True
+            warnings.warn(
+                "natgrad: preconditioner.step() comes after optimizer.step(), which has used the gradients as they "
+                "were: call backward(), then preconditioner.step(), then optimizer.step()",
+                NatgradWarning,
+                stacklevel=5,  # past `Preconditioner._begins`, `step` and its decorator
+            )
+
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        preconditioner = self._preconditioner()
+        if preconditioner is None or not self._are_new(preconditioner) or _changes_nothing(optimizer):
+            return
+        self._used.note(preconditioner.parts.stacks)
+        if not self._warned_of_forgotten:
+            self._warned_of_forgotten = True
+            warnings.warn(
+                "natgrad: optimizer.step() uses gradients that were never preconditioned: call preconditioner.step() "
+                "after each backward() and before each optimizer.step(); if these steps are the optimizer's on "
+                "purpose, as in a warm-up, all is well",
+                NatgradWarning,
+                stacklevel=4,  # past the hook and torch's wrapper of the step
+            )
+
+    def _are_new(self, preconditioner: Preconditioner) -> bool:
+        """Tell whether a backward pass has made gradients since the preconditioner's last step."""
+        step = preconditioner.parts.progress.step
+        self._optimizer_steps = self._optimizer_steps + 1 if step == self._last_step else 1
+        self._last_step = step
+        capture, given = preconditioner.parts.capture, preconditioner.parts.given
+        if capture.idle or all(parameter.grad is None for parameter in preconditioner.parameters()):
+            return False
+        if capture.backwards and capture.fills:
+            return True
+        # In steps without statistics no hook sees the backward pass, only the forward pass. New tensors in ``.grad``
+        # come from a backward pass, and changed ones from clipping perhaps, but not before the optimizer's next step.
+        return given.replaced() or (self._optimizer_steps > 1 and not given.untouched())
+
+
+def _changes_nothing(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether all learning rates are 0, as ``torch.distributed.checkpoint`` sets them to make a state exist."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return all(isinstance(rate, (int, float)) and rate == 0 for rate in rates)

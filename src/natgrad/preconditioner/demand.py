@@ -1,0 +1,59 @@
+"""What a layer asks of a placement, in numbers: the sizes that its curvature declares, in the dtypes of its tensors."""
+
+from __future__ import annotations
+
+from math import prod
+
+from natgrad.curvature import Curvature, RowCurvature
+from natgrad.curvature.base import declarations, replayed_statistics
+from natgrad.distributed import Rows, Work, narrower
+from natgrad.distributed.shards import shares
+from natgrad.layers import Layer
+from natgrad.linalg.precision import Precision, at_least_float32
+from natgrad.specs import TensorSpec
+from natgrad.state.kept import packed_shape, spec_dtype
+
+
+def work(layer: Layer, curvature: Curvature, precision: Precision) -> Work:
+    """Return what a layer asks for."""
+    sizes, n = (layer.outputs, layer.inputs), layer.blocks
+    statistics, tasks, state = declarations(curvature, *sizes)
+    replayed = replayed_statistics(statistics)
+    written = [spec for task in tasks for spec in task.writes]
+    kept = [*written, *state]
+    parameter = layer.slots[0].parameter
+    factors, held = precision.factor_dtype(parameter), precision.solve_dtype(parameter)
+    shards, replicated = shares(layer)
+    return Work(
+        parts={task.name: task.cost * n for task in tasks},
+        replayed=n * sum(spec.numel for spec in statistics if spec.name in replayed),
+        everywhere=frozenset(task.name for task in tasks if task.on_every_worker),
+        sums=n * sum(prod(packed_shape(spec)) for spec in statistics),
+        results={task.name: n * sum(prod(packed_shape(spec)) for spec in task.writes) for task in tasks},
+        rows=_rows(curvature, n * sum(sizes)),
+        gradients=n * prod(sizes),
+        shards=shards,
+        replicated=replicated,
+        blocks=n,
+        solve=n * prod(sizes) * sum(_products(spec) for spec in written),
+        averages=n * sum(prod(packed_shape(spec)) * spec_dtype(spec, factors).itemsize for spec in statistics),
+        held=n * sum(spec.numel * spec_dtype(spec, held).itemsize for spec in kept),
+        itemsize=at_least_float32(held).itemsize,
+        wire=narrower(precision.wire, at_least_float32(factors)).itemsize,
+        alone=layer.form != "one-hot",
+    )
+
+
+def _rows(curvature: Curvature, width: int) -> Rows | None:
+    if not isinstance(curvature, RowCurvature):
+        return None
+    return Rows(width=width, share=curvature.share, linked=curvature.linked)
+
+
+def _products(spec: TensorSpec) -> float:
+    """Return how many multiply-adds an element of the gradient meets in what a renewal has written.
+
+    It is multiplied once by each matrix, an inverse, and twice where that is not symmetric: by a basis and back.
+    """
+    square = len(spec.shape) > 1 and spec.shape[-1] == spec.shape[-2]
+    return float(spec.shape[-1] * (1 if spec.symmetric else 2)) if square else 1.0

@@ -1,0 +1,210 @@
+"""Gradients that natgrad reduces, each to the one worker of its layer: stage 3 of Osawa 2020.
+
+With the preconditioned gradients that the workers share afterwards, about as many bytes travel as in the all-reduce of
+plain data parallelism. The gradients of parameters that no layer covers are cut into a piece for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.distributed import Runtime, flatten, unflatten
+from natgrad.linalg import tensor_on
+from natgrad.linalg.precision import at_least_float32
+from natgrad.state.blocks import Stack
+
+
+@dataclass(frozen=True)
+class Part:
+    """A trained parameter, or some of its rows: those of one layer, or of none.
+
+    Attributes:
+        parameter: The parameter.
+        rows: Which of its rows; None: all of them.
+    """
+
+    parameter: nn.Parameter
+    rows: slice | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """The values."""
+        return self.parameter if self.rows is None else self.parameter[self.rows]
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Their gradient, if there is one."""
+        gradient = self.parameter.grad
+        return gradient if gradient is None or self.rows is None else gradient[self.rows]
+
+    @property
+    def addend(self) -> Tensor:
+        """What this rank adds to their gradient."""
+        gradient = self.gradient
+        return torch.zeros_like(self.values) if gradient is None else gradient.to(self.parameter.dtype)
+
+
+@dataclass
+class OwnedGradients:
+    """The gradients of trained parameters of one device and dtype, by the rank that sums them.
+
+    Attributes:
+        covered: For each rank the parts of its layers.
+        uncovered: The parts that no layer covers: end to end they are cut into a piece for each rank.
+        piece: What this rank has summed of the uncovered ones.
+    """
+
+    covered: list[list[Part]]
+    uncovered: list[Part]
+    piece: Tensor | None = None
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, each once."""
+        parts = [*(part for parts in self.covered for part in parts), *self.uncovered]
+        return list({id(part.parameter): part.parameter for part in parts}.values())
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.parameters[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their dtype."""
+        return self.parameters[0].dtype
+
+    @cached_property
+    def pieces(self) -> list[int]:
+        """How many elements of the uncovered ones each rank sums: equally many, up to one."""
+        ranks = len(self.covered)
+        total = sum(part.values.numel() for part in self.uncovered)
+        return [total * (rank + 1) // ranks - total * rank // ranks for rank in range(ranks)]
+
+    def addends(self, weight: Tensor | None) -> list[Tensor]:
+        """Return for each rank what this one adds to its sums, one vector in at least float32.
+
+        Args:
+            weight: What they are multiplied by; None: nothing.
+        """
+        pieces = self._joined([part.addend for part in self.uncovered]).split(self.pieces)
+        vectors = []
+        for parts, piece in zip(self.covered, pieces, strict=True):
+            vector = torch.cat([self._joined([part.addend for part in parts]), piece])
+            vectors.append(vector if weight is None else vector.mul_(weight))
+        return vectors
+
+    def write(self, rank: int, summed: Tensor) -> None:
+        """Write what this rank has summed of its layers into their gradients, and keep its piece of the others."""
+        summed = summed.to(self.dtype)
+        own = len(summed) - self.pieces[rank]
+        _write(self.covered[rank], summed[:own])
+        self.piece = summed[own:]
+
+    def write_uncovered(self, pieces: Sequence[Tensor]) -> None:
+        """Write the pieces of all ranks into the gradients that no layer covers."""
+        _write(self.uncovered, torch.cat(list(pieces)))
+
+    def _joined(self, tensors: list[Tensor]) -> Tensor:
+        dtype = at_least_float32(self.dtype)
+        return flatten(tensors).to(dtype) if tensors else torch.empty(0, dtype=dtype, device=self.device)
+
+
+def reduce_to_workers(
+    model: nn.Module, stacks: Sequence[Stack], runtime: Runtime, samples: int, *, summed: bool
+) -> tuple[float | Tensor, list[OwnedGradients]]:
+    """Make ``.grad`` of each layer that of the loss over all ranks' samples, on its one worker.
+
+    Elsewhere it stays what it was, but where there is none though another rank has one it becomes zero. The sums are
+    made in at least float32.
+
+    Args:
+        model: The model; all its trained parameters take part.
+        stacks: Its covered layers, each with one worker.
+        runtime: The ranks.
+        samples: This rank's samples (token losses: positions) of the step.
+        summed: Whether the loss sums over samples; otherwise it is a mean.
+
+    Returns:
+        What makes the result the gradient of the mean loss, 1 for a mean loss and 1 / (all samples) for a sum; and the
+        gradients, those without a layer summed in pieces.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        return 1.0, []
+    total = _agree(trained, runtime, samples)
+    # Where no rank has seen any samples (derivatives with a graph), all weigh alike.
+    weight = None if summed else torch.where(total > 0, samples * runtime.ranks / total.clamp(min=1), 1.0)
+    groups = _by_owner(trained, stacks, runtime.ranks)
+    for group in groups:
+        own = None if weight is None else weight.to(group.device, at_least_float32(group.dtype))
+        values = group.addends(own)
+        nothing = [values[0].new_empty(0)] * runtime.ranks
+        result, _ = runtime.reduce_to_owners(values, nothing, "gradients", group.dtype)
+        group.write(runtime.rank, result if summed else result / runtime.ranks)
+    if not summed:
+        return 1.0, groups
+    wide = torch.float64 if any(group.dtype == torch.float64 for group in groups) else torch.float32
+    return 1.0 / total.clamp(min=1).to(wide), groups
+
+
+def _agree(trained: list[nn.Parameter], runtime: Runtime, samples: int) -> Tensor:
+    """Return the samples of all ranks; give parameters that any of them has a gradient of one of zeros."""
+    used = [float(parameter.grad is not None) for parameter in trained]
+    counters = tensor_on(trained[0].device, [float(samples), *used], torch.float64)
+    runtime.sum_(counters, {"counters": len(counters)})
+    if not all(used):
+        # Only a rank that lacks a gradient asks whether another has it: that costs a synchronisation.
+        for parameter, users in zip(trained, counters[1:].tolist(), strict=True):
+            if parameter.grad is None and users:
+                parameter.grad = torch.zeros_like(parameter)
+    return counters[0]
+
+
+def _by_owner(trained: Iterable[nn.Parameter], stacks: Sequence[Stack], ranks: int) -> list[OwnedGradients]:
+    """Return who sums which gradients, for each device and dtype, in the order of the parameters.
+
+    Args:
+        trained: Trained parameters of the model.
+        stacks: Its covered layers, each with one worker.
+        ranks: P.
+    """
+    workers: dict[int, list[tuple[slice | None, int]]] = {}
+    for stack in stacks:
+        for member in stack.members:
+            for slot in member.layer.slots:
+                workers.setdefault(id(slot.parameter), []).append((slot.rows, stack.role.server))
+    found: dict[tuple[torch.device, torch.dtype], OwnedGradients] = {}
+    for parameter in trained:
+        kind = parameter.device, parameter.dtype
+        group = found.setdefault(kind, OwnedGradients([[] for _ in range(ranks)], []))
+        known, end = workers.get(id(parameter)), 0
+        if known is None:
+            group.uncovered.append(Part(parameter))
+            continue
+        for rows, worker in sorted(known, key=lambda part: 0 if part[0] is None else part[0].start):
+            if rows is not None and rows.start > end:  # of another layer, which is left to the optimizer
+                group.uncovered.append(Part(parameter, slice(end, rows.start)))
+            group.covered[worker].append(Part(parameter, rows))
+            end = len(parameter) if rows is None else rows.stop
+        if end < len(parameter):
+            group.uncovered.append(Part(parameter, slice(end, len(parameter))))
+    return list(found.values())
+
+
+def _write(parts: Sequence[Part], summed: Tensor) -> None:
+    """Write sums into the gradients of some parts; what no rank has a gradient of has none here either."""
+    if not parts:
+        return
+    values = unflatten(summed, [part.values for part in parts])
+    pairs = [
+        (gradient, value) for part, value in zip(parts, values, strict=True) if (gradient := part.gradient) is not None
+    ]
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(list(targets), list(sources))

@@ -1,0 +1,283 @@
+"""What makes gradients those of the mean loss: scales, and with ``gradients="reduce"`` the average over the ranks."""
+
+# No postponed annotations here: DistributedDataParallel inspects those of its communication hook.
+from collections.abc import Iterable
+from copy import copy
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from natgrad.capture.reductions import Reductions
+from natgrad.distributed import Runtime, flatten, unflatten
+from natgrad.errors import NatgradError, require
+from natgrad.linalg import tensor_on
+from natgrad.preconditioner.gradients.owners import OwnedGradients, reduce_to_workers
+from natgrad.preconditioner.structure import Structure
+
+# The weight of a rank that has seen no samples: no matter beside one that has.
+_UNSEEN = 2.0**-60
+
+
+class Scaling:
+    """How the user's loss is scaled: by its reduction, over backward passes, over ranks and by a ``GradScaler``.
+
+    Attributes:
+        counts: Whether the samples of every step have to be counted.
+        of_sum: Where the loss is a sum for some layers and a mean for others: what the gradients of the former are to
+            be multiplied by, beside the scale of the latter. None: the reduction is the same for all.
+    """
+
+    def __init__(
+        self,
+        reductions: Reductions,
+        layers: Iterable[str],
+        *,
+        accumulation: str,
+        reduces: bool,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        """Wrap the arguments of `natgrad.Preconditioner` of these names, and take the names of its `layers`.
+
+        Raises:
+            ValueError: if natgrad is to reduce gradients of which some are those of a sum and others of a mean.
+        """
+        layers = list(layers)
+        self._mixed = reductions.is_mapping and reductions.mixes_sum(layers)
+        self._summed = not self._mixed and reductions.of(layers[0] if layers else "") == "sum"
+        self._divided = accumulation == "mean"
+        allowed = "'averaged', where reduction is 'sum' for some layers and not for others"
+        require(not (self._mixed and reduces), "gradients", "reduce", allowed)
+        self._reduces, self._scaler = reduces, scaler
+        self._scaled: Tensor | None = None  # how many ranks had not unscaled in the last step
+        self.of_sum: float | Tensor | None = None
+        self.counts = self._summed or self._mixed or reduces or not self._divided
+
+    def unscaled(self) -> "Scaling":
+        """Return the same without a ``GradScaler``."""
+        twin = copy(self)
+        twin._scaler = None
+        return twin
+
+    @property
+    def skips(self) -> bool:
+        """Whether steps of the optimizer may be left out."""
+        return self._scaler is not None and self._scaler.is_enabled()
+
+    def weight(self, samples: int) -> float | None:
+        """Return what a rank's loss counts in their mean, whose gradients are reduced; None: they are summed."""
+        if not self._reduces:
+            return 1.0
+        return None if self._summed else float(samples)
+
+    def describe(self) -> str:
+        """Return in words what has to be the same on all ranks."""
+        return f"accumulation={'mean' if self._divided else 'sum'!r}, {'a' if self.skips else 'no'} GradScaler"
+
+    def check(self, *, differentiated: bool) -> None:
+        """Check that the gradients carry the scale of the loss no more.
+
+        Args:
+            differentiated: Whether this rank has had a backward pass since the last step.
+
+        Raises:
+            NatgradError: if ``unscale_`` was not called since the last update of the scaler; on all ranks, if one
+                without a backward pass has not called it in the last step.
+        """
+        if self._scaler is None or not self.skips:
+            return
+        if differentiated and not self._unscaled:
+            raise NatgradError("the gradients are scaled: call scaler.unscale_(optimizer) before preconditioner.step()")
+        self._check_all()
+
+    @property
+    def _unscaled(self) -> bool:
+        assert self._scaler is not None
+        return any(state["stage"].name == "UNSCALED" for state in self._scaler._per_optimizer_states.values())
+
+    def _check_all(self) -> None:
+        scaled, self._scaled = self._scaled, None
+        if scaled is not None and scaled > 0:
+            raise NatgradError(
+                "a rank without a backward pass has not called scaler.unscale_(optimizer) before the step, and would "
+                "unscale the gradients that it gets from the others: call it on every rank"
+            )
+
+    def spoilt(self, runtime: Runtime, device: torch.device) -> Tensor | None:
+        """Return whether the scaler skips this step, for a gradient that is not finite on any rank; None: it cannot.
+
+        What the scaler has found here becomes what all ranks have found: where natgrad reduces, each has seen the
+        gradients of its own samples alone, and would skip the step alone. A rank that had none to look at has found
+        nothing, and the scaler would end there.
+
+        Args:
+            runtime: The ranks.
+            device: Where the answer is to be.
+
+        Raises:
+            NatgradError: on all ranks, if one has not called ``unscale_``; on accelerators, which would have to wait
+                for the answer, the next `check` raises it.
+        """
+        if self._scaler is None or not self.skips:
+            return None
+        states = [state for state in self._scaler._per_optimizer_states.values() if state["stage"].name == "UNSCALED"]
+        scaled = self._reduces and runtime.ranks > 1 and not states
+        said = tensor_on(device, [0.0, float(scaled)], torch.float32)
+        for state in states:
+            for flag in state["found_inf_per_device"].values():
+                said[0] += flag.to(device)
+        if runtime.ranks > 1:
+            runtime.sum_(said, {"counters": 2})
+        found = (said[0] > 0).float()
+        for state in states:
+            flags = state["found_inf_per_device"]
+            for flag in flags.values():
+                flag.copy_(found)
+            if not flags:
+                flags[device] = found.clone()
+        self._scaled = said[1]
+        if device.type == "cpu":
+            self._check_all()
+        return said[0] > 0
+
+    def of_captured(self, backwards: int) -> float | Tensor:
+        """Return what makes captured gradients those of per-sample losses, beside the batch size.
+
+        Args:
+            backwards: The backward passes of this rank since the last step.
+        """
+        gain = float(max(1, backwards)) if self._divided else 1.0
+        return gain / self.of_loss
+
+    @property
+    def of_loss(self) -> float | Tensor:
+        """The scale that the scaler gives the loss of this step."""
+        scale: Tensor | None = getattr(self._scaler, "_scale", None)
+        return 1.0 if scale is None else scale
+
+    def of_gradients(
+        self, model: nn.Module, structure: Structure, runtime: Runtime, samples: int, backwards: int
+    ) -> tuple[float | Tensor, list[OwnedGradients]]:
+        """Reduce ``.grad`` if that is ours to do, and return what makes it the gradient of the mean loss.
+
+        Args:
+            model: The model.
+            structure: What of it is preconditioned, and where.
+            runtime: The ranks.
+            samples: This rank's samples (token losses: positions) of the step.
+            backwards: Its backward passes since the last step.
+
+        Returns:
+            What makes it so; and where only the workers of the layers have the reduced gradients, all of these.
+        """
+        scale: float | Tensor = 1.0
+        owned: list[OwnedGradients] = []
+        device = structure.stacks[0].device if structure.stacks else None
+        dtype = structure.stacks[0].work_dtype if structure.stacks else torch.float32
+        passes = self._passes(model, runtime, backwards, device, dtype)
+        if self._reduces and structure.plan.columns == runtime.ranks > 1:
+            scale, owned = reduce_to_workers(model, structure.stacks, runtime, samples, summed=self._summed)
+        elif self._reduces:
+            scale = reduce_gradients(model, runtime, samples, summed=self._summed)
+        elif (self._summed or self._mixed) and device is not None:
+            total = tensor_on(device, [float(samples)], torch.float32)
+            runtime.sum_(total, {"counters": 1})
+            exact = total[0].to(dtype)  # of float32 models float32, of float64 ones float64
+            scale = runtime.ranks / exact.clamp(min=1)  # what DDP has averaged is a sum over P
+        if self._mixed:
+            self.of_sum = scale * passes
+            return 1.0 if self._divided else 1 / passes, owned
+        if self._summed:
+            return scale * passes if self._divided else scale, owned
+        return scale if self._divided else scale / passes, owned
+
+    def _passes(
+        self, model: nn.Module, runtime: Runtime, backwards: int, device: torch.device | None, dtype: torch.dtype
+    ) -> float | Tensor:
+        """Return the backward passes of a rank, on average over those that had any, if they decide on the scale.
+
+        The clip reads it: ranks that differ in it would part for good. Where natgrad reduces, what a rank adds is first
+        made that of so many passes.
+        """
+        own = float(max(1, backwards))
+        if runtime.ranks == 1 or device is None or (not self._mixed and self._summed != self._divided):
+            return own
+        counted = tensor_on(device, [float(backwards), float(backwards > 0)], torch.float32)
+        runtime.sum_(counted, {"counters": 2})
+        # In their dtype: a third of float32 would be all that float64 gradients are scaled to.
+        total, users = counted.to(dtype).unbind()
+        passes = (total / users.clamp(min=1)).clamp(min=1)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        if self._reduces and gradients:
+            torch._foreach_mul_(gradients, own / passes if self._summed else passes / own)
+        return passes
+
+
+def reduce_gradients(model: nn.Module, runtime: Runtime, samples: int, *, summed: bool) -> float | Tensor:
+    """Make every ``.grad`` of `model` that of the loss over all ranks' samples.
+
+    Args:
+        model: The model; all its trained parameters take part, preconditioned or not.
+        runtime: The ranks.
+        samples: This rank's samples (token losses: positions) of the step.
+        summed: Whether the loss sums over samples; otherwise it is a mean.
+
+    Returns:
+        What makes the result the gradient of the mean loss: 1 for a mean loss, 1 / (all samples) for a sum.
+    """
+    if runtime.ranks == 1:
+        return 1.0 / max(1, samples) if summed else 1.0
+    groups: dict[torch.device, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups.setdefault(parameter.device, []).append(parameter)
+    scale: float | Tensor = 1.0
+    # Where no rank has seen any (derivatives with a graph, uncovered models), all weigh alike.
+    weight = 1.0 if summed else float(samples) or _UNSEEN
+    for device, parameters in groups.items():
+        used = [float(parameter.grad is not None) for parameter in parameters]
+        pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+        message = flatten([*pieces, tensor_on(device, [*used, float(samples) if summed else weight], dtype)])
+        counters = len(used) + 1
+        message[:-counters].mul_(weight)
+        runtime.sum_(message, {"gradients": message.numel() - counters, "counters": counters})
+        if summed:
+            scale = 1.0 / message[-1].clamp(min=1)
+        else:
+            message[:-counters].div_(message[-1])
+        _spread(message, parameters, pieces, all(used))
+    return scale
+
+
+def _spread(message: Tensor, parameters: list[nn.Parameter], pieces: list[Tensor], complete: bool) -> None:
+    reduced = unflatten(message[: sum(piece.numel() for piece in pieces)], pieces)
+    if not complete:
+        # Only a rank that lacks a gradient asks whether another has it: that costs a synchronisation.
+        counters = message[-len(parameters) - 1 : -1].tolist()
+        for parameter, piece, users in zip(parameters, pieces, counters, strict=True):
+            if parameter.grad is None and users > 0:
+                parameter.grad = piece
+    torch._foreach_copy_(pieces, reduced)
+
+
+def take_over_reduction(model: nn.Module) -> None:
+    """Stop ``DistributedDataParallel`` from averaging gradients, so that they travel once.
+
+    Raises:
+        ValueError: if `model` has a communication hook of the user's already.
+    """
+    if isinstance(model, DistributedDataParallel):
+        try:
+            model.register_comm_hook(None, _leave_alone)
+        except RuntimeError as error:
+            raise ValueError(
+                f"gradients='reduce' is not allowed: the model has a communication hook: {error}"
+            ) from None
+
+
+def _leave_alone(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future

@@ -1,0 +1,248 @@
+"""Gradients between the ranks: rows of sharded ones to the workers, preconditioned ones to the others of their row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from natgrad.distributed import Plan, Runtime
+from natgrad.distributed.collect import collect_rows
+from natgrad.distributed.shards import Holders, Piece, held_rows, is_sharded, pairs
+from natgrad.layers import Slot
+from natgrad.linalg import tensor_on
+from natgrad.preconditioner.gradients.owners import OwnedGradients
+from natgrad.preconditioner.gradients.stacked import Entry, Gradients, Share
+from natgrad.preconditioner.guard.guard import Watch
+from natgrad.state.blocks import Member
+
+
+@dataclass
+class _Bucket:
+    """Gradients of one device and dtype, which travel together.
+
+    Attributes:
+        entries: Those of layers, each of which one rank of a row has preconditioned.
+        uncovered: Those of no layer, of which each rank has summed a piece.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    uncovered: list[OwnedGradients] = field(default_factory=list)
+
+
+def share(
+    gradients: Gradients,
+    plan: Plan[str],
+    runtime: Runtime,
+    watch: Watch,
+    uncovered: Sequence[OwnedGradients] = (),
+    scalars: Sequence[float] = (),
+) -> Tensor | None:
+    """Give every rank the preconditioned gradients of all layers, or the rows of them that it holds.
+
+    Each worker gives the others of its row, bit for bit as it has them, every block's V and ⟨V, W⟩, and of every layer
+    what has served it and how long it has been in trouble, so that all ranks decide alike.
+
+    Args:
+        gradients: Of all layers on every rank, preconditioned where this rank is a worker.
+        plan: Who works for what.
+        runtime: The ranks.
+        watch: Counts the trouble of all layers.
+        uncovered: Reduced gradients that no worker takes; then every layer has one worker.
+        scalars: Numbers of this rank, as many as others have, which travel in the first bucket.
+
+    Returns:
+        The scalars summed over the row, the same on all its ranks; None: there were none.
+    """
+    buckets: dict[tuple[torch.device, torch.dtype], _Bucket] = {}
+    for group in uncovered:
+        buckets.setdefault((group.device, group.dtype), _Bucket()).uncovered.append(group)
+    for entry in gradients.entries:
+        buckets.setdefault((entry.stack.device, entry.stack.work_dtype), _Bucket()).entries.append(entry)
+    holders, row, total = Holders(runtime), plan.row(runtime.rank), None
+    runtime.subgroup(row)
+    for (device, dtype), bucket in buckets.items():
+        numbers = tensor_on(device, list(scalars), dtype)
+        slots = (slot for entry in bucket.entries for member in entry.members for slot in member.layer.slots)
+        if any(is_sharded(slot.parameter) for slot in slots):
+            arrived = _share_rows(bucket, numbers, row, runtime, holders, watch)
+        else:
+            arrived = _share_whole(bucket, numbers, row, runtime, watch)
+        if len(numbers):
+            total, scalars = torch.stack(arrived).sum(0), ()
+    return total
+
+
+def _share_whole(bucket: _Bucket, scalars: Tensor, row: Sequence[int], runtime: Runtime, watch: Watch) -> list[Tensor]:
+    """Share whole gradients; return the scalars of each rank of the row."""
+    entries = {rank: [entry for entry in bucket.entries if entry.stack.role.server == rank] for rank in row}
+    own = entries[runtime.rank]
+    empty = scalars.new_empty(0)
+    values = [
+        *(entry.V.reshape(-1) for entry in own),
+        *(group.piece for group in bucket.uncovered if group.piece is not None),
+    ]
+    counters = [scalars, *(_counters(entry, watch) for entry in own)]
+    sizes = {rank: [_numel(entry) for entry in entries[rank]] for rank in row}
+    pieces = {rank: [group.pieces[rank] for group in bucket.uncovered] for rank in row}
+    counts = {rank: [len(scalars), *(_counter_count(entry) for entry in entries[rank])] for rank in row}
+    totals = [(sum(sizes[rank]) + sum(pieces[rank]), sum(counts[rank])) for rank in row]
+    shared = runtime.share_from_owners(
+        (torch.cat([empty, *values]), torch.cat(counters)), totals, "gradients", ranks=row
+    )
+    arrived, summed = [], []
+    for rank, (their_values, their_counters) in zip(row, shared, strict=True):
+        vectors = their_values.split([*sizes[rank], *pieces[rank]])
+        numbers = their_counters.split(counts[rank])
+        arrived.append(numbers[0])
+        summed.append(vectors[len(sizes[rank]) :])
+        for entry, vector, told in zip(entries[rank], vectors, numbers[1:], strict=False):
+            if rank != runtime.rank:
+                entry.V = vector.view(entry.stack.size, entry.stack.outputs, entry.stack.inputs)
+            _hear(entry, told, watch)
+    for group, own_pieces in zip(bucket.uncovered, zip(*summed, strict=True), strict=True):
+        group.write_uncovered(own_pieces)
+    return arrived
+
+
+def _share_rows(
+    bucket: _Bucket, scalars: Tensor, row: Sequence[int], runtime: Runtime, holders: Holders, watch: Watch
+) -> list[Tensor]:
+    """Give each rank of the row the rows that it holds (FSDP2); return the scalars of each."""
+    me, entries = runtime.rank, bucket.entries
+    own = [entry for entry in entries if entry.stack.role.works]
+    told = [_counters(entry, watch) for entry in own]
+    for entry in own:
+        entry.clear_(~entry.inner.isfinite())  # who gets some rows cannot tell whose block they are
+    counters = torch.cat([scalars, *told])
+    outgoing = [
+        torch.cat([counters, *(value for entry in own for value in _values(entry, holders, rank))])
+        if rank != me
+        else scalars[:0]
+        for rank in row
+    ]
+    sizes: dict[int, list[int]] = {rank: [] if rank == me else [len(scalars)] for rank in row}
+    theirs: dict[int, list[Entry]] = {rank: [] for rank in row}
+    for entry in entries:
+        server = entry.stack.role.server
+        if server != me:
+            theirs[server].append(entry)
+    for rank in row:
+        sizes[rank] += [_counter_count(entry) for entry in theirs[rank]]
+        sizes[rank] += [size for entry in theirs[rank] for size in _value_sizes(entry, holders, me)]
+    counted = len(counters) * (len(row) - 1)
+    runtime.count({"gradients": sum(map(len, outgoing)) - counted, "counters": counted}, counters.element_size())
+    received = runtime.redistribute(outgoing, [sum(sizes[rank]) for rank in row], ranks=row)
+    arrived = []
+    for rank, message in zip(row, received, strict=True):
+        if rank == me:
+            arrived.append(scalars)
+            continue
+        vectors = message.split(sizes[rank])
+        arrived.append(vectors[0])
+        values = iter(vectors[1 + len(theirs[rank]) :])
+        for entry, numbers in zip(theirs[rank], vectors[1:], strict=False):
+            shares = _shares(entry, holders, me)
+            if shares:
+                entry.shares = [Share(slot, rows, member.start, next(values)) for member, slot, rows in shares]
+            else:
+                entry.V = next(values).view(entry.stack.size, entry.stack.outputs, entry.stack.inputs)
+            _hear(entry, numbers, watch)
+    for entry, numbers in zip(own, told, strict=True):
+        _hear(entry, numbers, watch)
+    return arrived
+
+
+def _shares(entry: Entry, holders: Holders, rank: int) -> list[tuple[Member, Slot, range]]:
+    """Return which rows of the parameters of a stack `rank` holds; none: all of them, for no parameter is sharded."""
+    slots = [(member, slot) for member in entry.members for slot in member.layer.slots]
+    if not any(is_sharded(slot.parameter) for _, slot in slots):
+        return []
+    return [(member, slot, holders.rows(slot, rank)) for member, slot in slots]
+
+
+def _values(entry: Entry, holders: Holders, rank: int) -> list[Tensor]:
+    """Return what `rank` is to get of V, as vectors."""
+    shares = _shares(entry, holders, rank)
+    values = [entry.V.new_empty(_row_numel(slot, rows)) for _, slot, rows in shares]
+    targets, sources = [], []
+    for (member, slot, rows), value in zip(shares, values, strict=True):
+        blocks = entry.V[member.blocks, :, slot.columns]
+        for part, place in pairs(member.layer, slot, slot.parameter.shape, [(rows.start, value)], blocks):
+            targets.append(part)
+            sources.append(place)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    return values if shares else [entry.V.reshape(-1)]
+
+
+def _value_sizes(entry: Entry, holders: Holders, rank: int) -> list[int]:
+    shares = _shares(entry, holders, rank)
+    return [_row_numel(slot, rows) for _, slot, rows in shares] if shares else [_numel(entry)]
+
+
+def _numel(entry: Entry) -> int:
+    return entry.stack.size * entry.stack.outputs * entry.stack.inputs
+
+
+def _row_numel(slot: Slot, rows: range) -> int:
+    return len(rows) * math.prod(slot.parameter.shape[1:])
+
+
+def _counter_count(entry: Entry) -> int:
+    stack = entry.stack
+    return stack.size + 2 * len(stack.members) + (0 if stack.decisions is None else stack.decisions.message_size)
+
+
+def _counters(entry: Entry, watch: Watch) -> Tensor:
+    stack, like = entry.stack, entry.inner
+    ready = entry.told()
+    if isinstance(ready, bool):
+        ready = like.new_full((len(stack.members),), float(ready))
+    verdicts = [] if stack.decisions is None or not stack.decisions.is_sent else [stack.decisions.message(like)]
+    return torch.cat([like, ready, watch.trouble(stack).to(like), *verdicts])
+
+
+def _hear(entry: Entry, counters: Tensor, watch: Watch) -> None:
+    """Read what a worker has told, also where it is this rank: what is decided by it is then alike on all of them."""
+    stack, layers = entry.stack, len(entry.stack.members)
+    told = stack.size + 2 * layers
+    entry.inner, ready, trouble, verdicts = counters.split([stack.size, layers, layers, len(counters) - told])
+    if stack.decisions is not None:
+        stack.decisions.received = verdicts if len(verdicts) else None
+    repeats = tensor_on(stack.device, entry.blocks)
+    entry.ready = ready.repeat_interleave(repeats, output_size=stack.size)
+    watch.heard(stack, trouble.repeat_interleave(repeats, output_size=stack.size))
+
+
+def collect(gradients: Gradients, runtime: Runtime) -> dict[int, list[Piece]]:
+    """Give each worker all rows of the sharded gradients that it preconditions; nobody else gets them.
+
+    The rows come from the ranks that hold them of the worker's own copy of the model: of S ranks that share it (under
+    HSDP those of one replica, otherwise all) each sends a worker 1 / S of a layer's gradient, and itself nothing.
+
+    Args:
+        gradients: Of all layers on every rank.
+        runtime: The ranks.
+
+    Returns:
+        What `natgrad.preconditioner.gradients.stacked.Entry.solve` takes: the rows by the parameter's ``id``.
+    """
+    wanted = [
+        (slot, entry.stack.role.seat.workers)
+        for entry in gradients.entries
+        for member in entry.members
+        for slot in member.layer.slots
+    ]
+    return collect_rows(wanted, _gradient, runtime, "gradients")
+
+
+def _gradient(slot: Slot, rows: range) -> Tensor:
+    """Return rows of the gradient, zeros where there is none, as all ranks expect them: in the parameter's dtype."""
+    values, parameter = held_rows(slot, rows), slot.parameter
+    if values is None:
+        return torch.zeros(len(rows), *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+    return values.to(parameter.dtype)

@@ -1,0 +1,250 @@
+"""What becomes of a gradient whose curvature has failed: fresh, last good, diagonal, plain with a grafted norm.
+
+A step takes each block from the highest rung that its renewals allow. Where the preconditioned gradient V is not finite
+though the gradient W is, or ⟨V, W⟩ is not above 0, as positive definite curvature makes it, the block goes down in the
+same step, and stays down until its next good renewal. A W that is not finite itself gives no update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import tensor_on
+from natgrad.linalg.joined import joined, parted, write_
+from natgrad.preconditioner.guard.guard import Guard
+from natgrad.state.blocks import Member, Stack
+from natgrad.state.rungs import Rung
+
+# The weight of the old in the running average of ‖V‖, which has a sample for each renewal of factors.
+_DECAY = 0.9
+
+# Where looking makes the host wait, it looks once in so many steps.
+_PATIENCE = 32
+
+# From so many elements on, a CPU's inner products are quickest one by one.
+_LONG = 8192
+
+
+@dataclass(frozen=True)
+class Case:
+    """The gradients of some layers in one step.
+
+    Attributes:
+        stack: Their stack.
+        members: The layers.
+        places: Their blocks in the stack; None: all of it.
+        W: Their gradients ``[N, o, i]``.
+        V: What curvature makes of them; W where there is none.
+    """
+
+    stack: Stack
+    members: list[Member]
+    places: list[int] | None
+    W: Tensor
+    V: Tensor
+
+    @property
+    def blocks(self) -> slice | Tensor:
+        """Return the places as an index."""
+        return slice(None) if self.places is None else tensor_on(self.W.device, self.places)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step makes of some gradients.
+
+    Attributes:
+        V: Preconditioned ``[N, o, i]``.
+        inner: ⟨V, W⟩ ``[N]``; not finite where W is not.
+        rungs: The `Rung` of each block's layer ``[N]``; True: all `FRESH`, False: all `PLAIN`.
+        plain: Whether any of them may be `PLAIN`.
+    """
+
+    V: Tensor
+    inner: Tensor
+    rungs: bool | Tensor
+    plain: bool = True
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The ladder in one step.
+
+    Attributes:
+        guard: What the user allows.
+        measures: Whether ‖V‖ is to be remembered: in steps that renew factors, beside which it costs nothing.
+        spoilt: Whether the optimizer leaves this step out, a lazy bool; None: it does not.
+        step: Completed steps.
+    """
+
+    guard: Guard
+    measures: bool = False
+    spoilt: Tensor | None = None
+    step: int = 0
+
+    def descend(self, cases: Sequence[Case], damping: float) -> list[Outcome]:
+        """Replace what is not sound among the preconditioned gradients of some layers.
+
+        Args:
+            cases: The gradients.
+            damping: γ.
+        """
+        outcomes: dict[int, Outcome] = {}
+        alike: dict[object, list[tuple[int, Case, list[int] | bool]]] = {}
+        for index, case in enumerate(cases):
+            start = self._start(case.stack, case.members)
+            if start is False or not self.guard.ladder:
+                ready = (
+                    start
+                    if isinstance(start, bool)
+                    else tensor_on(case.W.device, [min(rung, 1) for rung in start], case.W.dtype)
+                )
+                outcomes[index] = Outcome(case.V, dots(case.V, case.W), ready, plain=ready is not True)
+            else:
+                key = case.W.device, case.W.dtype, case.stack.curvature.positive_definite
+                alike.setdefault(key, []).append((index, case, start))
+        for group in alike.values():
+            indices, members, starts = zip(*group, strict=True)
+            outcomes |= zip(indices, self._replace(members, starts, damping), strict=True)
+        return [outcomes[index] for index in range(len(cases))]
+
+    def _replace(self, cases: Sequence[Case], starts: Sequence[list[int] | bool], damping: float) -> list[Outcome]:
+        """Return the outcomes of cases of one device, dtype and definiteness, whose masks are worked on as one vector.
+
+        Args:
+            cases: The gradients.
+            starts: For each the rungs of its blocks as its renewals allow, not all `PLAIN`; True: all `FRESH`.
+            damping: γ.
+        """
+        waits = _waits(cases[0].W.device)
+        states, places = [case.stack.rungs for case in cases], [case.blocks for case in cases]
+        for case in cases:
+            case.stack.rungs.suspected = self._suspects(case.stack, eager=not waits)
+        inners = [dots(case.V, case.W) for case in cases]
+        inner, square = joined(inners), joined([dots(case.W, case.W) for case in cases])
+        levels = joined([_levels(start, own) for start, own in zip(starts, inners, strict=True)])
+        finite = square < math.inf
+        natural = finite & ((levels == Rung.FRESH) | (levels == Rung.STALE))
+        known = [(own.allocate_sunk(inner.device), blocks) for own, blocks in zip(states, places, strict=True)]
+        invalid = joined([sunk[blocks] for sunk, blocks in known])
+        invalid = invalid | (natural & ~_is_sound(inner, square, definite=cases[0].stack.curvature.positive_definite))
+        write_(known, invalid)
+        if self.measures:
+            self._measure(cases, natural & ~invalid)
+        lost = (natural & invalid) | (finite & (levels == Rung.DIAGONAL))
+        # The diagonal is made where the host knows that it is needed: it may look at once where that does not wait.
+        lacking = waits or bool(lost.any())
+        if not lacking and all(start is True for start in starts):
+            products = parted(inner, inners)
+            return [Outcome(case.V, own, True, plain=False) for case, own in zip(cases, products, strict=True)]
+        outcomes = []
+        split = (parted(vector, inners) for vector in (inner, square, lost, levels))
+        for case, start, product, norms, gone, level in zip(cases, starts, *split, strict=True):
+            V, served, rungs = case.V, product, level
+            if lacking:
+                failing = case.stack.rungs.suspected or (not isinstance(start, bool) and Rung.DIAGONAL in start)
+                other, own, lower = self._fallback(case, norms, damping, diagonal=failing or not waits)
+                V = torch.where(gone[:, None, None], other, V)
+                served, rungs = torch.where(gone, own, product), torch.where(gone, lower, level)
+            outcomes.append(Outcome(V, served, _worst(rungs, case.members), plain=start is not True))
+        return outcomes
+
+    def _start(self, stack: Stack, members: list[Member]) -> bool | list[int]:
+        """Return the rung that each block begins on, as its renewals allow; True: all `FRESH`, False: all `PLAIN`."""
+        behind, patience = stack.rungs.behind, self.guard.patience
+        ready = [stack.ready[stack.members.index(member)] for member in members]
+        if not any(behind) and (all(ready) or not any(ready)):
+            return all(ready)
+        rungs: list[int] = []
+        for member, complete in zip(members, ready, strict=True):
+            own = behind[member.blocks]
+            if not complete:
+                tried = any(own) and self.guard.ladder
+                rungs += [Rung.DIAGONAL if tried else Rung.PLAIN] * len(own)
+                continue
+            allowed = math.inf if patience is None else patience
+            rungs += [Rung.FRESH if not n else Rung.STALE if n <= allowed else Rung.DIAGONAL for n in own]
+        return rungs if any(rungs) else False
+
+    def _suspects(self, stack: Stack, *, eager: bool) -> bool:
+        """Tell whether the host knows of any block that has failed."""
+        sunk = stack.rungs.sunk
+        if sunk is None:
+            return False
+        return bool(sunk.any()) if eager or self.step % _PATIENCE == 0 else stack.rungs.suspected
+
+    def _fallback(self, case: Case, square: Tensor, damping: float, *, diagonal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return V, ⟨V, W⟩ and rungs of the two lowest: the diagonal where it can and `diagonal` asks."""
+        stack, blocks, W = case.stack, case.blocks, case.W
+        scale = _graft(stack.rungs.allocate_norm(W)[blocks], square)
+        V, inner, rungs = W * scale[:, None, None], square * scale, torch.full_like(square, Rung.GRAFTED)
+        D = stack.diagonal(blocks, damping) if diagonal else None
+        if D is None:
+            return V, inner, rungs
+        upper = W / D
+        own = dots(upper, W)
+        fine = (own >= 0) & (own < math.inf)
+        V = torch.where(fine[:, None, None], upper, V)
+        return V, torch.where(fine, own, inner), torch.where(fine, float(Rung.DIAGONAL), rungs)
+
+    def _measure(self, cases: Sequence[Case], natural: Tensor) -> None:
+        """Remember the norms of preconditioned gradients, of the blocks that are `natural` ``[N]``."""
+        norms = [(case.stack.rungs.allocate_norm(case.V), case.blocks) for case in cases]
+        seen = joined([torch.linalg.vector_norm(case.V, dim=(1, 2)) for case in cases])
+        before = joined([known[blocks] for known, blocks in norms])
+        after = torch.where(before > 0, torch.lerp(seen, before, _DECAY), seen)
+        counts = natural & (seen > 0) & (seen < math.inf)
+        if self.spoilt is not None:
+            counts = counts & ~self.spoilt.to(seen.device)
+        write_(norms, torch.where(counts, after, before))
+
+
+def _is_sound(inner: Tensor, square: Tensor, *, definite: bool) -> Tensor:
+    """Tell which preconditioned gradients may be used, by ⟨V, W⟩ and ‖W‖² ``[N]``."""
+    if not definite:
+        return inner.isfinite()
+    nothing = (inner == 0) & (square < torch.finfo(square.dtype).tiny ** 0.5)  # no gradient, or next to none
+    sound: Tensor = (inner > 0) & (inner < math.inf) | nothing
+    return sound
+
+
+def _levels(start: list[int] | bool, inner: Tensor) -> Tensor:
+    """Return the rung ``[N]`` that each block begins on; True: all `FRESH`."""
+    if isinstance(start, bool):
+        return torch.full_like(inner, Rung.FRESH)
+    return tensor_on(inner.device, start, inner.dtype)
+
+
+def _graft(norm: Tensor, square: Tensor) -> Tensor:
+    """Return what gives gradients of the squared norms `square` the norms that V has had lately, where it has any."""
+    return torch.where((norm > 0) & (square > 0), norm / square.sqrt(), 1)
+
+
+def dots(X: Tensor, Y: Tensor) -> Tensor:
+    """Return the inner product of each block ``[N]`` of two tensors ``[N, o, i]``."""
+    X, Y = X.flatten(1), Y.flatten(1)
+    if X.device.type != "cpu":
+        return torch.bmm(X[:, None, :], Y[:, :, None])[:, 0, 0]
+    if X.shape[1] < _LONG or not len(X):
+        products: Tensor = torch.linalg.vecdot(X, Y)
+        return products
+    return torch.stack(list(map(torch.dot, X, Y)))  # MKL's batched product takes 5 to 8 times as long
+
+
+def _waits(device: torch.device) -> bool:
+    """Tell whether the host has to wait for a number to look at it."""
+    return device.type != "cpu"
+
+
+def _worst(rungs: Tensor, members: list[Member]) -> Tensor:
+    """Return for each block ``[N]`` the lowest rung of its layer, which stands for all of the layer."""
+    counts = [member.stop - member.start for member in members]
+    if len(counts) == len(rungs):
+        return rungs
+    worst = torch.stack([own.amax() for own in rungs.split(counts)])
+    return worst.repeat_interleave(tensor_on(rungs.device, counts), output_size=len(rungs))

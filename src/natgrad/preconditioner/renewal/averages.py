@@ -1,0 +1,152 @@
+"""Sums that arrived become running averages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from natgrad.capture.sums import Arrived, Departed, Sums
+from natgrad.linalg.joined import joined, parted, together, write_
+from natgrad.preconditioner.guard.guard import Trouble, Watch
+from natgrad.specs import Statistic
+from natgrad.state.kept import along, diagonals
+from natgrad.state.rungs import Rungs
+
+
+def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
+    """Add what arrived to the running averages: E ← d E + (1 - d) fresh (Pauloski 2022, eq. 14 and 15).
+
+    Blocks that nobody saw, and those whose sums are not finite, stay as they are; all of them in a spoilt step.
+
+    Args:
+        sums: The sums over all ranks.
+        watch: Counts what was skipped.
+        seed: Of the rounding to narrow dtypes; the same on all ranks, another at each step.
+
+    Returns:
+        Whether any block was renewed (a lazy bool), or None if there are no blocks.
+    """
+    renewed: Tensor | None = None
+    for pieces in together(sums.arrived(), _place, _nbytes):
+        samples = [piece.samples for piece in pieces]
+        seen, finite = joined(samples) > 0, _finite(pieces)
+        told = seen if sums.spoilt is None else seen & ~sums.spoilt.to(seen.device)
+        fine = told & finite
+        _average(pieces, parted(fine, samples), sums, seed)
+        Rungs.saw([(piece.stack.rungs, piece.blocks) for piece in pieces], fine, told & ~finite)
+        bad = parted(seen & ~finite, samples)
+        watch.saw_factors([Trouble(one.stack, one.blocks, own) for one, own in zip(pieces, bad, strict=True)])
+        renewed = fine.any() if renewed is None else renewed | fine.any().to(renewed.device)
+    return renewed
+
+
+def _place(piece: Arrived) -> tuple[torch.device, object]:
+    return piece.samples.device, (piece.samples.dtype, piece.stack.curvature.factor_decay, len(_specs(piece)))
+
+
+def _nbytes(piece: Arrived) -> int:
+    return 2 * sum(own.nbytes for own in piece.sums.values())  # with what is made of the averages
+
+
+def _specs(piece: Arrived) -> list[Statistic]:
+    return [spec for spec in piece.stack.statistics if spec.name in piece.sums]
+
+
+def _finite(pieces: Sequence[Arrived]) -> Tensor:
+    """Tell of which blocks, end to end, all sums are finite, in pieces with as many statistics."""
+    # No entry of a sum of x xᵀ exceeds its diagonal (Cauchy-Schwarz), so the diagonal tells of all.
+    traces = [[diagonals(piece.sums[spec.name], spec).sum(1) for spec in _specs(piece)] for piece in pieces]
+    every = joined([own for column in zip(*traces, strict=True) for own in column])
+    return (every.abs() < torch.inf).view(len(traces[0]), -1).all(0)
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What becomes of one running average ``[n, ...]``: ``decay`` times it, and a `share` ``[n]`` of what is fresh."""
+
+    piece: Arrived
+    spec: Statistic
+    fresh: Tensor
+    decay: float
+    share: Tensor
+    fine: Tensor
+
+    @property
+    def average(self) -> Tensor:
+        """The running average, in the dtype of sums: a view where it is kept so."""
+        stack = self.piece.stack
+        return stack.averages.read(self.spec.name, self.piece.blocks).to(stack.dtype)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether it is kept in a dtype too narrow to be renewed in."""
+        return self.piece.stack.averages.narrow(self.spec.name)
+
+    def write(self, average: Tensor, seed: int) -> None:
+        """Keep an average that is no view."""
+        generator = torch.Generator(average.device).manual_seed(seed)
+        self.piece.stack.averages.write(self.spec.name, self.piece.blocks, average, generator)
+
+
+def _average(pieces: Sequence[Arrived], fine: Sequence[Tensor], sums: Sums | Departed, seed: int) -> None:
+    """Renew the averages of pieces alike, and their bias corrections, of the blocks that are `fine`."""
+    decay = pieces[0].stack.curvature.factor_decay
+    shares: dict[tuple[str, float], list[Tensor]] = {}
+    updates: list[_Update] = []
+    for index, (piece, own) in enumerate(zip(pieces, fine, strict=True)):
+        stack, blocks, restarting = piece.stack, piece.blocks, piece.stack.restarting
+        stack.allocate_averages()
+        stack.note(blocks, own)
+        past = stack.outlived(sums.turns[id(stack)], blocks) if restarting else None
+        for spec in _specs(piece):
+            fresh = piece.sums[spec.name]
+            if past is not None and spec.name in restarting:
+                # Summed over what was made before the last renewal, of which the new average is none.
+                fresh = torch.where(along(past, fresh.ndim - 1), 0, fresh)
+            old = decay if spec.decayed else 0.0
+            if (spec.per, old) not in shares:
+                counts = [one.samples if spec.per == "sample" else one.rows for one in pieces]
+                shares[spec.per, old] = parted((1 - old) / joined(counts).clamp(min=1), counts)
+            updates.append(_Update(piece, spec, fresh, old, shares[spec.per, old][index], own))
+    _blend(updates, seed)
+    _correct(pieces, fine, decay)
+
+
+def _blend(updates: Sequence[_Update], seed: int) -> None:
+    """Renew running averages in place; what is not fine, and anything may be fresh there, stays as it is."""
+    joint = [own for own in updates if own.fine.device.type != "cpu" and not own.narrow]
+    averages = [own.average for own in joint]
+    aged = torch._foreach_mul(averages, [own.decay for own in joint]) if joint else []
+    for own, average, other in zip(joint, averages, aged, strict=True):
+        _settle(own, average, other)
+    for own in updates:
+        if own.narrow or own.fine.device.type == "cpu":
+            average = own.average
+            if own.fine.device.type == "cpu" and bool(own.fine.all()):
+                average.mul_(own.decay).addcmul_(own.fresh, along(own.share, own.fresh.ndim - 1))
+            else:
+                _settle(own, average, average * own.decay)
+            if own.narrow:
+                own.write(average, seed)
+
+
+def _settle(own: _Update, average: Tensor, aged: Tensor) -> None:
+    """Write what is fresh beside what has `aged` into an average, where it is fine."""
+    aged.addcmul_(own.fresh, along(own.share, own.fresh.ndim - 1))
+    torch.where(along(own.fine, own.fresh.ndim - 1), aged, average, out=average)
+
+
+def _correct(pieces: Sequence[Arrived], fine: Sequence[Tensor], decay: float) -> None:
+    """Renew the bias corrections of running averages."""
+    places: list[tuple[Tensor, slice | Tensor]] = []
+    which = []
+    for piece, own in zip(pieces, fine, strict=True):
+        weights = (piece.stack.weight_of(spec.name) for spec in _specs(piece))
+        for weight in {id(weight): weight for weight in weights if weight is not None}.values():
+            places.append((weight, piece.blocks))
+            which.append(own)
+    before = joined([weight[blocks] for weight, blocks in places])
+    write_(places, torch.where(joined(which), decay * before + (1 - decay), before))

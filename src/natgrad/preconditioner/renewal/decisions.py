@@ -1,0 +1,359 @@
+"""What is known of each layer where decompositions are due: measured numbers, decisions, and what rules remember."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isnan, nan, prod
+from typing import TYPE_CHECKING, get_args
+
+import torch
+from torch import Tensor
+
+from natgrad.curvature import Curvature
+from natgrad.curvature.base import input_statistics, statistics_of
+from natgrad.distributed import Plan
+from natgrad.errors import require
+from natgrad.refresh import Candidate, RefreshRule
+from natgrad.refresh.rule import By, Measure, Verdict
+from natgrad.state.blocks import Member, Stack
+from natgrad.state.kept import Kept, packed_shape, spec_dtype
+from natgrad.state.measures import Unit, measurable, measured, units
+
+if TYPE_CHECKING:
+    from natgrad.layers import Layer
+
+# The last decision on a layer, as it is kept and sent; 0: there was none.
+RENEWED, KEPT, STOPPED, WAITING = 1.0, 2.0, 3.0, 4.0
+_WORDS = {KEPT: "kept", STOPPED: "stopped", WAITING: "waiting"}
+
+# The names of what is kept, among the tensors of a layer in checkpoints.
+_NUMBERS, _PREFIX = "rule", "last "
+# The numbers (remembered, decision, measured without damping) of a layer on which nothing was decided, and of one
+# whose decomposition has yet to succeed.
+_NOTHING, _AGAIN = (nan, 0.0, nan), (nan, RENEWED, nan)
+
+
+def check_use(rule: RefreshRule, covered: Collection[tuple[Layer, Curvature]]) -> None:
+    """Check that a rule is of use for some layer when training begins.
+
+    Args:
+        rule: The rule.
+        covered: The layers with their curvatures.
+
+    Raises:
+        ValueError: if it is of none, naming the rule.
+    """
+    if rule.separate:
+        fits = "one for both sides: it has nothing that is of the inputs alone"
+        usable = any(input_statistics(curvature, statistics_of(curvature, layer)) for layer, curvature in covered)
+        require(usable or not covered, "refresh", rule, fits)
+    if rule.criterion is not None:
+        measure = rule.criterion.measure
+        fits = f"one whose rule can measure some layer: none has a {measure} here"
+        usable = any(measurable(curvature, measure) for _, curvature in covered)
+        require(usable or not covered, "refresh", rule, fits)
+
+
+# --- Decisions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LayerDecision:
+    """The decision on one layer, and what it is made of.
+
+    Attributes:
+        stack: Its stack.
+        member: Its place there.
+        index: Its number there.
+        state: What is kept of the stack's layers.
+        units: What of it is decided on separately.
+        values: What was measured of these.
+        undamped: What was measured of the whole layer, of the statistics alone.
+        parts: The names of the parts to renew.
+        change: The largest change of its units.
+        outcome: The decision.
+    """
+
+    stack: Stack
+    member: Member
+    index: int
+    state: DecisionState
+    units: Sequence[Unit] = ()
+    values: Sequence[float] = ()
+    undamped: float = nan
+    parts: frozenset[str] = field(default=frozenset())
+    change: float = nan
+    outcome: float = KEPT
+
+    @property
+    def key(self) -> str:
+        """The key of the layer in the state."""
+        return self.member.layer.key
+
+    @property
+    def begins(self) -> bool:
+        """Whether there is nothing to go on with: it was never renewed as a whole, or that was found unusable."""
+        rungs = self.stack.rungs
+        sunk = rungs.suspected and rungs.sunk is not None and bool(rungs.sunk[self.member.blocks].any())
+        return not self.stack.ready[self.index] or sunk
+
+    @property
+    def value(self) -> float:
+        """The largest of the measured values; nan if any is."""
+        return nan if any(map(isnan, self.values)) else max(self.values)
+
+    @property
+    def share(self) -> float:
+        """The share of the work of a renewal that is to be done."""
+        return self.share_of(self.parts)
+
+    def share_of(self, parts: Collection[str]) -> float:
+        """Return the share of the work of a renewal that some parts make up."""
+        costs = {task.name: task.cost for task in self.stack.tasks}
+        return sum(costs[name] for name in parts) / (sum(costs.values()) or 1.0)
+
+    @property
+    def kept_parts(self) -> set[tuple[str, str]]:
+        """The parts that stay as they are, by the key of the layer and their names."""
+        return {(self.key, task.name) for task in self.stack.tasks if task.name not in self.parts}
+
+    def apply(self, verdicts: Sequence[Verdict]) -> None:
+        """Take the verdicts on the units: the layer is renewed where any is, and stopped where all are."""
+        due = [unit.parts for unit, verdict in zip(self.units, verdicts, strict=True) if verdict == "renew"]
+        self.parts = frozenset().union(*due)
+        # Where nothing was captured since the last decision, it is not known whether the layer has settled.
+        has_news = self.undamped != self.state.undamped(self.index)
+        stops = has_news and all(verdict == "stop" for verdict in verdicts)
+        self.outcome = RENEWED if self.parts else STOPPED if stops else KEPT
+
+    def begin_renewal(self) -> None:
+        """Note that the parts are renewed, of the statistics as they are now."""
+        read = (unit.statistics for unit in self.units if unit.parts <= self.parts)
+        self.state.begin_renewal(self.index, frozenset().union(*read))
+
+
+def layer_decisions(stacks: Sequence[Stack], keys: Collection[str] | None = None) -> Iterator[LayerDecision]:
+    """Yield the layers of some `keys` that this rank works for; None: all layers."""
+    for stack in stacks:
+        if stack.decisions is None or (keys is not None and not stack.role.works):
+            continue
+        for index, member in enumerate(stack.members):
+            if keys is None or member.layer.key in keys:
+                yield LayerDecision(stack, member, index, stack.decisions)
+
+
+def measure_all(layers: Sequence[LayerDecision], measure: Measure, by: By, damping: float) -> None:
+    """Measure layers, with one transfer for each device; those that cannot be measured have nan."""
+    units_of_stack = {id(layer.stack): units(layer.stack, by) for layer in layers}
+    stacks = {id(layer.stack): layer.stack for layer in layers if measurable(layer.stack.curvature, measure)}
+    found: dict[torch.device, list[tuple[Stack, Tensor]]] = {}
+    for stack in stacks.values() if measure != "nothing" else ():
+        if stack.weight is not None and (stack.held or measure != "basis"):
+            found.setdefault(stack.device, []).append((stack, measured(stack, measure, by)))
+    values: dict[int, list[list[float]]] = {}
+    for pairs in found.values():
+        numbers = iter(torch.cat([tensor.double().flatten() for _, tensor in pairs]).tolist())
+        for stack, tensor in pairs:
+            values[id(stack)] = [[next(numbers) for _ in stack.members] for _ in tensor]
+    damped = damping if measure == "trace" else 0.0
+    for layer in layers:
+        layer.units = units_of_stack[id(layer.stack)]
+        rows = values.get(id(layer.stack))
+        layer.values = [nan] * len(layer.units) if rows is None else [row[layer.index] for row in rows]
+        layer.undamped = layer.value
+        trace = damped * layer.stack.factor * layer.stack.parameters(layer.member)
+        layer.values = [value + trace for value in layer.values]
+
+
+def decide_all(layers: Sequence[LayerDecision], criterion: RefreshRule, plan: Plan[str], step: int) -> None:
+    """Have a rule decide on measured layers; those that have nothing to go on with are renewed in any case.
+
+    Raises:
+        ValueError: if the rule returns something that is not a verdict on each candidate.
+    """
+    position = {key: index for index, key in enumerate(plan.weights)}
+    candidates: list[Candidate] = []
+    undecided: list[LayerDecision] = []
+    for layer in sorted(layers, key=lambda layer: position[layer.key]):
+        last = layer.state.last(layer.index)
+        changes = [criterion.change(value, last) for value in layer.values]
+        layer.change = max(changes)
+        if layer.begins:
+            layer.apply(["renew"] * len(layer.units))
+            continue
+        undecided.append(layer)
+        name, index = layer.member.layer.name, position[layer.key]
+        for unit, value, change in zip(layer.units, layer.values, changes, strict=True):
+            work = plan.weights[layer.key] * layer.share_of(unit.parts)
+            candidates.append(Candidate(name, index, unit.statistics, step, value, last, change, work))
+    verdicts = list(criterion.decide(candidates)) if candidates else []
+    _check_verdicts(verdicts, candidates, criterion)
+    remaining = iter(verdicts)
+    for layer in undecided:
+        layer.apply([next(remaining) for _ in layer.units])
+
+
+def _check_verdicts(verdicts: Sequence[object], candidates: Sequence[Candidate], criterion: RefreshRule) -> None:
+    allowed = [word for word in get_args(Verdict) if criterion.stops or word != "stop"]
+    fits = len(verdicts) == len(candidates) and all(verdict in allowed for verdict in verdicts)
+    words = f"one of {', '.join(map(repr, allowed))} for each of {len(candidates)} candidates"
+    require(fits, f"{type(criterion).__name__}.decide()", verdicts, words + " ('stop' only where the rule `stops`)")
+
+
+class DecisionState:
+    """For each layer of a stack the last decision, and what the next measurement is compared with.
+
+    Attributes:
+        is_sent: Whether the workers of the layers send the others what they have decided in this step.
+        received: What the workers have sent ``[3 M]``, on the device; None: nothing.
+        last_averages: The statistics that the last renewal was made of, packed; empty where the rule compares none.
+        in_progress: The numbers of the layers whose renewal was begun and has not ended.
+    """
+
+    def __init__(self, stack: Stack, *, compares_averages: bool) -> None:
+        """Begin with nothing; no tensor is made on a device.
+
+        Args:
+            stack: The stack.
+            compares_averages: Whether statistics are to be compared with those of the last renewal.
+        """
+        self._stack, self._compares_averages = stack, compares_averages
+        self._numbers = torch.tensor([_NOTHING] * len(stack.members), dtype=torch.float64, device="cpu")
+        self.is_sent = False
+        self.received: Tensor | None = None
+        self.last_averages = Kept()
+        self.in_progress: set[int] = set()
+
+    def fresh(self) -> DecisionState:
+        """Return the state of the same stack before any decision."""
+        return DecisionState(self._stack, compares_averages=self._compares_averages)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The statistics that renewals read."""
+        read = {name for task in self._stack.tasks for name in task.reads}
+        return tuple(spec.name for spec in self._stack.statistics if spec.name in read)
+
+    def last(self, index: int) -> float | None:
+        """Return what the rule remembers of a layer; None: nothing."""
+        value = float(self._numbers[index, 0])
+        return None if isnan(value) else value
+
+    def undamped(self, index: int) -> float:
+        """Return what was measured of a layer's statistics alone at the last decision; nan: nothing."""
+        return float(self._numbers[index, 2])
+
+    def outcome(self, index: int) -> float:
+        """Return the last decision on a layer; 0: there was none."""
+        return float(self._numbers[index, 1])
+
+    def describe(self, layer: Layer) -> str:
+        """Return a word for the last decision on a layer; empty where it was renewed, or nothing was decided."""
+        index = next(index for index, member in enumerate(self._stack.members) if member.layer is layer)
+        return _WORDS.get(self.outcome(index), "")
+
+    @property
+    def bytes_per_block(self) -> int:
+        """What is kept for one block beside numbers."""
+        if not (self._compares_averages and self._stack.role.works):
+            return 0
+        specs = [spec for spec in self._stack.statistics if spec.name in self.names]
+        dtype = self._stack.work_dtype
+        return sum(prod(packed_shape(spec)) * spec_dtype(spec, dtype).itemsize for spec in specs)
+
+    def note(self, index: int, last: float | None, outcome: float, undamped: float) -> None:
+        """Keep the numbers of a decision on a layer."""
+        self._set(index, (nan if last is None else last, outcome, undamped))
+
+    # --- Between ranks --------------------------------------------------------------------------------------------
+
+    @property
+    def message_size(self) -> int:
+        """The number of elements that workers send in this step: 3 M where there was a decision, else 0."""
+        return self._numbers.numel() if self.is_sent else 0
+
+    def message(self, like: Tensor) -> Tensor:
+        """Return what a worker sends the others ``[3 M]``, with the dtype and device of `like`."""
+        return self._numbers.flatten().to(like)
+
+    def apply_received(self) -> None:
+        """Take over what a worker has sent, unless this rank is one; this waits for the device."""
+        if self.received is not None and not self._stack.role.works:
+            self._numbers.copy_(self.received.to("cpu", torch.float64).view(-1, 3))
+        self.is_sent, self.received = False, None
+
+    # --- Renewals -------------------------------------------------------------------------------------------------
+
+    def begin_renewal(self, index: int, statistics: Collection[str]) -> None:
+        """Note that a layer is renewed from some of its `statistics` as they are now."""
+        self.in_progress.add(index)
+        if self._compares_averages:
+            blocks, names = self._stack.members[index].blocks, tuple(name for name in self.names if name in statistics)
+            for name, average in self._stack.snapshot(blocks, names).items():
+                self._allocate().write(name, blocks, average)
+
+    def end_renewal(self, index: int, *, failed: bool) -> None:
+        """Note how a renewal has ended; one that has `failed` is repeated at the next decision."""
+        self.in_progress.discard(index)
+        if failed:
+            self._forget(index, _AGAIN)
+
+    def _forget(self, index: int, numbers: tuple[float, ...]) -> None:
+        """Drop what the next measurement would be compared with: by any measure the layer has then changed."""
+        self.in_progress.discard(index)
+        self._set(index, numbers)
+        for name in self.last_averages:
+            self.last_averages[name][self._stack.members[index].blocks] = 0
+
+    def _set(self, index: int, numbers: tuple[float, ...]) -> None:
+        self._numbers[index] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Move what is kept."""
+        if self.last_averages:
+            self.last_averages = self.last_averages.to(dtype, device)
+
+    def _allocate(self) -> Kept:
+        if not self.last_averages:
+            specs = [spec for spec in self._stack.statistics if spec.name in self.names]
+            self.last_averages = Kept(specs, self._stack.size, self._stack.work_dtype, self._stack.device, pack=True)
+        return self.last_averages
+
+    # --- Checkpoints ----------------------------------------------------------------------------------------------
+
+    def state(self, member: Member) -> dict[str, Tensor]:
+        """Return what is kept of a layer, by the names that it has among the tensors of a checkpoint."""
+        n, index = member.stop - member.start, self._stack.members.index(member)
+        tensors = {_NUMBERS: self._numbers[index].expand(n, -1)}
+        if self._compares_averages and self._stack.role.works:
+            averages = self._allocate()
+            tensors |= {f"{_PREFIX}{name}": averages.whole(name, member.blocks) for name in averages}
+        if index not in self.in_progress:
+            return tensors
+        # A checkpoint leaves renewals in progress out: a training that resumes begins them anew.
+        blank = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        return {**blank, _NUMBERS: torch.tensor(_AGAIN, dtype=torch.float64, device="cpu").expand(n, -1)}
+
+    def shapes(self, member: Member) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors of `state`."""
+        n = member.stop - member.start
+        shapes: dict[str, tuple[int, ...]] = {_NUMBERS: (n, 3)}
+        if self._compares_averages and self._stack.role.works:
+            specs = (replace(spec, name=f"{_PREFIX}{spec.name}") for spec in self._stack.statistics)
+            wanted = {f"{_PREFIX}{name}" for name in self.names}
+            shapes |= {spec.name: (n, *spec.shape) for spec in specs if spec.name in wanted}
+        return shapes
+
+    def restore(self, member: Member, given: Mapping[str, Tensor]) -> None:
+        """Restore what `state` returned; begin anew where the checkpoint was written without this rule."""
+        index = self._stack.members.index(member)
+        if not all(name in given for name in self.shapes(member)):
+            self._forget(index, _NOTHING)
+            return
+        self.in_progress.discard(index)
+        self._numbers[index] = given[_NUMBERS][0].to(self._numbers)
+        if self._compares_averages and self._stack.role.works:
+            averages = self._allocate()
+            for name in averages:
+                averages.write_whole(name, member.blocks, given[f"{_PREFIX}{name}"].to(self._stack.device))

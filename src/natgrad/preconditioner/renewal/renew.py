@@ -1,0 +1,339 @@
+"""Running averages become what a solve needs: each task on its owner, the results to all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from natgrad.curvature import Curvature
+from natgrad.distributed import Plan, Runtime, narrower
+from natgrad.errors import NatgradError
+from natgrad.linalg import tensor_on, triangle
+from natgrad.linalg.products import full_products
+from natgrad.preconditioner.guard.guard import Watch
+from natgrad.refresh.rule import READS, Reads, side_of
+from natgrad.specs import Task, TensorSpec
+from natgrad.state.blocks import Member, Stack
+from natgrad.state.kept import along, pack, packed_shape, unpack
+
+# Decompositions gain nothing from batching matrices beyond this many elements, and would hold them all at once.
+_BATCH = 2**18
+
+RAISED = -1.0
+
+
+@dataclass
+class Job:
+    """A task of some neighbouring blocks of a stack, all on one owner; None: on every worker.
+
+    Attributes:
+        done: What became of each block: above 0 where it succeeded.
+    """
+
+    owner: int | None
+    stack: Stack
+    task: Task
+    start: int
+    stop: int
+    done: dict[int, float] = field(default_factory=dict)
+
+    def numel(self, spec: TensorSpec) -> int:
+        """Return how many elements of a tensor that the task writes travel."""
+        return (self.stop - self.start) * prod(packed_shape(spec))
+
+    def read(self, spec: TensorSpec) -> Tensor:
+        """Return what is held of a tensor, as it travels ``[numel(spec)]``."""
+        held = self.stack.held.read(spec.name, slice(self.start, self.stop))
+        return pack(held, spec).reshape(-1)
+
+    def write(self, spec: TensorSpec, values: Tensor) -> None:
+        """Hold what has arrived of a tensor."""
+        whole = unpack(values.view(-1, *packed_shape(spec)), spec)
+        self.stack.held.write(spec.name, slice(self.start, self.stop), whole)
+
+    @property
+    def members(self) -> list[Member]:
+        """The layers."""
+        return [member for member in self.stack.members if self.start <= member.start < self.stop]
+
+    def pieces(self) -> Iterator[slice]:
+        """Yield the blocks that are decomposed together."""
+        whole = set(self.task.reads) - set(self.task.diagonal_of)
+        read = sum(spec.numel for spec in self.stack.statistics if spec.name in whole)
+        step = max(1, _BATCH // max(read, sum(spec.numel for spec in self.task.writes)))
+        good = self.stack.good[self.task.name]
+        start = self.start
+        for stop in range(self.start + 1, self.stop + 1):
+            # Blocks whose last result it begins with are apart from those that have none.
+            ends = stop == self.stop or stop - start == step
+            if ends or (self.task.needs_previous and good[stop] != good[start]):
+                yield slice(start, stop)
+                start = stop
+
+    def run(self, damping: float) -> list[float]:
+        """Do the work into what is held, and return what became of each block; those that fail keep what they had."""
+        started = perf_counter()
+        for blocks in self.pieces():
+            self._renew(blocks, damping * self.stack.factor)
+        self.stack.charge(self.members, perf_counter() - started)
+        return self.success
+
+    def _renew(self, blocks: slice, damping: float) -> None:
+        stack, task = self.stack, self.task
+        averages = stack.corrected(blocks, task.reads, task.diagonal_of)
+        with full_products(stack.device):
+            written, fine = compute(stack.curvature, task, averages, damping, stack.previous(task, blocks))
+        flags = self.keep(blocks, written, fine)
+        self.done.update(zip(range(blocks.start, blocks.stop), map(float, flags), strict=True))
+
+    @property
+    def success(self) -> list[float]:
+        """What became of each block, once all are done."""
+        return [self.done[block] for block in range(self.start, self.stop)]
+
+    def keep(self, blocks: slice, written: Mapping[str, Tensor], fine: Tensor) -> list[bool]:
+        """Write what was made of some blocks into what is held where it is `fine`, and return these flags."""
+        held, flags = self.stack.held, [bool(flag) for flag in fine.tolist()]
+        for spec in self.task.writes:
+            before, fresh = held.read(spec.name, blocks), written[spec.name]
+            if not all(flags):
+                fresh = torch.where(along(fine, len(spec.shape)), fresh, before)
+            held.write(spec.name, blocks, fresh)
+            if spec.symmetric:
+                # The others get the lower triangle alone, and all are to have the same to the last bit.
+                triangle.mirror_(held[spec.name][blocks])
+        return flags
+
+
+def compute(
+    curvature: Curvature,
+    task: Task,
+    averages: Mapping[str, Tensor],
+    damping: float,
+    previous: Mapping[str, Tensor] | None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return what `Curvature.compute` does; of a task that writes nothing, nothing, and that each block succeeded.
+
+    Raises:
+        NatgradError: if a tensor that the task writes is missing or of another shape.
+    """
+    if not task.writes:
+        first = next(iter(averages.values()))
+        return {}, torch.ones(len(first), dtype=torch.bool, device=first.device)
+    written, fine = curvature.compute(task.name, averages, damping, previous)
+    for spec in task.writes:
+        wanted, found = (len(fine), *spec.shape), written[spec.name].shape if spec.name in written else "nothing"
+        if found != wanted:
+            call = f"compute({task.name!r}) of {curvature!r}"
+            raise NatgradError(f"{call} has returned {found} as {spec.name!r}, not a tensor of {wanted}")
+    return written, fine
+
+
+def observed(stacks: list[Stack]) -> set[str]:
+    """Return the keys of the layers with statistics; this waits for the device."""
+    known = [stack for stack in stacks if stack.weight is not None]
+    weights = [torch.stack(stack.weights).amin(0) for stack in known]
+    seen = iter(torch.cat([weight.to(weights[0]) for weight in weights]).tolist() if weights else [])
+    blocks = [(stack, [next(seen) > 0 for _ in range(stack.size)]) for stack in known]
+    return {member.layer.key for stack, own in blocks for member in stack.members if all(own[member.blocks])}
+
+
+def renew(
+    stacks: list[Stack],
+    plan: Plan[str],
+    runtime: Runtime,
+    keys: Collection[str],
+    kept: Collection[tuple[str, str]],
+    damping: float,
+    watch: Watch,
+    wire: torch.dtype | None = None,
+    *,
+    reads: Collection[Reads] = READS,
+    replayed: bool = False,
+) -> bool:
+    """Do the tasks of some layers, each on its owner, and exchange the results among the workers.
+
+    Args:
+        stacks: All stacks.
+        plan: The owner of each task.
+        runtime: The ranks.
+        keys: The layers, which have statistics; the same on every worker of theirs.
+        kept: The tasks that stay as they are, by the keys of their layers and their own names.
+        damping: γ of this renewal.
+        watch: Counts what failed.
+        wire: The dtype in which matrices travel, if narrower than that in which they are held.
+        reads: To do those tasks alone that read statistics of the inputs, of gradients, or of both.
+        replayed: Whether to do those tasks alone that go on with what a replay has shown.
+
+    Returns:
+        Whether there was anything to do.
+    """
+    jobs = jobs_of(stacks, plan, keys, kept=kept, reads=reads, replayed=replayed)
+    success: list[list[float]] = []
+    for job in jobs:
+        job.stack.allocate_held()
+        mine = job.owner in (None, runtime.rank)
+        success.append(job.run(damping) if mine else [0.0] * (job.stop - job.start))
+    conclude(jobs, success, plan.column(runtime.rank), runtime, watch, wire)
+    return bool(jobs)
+
+
+def conclude(
+    jobs: list[Job],
+    success: list[list[float]],
+    workers: Sequence[int],
+    runtime: Runtime,
+    watch: Watch,
+    wire: torch.dtype | None,
+) -> list[Job]:
+    """End a renewal: exchange what its jobs have made, and note for what there is curvature now.
+
+    Args:
+        jobs: The jobs, the same on all `workers`.
+        success: For each block of each job above 0 where it succeeded, `RAISED` where its owner was stopped by another
+            error than that of a decomposition; read where the job is this rank's.
+        workers: The ranks that exchange.
+        runtime: The ranks.
+        watch: Counts what failed.
+        wire: That of `renew`.
+
+    Returns:
+        The jobs that were stopped by an error.
+    """
+    if len(workers) > 1:
+        success = _exchange(jobs, success, workers, runtime, wire)
+    for job, numbers in zip(jobs, success, strict=True):
+        flags = [number > 0 for number in numbers]
+        job.stack.renewed(job.task.name, job.start, flags)
+        job.stack.restart(job.task, job.start, flags)
+        watch.saw_decompositions(job.stack, job.task.name, job.start, flags)
+    for stack in {id(job.stack): job.stack for job in jobs}.values():
+        stack.rungs.conclude(block for job in jobs if job.stack is stack for block in range(job.start, job.stop))
+    return [job for job, numbers in zip(jobs, success, strict=True) if RAISED in numbers]
+
+
+def jobs_of(
+    stacks: list[Stack],
+    plan: Plan[str],
+    keys: Collection[str],
+    *,
+    kept: Collection[tuple[str, str]] = (),
+    reads: Collection[Reads] = READS,
+    replayed: bool = False,
+) -> list[Job]:
+    """Return the jobs of the layers that this rank works for: neighbouring layers of one owner together.
+
+    Of tasks that replays go on with, a renewal does those that have never been done, and a replay the others.
+    """
+    jobs: list[Job] = []
+    for stack in stacks:
+        if not stack.role.works or stack.curvature.rows:
+            continue
+        for task in stack.tasks:
+            if side_of(task.reads, stack.input_statistics) not in reads:
+                continue
+            for member in stack.members:
+                begun = task.after_replay and all(stack.good[task.name][member.blocks])
+                due = member.layer.key in keys and (member.layer.key, task.name) not in kept
+                if due and begun == replayed:
+                    owner = plan.seats[member.layer.key].owners[task.name]
+                    _append(jobs, Job(owner, stack, task, member.start, member.stop))
+    return jobs
+
+
+def _append(jobs: list[Job], job: Job) -> None:
+    """Append `job`, or lengthen the last one by it where they are neighbours."""
+    last = jobs[-1] if jobs else None
+    if last and (last.owner, last.stack, last.task, last.stop) == (job.owner, job.stack, job.task, job.start):
+        last.stop = job.stop
+    else:
+        jobs.append(job)
+
+
+@dataclass
+class _Bucket:
+    """Results of one device and dtypes: those of each owner end to end, with whether each block succeeded.
+
+    Attributes:
+        device: Where they are.
+        dtype: The dtype of decompositions.
+        wire: The dtype in which matrices travel.
+        jobs: For each worker which jobs are its.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    wire: torch.dtype
+    jobs: list[list[int]]
+
+    def travels_narrow(self, spec: TensorSpec) -> bool:
+        """Tell whether a tensor is among what travels in the dtype of the wire; vectors never travel narrow."""
+        return self.wire == self.dtype or len(spec.shape) > 1
+
+
+def _exchange(
+    jobs: list[Job], success: list[list[float]], workers: Sequence[int], runtime: Runtime, wire: torch.dtype | None
+) -> list[list[float]]:
+    """Share each owner's results with all workers, and return whether each block of each job succeeded."""
+    result = list(success)
+    runtime.subgroup(workers)  # made by all ranks together, also by those whose workers have nothing to share yet
+    for bucket in _buckets(jobs, workers, wire):
+        empty = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+        sizes, outputs = [], []
+        for indices in bucket.jobs:
+            written = [(jobs[index], spec) for index in indices for spec in jobs[index].task.writes]
+            narrow = [output for output in written if bucket.travels_narrow(output[1])]
+            wide = [output for output in written if not bucket.travels_narrow(output[1])]
+            flags = sum(jobs[index].stop - jobs[index].start for index in indices)
+            sizes.append((sum(map(_numel, narrow)), sum(map(_numel, wide)) + flags))
+            outputs.append((narrow, wide))
+        place = workers.index(runtime.rank)
+        narrow, wide = outputs[place]
+        flags_now = [flag for index in bucket.jobs[place] for flag in success[index]]
+        values = torch.cat([empty, *(job.read(spec).to(bucket.dtype) for job, spec in narrow)])
+        counters = torch.cat(
+            [
+                *(job.read(spec).to(bucket.dtype) for job, spec in wide),
+                tensor_on(bucket.device, flags_now, bucket.dtype),
+            ]
+        )
+        shared = runtime.share_from_owners((values, counters), sizes, "inverses", ranks=workers, wire=bucket.wire)
+        for index, (numbers, (narrow, wide), indices) in enumerate(zip(shared, outputs, bucket.jobs, strict=True)):
+            if index == place and bucket.wire == bucket.dtype:
+                continue  # they have not changed
+            _write(narrow, numbers[0])
+            _write(wide, numbers[1])
+            told = iter(numbers[1][sum(map(_numel, wide)) :].tolist())
+            for job in indices:
+                result[job] = [next(told) for _ in success[job]]
+    return result
+
+
+def _numel(output: tuple[Job, TensorSpec]) -> int:
+    job, spec = output
+    return job.numel(spec)
+
+
+def _write(outputs: Sequence[tuple[Job, TensorSpec]], numbers: Tensor) -> None:
+    """Hold what has arrived of some tensors."""
+    sizes = list(map(_numel, outputs))
+    for (job, spec), values in zip(outputs, numbers[: sum(sizes)].split(sizes), strict=True):
+        job.write(spec, values)
+
+
+def _buckets(jobs: list[Job], workers: Sequence[int], wire: torch.dtype | None) -> list[_Bucket]:
+    found: dict[tuple[torch.device, torch.dtype, torch.dtype], _Bucket] = {}
+    for index, job in enumerate(jobs):
+        if job.owner is None:
+            continue
+        stack = job.stack
+        travels = narrower(wire, stack.held.dtype)
+        kind = stack.device, stack.work_dtype, narrower(travels, stack.work_dtype)
+        bucket = found.setdefault(kind, _Bucket(*kind, [[] for _ in workers]))
+        bucket.jobs[workers.index(job.owner)].append(index)
+    return list(found.values())

@@ -1,0 +1,303 @@
+"""When is what captured and decomposed: a refresh rule, asked with the counters and measurements of a preconditioner.
+
+Decisions come from counters and numbers that are the same on all ranks that act on them. Every worker of a layer
+measures it for itself, on averages that are the same to the last bit, and decides at once. The other ranks receive the
+decision in the same step, with the preconditioned gradients, and act on it in the next. The seconds of a rule with a
+cap differ between ranks: they are summed over the ranks with the statistics. The host waits for the device only where a
+rule measures layers at a step in which renewals are due.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from natgrad.distributed import Plan
+from natgrad.errors import NatgradWarning, require
+from natgrad.preconditioner.progress import Progress
+from natgrad.preconditioner.renewal.decisions import (
+    KEPT,
+    RENEWED,
+    STOPPED,
+    WAITING,
+    LayerDecision,
+    decide_all,
+    layer_decisions,
+    measure_all,
+)
+from natgrad.refresh import RefreshRule
+from natgrad.refresh.budget import Budget, PauseFilter, StepTimes
+from natgrad.refresh.rule import READS, SIDES, Reads, Side
+from natgrad.state.blocks import Stack
+
+_METRICS = {RENEWED: "layers_refreshed", KEPT: "layers_kept", STOPPED: "layers_stopped", WAITING: "layers_waiting"}
+
+
+class RefreshScheduler:
+    """Decides by a refresh rule which statistics are captured, and which layers are decomposed.
+
+    Attributes:
+        rule: The rule.
+        budget: The account of a rule with a cap; None: there is no cap.
+        stopped: The names of the layers that are not captured any more.
+        kept_parts: The parts that stay as they are, of the layers that `select_layers` has returned last: the keys of
+            the layers and the names of the parts.
+        now: Returns the time in seconds.
+    """
+
+    def __init__(self, rule: RefreshRule) -> None:
+        """Begin with no step seen."""
+        self.rule = rule
+        self.budget = None if rule.share is None else Budget(rule.share)
+        self.stopped: frozenset[str] = frozenset()
+        self.kept_parts: frozenset[tuple[str, str]] = frozenset()
+        self.now: Callable[[], float] = perf_counter
+        self._work_shares: dict[str, float] = {}  # by the keys of the layers being renewed: the share of all their work
+        self._pauses = PauseFilter()
+        self._unsent = StepTimes()  # of this rank
+        self._step_ended: float | None = None
+        self._spent = self._aside = 0.0  # by the end of the last step: all seconds, and those beside the steps
+        self._unread: list[Tensor] = []  # sums over the ranks, on the device
+        self._has_warned = False
+
+    # --- By counters ----------------------------------------------------------------------------------------------
+
+    def due_statistics(self, progress: Progress) -> frozenset[Side]:
+        """Return the sides whose statistics the coming step captures."""
+        step, last = progress.step, progress.captured
+        due = (side for side in SIDES if side not in last or self.rule.factors_due(step, last[side], side))
+        return frozenset(due) if self._may_spend(step) else frozenset()
+
+    def due_parts(self, progress: Progress) -> frozenset[Reads]:
+        """Return what the parts read that are to be renewed in this step: one side, the other, or both."""
+        step, last = progress.step, progress.renewed
+        due = (reads for reads in READS if reads not in last or self.rule.inverses_due(step, last[reads], reads))
+        return frozenset(due) if self._may_spend(step) else frozenset()
+
+    def _may_spend(self, step: int) -> bool:
+        return self.budget is None or step >= self.budget.resume
+
+    # --- Layer by layer -------------------------------------------------------------------------------------------
+
+    @property
+    def selects_layers(self) -> bool:
+        """Whether the rule decides on each layer."""
+        return self.rule.criterion is not None
+
+    def select_layers(
+        self, stacks: Sequence[Stack], plan: Plan[str], usable: set[str], damping: float, progress: Progress
+    ) -> set[str]:
+        """Decide on each layer; return the keys of those that this rank renews with its other workers.
+
+        Waits for the device where the rule measures layers.
+
+        Args:
+            stacks: All stacks.
+            plan: The workers.
+            usable: The keys of the layers that have statistics.
+            damping: γ.
+            progress: The step.
+
+        Raises:
+            ValueError: if the rule returns something that is not a verdict on each layer.
+        """
+        criterion = self.rule.criterion
+        if criterion is None:
+            return usable
+        assert criterion.measure is not None
+        layers = [
+            layer
+            for layer in layer_decisions(stacks, usable)
+            if layer.begins or layer.state.outcome(layer.index) != STOPPED
+        ]
+        measure_all(layers, criterion.measure, self.rule.by, damping)
+        decide_all(layers, criterion, plan, progress.step)
+        if self.budget is not None:
+            self._apply_cap(self.budget, layers, plan, progress.step)
+        for layer in layers:
+            last, renewed = layer.state.last(layer.index), layer.outcome == RENEWED
+            # A layer that waits is compared with the same number at the next decision: it has yet to be renewed.
+            if layer.outcome != WAITING:
+                last = criterion.remember(layer.value, last, renewed=renewed)
+            layer.state.note(layer.index, last, layer.outcome, layer.undamped)
+            if renewed:
+                layer.begin_renewal()
+        for stack in stacks:
+            if stack.decisions is not None:
+                stack.decisions.is_sent = True
+        chosen = {layer.key: layer for layer in layers if layer.outcome == RENEWED}
+        self.kept_parts = frozenset().union(*(layer.kept_parts for layer in chosen.values()))
+        self._work_shares = {key: layer.share for key, layer in chosen.items()}
+        return set(chosen)
+
+    def end_renewal(self, stacks: Sequence[Stack], plan: Plan[str], keys: Collection[str]) -> None:
+        """Note that renewing the layers of some `keys`, which `select_layers` has returned, has ended or failed."""
+        for layer in layer_decisions(stacks, keys):
+            work = self._work_shares.get(layer.key, 1.0) * plan.weights[layer.key]
+            self._unsent.work += work / len(plan.seats[layer.key].workers)
+            layer.state.end_renewal(layer.index, failed=any(layer.stack.rungs.behind[layer.member.blocks]))
+
+    def receive_decisions(self, stacks: Sequence[Stack]) -> None:
+        """Apply the decisions that each layer's workers have sent in this step, if any; waits for the device then."""
+        sent = [stack.decisions for stack in stacks if stack.decisions is not None and stack.decisions.is_sent]
+        for decisions in sent:
+            decisions.apply_received()
+        if sent:
+            self.find_stopped(stacks)
+
+    def find_stopped(self, stacks: Sequence[Stack]) -> None:
+        """Find the layers that are not captured any more."""
+        self.stopped = frozenset(
+            layer.member.layer.name for layer in layer_decisions(stacks) if layer.state.outcome(layer.index) == STOPPED
+        )
+
+    def _apply_cap(self, budget: Budget, layers: Sequence[LayerDecision], plan: Plan[str], step: int) -> None:
+        """Have those of the layers wait for which there is no time.
+
+        Where each layer has one worker, a rank knows the changes of its own layers alone: it has the part of the credit
+        that is the part of its layers in all work.
+        """
+        self._read_times()
+        due = [layer for layer in layers if layer.outcome == RENEWED and not layer.begins]
+        changes, work = [layer.change for layer in due], [layer.share * plan.weights[layer.key] for layer in due]
+        columns = {plan.home(layer.key) for layer in layers}
+        known = sum(weight for key, weight in plan.weights.items() if plan.home(key) in columns)
+        part = known / (sum(plan.weights.values()) or 1.0)
+        for layer, chosen in zip(due, budget.choose(changes, work, part), strict=True):
+            layer.outcome = RENEWED if chosen else WAITING
+        budget.settle(step + 1)
+        if budget.credit < 0 and budget.times.steps and budget.income <= 0 and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"natgrad: solves alone take more than share={budget.share} of the time; next to nothing is renewed",
+                NatgradWarning,
+                stacklevel=6,  # past `_update`, `update`, `step` and its decorator
+            )
+
+    # --- Seconds, of a rule with a cap ----------------------------------------------------------------------------
+
+    @contextmanager
+    def timed(self, kind: Literal["fixed", "renewing"], spent: Callable[[], float]) -> Iterator[None]:
+        """Count the seconds of preconditioning that pass meanwhile as some of a kind.
+
+        Args:
+            kind: The field of `StepTimes`.
+            spent: Returns all seconds of preconditioning so far.
+        """
+        before = spent() if self.budget is not None else 0.0
+        yield
+        if self.budget is not None:
+            setattr(self._unsent, kind, getattr(self._unsent, kind) + spent() - before)
+
+    def end_step(self, spent: float, aside: float = 0.0) -> None:
+        """Note that a step ends.
+
+        Of the first step the time outside preconditioning is not known: its cost counts, but it says nothing of what a
+        step takes. Seconds `aside` cost as much as if the steps had waited: more they cannot have cost them.
+
+        Args:
+            spent: The seconds of preconditioning so far.
+            aside: The seconds so far of a thread that worked while the steps went on.
+        """
+        if self.budget is None:
+            return
+        now, more, beside = self.now(), spent - self._spent, aside - self._aside
+        self._unsent.add([0.0, 0.0, beside, 0.0, beside, 0.0, beside])
+        if self._step_ended is None:
+            self._unsent.fixed = 0.0
+            self._unsent.add([0.0, more, more, 0.0, 0.0, 0.0, 0.0])
+        else:
+            rest = self._pauses.training_seconds(now - self._step_ended - more)
+            self._unsent.add([1.0, more + rest, more, 0.0, 0.0, 0.0, 0.0])
+        self._step_ended, self._spent, self._aside = now, spent, aside
+
+    def take_times(self, message: Literal["sums", "gradients"], plan: Plan[str]) -> list[float]:
+        """Return the seconds of this rank that are to be sent with a message, once; empty without a cap.
+
+        Args:
+            message: What they would travel with: preconditioned gradients where no sums go to all ranks.
+            plan: Says which that is.
+        """
+        scattered = plan.columns > 1 and not any(seat.sums == "all" for seat in plan.seats.values())
+        if self.budget is None or message != ("gradients" if scattered else "sums"):
+            return []
+        numbers, self._unsent = self._unsent.numbers(), StepTimes()
+        return numbers
+
+    def receive_times(self, times: Tensor | Sequence[float] | None) -> None:
+        """Take the seconds of all ranks, summed ``[7]``, where there are any."""
+        if isinstance(times, Tensor):
+            self._unread.append(times.clone())
+        elif times and self.budget is not None:
+            self.budget.times.add(times)
+
+    def _read_times(self) -> None:
+        """Add up what was received, in order: the same to the last bit on ranks that read earlier, for a checkpoint."""
+        if self._unread:
+            for times in torch.stack([tensor.to(self._unread[-1]) for tensor in self._unread]).tolist():
+                self.receive_times(times)
+            self._unread.clear()
+
+    # --- Metrics and checkpoints ----------------------------------------------------------------------------------
+
+    def metrics(self, stacks: Sequence[Stack]) -> dict[str, float | Tensor]:
+        """Return the number of layers with each decision, and the share of time; each only where the rule has it."""
+        found: dict[str, float | Tensor] = {}
+        if self.selects_layers:
+            outcomes = [layer.state.outcome(layer.index) for layer in layer_decisions(stacks)]
+            found |= {name: outcomes.count(code) for code, name in _METRICS.items()}
+        if self.budget is not None:
+            found["preconditioning_share"] = self.budget.taken
+        return found
+
+    def state_dict(self, progress: Progress) -> dict[str, Any]:
+        """Return what a training that resumes needs beside what is kept of each layer."""
+        state: dict[str, Any] = {}
+        if self.rule.separate:
+            state["captured"] = [progress.captured.get(side, -1) for side in SIDES]
+            state["renewed"] = [progress.renewed.get(reads, -1) for reads in READS]
+        if self.budget is not None:
+            self._read_times()
+            state["budget"] = self.budget.state_dict()
+        if remembered := self.rule.state_dict():
+            state["rule"] = remembered
+        return {"refresh": state} if state else {}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Check what `load_state_dict` reads; what another rule has left out may be missing.
+
+        Raises:
+            ValueError: if it is of another kind.
+        """
+        given = state.get("refresh", {})
+        require(isinstance(given, Mapping), "state['refresh']", type(given).__name__, "a dict")
+        for name, keys in (("captured", SIDES), ("renewed", READS)):
+            steps = given.get(name, [-1] * len(keys))
+            fits = isinstance(steps, Sequence) and len(steps) == len(keys) and all(type(step) is int for step in steps)
+            require(fits, f"state['refresh'][{name!r}]", steps, f"a whole number for each of {', '.join(keys)}")
+        require(isinstance(given.get("rule", {}), Mapping), "state['refresh']['rule']", given.get("rule"), "a dict")
+        budget, wanted = given.get("budget", {}), Budget(0.5).state_dict().keys()
+        fits = isinstance(budget, Mapping) and (not budget or budget.keys() >= wanted)
+        fits = fits and all(isinstance(number, (int, float)) for number in budget.values())
+        require(fits, "state['refresh']['budget']", budget, f"a number for each of {', '.join(wanted)}")
+
+    def load_state_dict(self, state: Mapping[str, Any], progress: Progress, stacks: Sequence[Stack]) -> None:
+        """Restore what `state_dict` returned and `check_state` has passed, after everything else is restored."""
+        given = state.get("refresh", {})
+        if self.rule.separate and {"captured", "renewed"} <= given.keys():
+            progress.captured = {side: step for side, step in zip(SIDES, given["captured"], strict=True) if step >= 0}
+            progress.renewed = {reads: step for reads, step in zip(READS, given["renewed"], strict=True) if step >= 0}
+        if self.budget is not None:
+            self.budget = Budget(self.budget.share)
+            self._unsent, self._step_ended, self._unread = StepTimes(), None, []
+            if "budget" in given:
+                self.budget.load_state_dict(given["budget"])
+        if "rule" in given:
+            self.rule.load_state_dict(given["rule"])
+        self.find_stopped(stacks)

@@ -1,0 +1,100 @@
+"""Which epochs are critical: those in which the gradient changes fast (Accordion, as in Mu 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.distributed import Runtime
+from natgrad.errors import require
+from natgrad.preconditioner.rows.stack import RowStack
+
+
+@dataclass
+class Epochs:
+    """What is known of the epochs so far.
+
+    Attributes:
+        epoch: How many were ended by `next_epoch`.
+        norms: ‖Δ‖ of the last two, Δ the gradient summed over an epoch, over all layers that ask for it.
+        rates: The learning rates at the last renewal of this epoch; empty before it.
+        before: Those at the last renewal of the epochs before.
+        decayed: Whether one has fallen to half or less in between.
+        used: Whether the last renewal was one of KID; None: there was none.
+    """
+
+    epoch: int = 0
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    before: list[float] = field(default_factory=list)
+    decayed: bool = False
+    used: bool | None = None
+
+    def see(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Read the learning rates, at a renewal."""
+        groups = [] if optimizer is None else optimizer.param_groups
+        self.rates = [float(group["lr"]) for group in groups if "lr" in group]
+        if len(self.rates) == len(self.before):
+            pairs = zip(self.rates, self.before, strict=True)
+            self.decayed = self.decayed or any(now <= then / 2 and then > 0 for now, then in pairs)
+
+    def critical(self, threshold: float) -> bool:
+        """Tell whether the gradients of this epoch change fast."""
+        if self.epoch < 2 or self.decayed or len(self.norms) < 2:
+            return True
+        older, newer = self.norms
+        # What is not finite tells of trouble, which the better method is for.
+        return not (isfinite(older) and isfinite(newer)) or abs(newer - older) >= threshold * older
+
+    def next(self, stacks: Sequence[RowStack], runtime: Runtime) -> None:
+        """End an epoch; collective, and the host waits for the norm.
+
+        Args:
+            stacks: Those that keep rows.
+            runtime: The ranks.
+        """
+        squares = [square for stack in stacks if (square := stack.end_epoch()) is not None]
+        if any(stack.switches for stack in stacks):
+            own = float(torch.stack([square.cpu() for square in squares]).sum()) if squares else 0.0
+            # Each of a layer's workers adds its share: all ranks go by the very same number.
+            workers = len(stacks[0].role.seat.workers)
+            total = runtime.totals([own / workers], "counters")[0]
+            self.norms = [*self.norms, total**0.5][-2:]
+        self.epoch += 1
+        self.before, self.rates, self.decayed = self.rates or self.before, [], False
+
+    def metrics(self, stacks: Sequence[RowStack]) -> dict[str, float | Tensor]:
+        """Return the epoch, the rows that stand for the batch where this rank works, and whether KID chose them."""
+        if not stacks:
+            return {}
+        return {"epoch": self.epoch, "rows": max(stack.rows for stack in stacks), "kid": float(bool(self.used))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all as plain numbers."""
+        return {**vars(self), "norms": list(self.norms), "rates": list(self.rates), "before": list(self.before)}
+
+    @classmethod
+    def loaded(cls, state: Any) -> Epochs:
+        """Return what `state_dict` was called on.
+
+        Raises:
+            ValueError: if `state` is not complete.
+        """
+        name, known = "state['epochs']", Epochs().state_dict()
+        fits = isinstance(state, Mapping) and state.keys() == known.keys()
+        require(fits, name, sorted(map(str, state)) if isinstance(state, Mapping) else state, f"a dict of {[*known]}")
+        for key, value in state.items():
+            numbers = isinstance(value, list) and all(isinstance(one, (int, float)) for one in value)
+            flag = isinstance(value, bool) or (key == "used" and value is None)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            fits, allowed = {int: (whole, "a whole number"), list: (numbers, "a list of numbers")}.get(
+                type(known[key]), (flag, "a flag")
+            )
+            require(fits, f"{name}[{key!r}]", value, allowed)
+        own: dict[str, Any] = {key: list(value) if isinstance(value, list) else value for key, value in state.items()}
+        return cls(**own)

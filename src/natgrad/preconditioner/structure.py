@@ -1,0 +1,185 @@
+"""The blocks of a model and the owners of their work; built anew when the model has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import replace
+from zlib import crc32
+
+from torch import nn
+
+from natgrad.curvature import Curvature
+from natgrad.curvature.base import computed_for, statistics_of
+from natgrad.distributed import Cycle, Link, Placement, Plan, Seat, make_plan
+from natgrad.distributed.sharding import reshard
+from natgrad.errors import NatgradError
+from natgrad.layers import Layer
+from natgrad.linalg.precision import Precision
+from natgrad.preconditioner.compatibility import check_combinations
+from natgrad.preconditioner.coverage import cover
+from natgrad.preconditioner.demand import work
+from natgrad.preconditioner.renewal.decisions import DecisionState, check_use
+from natgrad.preconditioner.rows import RowStack
+from natgrad.refresh import RefreshRule
+from natgrad.state import state as states
+from natgrad.state.blocks import Stack
+from natgrad.state.roles import Role
+
+
+class Structure:
+    """Which layers a model has, the stacks of their blocks, and who renews which.
+
+    Attributes:
+        coverage: Which parameter has which curvature.
+        stacks: The blocks.
+        plan: Who does what.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        curvature: Curvature | Mapping[str, Curvature | None],
+        precision: Precision,
+        *,
+        placement: Placement,
+        rank: int,
+        ranks: int,
+        refresh: RefreshRule | None = None,
+        reduces: bool = False,
+        factor: Callable[[Layer], float] = lambda _: 1.0,
+    ) -> None:
+        """Cover the layers of `root`, with a `factor` of γ for each; no tensor is made."""
+        self._root, self._curvature, self._precision = root, curvature, precision
+        self._placement, self._rank, self._ranks = placement, rank, ranks
+        self._refresh, self._reduces, self._factor = refresh, reduces, factor
+        self._sharded = reshard(root.modules())
+        self._seated: dict[str, Seat] = {}
+        self._build()
+        if refresh is not None:
+            check_use(refresh, self.coverage.layers)
+
+    def _build(self) -> None:
+        self.coverage = cover(self._root, self._curvature)
+        self._signature = self.coverage.signature()
+        self.plan = self._planned()
+        check_combinations(self.coverage.layers, self.plan.placement, self._refresh, None, self._ranks)
+        self._seated.update(self.plan.seats)
+        self.stacks = stack(
+            self.coverage.layers,
+            self._precision,
+            self.plan,
+            self._rank,
+            lambda one: RowStack if one.rows else Stack,
+            self._factor,
+        )
+        if self._refresh is not None:
+            self._prepare_refresh(self._refresh)
+
+    def _prepare_refresh(self, rule: RefreshRule) -> None:
+        """Have the stacks keep what a refresh rule needs."""
+        for group in self.stacks:
+            group.apart = rule.separate and 0 < len(group.input_statistics) < len(group.statistics)
+            if rule.criterion is not None and not group.curvature.rows:
+                group.decisions = DecisionState(group, compares_averages=rule.criterion.measure == "drift")
+
+    def digest(self) -> int:
+        """Return a number that is the same on ranks with the same plan for the same layers."""
+        sizes = [
+            (member.layer.key, one.outputs, one.inputs, one.factor) for one in self.stacks for member in one.members
+        ]
+        return crc32(repr((str(self.plan.placement), self.plan.seats, sizes)).encode())
+
+    def _planned(self) -> Plan[str]:
+        works = {layer.key: work(layer, curvature, self._precision) for layer, curvature in self.coverage.layers}
+        cycle = None
+        if self._placement.name == "auto" and self._ranks > 1 and self._refresh is not None:
+            cycle = Cycle(**self._refresh.intervals(0), reduces=self._reduces)
+        # Layers that stay keep their workers, who alone may have their curvature; and "auto" chooses once. Curvatures
+        # that look need every rank, and so do the seconds of a rule with a cap.
+        placement = self._placement
+        looks = any(
+            computed_for(statistics_of(curvature, layer)) or curvature.rows for layer, curvature in self.coverage.layers
+        )
+        looks = looks or (self._refresh is not None and self._refresh.share is not None)
+        if placement.name == "auto" and (looks or (placement.link == Link() and self._accelerated)):
+            placement = replace(placement, name="comm-opt")  # the costs known are those of a processor core
+        plan = make_plan(placement, works, self._ranks, self._seated, cycle)
+        self._placement = plan.placement
+        return plan
+
+    def follow(self, before: Callable[[], None]) -> bool:
+        """Follow parameters that were moved, frozen, thawed or replaced; blocks of unchanged shape keep their state.
+
+        Args:
+            before: Is called where stacks are about to be replaced.
+
+        Returns:
+            Whether the stacks are new ones.
+
+        Raises:
+            NatgradError: if the model was sharded meanwhile.
+        """
+        if not self._changed():
+            return False
+        before()
+        self._build_anew()
+        return True
+
+    def ahead(self) -> Structure:
+        """Return what `follow` would make of this one, which stays as it is; nothing is sent.
+
+        Raises:
+            NatgradError: as `follow`.
+        """
+        if not self._changed():
+            return self
+        twin = copy(self)
+        twin._seated = dict(self._seated)
+        twin._build_anew()
+        return twin
+
+    def _changed(self) -> bool:
+        if reshard(place.module for place in self.coverage.watched) and not self._sharded:
+            raise NatgradError("the model was sharded after its Preconditioner was built: call fully_shard before")
+        return self.coverage.signature() != self._signature
+
+    def _build_anew(self) -> None:
+        known = states.blocks(self.stacks)
+        self._build()
+        states.restore(states.fitting(known, self.stacks), self.stacks)
+
+    @property
+    def _accelerated(self) -> bool:
+        return any(slot.parameter.device.type != "cpu" for layer, _ in self.coverage.layers for slot in layer.slots)
+
+    def move(self) -> bool:
+        """Move all tensors to where the parameters are now; tell whether any was elsewhere."""
+        moved = [one.follow() for one in self.stacks]  # all of them, not only up to the first
+        return any(moved)
+
+
+def stack(
+    layers: list[tuple[Layer, Curvature]],
+    precision: Precision,
+    plan: Plan[str],
+    rank: int,
+    make: Callable[[Curvature], type[Stack]] = lambda _: Stack,
+    factor: Callable[[Layer], float] = lambda _: 1.0,
+) -> list[Stack]:
+    """Put layers with the same curvature, sizes, dtype, device, workers and damping into one stack, in their order.
+
+    Args:
+        layers: The layers.
+        precision: The dtypes.
+        plan: Their workers.
+        rank: This process's rank.
+        make: What the stacks of a curvature are.
+        factor: What γ is multiplied by for a layer.
+    """
+    groups: dict[tuple[object, ...], tuple[Curvature, list[Layer], Role, float]] = {}
+    for layer, curvature in layers:
+        parameter, role, own = layer.slots[0].parameter, Role.of(plan, layer.key, rank), factor(layer)
+        key = (id(curvature), layer.outputs, layer.inputs, parameter.dtype, parameter.device, *role.shape, own)
+        groups.setdefault(key, (curvature, [], role, own))[1].append(layer)
+    return [make(one[0])(one[0], one[1], precision, *one[2:]) for one in groups.values()]

@@ -1,1 +1,0 @@
-"""Blocks of equal size, stored as one: which layers, whose work, in which dtypes, kept where."""

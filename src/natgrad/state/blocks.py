@@ -1,0 +1,396 @@
+"""The tensors of all blocks of equal size, stored as one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from natgrad.aside import aside
+from natgrad.curvature import Curvature
+from natgrad.curvature.base import computed_for, declarations, input_statistics, replayed_statistics
+from natgrad.distributed.shards import is_sharded
+from natgrad.layers import Layer
+from natgrad.linalg import tensor_on
+from natgrad.linalg.precision import Precision, at_least_float32
+from natgrad.specs import Statistic, Task, TensorSpec
+from natgrad.state.kept import Kept, along, diagonals, packed_shape, spec_dtype, unpack
+from natgrad.state.pieces import even_pieces, within
+from natgrad.state.roles import Role
+from natgrad.state.rungs import Rungs
+
+if TYPE_CHECKING:
+    from natgrad.preconditioner.renewal.decisions import DecisionState
+
+
+@dataclass(frozen=True)
+class Member:
+    """A layer's place in its stack: blocks ``start`` to ``stop``."""
+
+    layer: Layer
+    start: int
+    stop: int
+
+    @property
+    def blocks(self) -> slice:
+        """The blocks as a slice."""
+        return slice(self.start, self.stop)
+
+
+class Stack:
+    """All blocks with one curvature, one size and the same workers: N blocks ``[o, i]`` of one or more layers.
+
+    Attributes:
+        curvature: Their curvature.
+        outputs: o.
+        inputs: i.
+        members: The layers.
+        averages: Running averages of the statistics ``[N, *shape]``; empty before the first capture.
+        weight: The bias correction ``1 - dᵏ`` of each block's running averages ``[N]``.
+        early_weight: That of those of the inputs alone, where these have intervals of their own: they are `apart`.
+        decisions: What is kept of the decisions of a refresh rule on the layers; None: it makes none.
+        held: What the last renewal made ``[N, *shape]``; empty before the first.
+        memory: What the curvature keeps from step to step ``[N, *shape]``; empty before the first solve.
+        fresh: Whether the last update of the averages renewed each block ``[N]``; None: before the first.
+        good: For each task and block, whether `held` has a result of it.
+        ready: For each member, whether `held` is complete.
+        rungs: What is remembered of trouble.
+        turns: For each block, how often running averages have begun anew (`Task.restarts`); it never goes back.
+        statistics: What the curvature has summed over samples.
+        tasks: The work of a renewal.
+        memories: What the curvature keeps from step to step.
+        input_statistics: The names of the statistics that can be collected apart, those of the inputs alone.
+        replayed_statistics: The names of those that a second pass over a batch accumulates again.
+        computed_for_capture: The names of what is held that accumulating them reads.
+        role: What this rank has to do with its layers.
+        factor: What γ is multiplied by for them.
+    """
+
+    def __init__(
+        self, curvature: Curvature, layers: list[Layer], precision: Precision, role: Role, factor: float = 1.0
+    ) -> None:
+        """Lay out the blocks of `layers`; no tensor is made."""
+        self.role, self.factor = role, factor
+        self.curvature = curvature
+        self.outputs, self.inputs = layers[0].outputs, layers[0].inputs
+        self.statistics, self.tasks, self.memories = declarations(curvature, self.outputs, self.inputs)
+        self.input_statistics = input_statistics(curvature, self.statistics)
+        self.replayed_statistics = replayed_statistics(self.statistics)
+        self.computed_for_capture = computed_for(self.statistics)
+        self.members: list[Member] = []
+        self.size = 0
+        for layer in layers:
+            self.members.append(Member(layer, self.size, self.size + layer.blocks))
+            self.size += layer.blocks
+        self._precision = precision
+        self._settled: Tensor | None = None
+        self._place: tuple[torch.device, torch.dtype] | None = None
+        self.averages = Kept()
+        self.weight: Tensor | None = None
+        self.early_weight: Tensor | None = None
+        self.apart = False
+        self.decisions: DecisionState | None = None
+        self.held = Kept()
+        self.memory = Kept()
+        self.fresh: Tensor | None = None
+        self.good = {task.name: [False] * self.size for task in self.tasks}
+        self.ready = [False] * len(self.members)
+        self.rungs = Rungs((task.name for task in self.tasks), self.size)
+        self.turns = [0] * self.size
+
+    # Read off the model every time, which may be moved after this was built.
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are; as long as they have no data (meta), the host, for a state may be loaded before."""
+        device = self._parameter.device
+        return device if device.type != "meta" else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which statistics are summed: that in which they are kept, at least float32."""
+        return at_least_float32(self._precision.factor_dtype(self._parameter))
+
+    @property
+    def work_dtype(self) -> torch.dtype:
+        """The dtype of decompositions, and of gradients as they are preconditioned: at least float32."""
+        return at_least_float32(self._solve_dtype)
+
+    @property
+    def _solve_dtype(self) -> torch.dtype:
+        return self._precision.solve_dtype(self._parameter)
+
+    @property
+    def _parameter(self) -> Tensor:
+        parameter = self.members[0].layer.slots[0].parameter
+        if is_sharded(parameter):
+            # Within a forward or backward pass FSDP2 puts a copy in its place, whose dtype may be another.
+            self._settled = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        return parameter if self._settled is None else self._settled
+
+    def follow(self) -> bool:
+        """Move all tensors to where the parameters are now; tell whether they were elsewhere."""
+        place = self.device, self.dtype
+        before, self._place = self._place, place
+        if before not in (None, place):
+            self.rungs.to(self.work_dtype, self.device)
+        if self.weight is None or (self.weight.device, self.weight.dtype) == place:
+            return before not in (None, place)
+        self.weight = self.weight.to(self.device, self.dtype)
+        self.early_weight = None if self.early_weight is None else self.early_weight.to(self.weight)
+        self.averages = self.averages.to(self._precision.factor_dtype(self._parameter), self.device)
+        self.held, self.memory = (kept.to(self._solve_dtype, self.device) for kept in (self.held, self.memory))
+        if self.decisions is not None:
+            self.decisions.to(self.work_dtype, self.device)
+        return True
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Be without curvature meanwhile, and as before afterwards."""
+        good, ready = {part: [False] * self.size for part in self.good}, [False] * len(self.ready)
+        with ExitStack() as stack:
+            for member in self.members:
+                stack.enter_context(aside(member.layer, seconds=0.0))
+            kept = {"averages": Kept(), "weight": None, "held": Kept(), "memory": Kept(), "fresh": None}
+            decisions = None if self.decisions is None else self.decisions.fresh()
+            own = {"rungs": self.rungs.anew(), "early_weight": None, "decisions": decisions}
+            stack.enter_context(aside(self, good=good, ready=ready, **own, **kept))
+            yield
+
+    def allocate_averages(self) -> Tensor:
+        """Make the running averages unless they exist, and return the weights."""
+        if self.weight is None:
+            self.weight = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+            self.early_weight = self.weight.clone() if self.apart else None
+            dtype = self._precision.factor_dtype(self._parameter)
+            self.averages = Kept(self.statistics, self.size, dtype, self.device, pack=True)
+        return self.weight
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """All bias corrections."""
+        return [weight for weight in (self.weight, self.early_weight) if weight is not None]
+
+    def weight_of(self, statistic: str) -> Tensor | None:
+        """Return the bias correction of a statistic's running averages ``[N]``; None: there are none."""
+        early = self.early_weight is not None and statistic in self.input_statistics
+        return self.early_weight if early else self.weight
+
+    def allocate_held(self) -> Kept:
+        """Make the tensors that renewals write unless they exist, and return them."""
+        if not self.held:
+            self.held = Kept(self._written(), self.size, self._solve_dtype, self.device)
+        return self.held
+
+    def allocate_memory(self) -> Kept:
+        """Make the tensors that outlive steps unless they exist, and return them."""
+        if not self.memory:
+            self.memory = Kept(self.memories, self.size, self._solve_dtype, self.device)
+        return self.memory
+
+    def corrected(
+        self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """Return what tasks read of some blocks: bias-corrected running averages in their dtype, and memory.
+
+        Of those that are to be `diagonal` there is the diagonal.
+        """
+        averages = unpacked(self.snapshot(blocks, names, diagonal), self.statistics, diagonal)
+        return {**averages, **self.remembered(blocks, names)}
+
+    def remembered(self, blocks: slice | Tensor, names: Collection[str]) -> dict[str, Tensor]:
+        """Return what of some names is kept from step to step, of some blocks, in the dtype of gradients."""
+        own = [spec.name for spec in self.memories if spec.name in names]
+        return {name: self.allocate_memory().read(name, blocks).to(self.work_dtype) for name in own}
+
+    def computed(self, blocks: slice | Tensor) -> dict[str, Tensor]:
+        """Return what renewals have made of some blocks."""
+        return self._made(self.held, blocks, self.work_dtype)
+
+    def _made(self, names: Iterable[str], blocks: slice | Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return some of what renewals have made, in a dtype unless the curvature takes any."""
+        made = {name: self.held.read(name, blocks) for name in names}
+        return made if self.curvature.takes_narrow else {name: own.to(dtype) for name, own in made.items()}
+
+    def live_averages(self, blocks: slice | Tensor) -> dict[str, Tensor]:
+        """Return the averages that preconditioning some blocks reads."""
+        names = tuple(one.name for one in self.statistics if one.used_by_precondition)
+        return self.corrected(blocks, names) if names else {}
+
+    def solve(self, blocks: slice | Tensor, W: Tensor, damping: float) -> Tensor:
+        """Return the preconditioned gradients of some blocks; what is remembered of finite ones is renewed by them."""
+        pieces = even_pieces(len(W), W[:1].nbytes, self.device)
+        if len(pieces) == 1:
+            return self._solve(blocks, W, damping)
+        V = torch.empty_like(W)
+        for piece in pieces:
+            V[piece] = self._solve(within(blocks, piece), W[piece], damping)
+        return V
+
+    def _solve(self, blocks: slice | Tensor, W: Tensor, damping: float) -> Tensor:
+        known: dict[str, Tensor] = {}
+        if self.memories:
+            known = self.remembered(blocks, [spec.name for spec in self.memories])
+            fine = W.flatten(1).sum(1).isfinite()
+            self.rewrite(blocks, known, self.curvature.update_state(known, W), fine)
+        computed, averages = self.computed(blocks), self.live_averages(blocks)
+        return self.curvature.precondition(computed, averages, known, W, damping * self.factor)
+
+    def fisher_product(self, D: Tensor) -> Tensor:
+        """Return F D ``[N, o, i]``, without damping; zero for layers without usable curvature."""
+        names = self.curvature.fisher_product_reads
+        if names is None or not any(self.ready):
+            return torch.zeros_like(D)
+        whole = slice(None)
+        averages = self.corrected(whole, names) if names else {}
+        computed = {**self.computed(whole), **self.live_averages(whole)}
+        product = self.curvature.fisher_product(computed, averages, D)
+        for member, flag in zip(self.members, self.ready, strict=True):
+            if not flag:
+                product[member.blocks] = 0
+        if self.rungs.sunk is not None:
+            product.masked_fill_(self.rungs.sunk[:, None, None], 0)
+        return product
+
+    def diagonal(self, blocks: slice | Tensor, damping: float) -> Tensor | None:
+        """Return the damped diagonal of the Fisher of some blocks ``[n, o, i]``; None: their curvature knows none."""
+        names = self.curvature.diagonal_reads
+        if names is None or self.weight is None:
+            return None
+        diagonal = self.curvature.diagonal(self.corrected(blocks, names), self.outputs, self.inputs)
+        # Rounding to a narrow dtype may leave a mean of squares below 0.
+        return diagonal.clamp(min=0) + damping * self.factor
+
+    def rewrite(
+        self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor
+    ) -> None:
+        """Put what is `fresh` into the memory of some blocks, and among what is `known` of it, where `fine` ``[n]``."""
+        for name, values in fresh.items():
+            known[name] = torch.where(along(fine, values.ndim - 1), values, known[name])
+            self.memory.write(name, blocks, known[name])
+
+    def seen_by(self, member: Member) -> dict[str, Tensor] | None:
+        """Return what of `held` a capture of a layer looks at; None where that is not complete."""
+        if not self.ready[self.members.index(member)]:
+            return None
+        return self._made(self.computed_for_capture, member.blocks, self.dtype)
+
+    def previous(self, task: Task, blocks: slice) -> dict[str, Tensor] | None:
+        """Return what a task has made of some blocks last, if it needs it; None: not of all of them."""
+        if not (task.needs_previous and all(self.good[task.name][blocks])):
+            return None
+        return {spec.name: self.held.read(spec.name, blocks).to(self.work_dtype) for spec in task.writes}
+
+    def snapshot(
+        self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """Return the averages that `corrected` does in memory of their own, packed."""
+        result = {}
+        for spec in self.statistics:
+            if spec.name in names:
+                average, weight = self.averages.read(spec.name, blocks), self.weight_of(spec.name)
+                assert weight is not None
+                average = diagonals(average, spec) if spec.name in diagonal else average
+                divisor = weight[blocks] if spec.decayed else torch.ones_like(weight[blocks])
+                result[spec.name] = torch.div(average, along(divisor, average.ndim - 1)).to(self.work_dtype)
+        return result
+
+    def note(self, blocks: slice, fine: Tensor) -> None:
+        """Note which of some blocks an update of the averages renewed, where a replay asks."""
+        if self.replayed_statistics:
+            self.fresh = (
+                torch.zeros(self.size, dtype=torch.bool, device=self.device) if self.fresh is None else self.fresh
+            )
+            self.fresh[blocks] = fine
+
+    def showing(self, names: tuple[str, ...]) -> Stack:
+        """Return a stack of the same layers with some of the statistics only."""
+        other = copy(self)
+        other.statistics = tuple(spec for spec in self.statistics if spec.name in names)
+        return other
+
+    def bytes_per_block(self) -> int:
+        """Return what this rank keeps for one block, factors and what is made of them."""
+        factors, held = (f(self._parameter) for f in (self._precision.factor_dtype, self._precision.solve_dtype))
+        kept = [
+            *((packed_shape(spec), spec_dtype(spec, factors)) for spec in self.statistics if self.role.receives),
+            *((spec.shape, spec_dtype(spec, held)) for spec in (*self._written(), *self.memories) if self.role.works),
+        ]
+        compared = 0 if self.decisions is None else self.decisions.bytes_per_block
+        return compared + sum(prod(shape) * dtype.itemsize for shape, dtype in kept)
+
+    def parameters(self, member: Member) -> int:
+        """Return the number of entries of a layer's blocks."""
+        return (member.stop - member.start) * self.outputs * self.inputs
+
+    def charge(self, members: Sequence[Member], seconds: float) -> None:
+        """Share the host seconds of work on some layers out among them, by their blocks."""
+        blocks = sum(member.stop - member.start for member in members)
+        for member in members:
+            member.layer.seconds += seconds * (member.stop - member.start) / blocks
+
+    def _written(self) -> list[TensorSpec]:
+        return [spec for task in self.tasks for spec in task.writes]
+
+    # What rows change, whose number the batch decides (`natgrad.preconditioner.rows`).
+
+    unsized: tuple[str, ...] = ()
+    """What of `held` has sizes that nobody knows before a batch."""
+
+    def written_like(self, own: Mapping[str, Tensor]) -> list[TensorSpec]:
+        """Return what renewals write, in such sizes as the state of a layer has."""
+        return self._written()
+
+    def make_room(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take memory for what the states of some layers hold."""
+        self.allocate_held()
+
+    def fitted(self, name: str, values: Tensor) -> Tensor:
+        """Return a tensor of a layer's state ``[n, ...]`` in the size that it is held in."""
+        return values
+
+    def saw(self, W: Tensor, places: list[int] | None) -> None:
+        """Take notice of the gradients ``[n, o, i]`` of a step, of the blocks at `places`; None: of all."""
+
+    def restart(self, task: Task, start: int, success: Sequence[bool]) -> None:
+        """Begin new running averages with what a task has made of the blocks from `start` on, where it succeeded."""
+        if not task.restarts:
+            return
+        blocks = [block for block, fine in enumerate(success, start=start) if fine]
+        for block in blocks:
+            self.turns[block] += 1
+        for name in task.restarts if self.averages else ():
+            self.averages[name][blocks] = 0
+
+    def outlived(self, turns: Sequence[int], blocks: slice) -> Tensor | None:
+        """Tell which of some blocks have begun new running averages since the stack had these `turns`; None: none."""
+        changed = [before != now for before, now in zip(turns[blocks], self.turns[blocks], strict=True)]
+        return tensor_on(self.device, changed) if any(changed) else None
+
+    @property
+    def restarting(self) -> set[str]:
+        """The statistics whose running averages may begin anew."""
+        return {name for task in self.tasks for name in task.restarts}
+
+    def renewed(self, part: str, start: int, success: list[bool], *, forget: bool = False) -> None:
+        """Note what `held` of a part is good from block `start` on; a failure leaves the last good one in place."""
+        good = self.good[part]
+        for block, fine in enumerate(success, start=start):
+            good[block] = fine or (good[block] and not forget)
+        if not forget:
+            self.rungs.renewed(part, start, success)
+        self.ready = [all(all(good[member.blocks]) for good in self.good.values()) for member in self.members]
+
+
+def unpacked(
+    averages: Mapping[str, Tensor], statistics: Sequence[Statistic], diagonal: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Return what `Stack.snapshot` has packed as whole matrices."""
+    own = {spec.name: spec for spec in statistics if spec.name in averages}
+    return {name: averages[name] if name in diagonal else unpack(averages[name], spec) for name, spec in own.items()}

@@ -1,0 +1,137 @@
+"""Tensors of stacked blocks that are kept in a narrower dtype than they are computed in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import triangle
+from natgrad.linalg.narrow import power_of_two, round_stochastically
+from natgrad.linalg.precision import at_least_float32
+from natgrad.specs import TensorSpec
+
+# Float16 is scaled to magnitudes below 2¹⁴: all of its range is left to small ones, and a carry cannot overflow.
+_TOP = 14
+
+
+class Kept(dict[str, Tensor]):
+    """A tensor ``[N, *shape]`` for each spec: matrices in a dtype that may be narrow, vectors in at least float32.
+
+    In float16 a block is kept divided by a power of two of its own, which only `read` and `write` know.
+
+    Attributes:
+        dtype: That of the matrices.
+        packed: Which are kept as their lower triangles alone (see `packed_shape`).
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec] = (),
+        size: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        *,
+        pack: bool = False,
+    ) -> None:
+        """Make N = `size` blocks of zeros; with `pack` the symmetric matrices among them are packed."""
+        super().__init__()
+        self.dtype = dtype
+        self.packed = {spec.name for spec in specs if pack and spec.symmetric}
+        self._specs, self._size = {spec.name: spec for spec in specs}, size
+        self._scales: dict[str, Tensor] = {}
+        for spec in specs:
+            own = spec_dtype(spec, dtype)
+            shape = packed_shape(spec) if pack else spec.shape
+            self[spec.name] = torch.zeros(size, *shape, dtype=own, device=device)
+            if own == torch.float16:
+                self._scales[spec.name] = torch.ones(size, device=device)
+
+    def read(self, name: str, blocks: slice | Tensor) -> Tensor:
+        """Return some blocks of a tensor: float16 ones in float32, others as they are kept; views for a slice of these.
+
+        Args:
+            name: The tensor.
+            blocks: Which, as a slice or as indices.
+        """
+        own = self[name][blocks]
+        return own.float().mul_(along(self._scales[name][blocks], own.ndim - 1)) if name in self._scales else own
+
+    def write(
+        self, name: str, blocks: slice | Tensor, values: Tensor, generator: torch.Generator | None = None
+    ) -> None:
+        """Write some blocks of a tensor.
+
+        Args:
+            name: The tensor.
+            blocks: Which, as a slice or as indices.
+            values: Finite numbers ``[n, *shape]``, packed where `packed` says so.
+            generator: The source of chance where rounding to a narrow dtype is stochastic; None: to the nearest.
+        """
+        target = self[name]
+        if name in self._scales:
+            scale = power_of_two(values.flatten(1), _TOP).float()
+            self._scales[name][blocks] = scale
+            values = values / along(scale, values.ndim - 1)
+        if generator is not None and self.narrow(name):
+            values = round_stochastically(values, target.dtype, generator)
+        target[blocks] = values.to(target.dtype)
+
+    def whole(self, name: str, blocks: slice) -> Tensor:
+        """Return some blocks of a tensor ``[n, *shape]`` as `read` does, packed ones unpacked."""
+        own = self.read(name, blocks)
+        return unpack(own, self._specs[name]) if name in self.packed else own
+
+    def write_whole(self, name: str, blocks: slice, values: Tensor) -> None:
+        """Write some blocks of a tensor, of whole ``[n, *shape]``."""
+        self.write(name, blocks, pack(values, self._specs[name]) if name in self.packed else values)
+
+    def narrow(self, name: str) -> bool:
+        """Tell whether a tensor is kept in fewer than 32 bits."""
+        return self[name].dtype.itemsize < 4
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> Kept:
+        """Return the same in another dtype or elsewhere."""
+        moved = Kept(list(self._specs.values()), self._size, dtype, device, pack=bool(self.packed))
+        for name in self:
+            moved.write(name, slice(None), self.read(name, slice(None)).to(device))
+        return moved
+
+
+def packed_shape(spec: TensorSpec) -> tuple[int, ...]:
+    """Return the shape in which a block of `spec` is summed, sent and averaged: of symmetric matrices a triangle."""
+    return (*spec.shape[:-2], triangle.length(spec.shape[-1])) if spec.symmetric else spec.shape
+
+
+def pack(whole: Tensor, spec: TensorSpec, out: Tensor | None = None) -> Tensor:
+    """Return blocks ``[n, *spec.shape]``, of which lower triangles suffice, as ``[n, *packed_shape(spec)]``."""
+    if not spec.symmetric:
+        return whole if out is None else out.copy_(whole)
+    flat = None if out is None else out.view(-1, out.shape[-1])
+    return triangle.pack(whole.flatten(0, -3), flat).view(len(whole), *packed_shape(spec))
+
+
+def unpack(packed: Tensor, spec: TensorSpec) -> Tensor:
+    """Undo `pack`."""
+    if not spec.symmetric:
+        return packed
+    return triangle.unpack(packed.reshape(-1, packed.shape[-1]), spec.shape[-1]).view(len(packed), *spec.shape)
+
+
+def diagonals(packed: Tensor, spec: TensorSpec) -> Tensor:
+    """Return the diagonals ``[n, d]``, in an order of their own, of symmetric matrices; of others all entries."""
+    if spec.symmetric:
+        packed = triangle.diagonals(packed.reshape(-1, packed.shape[-1]), spec.shape[-1])
+        return packed.view(-1, spec.numel // spec.shape[-1])
+    return packed.reshape(len(packed), -1)
+
+
+def spec_dtype(spec: TensorSpec, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the tensor of `spec` is kept among those in `dtype`."""
+    return dtype if len(spec.shape) > 1 and not spec.at_least_float32 else at_least_float32(dtype)
+
+
+def along(scale: Tensor, dims: int) -> Tensor:
+    """Return a number for each block ``[N]`` so that it multiplies tensors ``[N, ...]`` of `dims` more dimensions."""
+    return scale.view(-1, *[1] * dims)

@@ -1,0 +1,72 @@
+"""Parameters, and what is shaped as they are, as the blocks of stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from natgrad.distributed.shards import Piece, pairs
+from natgrad.layers import Layer, Slot
+from natgrad.state.blocks import Member, Stack
+
+
+def stacked(stack: Stack, of: Callable[[Slot], Tensor | None]) -> Tensor:
+    """Return what there is `of` each parameter of a stack, none of them sharded, as blocks ``[N, o, i]``.
+
+    It is a tensor shaped as the parameter; None counts as zero. The blocks are in the dtype of solves.
+    """
+    B = torch.zeros(stack.size, stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
+    targets, sources = [], []
+    for layer, slot, view in places(stack.members, B):
+        tensor = of(slot)
+        for values, place in () if tensor is None else match(layer, slot, tensor.detach(), None, view):
+            targets.append(place)
+            sources.append(values)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    return B
+
+
+def assembled(stack: Stack, pieces: Mapping[int, Iterable[Piece]]) -> Tensor:
+    """Return rows of what is shaped as the parameters of a stack as blocks ``[N, o, i]``; the others are zero.
+
+    Args:
+        stack: The stack.
+        pieces: The rows, by the ``id`` of the parameter.
+    """
+    B = torch.zeros(stack.size, stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
+    targets, sources = [], []
+    for layer, slot, view in places(stack.members, B):
+        own = pieces.get(id(slot.parameter), ())
+        for values, place in pairs(layer, slot, slot.parameter.shape, own, view):
+            targets.append(place)
+            sources.append(values)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    return B
+
+
+def parameters(stack: Stack) -> Tensor:
+    """Return the parameters of a stack, none of them sharded, as blocks ``[N, o, i]``."""
+    return stacked(stack, lambda slot: slot.parameter)
+
+
+def places(members: list[Member], stacked: Tensor) -> Iterator[tuple[Layer, Slot, Tensor]]:
+    """Yield each parameter with its columns of `stacked`."""
+    start = 0
+    for member in members:
+        stop = start + member.stop - member.start
+        for slot in member.layer.slots:
+            yield member.layer, slot, stacked[start:stop, :, slot.columns]
+        start = stop
+
+
+def match(
+    layer: Layer, slot: Slot, gradient: Tensor, pieces: list[Piece] | None, blocks: Tensor
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return views of a gradient, or of pieces of a sharded one, and of `blocks`: alike in shape, pair by pair."""
+    if pieces is None:
+        return [layer.align(slot, gradient, blocks)]
+    return pairs(layer, slot, gradient.shape, pieces, blocks)

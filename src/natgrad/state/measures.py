@@ -1,0 +1,169 @@
+"""What refresh rules measure of stacks: numbers of their running averages, one for each unit of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from natgrad.curvature import Curvature
+from natgrad.linalg import triangle
+from natgrad.linalg.products import full_products
+from natgrad.refresh.rule import By, Measure
+from natgrad.specs import Statistic
+from natgrad.state.blocks import Stack
+
+# About so many elements are read at a time.
+_CHUNK = 2**22
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The part of a layer on which one decision is made.
+
+    Attributes:
+        parts: The names of its parts (`natgrad.Task`).
+        statistics: What they read.
+    """
+
+    parts: frozenset[str]
+    statistics: frozenset[str]
+
+
+def units(stack: Stack, by: By) -> list[Unit]:
+    """Return what of the layers of a stack is decided on separately.
+
+    By "layer" that is one unit. By "factor" the parts that read the same statistics are one: A and G are decided on
+    separately where each has a part of its own.
+    """
+    found: list[Unit] = []
+    for task in stack.tasks:
+        unit, others = Unit(frozenset({task.name}), frozenset(task.reads)), []
+        for other in found:
+            if by == "factor" and unit.statistics.isdisjoint(other.statistics):
+                others.append(other)
+            else:
+                unit = Unit(other.parts | unit.parts, other.statistics | unit.statistics)
+        found = [*others, unit]
+    return found
+
+
+def measurable(curvature: Curvature, measure: Measure | None) -> bool:
+    """Return whether layers with a curvature can be measured so."""
+    needed = {"trace": curvature.trace_reads is not None, "basis": curvature.off_diagonal_reads}
+    return not curvature.rows and bool(needed.get(measure or "nothing", True))
+
+
+def measured(stack: Stack, measure: Measure, by: By = "layer") -> Tensor:
+    """Return a number for each unit of each layer of a stack ``[U, M]``, of its running averages as they are now.
+
+    Args:
+        stack: The stack, which has averages; for "basis" also results of renewals, for "drift" `Stack.decisions`.
+        measure: What is measured (`natgrad.RefreshRule`); a trace is that without damping. What cannot be measured is
+            nan.
+        by: What its units are.
+    """
+    return _MEASURES[measure](stack, units(stack, by))
+
+
+def _trace(stack: Stack, stack_units: Sequence[Unit]) -> Tensor:
+    """``tr F`` of all blocks of a layer."""
+    curvature, names = stack.curvature, stack.curvature.trace_reads or ()
+    traces = [curvature.trace(stack.corrected(blocks, names), stack.outputs) for blocks in _pieces(stack, names)]
+    return _by_layer(stack, torch.cat(traces))[None]
+
+
+def _norm(stack: Stack, stack_units: Sequence[Unit]) -> Tensor:
+    """``Π ‖X‖`` over the statistics X that renewals read."""
+    squares = _squares_of(stack, stack.snapshot)
+    return torch.stack([square.sqrt() for square in squares.values()]).prod(0)[None]
+
+
+def _drift(stack: Stack, stack_units: Sequence[Unit]) -> Tensor:
+    """The largest ``‖X - X_last‖ / ‖X_last‖`` of the statistics X that renewals read."""
+    state = stack.decisions
+    assert state is not None
+
+    def last(blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
+        return {name: state.last_averages.read(name, blocks).to(stack.work_dtype) for name in names}
+
+    def moved(blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
+        now, before = stack.snapshot(blocks, names), last(blocks, names)
+        return {name: now[name] - before[name] for name in names}
+
+    if not state.last_averages:
+        shape = len(stack_units), len(stack.members)
+        return torch.full(shape, torch.inf, dtype=stack.work_dtype, device=stack.device)
+    differences, lasts = _squares_of(stack, moved), _squares_of(stack, last)
+    return _largest(stack_units, [(name, (differences[name] / lasts[name]).sqrt()) for name in lasts])
+
+
+def _basis(stack: Stack, stack_units: Sequence[Unit]) -> Tensor:
+    """The largest ``‖offdiag(Qᵀ X Q)‖ / ‖X‖`` of the factors X with eigenvectors Q."""
+    curvature, names, found = stack.curvature, stack.curvature.off_diagonal_reads or (), []
+    with full_products(stack.device):
+        for blocks in _pieces(stack, names):
+            held = {name: stack.held.read(name, blocks).to(stack.work_dtype) for name in stack.held}
+            pairs = curvature.off_diagonal(stack.corrected(blocks, names), held)
+            found.append(torch.stack([torch.stack(pair) for pair in pairs]))  # [factors, 2, n]
+    off, whole = torch.cat(found, -1).unbind(1)
+    shares = [_by_layer(stack, left_out) / _by_layer(stack, all_) for left_out, all_ in zip(off, whole, strict=True)]
+    # Where factors are made of several statistics, any of these stands for them: all are in one unit.
+    return _largest(stack_units, [(name, share.sqrt()) for name, share in zip(names, shares, strict=False)])
+
+
+_MEASURES: Mapping[Measure, Callable[[Stack, Sequence[Unit]], Tensor]] = {
+    "trace": _trace,
+    "norm": _norm,
+    "drift": _drift,
+    "basis": _basis,
+}
+
+
+def _largest(stack_units: Sequence[Unit], found: Sequence[tuple[str, Tensor]]) -> Tensor:
+    """Return the largest of what was `found` of the statistics of each unit ``[U, M]``; nan where there is nothing."""
+    rows = []
+    for unit in stack_units:
+        values = [numbers for name, numbers in found if name in unit.statistics]
+        rows.append(torch.stack(values).amax(0) if values else torch.full_like(found[0][1], torch.nan))
+    return torch.stack(rows)
+
+
+def _squares_of(stack: Stack, read: Callable[[slice, tuple[str, ...]], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the squared Frobenius norms over the blocks of each layer ``[M]``, of packed tensors that are read."""
+    assert stack.decisions is not None
+    names = stack.decisions.names
+    pieces: dict[str, list[Tensor]] = {name: [] for name in names}
+    for blocks in _pieces(stack, names):
+        tensors = read(blocks, names)
+        for spec in stack.statistics:
+            if spec.name in pieces:
+                pieces[spec.name].append(_squares(spec, tensors[spec.name]))
+    return {name: _by_layer(stack, torch.cat(squares)) for name, squares in pieces.items()}
+
+
+def _squares(spec: Statistic, packed: Tensor) -> Tensor:
+    """Return ``‖X‖²`` of each block ``[n]``; what is off the diagonal of a triangle counts twice."""
+    squares = packed.reshape(len(packed), -1).square().sum(1)
+    if not spec.symmetric:
+        return squares
+    diagonals = triangle.diagonals(packed.reshape(-1, packed.shape[-1]), spec.shape[-1])
+    return 2 * squares - diagonals.reshape(len(packed), -1).square().sum(1)
+
+
+def _by_layer(stack: Stack, values: Tensor) -> Tensor:
+    """Sum numbers of blocks ``[N]`` over the blocks of each layer ``[M]``."""
+    if len(stack.members) == stack.size:
+        return values
+    return torch.stack([values[member.blocks].sum() for member in stack.members])
+
+
+def _pieces(stack: Stack, names: tuple[str, ...]) -> Iterator[slice]:
+    """Yield the blocks that are read at a time."""
+    numel = sum(prod(spec.shape) for spec in stack.statistics if spec.name in names)
+    step = max(1, _CHUNK // max(1, numel))
+    for start in range(0, stack.size, step):
+        yield slice(start, min(start + step, stack.size))

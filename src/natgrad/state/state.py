@@ -1,0 +1,251 @@
+"""The state of curvature, keyed by the qualified name of the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.distributed import Runtime
+from natgrad.errors import require
+from natgrad.state.blocks import Member, Stack
+
+FORMAT = 1
+
+Blocks = dict[str, dict[str, Tensor]]
+
+_FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "epochs", "blocks", "watch", "damping")
+
+
+def blocks(stacks: list[Stack]) -> Blocks:
+    """Return the tensors of this rank's blocks, even before the first step; views where they are kept as they are."""
+    result: Blocks = {}
+    for stack in stacks:
+        for member in stack.members:
+            own: dict[str, Tensor] = {}
+            if stack.role.receives:
+                own["weight"] = stack.allocate_averages()[member.blocks]
+                if stack.early_weight is not None:
+                    own["early weight"] = stack.early_weight[member.blocks]
+                own |= {name: stack.averages.whole(name, member.blocks) for name in stack.averages}
+            if stack.role.works:
+                held = stack.allocate_held()
+                own |= {
+                    name: kept.whole(name, member.blocks) for kept in (held, stack.allocate_memory()) for name in kept
+                }
+                good = [[stack.good[task.name][block] for task in stack.tasks] for block in _range(member)]
+                own["renewed"] = torch.tensor(good, device="cpu")
+                own |= stack.rungs.state(member.blocks)
+            if stack.decisions is not None:
+                own |= stack.decisions.state(member)
+            if own:
+                result[member.layer.key] = own
+    return result
+
+
+def snapshot(stacks: list[Stack]) -> dict[str, dict[str, Any]]:
+    """Copy blocks to the host, where neither training nor a load that breaks off can reach them.
+
+    What has no size before a batch is put into a tuple: ``torch.distributed.checkpoint`` loads tensors into those of a
+    new model's state, which have to be of the right size; what is in a tuple comes as it was saved.
+    """
+    unsized = {member.layer.key: stack.unsized for stack in stacks for member in stack.members}
+    copies: dict[str, dict[str, Any]] = {}
+    for key, own in blocks(stacks).items():
+        whole = {name: tensor.cpu().clone() for name, tensor in own.items()}
+        copies[key] = {name: (tensor,) if name in unsized[key] else tensor for name, tensor in whole.items()}
+    return copies
+
+
+def union(given: Blocks, counted: dict[str, int], runtime: Runtime) -> tuple[Blocks, dict[str, int]]:
+    """Return the blocks of all ranks, on the host of each, and the highest of their counters; collective."""
+    mine = {key: own for key, own in given.items() if "renewed" in own}  # workers have all that is kept of a layer
+    found = runtime.everywhere((mine, counted))
+    whole: Blocks = {}
+    for own, _ in reversed(found):  # the first to have something wins
+        for key, tensors in own.items():
+            whole[key] = {**whole.get(key, {}), **tensors}
+    return whole, {name: max(own[name] for _, own in found) for name in counted}
+
+
+def checked(
+    state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, Mapping[str, int]]
+) -> Mapping[str, Any]:
+    """Return `state` without the tuples of `snapshot`, having checked that it is complete and fits the model.
+
+    Args:
+        state: What is to be loaded.
+        stacks: All stacks.
+        counters: For each field that holds counters, such as it is now.
+
+    Raises:
+        ValueError: naming what is missing, unknown or of another shape.
+    """
+    state = _unpacked(state)
+    require(isinstance(state, Mapping), "state", type(state).__name__, "what Preconditioner.state_dict() returned")
+    missing = [name for name in _FIELDS if name not in state]
+    require(not missing, "state", sorted(state), f"complete: {', '.join(missing)} missing")
+    known = _is_whole(state["format"]) and state["format"] == FORMAT
+    require(known, "state['format']", state["format"], f"{FORMAT}, the format of this version")
+    for name, least in (("step", 0), ("last_factors", -1), ("last_inverses", -1)):
+        fits = _is_whole(state[name]) and state[name] >= least
+        require(fits, f"state[{name!r}]", state[name], f"a whole number >= {least}")
+    for name, counted in counters.items():
+        fits = isinstance(state[name], Mapping) and state[name].keys() == counted.keys()
+        fits = fits and all(map(_is_whole, state[name].values()))
+        require(fits, f"state[{name!r}]", state[name], f"a whole number for each of {', '.join(counted)}")
+    given = state["blocks"]
+    known = {member.layer.key for stack in stacks for member in stack.members}
+    fits = isinstance(given, Mapping) and all(isinstance(own, Mapping) for own in given.values())
+    require(fits, "state['blocks']", type(given).__name__, "a dict of dicts of tensors")
+    wanted = _shapes(stacks, given)
+    for verb, names in (
+        ("is missing", set(wanted) - set(given)),
+        ("is unknown to the model", set(given) - known),
+    ):
+        require(not names, "state['blocks']", sorted(names)[:5], f"those of the model: each of these {verb}")
+    for key, shapes in (*wanted.items(), *_remembered(stacks, given).items()):
+        for name, shape in shapes.items():
+            tensor = given[key].get(name)
+            found = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
+            require(found == shape, f"state['blocks'][{key!r}][{name!r}]", found, f"a tensor of shape {shape}")
+    return state
+
+
+def completed(
+    state: Mapping[str, Any], stacks: list[Stack], runtime: Runtime | None
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Fill in what a state lacks of the model's blocks, so that these begin anew.
+
+    Where only the results of decompositions are missing, as of other ranks' layers under "mem-opt", the running
+    averages stay as they were saved.
+
+    Args:
+        state: What is to be loaded; not yet checked.
+        stacks: All stacks.
+        runtime: The ranks that are to do the same (collective); None: those that load a state all lack the same.
+
+    Returns:
+        The state, and the keys of the blocks that begin anew, those of all ranks.
+    """
+    state = _unpacked(state)
+    given = state.get("blocks") if isinstance(state, Mapping) else None
+    fits = isinstance(given, Mapping) and all(isinstance(own, Mapping) for own in given.values())
+    blocks: dict[str, dict[str, Any]] = {key: dict(own) for key, own in given.items()} if fits and given else {}
+    wanted = _shapes(stacks, blocks) if fits else {}
+    missing = {key for key, shapes in wanted.items() if not shapes.keys() <= blocks.get(key, {}).keys()}
+    averages = {member.layer.key: _averages(stack) for stack in stacks for member in stack.members}
+    whole = {key for key, names in averages.items() if names is not None and names <= blocks.get(key, {}).keys()}
+    if runtime is not None:
+        found = runtime.everywhere((missing, whole))
+        missing, whole = set().union(*(own for own, _ in found)), whole.intersection(*(own for _, own in found))
+    if not missing:
+        return state, []
+    for key in missing & averages.keys():
+        before, kept = blocks.pop(key, {}), (averages[key] or set()) | {"early weight"}
+        shapes = _shapes(stacks, blocks).get(key)
+        if shapes is not None:
+            blocks[key] = {name: torch.zeros(shape, device="cpu") for name, shape in shapes.items()}
+            blocks[key] |= {name: before[name] for name in kept & before.keys() if key in whole}
+    return {**state, "blocks": blocks}, sorted(missing)
+
+
+def _averages(stack: Stack) -> set[str] | None:
+    """Return the names of a layer's running averages on this rank; None: they are of no use without the rest."""
+    if stack.memories or stack.restarting or stack.curvature.rows:
+        return None
+    return {"weight", *(spec.name for spec in stack.statistics)} if stack.role.receives else set()
+
+
+def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> None:
+    """Copy checked blocks into the stacks; blocks that are not given stay as they are."""
+    for stack in stacks:
+        loaded = [given[member.layer.key] for member in stack.members if given.get(member.layer.key)]
+        if loaded and stack.role.works:
+            stack.make_room(loaded)
+        for member in stack.members:
+            own = given.get(member.layer.key, {})
+            if not own:
+                continue
+            kept = []
+            if stack.role.receives:
+                weight = stack.allocate_averages()
+                weight[member.blocks] = own["weight"].to(weight)
+                if stack.early_weight is not None:  # with one interval for both, both have the same
+                    stack.early_weight[member.blocks] = own.get("early weight", own["weight"]).to(weight)
+                kept.append(stack.averages)
+            if stack.role.works:
+                kept += [stack.allocate_held(), stack.allocate_memory()]
+                flags = own["renewed"].tolist()
+                for column, task in enumerate(stack.tasks):
+                    stack.renewed(task.name, member.start, [bool(row[column]) for row in flags], forget=True)
+                stack.rungs.load(member.start, own, stack.work_dtype, stack.device)
+            if stack.decisions is not None:
+                stack.decisions.restore(member, own)
+            for tensors in kept:
+                for name in tensors:
+                    tensors.write_whole(name, member.blocks, stack.fitted(name, own[name].to(stack.device)))
+
+
+def fitting(given: Blocks, stacks: list[Stack]) -> Blocks:
+    """Return those blocks of `given` whose shapes are still right."""
+    wanted = _shapes(stacks, given)
+    return {
+        key: own
+        for key, own in given.items()
+        if key in wanted and {name: tuple(own[name].shape) for name in wanted[key] if name in own} == wanted[key]
+    }
+
+
+def _unpacked(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what is within the tuples of `snapshot`; what is no state stays as it is."""
+    if not (isinstance(state, Mapping) and isinstance(state.get("blocks"), Mapping)):
+        return state
+    found = {
+        key: {name: value[0] if isinstance(value, tuple) and len(value) == 1 else value for name, value in own.items()}
+        for key, own in state["blocks"].items()
+        if isinstance(own, Mapping)
+    }
+    return {**state, "blocks": {**state["blocks"], **found}}
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shapes(stacks: list[Stack], given: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, tuple[int, ...]]]:
+    wanted = {}
+    for stack in stacks:
+        for member in stack.members:
+            n = member.stop - member.start
+            shapes: dict[str, tuple[int, ...]] = {}
+            if stack.role.receives:
+                shapes |= {"weight": (n,), **{spec.name: (n, *spec.shape) for spec in stack.statistics}}
+            if stack.role.works:
+                written = (*stack.written_like(given.get(member.layer.key, {})), *stack.memories)
+                shapes |= {"renewed": (n, len(stack.tasks)), **stack.rungs.shapes(n)}
+                shapes |= {spec.name: (n, *spec.shape) for spec in written}
+            if shapes:
+                wanted[member.layer.key] = shapes
+    return wanted
+
+
+def _remembered(
+    stacks: list[Stack], given: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of what is kept of decisions on layers; layers without it begin anew."""
+    found = {}
+    for stack in stacks:
+        if stack.decisions is None:
+            continue
+        for member in stack.members:
+            shapes = stack.decisions.shapes(member)
+            if given.get(member.layer.key, {}).keys() >= shapes.keys():
+                found[member.layer.key] = shapes
+    return found
+
+
+def _range(member: Member) -> range:
+    return range(member.start, member.stop)

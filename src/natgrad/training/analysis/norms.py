@@ -1,0 +1,104 @@
+"""Gradients summed over epochs, and which epochs are critical by HyLo's switch (Mu 2022, eq. 10 and figure 11)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+from torch import Tensor
+
+from natgrad.preconditioner.rows.epochs import Epochs
+
+THRESHOLD = 0.5
+"""η where none is given: the paper gives none, Accordion, which it cites, has this."""
+
+ALL = "(all)"
+"""Stands for all parameters together, by whose norm HyLo switches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochNorm:
+    """The gradient summed over one epoch.
+
+    Attributes:
+        epoch: From 0.
+        layer: The module's name, or `ALL`.
+        norm: ``‖Δ_e‖``.
+        change: ``|‖Δ_e‖ - ‖Δ_{e-1}‖| / ‖Δ_{e-1}‖``; None for epoch 0.
+        critical: Whether the switch would choose KID in this epoch.
+        learning_rate: At the first step.
+    """
+
+    epoch: int
+    layer: str
+    norm: float
+    change: float | None
+    critical: bool
+    learning_rate: float
+
+
+def change(norms: Sequence[float], epoch: int) -> float | None:
+    """Return the relative change of an epoch's norm against that of the one before; None where there is none."""
+    if epoch < 1:
+        return None
+    before, now = norms[epoch - 1], norms[epoch]
+    if before == 0:
+        return 0.0 if now == 0 else float("inf")
+    return abs(now - before) / before
+
+
+def critical(norms: Sequence[float], rates: Sequence[float], epoch: int, threshold: float = THRESHOLD) -> bool:
+    """Tell whether an epoch is critical, by what is known at its beginning.
+
+    Epochs 0 and 1 are; so is one at which the learning rate falls to half or less, and one before which the norm
+    changed by the share η or more: ``|‖Δ_{e-1}‖ - ‖Δ_{e-2}‖| / ‖Δ_{e-2}‖ ≥ η``.
+
+    Args:
+        norms: ``‖Δ‖`` of the epochs before this one, or of more.
+        rates: The learning rate of each epoch, this one included.
+        epoch: e, from 0.
+        threshold: η.
+    """
+    decayed = epoch > 0 and rates[epoch] <= rates[epoch - 1] / 2
+    return Epochs(epoch=epoch, norms=list(norms[max(0, epoch - 2) : epoch]), decayed=decayed).critical(threshold)
+
+
+class EpochGradients:
+    """Sums gradients up, epoch by epoch.
+
+    Args:
+        threshold: η.
+    """
+
+    def __init__(self, threshold: float = THRESHOLD) -> None:
+        """Begin before epoch 0."""
+        self._threshold = threshold
+        self._norms: dict[str, list[float]] = {}
+        self._rates: list[float] = []
+
+    def close(self, sums: Mapping[str, Sequence[Tensor]], learning_rate: float) -> list[EpochNorm]:
+        """Return the entries of an epoch that has ended.
+
+        Args:
+            sums: The gradients summed over it: of each layer those of its parameters.
+            learning_rate: At its first step.
+        """
+        squares = {name: sum(float(each.double().square().sum()) for each in own) for name, own in sums.items()}
+        squares[ALL] = sum(squares.values())
+        epoch = len(self._rates)
+        self._rates.append(learning_rate)
+        for name, square in squares.items():
+            self._norms.setdefault(name, []).append(sqrt(square))
+        flag = critical(self._norms[ALL], self._rates, epoch, self._threshold)
+        return [
+            EpochNorm(
+                epoch=epoch,
+                layer=name,
+                norm=norms[epoch],
+                change=change(norms, epoch),
+                critical=flag,
+                learning_rate=learning_rate,
+            )
+            for name, norms in self._norms.items()
+        ]

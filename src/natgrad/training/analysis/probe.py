@@ -1,0 +1,236 @@
+"""What the layers of a model see of a batch, taken on a twin of the model.
+
+The model itself bears no hook, runs no pass and draws no random number for it: a training that is looked at goes on
+bit by bit as one that is not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from natgrad import Preconditioner
+from natgrad.curvature import Curvature
+from natgrad.curvature.likelihood import Likelihood, resolve
+from natgrad.errors import NatgradWarning, require
+from natgrad.layers import Layer, Rows
+from natgrad.specs import Statistic, Task
+
+_WIDEST = 8192  # factors of wider sides would not fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a layer of n blocks ``[o, i]`` saw of a batch, on the host.
+
+    Attributes:
+        A: Inputs, the mean over positions ``[n, m, i]``.
+        G: Output gradients of per-sample losses, summed over positions ``[n, m, o]``.
+        W: The mean gradient of the batch ``[n, o, i]``.
+        factors: K-FAC's "A" ``[n, i, i]`` and "G" ``[n, o, o]`` of this batch alone (expand).
+    """
+
+    A: Tensor
+    G: Tensor
+    W: Tensor
+    factors: Mapping[str, Tensor]
+
+
+class Probe:
+    """Shows batches to a twin of a model.
+
+    Args:
+        build: Builds the twin.
+        loss: The loss of (outputs, targets), a mean as `reduction` says.
+        reduction: "mean" over samples, or over all their positions ("tokens"), which then are samples.
+        likelihood: What sampled labels are drawn from; None: the true labels give the gradients in the rows.
+        layers: fnmatch patterns of the layers to look at.
+        device: Where to compute.
+        seed: Of what is random in a pass, such as dropout and sampled labels.
+
+    Raises:
+        ValueError: No layer that is a matrix has such a name.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        loss: Callable[[Tensor, Tensor], Tensor],
+        *,
+        reduction: Literal["mean", "tokens"] = "mean",
+        likelihood: str | None = None,
+        layers: Sequence[str] = ("*",),
+        device: torch.device | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Build the twin and set hooks on it."""
+        self._loss, self._seed = loss, seed
+        self._device = torch.device("cpu") if device is None else device
+        with self._own_noise():
+            self._twin = build().to(self._device)
+        drawn = None if likelihood is None else resolve(likelihood)
+        recorder = _Recorder(layers, drawn)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NatgradWarning)  # that no layer is covered is an error here
+            self._preconditioner = Preconditioner(self._twin, recorder, reduction=reduction, seed=seed)
+        self._records = recorder.records
+        allowed = f"patterns of some of {', '.join(recorder.names)}"
+        require(self._records, "layers", ",".join(layers), allowed)
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers that are looked at, in the order of the model."""
+        return list(self._records)
+
+    def look(self, state: Mapping[str, Tensor], inputs: Tensor, targets: Tensor) -> dict[str, Seen]:
+        """Show one batch to the twin, with the parameters and buffers of `state`, in training mode.
+
+        Args:
+            state: The ``state_dict`` of the model.
+            inputs: Samples first.
+            targets: What `loss` takes.
+
+        Returns:
+            What each layer saw; a layer that was not used is left out.
+        """
+        self._twin.load_state_dict(state)
+        self._twin.train()
+        self._twin.zero_grad()
+        for record in self._records.values():
+            record.clear()
+        with self._own_noise():
+            outputs = self._twin(inputs.to(self._device))
+            self._preconditioner.backward(self._loss(outputs, targets.to(self._device)), outputs)
+        self._preconditioner.discard()  # no step: what was recorded is all
+        return {name: record.seen() for name, record in self._records.items() if record.used}
+
+    @contextmanager
+    def _own_noise(self) -> Iterator[None]:
+        """Leave torch's generators as they are."""
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(self._seed)
+            yield
+
+
+class _Silent(Curvature):
+    """Is shown everything and makes nothing of it: neither averages nor anything to solve with."""
+
+    factor_decay = 0.0
+
+    def __init__(self, likelihood: Likelihood | None) -> None:
+        self.likelihood = likelihood
+
+    def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
+        return (Statistic("nothing", ()),)
+
+    def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
+        return ()
+
+    def accumulate(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+    def compute(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError
+
+    def precondition(
+        self,
+        computed: Mapping[str, Tensor],
+        averages: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        damping: float,
+    ) -> Tensor:
+        return gradient
+
+
+class _Recorder(_Silent):
+    """Gives each layer that is asked for a record of its own."""
+
+    def __init__(self, patterns: Sequence[str], likelihood: Likelihood | None) -> None:
+        super().__init__(likelihood)
+        self.records: dict[str, _Record] = {}
+        self.names: list[str] = []  # those that may be asked for
+        self._patterns = patterns
+
+    def variant_for(self, layer: Layer) -> Curvature | str:
+        if layer.form != "matrix" or layer.others or max(layer.outputs, layer.inputs) > _WIDEST:
+            return "no matrix of its own, or too wide"
+        if layer.name not in self.names:
+            self.names.append(layer.name)
+        if not any(fnmatchcase(layer.name, pattern) for pattern in self._patterns):
+            return "not asked for"
+        if layer.name not in self.records:
+            self.records[layer.name] = _Record(layer, self.likelihood)
+        return self.records[layer.name]
+
+
+class _Record(_Silent):
+    """What one layer has shown in one backward pass."""
+
+    def __init__(self, layer: Layer, likelihood: Likelihood | None) -> None:
+        super().__init__(likelihood)
+        self._layer = layer
+        self.clear()
+
+    def clear(self) -> None:
+        self._uses: list[tuple[Tensor, Tensor, int]] = []  # a and g summed over positions, and how many those are
+        self._sums: dict[str, Tensor] = {}
+
+    @property
+    def used(self) -> bool:
+        return bool(self._uses)
+
+    def accumulate(
+        self,
+        sums: Mapping[str, Tensor],
+        inputs: Rows,
+        gradients: Rows,
+        scale: float,
+        computed: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        a, g = (rows.pool().double().cpu() for rows in (inputs, gradients))
+        self._uses.append((a, g * scale, inputs.positions))
+        for name, size, rows, factor in (
+            ("A", self._layer.inputs, inputs, 1.0),
+            ("G", self._layer.outputs, gradients, scale * scale),
+        ):
+            if name not in self._sums:
+                self._sums[name] = sums["nothing"].new_zeros(self._layer.blocks, size, size)
+            rows.add_gram_(self._sums[name], scale=factor)
+
+    def seen(self) -> Seen:
+        """Return everything as natgrad's curvatures count it (A is a mean over samples, G over all rows)."""
+        A, G = self._rows()
+        shown = sum(a.shape[1] * positions for a, _, positions in self._uses)
+        sums = {name: _whole(lower.double().cpu()) for name, lower in self._sums.items()}
+        return Seen(A=A, G=G, W=self._gradient(), factors={"A": sums["A"] / A.shape[1], "G": sums["G"] / shown})
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        if len({a.shape[1] for a, _, _ in self._uses}) > 1:  # each shows samples of its own
+            return torch.cat([a / n for a, _, n in self._uses], 1), torch.cat([g for _, g, _ in self._uses], 1)
+        # Several uses show the same samples (shared weights): they are positions too.
+        positions = sum(n for *_, n in self._uses)
+        A, G = (torch.stack(each).sum(0) for each in ([a for a, *_ in self._uses], [g for _, g, _ in self._uses]))
+        return A / positions, G
+
+    def _gradient(self) -> Tensor:
+        layer = self._layer
+        W = torch.zeros(layer.blocks, layer.outputs, layer.inputs, dtype=torch.float64)
+        for slot in layer.slots:
+            if slot.parameter.grad is not None:
+                gradient, place = layer.align(slot, slot.parameter.grad.double().cpu(), W[:, :, slot.columns])
+                place.copy_(gradient)
+        return W
+
+
+def _whole(lower: Tensor) -> Tensor:
+    """Return symmetric matrices from their lower triangles."""
+    return lower.tril() + lower.tril(-1).mT
