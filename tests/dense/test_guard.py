@@ -6,7 +6,7 @@ from torch import nn
 
 import natgrad
 from natgrad.linalg import cusolver
-from natgrad.preconditioner.guard.guard import Watch
+from natgrad.preconditioner.guard.guard import FailureCounters
 from tests.dense import reference as dense
 
 EVERY_STEP = natgrad.Refresh(factors=1, inverses=1)
@@ -128,7 +128,7 @@ def test_poison_in_the_very_first_batch():
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_the_limit_in_a_row_raises_a_typed_error(limit, monkeypatch):
-    monkeypatch.setattr(Watch, "_PATIENCE", 1)  # on an accelerator too, as at once as on a CPU
+    monkeypatch.setattr(FailureCounters, "_PATIENCE", 1)  # on an accelerator too, as at once as on a CPU
     model, (good, bad) = network(), batches(2)
     bad[:] = float("nan")
     preconditioner = natgrad.Preconditioner(model, damping=0.3, guard=natgrad.Guard(limit=limit))

@@ -122,7 +122,7 @@ def undone(name, placement):
         training.step((x.split(EQUAL[ranks])[rank], y.split(EQUAL[ranks])[rank]))
     found = []
     for stack in training.preconditioner.parts.stacks:
-        if stack.role.works:
+        if stack.role.is_gradient_worker:
             D = parameters(stack)
             back = stack.solve(slice(None), stack.fisher_product(D) + DAMPING * D, DAMPING)
             found.append(float((back - D).norm() / D.norm()))

@@ -245,7 +245,7 @@ def watch_what_hooks_keep(curvature):
     wrapped = DistributedDataParallel(model)
     preconditioner = case.preconditioner(wrapped, placement="dp")
     kept, uses = [], []
-    saved, use = hooks.Saved, hooks.Use
+    saved, use = hooks.Saved, hooks.LayerCall
     for step in range(3):  # in which gradients are compared, on all ranks
         wrapped.zero_grad()
         [(x, y)] = case.inputs(step, dist.get_rank())

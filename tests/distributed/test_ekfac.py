@@ -84,7 +84,7 @@ def own_batch():
     errors = {}
     for name, seen in rows.items():
         key = f"{name}.weight"
-        if preconditioner.plan.works(key, place()[0]):
+        if preconditioner.plan.is_gradient_worker(key, place()[0]):
             own = preconditioner.state_dict()["blocks"][key]
             S = (own["S"] / own["s"][:, :, None]).flatten(1)
             errors[name] = dense.relative_error(S, dense_ekfac.moments(seen.fisher(), own["QA"], own["QG"]))

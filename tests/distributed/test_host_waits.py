@@ -24,8 +24,8 @@ ON_THE_CPU_ALONE = {
     ("guard.py", "saw_rungs"),
     ("served.py", "note"),
     ("stacked.py", "clear_"),
-    ("ladder.py", "_replace"),
-    ("ladder.py", "_suspects"),
+    ("fallback.py", "_replace"),
+    ("fallback.py", "_suspects"),
 }
 ROOM = str(Path(natgrad.__file__).parent)
 

@@ -34,17 +34,17 @@ class Trouble(Training):
     def step(self, step):
         decompositions = self.kind in ("decompositions", "grafted") and 3 <= step < 9
         with broken(active=decompositions):
-            spoilt = (
+            skip_step = (
                 5 if self.job.options["placement"] == "background" else 4
             )  # which is still to get what step 3 began
-            if self.kind == "unusable" and step == spoilt:
+            if self.kind == "unusable" and step == skip_step:
                 self.poison()
             super().step(step)
 
     def poison(self):
         for stack in self.preconditioner.parts.stacks:
             for member in stack.members:
-                if stack.role.works and member.layer.key.startswith("3"):
+                if stack.role.is_gradient_worker and member.layer.key.startswith("3"):
                     stack.held["QG"][member.blocks] = math.nan
 
 

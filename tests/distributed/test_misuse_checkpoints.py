@@ -82,7 +82,7 @@ def resumed(placement, kind):
         warnings.simplefilter("ignore", natgrad.NatgradWarning)
         state = of_rank_0(both.optimizer.state_dict())
     other, told = both.resumed(placement, state, kind)
-    own = {key for key in KEYS if both.preconditioner.plan.works(key, 0)}
+    own = {key for key in KEYS if both.preconditioner.plan.is_gradient_worker(key, 0)}
     updates = other.preconditioner.metrics()["inverse_updates"]
     first = other.train([4])
     renewed = other.preconditioner.metrics()["inverse_updates"] - updates
@@ -163,7 +163,7 @@ def refused():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", natgrad.NatgradWarning)
         state = of_rank_0(both.optimizer.state_dict())
-    own = both.preconditioner.plan.works
+    own = both.preconditioner.plan.is_gradient_worker
     lacks = [key for key in KEYS if own(key, place()[0]) and not own(key, 0)]
     if lacks:
         with pytest.raises(ValueError, match=r"blocks"):

@@ -245,7 +245,7 @@ def ask(placement):
     explanation, state = training.preconditioner.explain(), training.preconditioner.state_dict()["blocks"]
     plan = training.preconditioner.parts.structure.plan
     keys = [member.layer.key for stack in training.preconditioner.parts.stacks for member in stack.members]
-    works = {key: plan.works(key, dist.get_rank()) for key in keys}
+    works = {key: plan.is_gradient_worker(key, dist.get_rank()) for key in keys}
     firsts = {row.parameter: row for row in explanation.rows if row.owners is not None}
     return (
         {name: row.owners for name, row in firsts.items()},

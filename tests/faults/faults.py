@@ -103,7 +103,7 @@ _add(
     "Masked tokens count in the divisors of running averages.",
     "dense/test_scale.py::test_masked_tokens_are_no_samples",
     (
-        "capture.sums.messages:Message.close",
+        "capture.sums.messages:Bucket.close",
         "tally.beyond + (tally.rows - tally.beyond) * min(share, 1.0)",
         "tally.rows",
     ),
@@ -112,14 +112,14 @@ _add(
     "masked_gain",
     "Output gradients are multiplied by the number of all positions, not of those that the loss averages over.",
     "dense/test_scale.py::test_masked_tokens_are_no_samples",
-    ("capture.sums.messages:Message.close", "gain * share", "gain"),
+    ("capture.sums.messages:Bucket.close", "gain * share", "gain"),
 )
 _add(
     "masked_share",
     "Masked tokens count as samples: sums are not corrected for the share of positions that the loss averages over.",
     "dense/test_embedding.py::test_token_means_with_a_mask dense/test_tied.py::test_token_means_with_a_mask "
     "dense/test_rows.py::test_of_token_losses_each_position_that_counts_is_a_row",
-    ("capture.sums.messages:Message.close", "shares.get(name, 1.0)", "1.0"),
+    ("capture.sums.messages:Bucket.close", "shares.get(name, 1.0)", "1.0"),
 )
 _add(
     "masked_inputs",
@@ -284,7 +284,7 @@ _add(
     "second_moments_restart",
     "EKFAC's second moments go on averaging over eigenbases instead of beginning anew with each.",
     "dense/test_ekfac.py::test_moments_begin_anew_with_each_basis",
-    ("state.blocks:Stack.restart", "task.restarts if self.averages else ()", "()"),
+    ("state.block_group:BlockGroup.restart", "task.restarts if self.averages else ()", "()"),
 )
 _add(
     "second_moments_correction",
@@ -373,7 +373,7 @@ _add(
     "A loaded checkpoint forgets when the last decomposition was, so that one is due at once.",
     "dense/test_state.py::test_a_resumed_run_is_bit_identical",
     (
-        "preconditioner.progress:Progress.load_state_dict",
+        "preconditioner.counters:StepCounters.load_state_dict",
         "None if state[name] < 0 else int(state[name])",
         'None if state[name] < 0 or name == "last_inverses" else int(state[name])',
     ),
@@ -385,7 +385,7 @@ _add(
     "test_scaling.py dense/test_ekfac_scale.py",
     (
         "preconditioner.renewal.averages:fold",
-        "seen if sums.spoilt is None else seen & ~sums.spoilt.to(seen.device)",
+        "seen if sums.skip_step is None else seen & ~sums.skip_step.to(seen.device)",
         "seen",
     ),
 )
@@ -415,7 +415,7 @@ _add(
     "A loaded checkpoint does not restore how often factors and decompositions were renewed.",
     "dense/test_state.py::test_a_resumed_run_is_bit_identical",
     (
-        "preconditioner.progress:Progress.load_state_dict",
+        "preconditioner.counters:StepCounters.load_state_dict",
         "self.factor_updates, self.inverse_updates = (int",
         "_ = (int",
     ),
@@ -448,7 +448,7 @@ _add(
     "reduce_scatter_rank",
     "A reduction of factors to their owner leaves out what rank 0 has sent.",
     "distributed/test_reduce_to_owners.py::test_ranks_equal_one_process",
-    ("distributed.runtime:Runtime._reduce_scatter", "return values.sum(0)", "return values[1:].sum(0)"),
+    ("distributed.communicator:Communicator._reduce_scatter", "return values.sum(0)", "return values[1:].sum(0)"),
 )
 _add(
     "surplus_shared",
@@ -460,7 +460,11 @@ _add(
     "surplus_reduced",
     "What a rank owns beside its even share of a bucket lacks the sums that lie with others.",
     "distributed/test_reduced_gradients.py::test_ways_to_train",
-    ("distributed.runtime:Runtime.reduce_to_owners", "*(run for run, _ in found)", "*(run * 0 for run, _ in found)"),
+    (
+        "distributed.communicator:Communicator.reduce_to_owners",
+        "*(run for run, _ in found)",
+        "*(run * 0 for run, _ in found)",
+    ),
 )
 _add(
     "sampled_labels_rank",
@@ -488,7 +492,7 @@ _add(
     "distributed/test_dp.py::test_dp_is_its_definition",
     ("distributed.plan:Plan.captures", 'self.seats[key].sums != "alone" or self.works(key, rank)', "True"),
     (
-        "capture.sums.sums:Sums.travel",
+        "capture.sums.sums:StatisticsBuffer.travel",
         'message.role.seat.sums == "worker"',
         'message.role.seat.sums in ("worker", "alone")',
     ),
@@ -508,7 +512,7 @@ _add(
     "Factors that leave in a second backward pass are counted with the samples of the first pass once more.",
     "distributed/test_pipelined.py::test_what_may_happen_between_two_steps",
     (
-        "capture.sums.bucketed:BucketedSums._count_rest",
+        "capture.sums.bucketed:BucketedStatistics._count_rest",
         "tally, before = self.tallies[name], self._counted",
         "tally, before = self.tallies[name], {}",
     ),
@@ -517,5 +521,5 @@ _add(
     "pipelined_gain",
     "Factors that have left early keep the factor that undoes accumulation as it was when they left.",
     "distributed/test_pipelined.py::test_what_may_happen_between_two_steps",
-    ("capture.sums.bucketed:BucketedSums.travel", "arrived.rescale(once, self._gain_now)", "pass"),
+    ("capture.sums.bucketed:BucketedStatistics.travel", "arrived.rescale(once, self._gain_now)", "pass"),
 )

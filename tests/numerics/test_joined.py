@@ -82,7 +82,7 @@ def test_stacks_together_are_stacks_one_by_one(make, monkeypatch):
     for each in (stacked, averages, guard):
         monkeypatch.setattr(each, "together", regardless)
     monkeypatch.setattr(ladder, "_waits", lambda device: True)
-    monkeypatch.setattr(guard.Watch, "_PATIENCE", 1)
+    monkeypatch.setattr(guard.FailureCounters, "_PATIENCE", 1)
     both, others = gradients()
     assert max(taken) > 1
     for left, right in zip(both, alone, strict=True):

@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.distributed import Layout
+from natgrad.distributed import WireFormat
 from natgrad.linalg import damped_inverse
 from natgrad.linalg.narrow import power_of_two, round_stochastically
 from natgrad.specs import TensorSpec
-from natgrad.state.kept import Kept
+from natgrad.state.tensors import StateTensors
 from tests import device
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -150,7 +150,7 @@ def test_narrow_factors_take_half_the_memory(dtype):
 def test_running_averages_do_not_stall(dtype):
     """To the nearest, with a decay of 0.999, bfloat16 would stay at a third of what it averages."""
     spec = TensorSpec("A", (40, 40))
-    kept = Kept([spec], 1, dtype)
+    kept = StateTensors([spec], 1, dtype)
     fresh = torch.rand(1, 40, 40, generator=torch.Generator().manual_seed(0)) + 0.5
     weight = 0.0
     for step in range(3000):
@@ -179,7 +179,7 @@ def test_stochastic_rounding():
 @pytest.mark.parametrize("size", [1e-25, 1e-10, 1.0, 1e10, 1e25])
 def test_what_is_kept_comes_back(dtype, size):
     specs = [TensorSpec("A", (5, 7)), TensorSpec("v", (7,))]
-    kept = Kept(specs, 3, dtype)
+    kept = StateTensors(specs, 3, dtype)
     values = {spec.name: torch.randn(2, *spec.shape, dtype=FP64) * size for spec in specs}
     for name, value in values.items():
         kept.write(name, slice(1, 3), value)
@@ -188,7 +188,7 @@ def test_what_is_kept_comes_back(dtype, size):
         error = (kept.read(name, slice(1, 3)).double() - value).abs().max() / value.abs().max()
         assert error <= (tolerances[dtype] if name == "A" else min(tolerances[dtype], 1e-7))
         assert not kept.read(name, torch.tensor([0])).any()
-    again = Kept(specs, 3, dtype)
+    again = StateTensors(specs, 3, dtype)
     for name in kept:
         again.write(name, slice(None), kept.read(name, slice(None)), torch.Generator().manual_seed(0))
         assert torch.equal(again.read(name, slice(None)), kept.read(name, slice(None)))
@@ -199,7 +199,7 @@ def test_what_is_kept_comes_back(dtype, size):
     [(FP64, FP64), (FP64, FP32), (FP64, BF16), (FP64, FP16), (FP32, FP32), (FP32, BF16), (FP32, FP16)],
 )
 def test_messages(dtype, wire):
-    layout = Layout(wide=3, narrow=1300, dtype=dtype, wire=wire)
+    layout = WireFormat(wide=3, narrow=1300, dtype=dtype, wire=wire)
     wide = torch.rand(2, 3, dtype=dtype) * 1e30
     # Neighbours in a message may differ by any factor: those of a group of 512 share a scale.
     sizes = torch.tensor([1e-25] * 512 + [1e25] * 512 + [1.0] * 276, dtype=dtype)
@@ -215,7 +215,7 @@ def test_messages(dtype, wire):
 
 
 def test_what_is_not_finite_arrives_as_such_and_harms_no_neighbour():
-    layout = Layout(wide=1, narrow=512, dtype=FP32, wire=FP16)
+    layout = WireFormat(wide=1, narrow=512, dtype=FP32, wire=FP16)
     values = torch.full((1, 512), 1e-10)
     values[0, 3], values[0, 4] = float("nan"), float("inf")
     message = layout.empty(1, torch.device(device.name()))

@@ -14,9 +14,9 @@ def test_packing_keeps_the_lower_triangle_and_nothing_else(size):
     rows = torch.randn(2, 7, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
     matrices = rows.mT @ rows
     lower = matrices.tril()
-    spoilt = matrices.clone()
-    spoilt[:, torch.ones(size, size, dtype=torch.bool).triu(1)] = float("nan")
-    packed = triangle.pack(spoilt)
+    skip_step = matrices.clone()
+    skip_step[:, torch.ones(size, size, dtype=torch.bool).triu(1)] = float("nan")
+    packed = triangle.pack(skip_step)
     assert packed.shape == (2, triangle.length(size)) == (2, size * (size + 1) // 2)
     rows, columns = torch.tril_indices(size, size)
     assert torch.equal(packed.sort(1)[0], lower[:, rows, columns].sort(1)[0])

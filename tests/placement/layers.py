@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from natgrad.distributed import Placement, Work
+from natgrad.distributed import LayerDemand, Placement
 from natgrad.distributed.options import NAMES
 
 
@@ -11,7 +11,7 @@ def kfac(outputs, inputs, form="eigen", blocks=1, alone=True):
     triangles = {part: blocks * d * (d + 1) // 2 for part, d in sizes.items()}
     whole = blocks * sum(d * d for d in sizes.values())
     vectors = blocks * (outputs + inputs) if eigen else 0
-    return Work(
+    return LayerDemand(
         parts={part: blocks * float(d) ** 3 for part, d in sizes.items()},
         sums=sum(triangles.values()),
         results={part: blocks * (d * d + d) if eigen else triangles[part] for part, d in sizes.items()},

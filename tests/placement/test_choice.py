@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from natgrad.distributed import Cycle, Link, Placement, Slices, Work, make_plan, resolve, step_seconds
+from natgrad.distributed import Cycle, LayerDemand, Link, Placement, Slices, make_plan, resolve, step_seconds
 from tests.placement.layers import kfac, models, resnet50
 
 pure = settings(max_examples=30, deadline=None, derandomize=True)
@@ -128,7 +128,7 @@ def test_bad_cycles():
 
 LINK = Link(latency=1000.0, bandwidth=0.5, speed=10.0, products=100.0)  # 2 seconds a byte
 WORKS = {
-    "large": Work(
+    "large": LayerDemand(
         parts={"A": 60.0, "G": 30.0},
         sums=7,
         results={"A": 5, "G": 4},
@@ -137,7 +137,9 @@ WORKS = {
         itemsize=4,
         wire=2,
     ),
-    "small": Work(parts={"A": 20.0, "G": 10.0}, sums=3, results={"A": 2, "G": 1}, gradients=2, solve=100.0, wire=2),
+    "small": LayerDemand(
+        parts={"A": 20.0, "G": 10.0}, sums=3, results={"A": 2, "G": 1}, gradients=2, solve=100.0, wire=2
+    ),
 }
 FACTORS = 1000 + 2 * (2 * 1 / 2 * 10 * 2)  # an all-reduce on two ranks passes each byte once through each
 EXPECTED = {

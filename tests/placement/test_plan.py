@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from natgrad.distributed import Link, Placement, Rows, Seat, Work, make_plan, resolve
+from natgrad.distributed import Assignment, LayerDemand, Link, Placement, Rows, make_plan, resolve
 from natgrad.distributed.options import NAMES
 from tests.placement.layers import kfac, models, placements, ranks, resnet50
 
@@ -45,7 +45,7 @@ def test_a_layer_has_a_column_of_workers_and_every_rank_one_server_in_its_row(op
             assert len(row) == P // n
             server = plan.server(key, rank)
             assert [other for other in row if other in range(column, P, P // n)] == [server]
-            assert plan.works(key, rank) == (server == rank) == (rank in range(column, P, P // n))
+            assert plan.is_gradient_worker(key, rank) == (server == rank) == (rank in range(column, P, P // n))
             if server == rank:
                 assert tuple(plan.column(rank)) == seat.workers
 
@@ -58,10 +58,10 @@ def test_who_captures_and_who_receives(options, works):
     name = plan.placement.name
     for key, work in works.items():
         for rank in some(P):
-            works_for = plan.works(key, rank)
+            works_for = plan.is_gradient_worker(key, rank)
             own = name == "dp" and work.alone
             assert plan.captures(key, rank) == (works_for or not own)
-            assert plan.receives(key, rank) == (works_for or name not in ("reduce-scatter", "dp"))
+            assert plan.keeps_averages(key, rank) == (works_for or name not in ("reduce-scatter", "dp"))
 
 
 @pure
@@ -92,7 +92,7 @@ def test_the_number_of_workers():
 
 def chain(costs):
     """Layers of one part each."""
-    return {index: Work(parts={"F": cost}) for index, cost in enumerate(costs)}
+    return {index: LayerDemand(parts={"F": cost}) for index, cost in enumerate(costs)}
 
 
 def makespan(plan, speeds=None):
@@ -184,7 +184,7 @@ def test_round_robin_takes_turns():
 def test_the_order_of_layers_does_not_matter_where_costs_differ(options, costs, random):
     P, placement = options
     assume(placement.owners == "balanced")
-    works = {str(cost): Work(parts={"A": 2.0**21 * cost, "G": cost / 2**22}) for cost in costs}
+    works = {str(cost): LayerDemand(parts={"A": 2.0**21 * cost, "G": cost / 2**22}) for cost in costs}
     shuffled = list(works.items())
     random.shuffle(shuffled)
     plan, other = make_plan(placement, works, P), make_plan(placement, dict(shuffled), P)
@@ -224,7 +224,7 @@ def test_layers_that_are_seated_keep_their_workers(options, works, more):
 
 def test_new_layers_go_where_seated_ones_leave_room():
     works = chain([5, 4, 3])
-    seated = {0: Seat((1,), {}), 9: Seat((0,), {})}  # the latter is gone
+    seated = {0: Assignment((1,), {}), 9: Assignment((0,), {})}  # the latter is gone
     plan = make_plan(resolve("mem-opt"), works, 2, seated)
     assert {key: seat.workers for key, seat in plan.seats.items()} == {0: (1,), 1: (0,), 2: (0,)}
 
@@ -288,7 +288,7 @@ def test_volumes_of_resnet50(P):
 def test_rows_are_those_of_the_batch():
     """HyLo sends (P - 1) r (i + o), and with links (P - 1) r² / P, then (P - 1) r² for each block."""
     selected = Rows(width=30, share=lambda samples, most, ranks: min(most, int(samples) // 2 // ranks), linked=True)
-    works = {"rows": Work(parts={"M": 1.0}, rows=selected, blocks=2), "sums": kfac(3, 4)}
+    works = {"rows": LayerDemand(parts={"M": 1.0}, rows=selected, blocks=2), "sums": kfac(3, 4)}
     plan, without = (make_plan(resolve("comm-opt"), {key: works[key] for key in keys}, 4) for keys in (works, ["sums"]))
     r, told, plain = 16, plan.traffic(samples=32), without.traffic()
     assert told["factors"] == plain["factors"]
@@ -307,7 +307,7 @@ def test_rows_are_those_of_the_batch():
 def test_rows_go_to_the_workers(placement, n):
     """Each of n workers gets the shares of the 3 others, with their links, and n - 1 of them the kernel's inverse."""
     selected = Rows(width=30, share=lambda samples, most, ranks: 4, linked=True)
-    plan = make_plan(resolve(placement), {"rows": Work(parts={"M": 1.0}, rows=selected, blocks=2)}, 4)
+    plan = make_plan(resolve(placement), {"rows": LayerDemand(parts={"M": 1.0}, rows=selected, blocks=2)}, 4)
     told = plan.traffic(samples=32)["inverses"]
     assert told.get("rows", 0) == n * 3 * (4 * 30 + 2 * 4 * 4)
     assert told["inverses"] == (shared(2 * 16 * 16, n) if n else 0)
@@ -341,8 +341,10 @@ def test_what_is_held(options, works):
     kept = averages if plan.placement.name not in ("reduce-scatter", "dp") else averages * share
     assert sum(plan.held(rank) for rank in range(P)) == P * (kept + held * share)
     for rank in some(P):
-        received = sum(work.averages for key, work in works.items() if plan.receives(key, rank))
-        assert plan.held(rank) == received + sum(work.held for key, work in works.items() if plan.works(key, rank))
+        received = sum(work.averages for key, work in works.items() if plan.keeps_averages(key, rank))
+        assert plan.held(rank) == received + sum(
+            work.held for key, work in works.items() if plan.is_gradient_worker(key, rank)
+        )
 
 
 # --- What it says ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import natgrad
-from natgrad.preconditioner.progress import Progress
+from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.renewal import RefreshScheduler
 from natgrad.preconditioner.renewal.decisions import RENEWED, WAITING
 from natgrad.refresh.budget import Budget
@@ -115,8 +115,8 @@ def test_ranks_that_save_in_between_have_the_same_account():
         heard = torch.rand(7, generator=generator)
         for scheduler in (saving, other):
             scheduler.receive_times(heard)
-        saving.state_dict(Progress())
-    assert saving.state_dict(Progress()) == other.state_dict(Progress())
+        saving.state_dict(StepCounters())
+    assert saving.state_dict(StepCounters()) == other.state_dict(StepCounters())
 
 
 def test_a_capped_training_goes_on_from_the_state_of_another_clock():

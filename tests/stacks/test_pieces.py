@@ -11,7 +11,7 @@ from natgrad import KFAC, Preconditioner
 from natgrad.capture.sums.sums import _zeros as alone
 from natgrad.specs import Statistic
 from natgrad.state import pieces
-from natgrad.state.blocks import Stack
+from natgrad.state.block_group import BlockGroup
 from tests.every import EVERY, Training, batch
 
 LIMIT = 2**21
@@ -40,8 +40,8 @@ def test_pieces_of_some_blocks(blocks, piece):
 @pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
 def test_a_training_is_that_without_pieces(make, monkeypatch):
     whole, cut = Training(make), Training(make)
-    solve, solved = Stack._solve, []
-    monkeypatch.setattr(Stack, "_solve", lambda *a: solved.append(len(a[2])) or solve(*a))
+    solve, solved = BlockGroup._solve, []
+    monkeypatch.setattr(BlockGroup, "_solve", lambda *a: solved.append(len(a[2])) or solve(*a))
     for training, most in ((whole, LIMIT), (cut, 1)):
         monkeypatch.setattr(pieces, "_CPU", most)
         torch.manual_seed(2)

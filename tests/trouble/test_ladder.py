@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import natgrad
-import natgrad.preconditioner.guard.ladder
-from natgrad.preconditioner.guard.ladder import dots
+import natgrad.preconditioner.guard.fallback
+from natgrad.preconditioner.guard.fallback import dots
 from tests.dense import reference as dense
 
 DAMPING = 0.3
@@ -256,10 +256,10 @@ def test_a_gradient_that_is_not_finite_gives_no_update_on_any_rung():
     model, preconditioner = make(curvature, guard=natgrad.Guard(patience=0))
     xs = batches(3)
     take(model, preconditioner, xs[0])
-    for spoilt, broken in ((xs[1], None), (xs[2], 4)):
+    for skip_step, broken in ((xs[1], None), (xs[2], 4)):
         curvature.inputs = broken
         model.zero_grad()
-        (total_loss(model, spoilt) / len(spoilt)).backward()
+        (total_loss(model, skip_step) / len(skip_step)).backward()
         model[0].weight.grad[0, 0] = math.inf
         preconditioner.step()
         solved = dense.gradients(model)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import natgrad
-import natgrad.preconditioner.guard.ladder
+import natgrad.preconditioner.guard.fallback
 from tests.dense import reference as dense
 from tests.every import EVERY, Training
 from tests.every import batch as every_batch
@@ -46,7 +46,7 @@ def test_every_curvature_goes_on_and_recovers(name):
     assert sum(map(int, fell)) >= 2
     for step in range(6, 12):
         training.step(every_batch(step))
-        # EKFAC has measured nothing in a spoilt basis, and K-BFGS renews H_G after the step.
+        # EKFAC has measured nothing in a skip_step basis, and K-BFGS renews H_G after the step.
         late = step < 9 and name.startswith(("ekfac", "kbfgs"))
         assert late or not any(told(training.preconditioner).values())
 
@@ -163,8 +163,8 @@ def test_a_training_resumed_on_a_lower_rung_is_the_one_that_went_on(kind):
 
 def test_where_looking_costs_time_the_gradient_is_grafted_until_the_host_looks(monkeypatch):
     """What runs on accelerators, here on the CPU."""
-    monkeypatch.setattr(natgrad.preconditioner.guard.ladder, "_waits", lambda device: True)
-    monkeypatch.setattr(natgrad.preconditioner.guard.ladder, "_PATIENCE", 4)
+    monkeypatch.setattr(natgrad.preconditioner.guard.fallback, "_waits", lambda device: True)
+    monkeypatch.setattr(natgrad.preconditioner.guard.fallback, "_PATIENCE", 4)
     model, preconditioner = make(refresh=natgrad.Refresh(factors=1, inverses=10))
     reference, xs = Reference(), batches(12)
     reference.kfac.inverses = lambda step: 10
@@ -185,7 +185,7 @@ def test_where_looking_costs_time_the_gradient_is_grafted_until_the_host_looks(m
 
 
 def test_where_looking_costs_time_a_gradient_that_is_not_finite_gives_no_update(monkeypatch):
-    monkeypatch.setattr(natgrad.preconditioner.guard.ladder, "_waits", lambda device: True)
+    monkeypatch.setattr(natgrad.preconditioner.guard.fallback, "_waits", lambda device: True)
     model, preconditioner = make()
     reference, xs = Reference(), batches(2)
     take(model, preconditioner, xs[0])

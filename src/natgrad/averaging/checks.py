@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.averaging.messages import local
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.errors import AveragingError, DivergedError, NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
@@ -97,7 +97,7 @@ class FiniteCheck:
         marker: The marker that was sent or has arrived last, or None.
     """
 
-    def __init__(self, parameters: Callable[[], Sequence[Tensor]], inside: Runtime | None) -> None:
+    def __init__(self, parameters: Callable[[], Sequence[Tensor]], inside: Communicator | None) -> None:
         """Check nothing yet.
 
         Args:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from natgrad.averaging.compression import DeltaCompression
 from natgrad.averaging.messages import MESSAGE_BYTES, Packing
 from natgrad.averaging.nodes import Grid
-from natgrad.distributed import Posted
+from natgrad.distributed import Work
 from natgrad.linalg import tensor_on
 
 
@@ -27,7 +27,7 @@ class PendingAverage:
     def __init__(self, packing: Packing, sent: list[Tensor], summed: list[Tensor], nodes: int) -> None:
         """Hold the messages; `Exchange.send` adds what to wait for."""
         self.packing, self.sent, self.summed, self.nodes = packing, sent, summed, nodes
-        self.works: list[Posted] = []
+        self.is_gradient_worker: list[Work] = []
         self.gather: Callable[[], None] | None = None
 
     def wait(self) -> None:
@@ -38,11 +38,11 @@ class PendingAverage:
         Raises:
             NatgradError: if another rank has stopped.
         """
-        for work in self.works:
+        for work in self.is_gradient_worker:
             work.wait()
         if self.gather is not None:
             self.gather()
-        self.works, self.gather = [], None
+        self.is_gradient_worker, self.gather = [], None
 
 
 class Exchange:
@@ -110,7 +110,7 @@ class Exchange:
             self._weigh(vector, pending.sent[index] if keep else None, wire)
             share = self._share(vector)
             if len(share):  # this message is on its way while the next one is packed
-                pending.works.append(self._sum(share, wire, blocking=blocking))
+                pending.is_gradient_worker.append(self._sum(share, wire, blocking=blocking))
         if not self.per_rank:
             pending.gather = lambda: self._gather(pending.summed)
         return pending
@@ -181,7 +181,7 @@ class Exchange:
         if sent is not None and rounds:
             sent.copy_(vector.to(wire)).div_(self._weight)
 
-    def _sum(self, share: Tensor, wire: torch.dtype | None, *, blocking: bool) -> Posted:
+    def _sum(self, share: Tensor, wire: torch.dtype | None, *, blocking: bool) -> Work:
         """Begin to sum a share over the nodes."""
         between, kinds = self._grid.between, {self._kind: len(share)}
         if blocking or between.ranks == 1:

@@ -17,8 +17,8 @@ from natgrad.averaging.merge import AveragedTensors
 from natgrad.averaging.nodes import Grid
 from natgrad.errors import require
 from natgrad.preconditioner import Preconditioner
-from natgrad.state.blocks import Stack
-from natgrad.state.kept import along
+from natgrad.state.block_group import BlockGroup
+from natgrad.state.tensors import along
 
 _ALL = slice(None)
 
@@ -31,14 +31,14 @@ class Factors(AveragedTensors):
         super().__init__("factors", exchange, self._read)
         self._preconditioner = preconditioner
 
-    def _kept(self) -> Iterator[tuple[Stack, list[Tensor], list[str]]]:
+    def _kept(self) -> Iterator[tuple[BlockGroup, list[Tensor], list[str]]]:
         """Yield the stacks that this rank keeps averages of, their weights, and which averages can be merged.
 
         Also stacks without statistics yet, with weight 0: another node may have some.
         """
         for stack in self._preconditioner.parts.stacks:
             names = [spec.name for spec in stack.statistics if spec.decayed and spec.name not in stack.restarting]
-            if stack.role.receives and names:
+            if stack.role.keeps_averages and names:
                 stack.allocate_averages()
                 yield stack, stack.weights, names
 
@@ -74,7 +74,7 @@ def describe(preconditioner: Preconditioner | None) -> str | None:
 def is_replicated(preconditioner: Preconditioner, ranks: int) -> bool:
     """Return whether every rank of a node keeps the running averages of all layers."""
     plan = preconditioner.plan
-    return all(plan.receives(key, rank) for key in plan.seats for rank in range(ranks))
+    return all(plan.keeps_averages(key, rank) for key in plan.seats for rank in range(ranks))
 
 
 def check_owners(preconditioner: Preconditioner, grid: Grid) -> None:

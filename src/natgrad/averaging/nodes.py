@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from natgrad.averaging.checks import check_alike
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.distributed.groups import timeout_of
 from natgrad.errors import require
 
@@ -96,7 +96,7 @@ def _check_same(nodes: Nodes | DeviceMesh | None) -> None:
         given = nodes.mesh.tolist()
     elif nodes is not None:
         given = [list(ranks) for ranks in nodes.grid] if isinstance(nodes, Nodes) else nodes
-    world = Runtime(dist.group.WORLD)
+    world = Communicator(dist.group.WORLD)
     check_alike(world.everywhere((world.rank, {"nodes": given})))
 
 
@@ -129,7 +129,7 @@ class Grid:
             fits = nodes is None or (isinstance(nodes, Nodes) and nodes.sizes == (1,))
             require(fits, "nodes", nodes, "left out without a process group")
             self.sizes, self.node, self.local = (1,), 0, 0
-            self.inside = self.between = Runtime(None)
+            self.inside = self.between = Communicator(None)
             self.smallest = 1
             return
         _check_same(nodes)
@@ -160,18 +160,18 @@ class Grid:
             return
         self.sizes = (mesh.size(1),) * mesh.size(0)
         self.node, self.local = place
-        self.between, self.inside = map(Runtime, groups)
+        self.between, self.inside = map(Communicator, groups)
 
     def _make(self, grid: Sequence[Sequence[int]]) -> None:
         """Make groups of the ranks of each node, and of those of equal local index; all ranks of the world together."""
-        world = Runtime(dist.group.WORLD)
+        world = Communicator(dist.group.WORLD)
         self.sizes = tuple(map(len, grid))
         self.node, self.local = next(
             (node, ranks.index(world.rank)) for node, ranks in enumerate(grid) if world.rank in ranks
         )
         shared = self.local < min(self.sizes)
         between = [ranks[self.local] for ranks in grid] if shared else [world.rank]
-        self.inside, self.between = (Runtime(world.subgroup(ranks)) for ranks in (grid[self.node], between))
+        self.inside, self.between = (Communicator(world.subgroup(ranks)) for ranks in (grid[self.node], between))
 
     @property
     def nodes(self) -> int:

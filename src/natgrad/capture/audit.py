@@ -74,8 +74,8 @@ class _Taken:
     passes: int
 
 
-class Use(Protocol):
-    """A use of a layer: see `natgrad.capture.uses.Use`."""
+class LayerCall(Protocol):
+    """A use of a layer: see `natgrad.capture.uses.LayerCall`."""
 
     layer: Layer
     output: Tensor | None
@@ -171,7 +171,7 @@ class GradientAudit:
         known = self._sums.get(layer.name)
         self._sums[layer.name] = (found, size * share) if known is None else (known[0] + found, known[1] + size * share)
 
-    def keep_output(self, use: Use, output: Tensor) -> None:
+    def keep_output(self, use: LayerCall, output: Tensor) -> None:
         """Keep the output of the layer that was called last, which may be the logits of a cross-entropy, with its use.
 
         It goes when another layer is called, or with its graph.
@@ -183,7 +183,7 @@ class GradientAudit:
             use.output, self._last = output.detach().flatten(0, -2)[:_ROWS].clone(), weakref.ref(use)
 
     @torch.no_grad()
-    def look_at_loss(self, use: Use, gradient: Tensor, *, summed: bool) -> None:
+    def look_at_loss(self, use: LayerCall, gradient: Tensor, *, summed: bool) -> None:
         """Look at the first gradient of a backward pass: that of logits tells what a cross-entropy is multiplied by.
 
         Args:

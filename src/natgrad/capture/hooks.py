@@ -27,11 +27,11 @@ from natgrad.capture.reductions import Count, Reductions
 from natgrad.capture.rows import Collected
 from natgrad.capture.samples import Samples
 from natgrad.capture.saved import Saved, outline, whole
-from natgrad.capture.sums import WHOLE, BucketedSums, Choice, Sums
-from natgrad.capture.sums.messages import Tally
+from natgrad.capture.sums import WHOLE, BucketedStatistics, Choice, StatisticsBuffer
+from natgrad.capture.sums.messages import SampleCount
 from natgrad.capture.taps import EndTap, Forward, LayerTap, RootTap, warn_of_others
 from natgrad.capture.upstream import destination, go_down, mark, marked, sources
-from natgrad.capture.uses import LossTerms, Use
+from natgrad.capture.uses import LayerCall, LossTerms
 from natgrad.curvature import Curvature
 from natgrad.distributed.sharding import owners
 from natgrad.distributed.shards import is_sharded
@@ -39,7 +39,7 @@ from natgrad.errors import NatgradError
 from natgrad.layers import Handle, Layer, Rows, Slot, remove_all
 from natgrad.layers.rows import by_sample
 from natgrad.linalg.products import full_products
-from natgrad.state.blocks import Member, Stack
+from natgrad.state.block_group import BlockGroup, LayerBlocks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -72,26 +72,26 @@ class Capture:
         self._handles: list[Handle] = []
         self._forward = Forward()
         self._layers: dict[str, tuple[Layer, Curvature]] = {}
-        self._places: dict[str, tuple[Stack, Member]] = {}
+        self._places: dict[str, tuple[BlockGroup, LayerBlocks]] = {}
         self._captured: set[str] = set()  # those of them whose statistics are this rank's to capture
         self._owners: dict[nn.Module, FSDPModule] = {}
         self._pooled: dict[str, dict[bool, Pooled]] = {}  # one for lookups of a tied embedding, one for other uses
-        self._uses: dict[str, weakref.WeakSet[Use]] = {}  # those whose gradient may come yet, of layers that pool
-        self._marks: weakref.WeakValueDictionary[int, Use] = weakref.WeakValueDictionary()
+        self._uses: dict[str, weakref.WeakSet[LayerCall]] = {}  # those whose gradient may come yet, of layers that pool
+        self._marks: weakref.WeakValueDictionary[int, LayerCall] = weakref.WeakValueDictionary()
         self._loss: int | None = None  # the last backward pass that turned out to be the loss's
         self._fills = False  # whether it writes into ``.grad``
         self.wanted = self.rows_wanted = True
         self.sampling = self._replaying = self.again = False
         self.replays: set[str] = set()
         self._drew = False  # whether labels were sampled since the last step
-        self.sums = Sums([], fused=False)
+        self.sums = StatisticsBuffer([], fused=False)
         self.rows = Collected([], None)
         self._terms = LossTerms(reductions)
         self.seconds = 0.0
         self.ambiguous: Samples | None = None
         weakref.finalize(self, remove_all, self._handles).atexit = False
 
-    def attach(self, stacks: list[Stack], sums: Sums, rows: Collected) -> None:
+    def attach(self, stacks: list[BlockGroup], sums: StatisticsBuffer, rows: Collected) -> None:
         """Set the hooks on the layers of `stacks`, in place of those set before, to add to `sums` or to `rows`."""
         self._forget()
         self.sums.abandon()
@@ -196,7 +196,7 @@ class Capture:
         """Tell whether gradients of sampled labels are wanted of a layer; its inputs are the same in any pass."""
         return self._layers[name][1].likelihood is not None and self.sums.portion(name) != "inputs"
 
-    def _tally(self, name: str) -> Tally:
+    def _tally(self, name: str) -> SampleCount:
         return (self.rows if self._layers[name][1].rows else self.sums).tallies[name]
 
     def warn_of_others(self) -> None:
@@ -243,7 +243,7 @@ class Capture:
         self.discard()
         self.sums.choose(choice if wanted else self.sums.choice)
         self._forward.script = Recording(self._root) if self.again or (wanted and self.replays) else None
-        self.sums.note_turns()
+        self.sums.note_basis_versions()
 
     def discard(self) -> None:
         """Forget what backward passes have shown; forward passes may still be differentiated."""
@@ -262,7 +262,7 @@ class Capture:
         return script.of(self.backwards) if isinstance(script, Recording) else []
 
     @contextmanager
-    def replay(self, sums: Sums, repetition: Repetition) -> Iterator[None]:
+    def replay(self, sums: StatisticsBuffer, repetition: Repetition) -> Iterator[None]:
         """Add what the layers that need a replay show to other `sums` meanwhile, and know nothing of it afterwards."""
         own = {"_captured": self.replays, "_counting": False, "_terms": self._terms.anew(), "_loss": None}
         own |= {"wanted": True, "sums": sums, "_replaying": True, "_fills": False, "audit": GradientAudit(off=True)}
@@ -303,7 +303,7 @@ class Capture:
         # Statistics need the inputs themselves, the number of samples only their shape.
         saved = Saved(inputs) if wanted or self.audit.wants_inputs(name) else None
         shape = outline(inputs) if saved is None else saved.outline
-        use = Use(primary, layer, curvature, saved, shape, batch, forward, outer_task)
+        use = LayerCall(primary, layer, curvature, saved, shape, batch, forward, outer_task)
         if forward is not None and (self._reductions.of(name) == "tokens" or self._reductions.is_undecided):
             forward.note(name, layer.positions(output))
         self.audit.keep_output(use, output)
@@ -325,10 +325,10 @@ class Capture:
                 outer_task = -1  # recomputed in no pass of its own: the checkpoint is not reentrant
             elif outer_task != -1:
                 known = int(self._forward.batch)
-            use = Use(primary, layer, curvature, Saved(inputs), inputs, known, None, outer_task, traced=True)
+            use = LayerCall(primary, layer, curvature, Saved(inputs), inputs, known, None, outer_task, traced=True)
             self._gradient(use, gradient)
 
-    def _gradient(self, use: Use, gradient: Tensor) -> None:
+    def _gradient(self, use: LayerCall, gradient: Tensor) -> None:
         # Gradients with a graph of their own are derivatives inside the model (as in physics), not the loss's.
         if torch.is_grad_enabled():
             return
@@ -386,7 +386,7 @@ class Capture:
         if owner is not None and is_sharded(slot.parameter):
             owner.unshard()
 
-    def _observe(self, use: Use, task: int, inputs: Tensor, gradient: Tensor) -> None:
+    def _observe(self, use: LayerCall, task: int, inputs: Tensor, gradient: Tensor) -> None:
         layer, curvature, name = use.layer, use.curvature, use.primary.name
         terms, reduction = self._terms.of(name), self._reductions.of(name)
         samples = terms.samples(use, task, gradient, drawn=self.sampling)
@@ -413,7 +413,7 @@ class Capture:
         computed = stack.seen_by(member) if stack.computed_for_capture else None
         self.sums.add(name, lambda sums: stack.curvature.accumulate(sums, inputs, gradients, scale, computed))
 
-    def _pool(self, use: Use, task: int, inputs: Rows, gradients: Rows, scale: float) -> None:
+    def _pool(self, use: LayerCall, task: int, inputs: Rows, gradients: Rows, scale: float) -> None:
         name = use.primary.name
         before = self._pooled.get(name, {}).get(inputs.one_hot)
         if before and (before.task, before.inputs.shape[1]) != (task, inputs.samples):
@@ -427,7 +427,7 @@ class Capture:
         else:
             kinds[inputs.one_hot].add(a, g, positions, rounding)
 
-    def _awaits(self, use: Use) -> bool:
+    def _awaits(self, use: LayerCall) -> bool:
         """Tell whether other uses of the layer may show more of the same samples."""
         if use.traced:  # compiled uses show themselves too late; rows of every position are too many to be kept
             return self._reductions.of(use.primary.name) != "tokens"
@@ -439,7 +439,7 @@ class Capture:
     def reduced(self, bucket: GradBucket) -> None:
         """Send the statistics to which this pass adds nothing more, now that DDP has reduced a bucket of gradients."""
         sums = self.sums
-        if not (isinstance(sums, BucketedSums) and self._layers and self.wanted and self._may_leave):
+        if not (isinstance(sums, BucketedStatistics) and self._layers and self.wanted and self._may_leave):
             return
         started, first = perf_counter(), bucket.index() == 0
         if first and torch._C._current_graph_task_id() not in self._terms:  # no layer has shown this pass yet

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.capture.sums.messages import Tally
+from natgrad.capture.sums.messages import SampleCount
 from natgrad.linalg.precision import at_least_float32
-from natgrad.state.blocks import Stack
+from natgrad.state.block_group import BlockGroup
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Collected:
         tallies: How many samples each layer has shown.
     """
 
-    def __init__(self, stacks: Iterable[Stack], wire: torch.dtype | None, origin: Origin | None = None) -> None:
+    def __init__(self, stacks: Iterable[BlockGroup], wire: torch.dtype | None, origin: Origin | None = None) -> None:
         """Begin without rows.
 
         Args:
@@ -49,7 +49,7 @@ class Collected:
         self._narrow = wire if wire == torch.bfloat16 else None
         self.origin = Origin() if origin is None else origin
         self._rows: dict[str, list[tuple[int, Tensor, Tensor, float]]] = {}
-        self.tallies = {name: Tally() for name in self._stacks}
+        self.tallies = {name: SampleCount() for name in self._stacks}
 
     def add(self, layer: str, inputs: Tensor, gradients: Tensor, scale: float) -> None:
         """Keep the rows of one backward pass.
@@ -93,7 +93,7 @@ class Collected:
         """Begin the next step."""
         self._rows.clear()
         for name in self.tallies:
-            self.tallies[name] = Tally()
+            self.tallies[name] = SampleCount()
 
 
 def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:

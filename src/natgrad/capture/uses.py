@@ -17,7 +17,7 @@ from natgrad.layers import Layer
 
 
 @dataclass(eq=False)
-class Use:
+class LayerCall:
     """One use of a layer, from its forward to its gradient; what it shows counts as that of `primary`.
 
     Attributes:
@@ -78,7 +78,7 @@ class Terms:
         """The most positions that a layer has shown (token losses): no loss has more."""
         return max(self._rows.values(), default=0)
 
-    def settle(self, use: Use, task: int, gradient: Tensor, *, drawn: bool) -> None:
+    def settle(self, use: LayerCall, task: int, gradient: Tensor, *, drawn: bool) -> None:
         """Settle the terms of a pass, before any layer's gradient is scaled by them.
 
         Args:
@@ -103,7 +103,7 @@ class Terms:
             terms[task] = terms.get(task) or own  # the layer nearest to the loss decides
             self._warn_of_guess(use, own, terms[task])
 
-    def samples(self, use: Use, task: int, gradient: Tensor, *, drawn: bool) -> int:
+    def samples(self, use: LayerCall, task: int, gradient: Tensor, *, drawn: bool) -> int:
         """Return how many samples the rows of one use are of."""
         if self._tokens:
             return use.layer.positions(gradient)
@@ -112,7 +112,7 @@ class Terms:
         batch = use.batch if use.batch > 0 else (self.of_drawn if drawn else self.of_loss)[task]
         return batch if batch > 0 and own % batch == 0 else own
 
-    def _warn_of_guess(self, use: Use, own: int, taken: int) -> None:
+    def _warn_of_guess(self, use: LayerCall, own: int, taken: int) -> None:
         known = use.batch > 0 or own == taken or use.layer.form == "one-hot" or not use.layer.batched(use.outline)
         asked = use.forward is not None and use.forward.open is not None  # `step` asks for the number of samples
         if known or asked or self.silent:
@@ -166,7 +166,7 @@ class LossTerms:
         """Tell whether the terms of a pass are settled."""
         return any(task in own.of_loss or task in own.of_drawn for own in (self._samples, *self._groups.values()))
 
-    def settle(self, use: Use, task: int, gradient: Tensor, *, drawn: bool) -> None:
+    def settle(self, use: LayerCall, task: int, gradient: Tensor, *, drawn: bool) -> None:
         """Settle the terms of a pass: see `Terms.settle`."""
         self.of(use.primary.name).settle(use, task, gradient, drawn=drawn)
         if self._reductions.is_mapping:

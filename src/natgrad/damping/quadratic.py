@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from natgrad.damping.adaptive import Outcome
 from natgrad.damping.losses import Losses
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.distributed.shards import first_copy, held_rows, rows_of
 from natgrad.layers import Slot
-from natgrad.state.blocks import Stack
+from natgrad.state.block_group import BlockGroup
 from natgrad.state.matrices import parameters, stacked
 from natgrad.state.sharded import Rows, slots_of, spread
 
@@ -37,15 +37,15 @@ class Model:
         others: Parameters without curvature, or what this rank counts of them, likewise, with their names.
     """
 
-    layers: list[tuple[Stack, Tensor, Tensor]]
+    layers: list[tuple[BlockGroup, Tensor, Tensor]]
     damping: float
     scale: float | Tensor
     shares: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    spread: list[tuple[Stack, int]] = field(default_factory=list)
+    spread: list[tuple[BlockGroup, int]] = field(default_factory=list)
     others: list[tuple[str, nn.Parameter, Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, stacks: Sequence[Stack], runtime: Runtime, damping: float, scale: float | Tensor) -> Model:
+    def of(cls, stacks: Sequence[BlockGroup], runtime: Communicator, damping: float, scale: float | Tensor) -> Model:
         """Take the raw gradients and the parameters of layers, before the former are preconditioned."""
         layers = [
             (stack, stacked(stack, lambda slot: slot.parameter.grad), parameters(stack))
@@ -62,7 +62,7 @@ class Model:
         }
         return cls(layers, damping, scale, shares, sharded)
 
-    def take_others(self, model: nn.Module, stacks: Iterable[Stack], runtime: Runtime) -> None:
+    def take_others(self, model: nn.Module, stacks: Iterable[BlockGroup], runtime: Communicator) -> None:
         """Take the same of what is left to the optimizer, once all ranks have its gradients."""
         known = {id(slot.parameter) for stack in stacks for member in stack.members for slot in member.layer.slots}
         rest = [(name, p) for name, p in model.named_parameters() if p.grad is not None and id(p) not in known]
@@ -72,7 +72,7 @@ class Model:
             if gradient is not None and before is not None:
                 self.others.append((name, parameter, gradient.clone(), before.clone()))
 
-    def outcome(self, losses: Losses, runtime: Runtime, device: torch.device) -> Outcome:
+    def outcome(self, losses: Losses, runtime: Communicator, device: torch.device) -> Outcome:
         """Return what the optimizer's step was worth; collective, in one message on `device`.
 
         Raises:
@@ -97,7 +97,7 @@ class Model:
         first, second, unit, *told = message.tolist()
         return Outcome(change=losses.change(told) * unit, predicted=first + second / 2)
 
-    def _add_spread(self, linear: Tensor, curved: Tensor, runtime: Runtime) -> None:
+    def _add_spread(self, linear: Tensor, curved: Tensor, runtime: Communicator) -> None:
         """Add in place what this rank accounts for of stacks that are sharded; collective where there are any."""
         rows, changes = Rows(runtime), {}
         for stack, accountant in self.spread:
@@ -115,12 +115,12 @@ class Model:
                 curved += _inner(D, stack.fisher_product(D)).to(curved)
 
 
-def accounted(stacks: Sequence[Stack], rank: int) -> list[Stack]:
+def accounted(stacks: Sequence[BlockGroup], rank: int) -> list[BlockGroup]:
     """Return the stacks that a rank accounts for."""
     return [stack for stack, accountant in zip(stacks, accountants(stacks), strict=True) if accountant == rank]
 
 
-def accountants(stacks: Sequence[Stack]) -> list[int]:
+def accountants(stacks: Sequence[BlockGroup]) -> list[int]:
     """Return the rank that accounts for each stack: one of its workers, these in turn."""
     workers = [stack.role.seat.workers for stack in stacks]
     return [own[index % len(own)] for index, own in enumerate(workers)]

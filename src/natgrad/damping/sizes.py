@@ -11,10 +11,10 @@ from torch import Tensor
 
 from natgrad.damping.adaptive import Extent
 from natgrad.damping.quadratic import accountants
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.distributed.shards import Spread, held_rows, is_sharded
 from natgrad.linalg import tensor_on
-from natgrad.state.blocks import Stack
+from natgrad.state.block_group import BlockGroup
 from natgrad.state.matrices import stacked
 from natgrad.state.measures import measured
 from natgrad.state.sharded import Rows, spread
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def extent(
-    stacks: Sequence[Stack], runtime: Runtime, device: torch.device, clip: Clip, scale: float | Tensor
+    stacks: Sequence[BlockGroup], runtime: Communicator, device: torch.device, clip: Clip, scale: float | Tensor
 ) -> Extent:
     """Return what `Adaptation.measure` takes.
 
@@ -68,7 +68,7 @@ def extent(
     )
 
 
-def _squares(stack: Stack, accountant: int, runtime: Runtime, rows: Rows) -> Iterator[Tensor]:
+def _squares(stack: BlockGroup, accountant: int, runtime: Communicator, rows: Rows) -> Iterator[Tensor]:
     """Yield what this rank is to tell of the squared raw gradient of each layer."""
     if spread(stack):
         for member in stack.members:
@@ -84,7 +84,7 @@ def _square(part: Tensor) -> Tensor:
     return norm.square()
 
 
-def _rate(stacks: Sequence[Stack], clip: Clip) -> float:
+def _rate(stacks: Sequence[BlockGroup], clip: Clip) -> float:
     """Return the largest learning rate of layers with curvature, as far as schedulers tell; 0 where it is of no use."""
     if clip.optimizer is None or not isinstance(clip.bound, (int, float)):
         return 0.0
@@ -96,7 +96,7 @@ def _rate(stacks: Sequence[Stack], clip: Clip) -> float:
     return max((float(rate) for rate in rates if rate is not None), default=0.0)
 
 
-def _parts(stacks: Sequence[Stack], ranks: int) -> Iterator[tuple[Tensor, float]]:
+def _parts(stacks: Sequence[BlockGroup], ranks: int) -> Iterator[tuple[Tensor, float]]:
     """Yield what this rank has of each parameter with curvature, and how many ranks have the same part."""
     slots = {id(slot.parameter): slot for stack in stacks for one in stack.members for slot in one.layer.slots}
     for slot in slots.values():

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from natgrad.curvature import Curvature
 from natgrad.damping.quadratic import accountants, accounted
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.distributed.sharding import whole
 from natgrad.distributed.shards import rows_of
 from natgrad.errors import require
 from natgrad.layers import Layer, Slot
 from natgrad.linalg import tensor_on
 from natgrad.schedule import check_number
-from natgrad.state.blocks import Stack
+from natgrad.state.block_group import BlockGroup
 from natgrad.state.matrices import parameters, stacked
 from natgrad.state.sharded import Rows, slots_of, spread
 
@@ -68,7 +68,7 @@ class TrustRegion:
             require(fits, "curvature", curvature, allowed)
 
     def hold(
-        self, gradients: Gradients, optimizer: torch.optim.Optimizer, runtime: Runtime, *, apart: bool
+        self, gradients: Gradients, optimizer: torch.optim.Optimizer, runtime: Communicator, *, apart: bool
     ) -> Tensor | float:
         """Change preconditioned gradients so that the optimizer's step stays within, and return s.
 
@@ -172,7 +172,7 @@ class _Added:
         self._rows, self._values, self._whole = rows, values, whole
 
     @classmethod
-    def of(cls, stacks: Sequence[Stack], rules: _Rules, runtime: Runtime) -> _Added:
+    def of(cls, stacks: Sequence[BlockGroup], rules: _Rules, runtime: Communicator) -> _Added:
         """Bring together what those need that account for stacks; collective, but where nothing is added."""
         rows, values = Rows(runtime), dict[int, Tensor]()
         shared = [pair for pair in zip(stacks, accountants(stacks), strict=True) if spread(pair[0])]
@@ -265,7 +265,7 @@ def _whole(entry: Entry, values: Tensor) -> Tensor:
     return whole
 
 
-def _spread(stack: Stack, of: Callable[[Slot], float | Tensor]) -> float | Tensor:
+def _spread(stack: BlockGroup, of: Callable[[Slot], float | Tensor]) -> float | Tensor:
     """Return a number for each parameter of a stack as one number, or where they differ as blocks ``[N, o, i]``."""
     values = [of(slot) for slot in slots_of(stack)]
     if not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1:

@@ -9,8 +9,8 @@ from typing import TypeAlias, TypeVar, get_args
 import numpy as np
 
 from natgrad.distributed.options import Placement
-from natgrad.distributed.plan import Plan, Seat, Work
-from natgrad.distributed.rules import Sums
+from natgrad.distributed.plan import Assignment, LayerDemand, Plan
+from natgrad.distributed.rules import Destination
 from natgrad.errors import require, require_one_of
 
 Key = TypeVar("Key", bound=Hashable)
@@ -18,12 +18,14 @@ Key = TypeVar("Key", bound=Hashable)
 Owners: TypeAlias = dict[Key, dict[str, "int | None"]]
 
 
-def assign(placement: Placement, works: Mapping[Key, Work], ranks: int, seated: Mapping[Key, Seat]) -> Plan[Key]:
+def assign(
+    placement: Placement, works: Mapping[Key, LayerDemand], ranks: int, seated: Mapping[Key, Assignment]
+) -> Plan[Key]:
     """Place layers on ranks as `natgrad.distributed.make_plan` says; `placement` fits and is not "auto"."""
     speeds = placement.speeds if placement.speeds is not None else (1.0,) * ranks
     columns = ranks // placement.workers(ranks)
     members = [tuple(range(column, ranks, columns)) for column in range(columns)]
-    seats = {key: Seat((), {}, _sums(placement, work, ranks // columns)) for key, work in works.items()}
+    seats = {key: Assignment((), {}, _sums(placement, work, ranks // columns)) for key, work in works.items()}
     note = f"placement {placement}"
     bare: Plan[Key] = Plan(placement, ranks, columns, seats, works, weigh(placement, works), note)
     homes = _columns(bare, members, speeds, seated)
@@ -33,7 +35,7 @@ def assign(placement: Placement, works: Mapping[Key, Work], ranks: int, seated: 
     )
 
 
-def weigh(placement: Placement, works: Mapping[Key, Work]) -> dict[Key, float]:
+def weigh(placement: Placement, works: Mapping[Key, LayerDemand]) -> dict[Key, float]:
     """Return the work of each layer: as measured, or as modelled, brought to the unit of what is measured."""
     measured = {key: placement.costs[str(key)] for key in works if str(key) in (placement.costs or {})}  # type: ignore[index]
     modelled = sum(works[key].cost for key in measured)
@@ -41,17 +43,17 @@ def weigh(placement: Placement, works: Mapping[Key, Work]) -> dict[Key, float]:
     return {key: measured[key] if key in measured else work.cost * unit for key, work in works.items()}
 
 
-def _sums(placement: Placement, work: Work, workers: int) -> Sums:
+def _sums(placement: Placement, work: LayerDemand, workers: int) -> Destination:
     rule = placement.rule
     sums = rule.sums(work)
-    require_one_of(f"{rule.name}.sums", sums, *get_args(Sums))
+    require_one_of(f"{rule.name}.sums", sums, *get_args(Destination))
     fits = sums == "all" or (workers == 1 and not rule.all_ranks_work)
     require(fits, f"{rule.name}.sums", sums, "'all', unless each layer has one worker")
     return "worker" if sums == "all" and work.rows is not None else sums
 
 
 def _columns(
-    plan: Plan[Key], members: Sequence[Sequence[int]], speeds: Sequence[float], seated: Mapping[Key, Seat]
+    plan: Plan[Key], members: Sequence[Sequence[int]], speeds: Sequence[float], seated: Mapping[Key, Assignment]
 ) -> dict[Key, int]:
     """Return the column of each layer."""
     known = {tuple(own): column for column, own in enumerate(members)}
@@ -100,7 +102,7 @@ def _owners(
     return owners
 
 
-def _is_cheaper_everywhere(placement: Placement, work: Work, part: str) -> bool:
+def _is_cheaper_everywhere(placement: Placement, work: LayerDemand, part: str) -> bool:
     """Tell whether every rank decomposes a part sooner than it would receive the result (SPD-KFAC, section IV-B)."""
     if work.rows is not None:
         return False  # whose number, and with it the size, nobody knows before the batch

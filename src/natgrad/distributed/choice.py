@@ -9,7 +9,7 @@ from typing import TypeVar
 from natgrad.distributed.assign import assign
 from natgrad.distributed.cost import Cycle, Link
 from natgrad.distributed.options import Placement
-from natgrad.distributed.plan import Exchange, Plan, Seat, Work
+from natgrad.distributed.plan import Assignment, Exchange, LayerDemand, Plan
 from natgrad.distributed.table import mebibytes
 from natgrad.errors import require
 
@@ -23,9 +23,9 @@ _WORTH = 0.9
 
 def make_plan(
     placement: Placement,
-    works: Mapping[Key, Work],
+    works: Mapping[Key, LayerDemand],
     ranks: int,
-    seated: Mapping[Key, Seat] | None = None,
+    seated: Mapping[Key, Assignment] | None = None,
     cycle: Cycle | None = None,
 ) -> Plan[Key]:
     """Place layers on ranks.
@@ -44,7 +44,7 @@ def make_plan(
 
     Returns:
         The plan; the same on every rank, since ties go to the lower rank and equal costs keep their order. Where no two
-        costs are equal, the order of `works` matters to owners="round-robin" only.
+        costs are equal, the order of `is_gradient_worker` matters to owners="round-robin" only.
 
     Raises:
         ValueError: if an option does not fit the number of ranks, or a rank would hold more than the memory allows.
@@ -158,7 +158,7 @@ def _reduction(plan: Plan[Key], cycle: Cycle) -> float:
 
 
 def _cheapest(
-    placement: Placement, works: Mapping[Key, Work], ranks: int, seated: Mapping[Key, Seat], cycle: Cycle
+    placement: Placement, works: Mapping[Key, LayerDemand], ranks: int, seated: Mapping[Key, Assignment], cycle: Cycle
 ) -> Plan[Key]:
     """Return the plan of the placement that costs the least, of those that fit and train the same."""
     plans = [assign(candidate, works, ranks, seated) for candidate in _candidates(placement, ranks)]

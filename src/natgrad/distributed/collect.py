@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.distributed.shards import Holders, Piece, is_sharded
 from natgrad.layers import Slot
 
@@ -16,7 +16,7 @@ from natgrad.layers import Slot
 def collect_rows(
     wanted: Iterable[tuple[Slot, tuple[int, ...]]],
     of: Callable[[Slot, range], Tensor],
-    runtime: Runtime,
+    runtime: Communicator,
     kind: str,
 ) -> dict[int, list[Piece]]:
     """Give some ranks all rows of what is sharded as parameters are; nothing happens to the others.
@@ -45,7 +45,7 @@ def _collect(
     slots: list[tuple[Slot, tuple[int, ...]]],
     of: Callable[[Slot, range], Tensor],
     holders: Holders,
-    runtime: Runtime,
+    runtime: Communicator,
     nothing: Tensor,
     kind: str,
     gathered: dict[int, list[Piece]],

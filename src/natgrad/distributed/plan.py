@@ -36,7 +36,7 @@ class Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class LayerDemand:
     """What a layer asks for.
 
     Attributes:
@@ -88,7 +88,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Seat:
+class Assignment:
     """The ranks of one layer.
 
     Attributes:
@@ -175,8 +175,8 @@ class Plan(Printed, Generic[Key]):
     placement: Placement
     ranks: int
     columns: int
-    seats: Mapping[Key, Seat]
-    layers: Mapping[Key, Work]
+    seats: Mapping[Key, Assignment]
+    layers: Mapping[Key, LayerDemand]
     weights: Mapping[Key, float]
     note: str = ""
 
@@ -197,17 +197,17 @@ class Plan(Printed, Generic[Key]):
         """Return the column of a layer."""
         return self.seats[key].workers[0] % self.columns
 
-    def works(self, key: Key, rank: int) -> bool:
+    def is_gradient_worker(self, key: Key, rank: int) -> bool:
         """Tell whether `rank` is a worker of a layer."""
         return self.server(key, rank) == rank
 
-    def receives(self, key: Key, rank: int) -> bool:
+    def keeps_averages(self, key: Key, rank: int) -> bool:
         """Tell whether `rank` receives the sums of a layer, and keeps their running averages."""
-        return self.seats[key].sums == "all" or self.works(key, rank)
+        return self.seats[key].sums == "all" or self.is_gradient_worker(key, rank)
 
     def captures(self, key: Key, rank: int) -> bool:
         """Tell whether the samples of `rank` count in the sums of a layer."""
-        return self.seats[key].sums != "alone" or self.works(key, rank)
+        return self.seats[key].sums != "alone" or self.is_gradient_worker(key, rank)
 
     def traffic(self, samples: int | Sequence[int] | None = None) -> dict[Moment, dict[str, int]]:
         """Return the elements that all ranks together send, by kind of message.

@@ -12,11 +12,11 @@ from natgrad.errors import require
 from natgrad.schedule import is_number
 
 if TYPE_CHECKING:
-    from natgrad.distributed.plan import Work
+    from natgrad.distributed.plan import LayerDemand
 
 # Where the statistics of a layer are summed: on "all" ranks, on its only "worker", or nowhere, where the worker goes
 # by its own samples "alone".
-Sums: TypeAlias = Literal["all", "worker", "alone"]
+Destination: TypeAlias = Literal["all", "worker", "alone"]
 
 
 class PlacementRule:
@@ -47,11 +47,11 @@ class PlacementRule:
         """Return how many of P = `ranks` are workers of a layer: a divisor of P."""
         return ranks
 
-    def sums(self, layer: Work) -> Sums:
+    def sums(self, layer: LayerDemand) -> Destination:
         """Return where the statistics of a layer are summed: "all", or with one worker a layer "worker" or "alone"."""
         return "all"
 
-    def columns(self, layers: Mapping[str, Work], columns: int) -> Mapping[str, int]:
+    def columns(self, layers: Mapping[str, LayerDemand], columns: int) -> Mapping[str, int]:
         """Return the columns of some layers; the others go to the least loaded ones, the largest first.
 
         Args:
@@ -84,7 +84,7 @@ class ReduceScatter(MemOpt):
     name = "reduce-scatter"
 
     @override
-    def sums(self, layer: Work) -> Sums:
+    def sums(self, layer: LayerDemand) -> Destination:
         return "worker"
 
 
@@ -95,7 +95,7 @@ class DataParallel(MemOpt):
     uses_own_samples = True
 
     @override
-    def sums(self, layer: Work) -> Sums:
+    def sums(self, layer: LayerDemand) -> Destination:
         return "alone" if layer.alone else "worker"
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.errors import require
 from natgrad.layers import Layer, Slot
 
@@ -34,7 +34,7 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     return hasattr(tensor, "placements")
 
 
-def gather(gradients: Sequence[tuple[str, DTensor]], runtime: Runtime) -> list[list[Piece]]:
+def gather(gradients: Sequence[tuple[str, DTensor]], runtime: Communicator) -> list[list[Piece]]:
     """Collect all rows of sharded gradients: one message for each dtype, device and group of shards.
 
     Ranks hold ``ceil(rows / S)`` rows each, the last ones fewer or none; the message of a rank with fewer elements is
@@ -198,7 +198,7 @@ class Holders:
     A copy of the model is spread over S ranks: all of them, or under HSDP those of one replica.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Communicator) -> None:
         """Look nothing up yet."""
         self._runtime = runtime
         self._spreads: dict[int, tuple[Spread, list[tuple[int, tuple[int, ...]]]]] = {}

@@ -20,7 +20,7 @@ _TOP = 15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class WireFormat:
     """A row of a message: `wide` numbers of `dtype`, then the scales of float16 codes, then `narrow` codes.
 
     Attributes:
@@ -81,7 +81,7 @@ class Layout:
             codes *= scales[:, : self.narrow]
         return self._wide(message), codes
 
-    def resized(self, *, values: int, counters: int) -> Layout:
+    def resized(self, *, values: int, counters: int) -> WireFormat:
         """Return the layout of other numbers of these dtypes: `values` narrow ones and `counters` wide ones."""
         return replace(self, wide=counters, narrow=values)
 

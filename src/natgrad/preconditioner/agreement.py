@@ -10,14 +10,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.curvature import Curvature
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.errors import NatgradError
-from natgrad.preconditioner.progress import Progress
+from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.structure import Structure
-from natgrad.state.blocks import Stack
+from natgrad.state.block_group import BlockGroup
 
 
-def check_reduction(model: nn.Module, runtime: Runtime, gradients: str) -> None:
+def check_reduction(model: nn.Module, runtime: Communicator, gradients: str) -> None:
     """Check that all ranks leave it to the same to average gradients; collective under DistributedDataParallel.
 
     It has to be known before the first backward pass: whose wrapper averages waits there for those whose wrapper does
@@ -35,7 +35,7 @@ def check_reduction(model: nn.Module, runtime: Runtime, gradients: str) -> None:
         _check_alike([{"gradients": own} for own in runtime.everywhere(gradients)])
 
 
-def check_agreement(runtime: Runtime, structure: Structure, progress: Progress, **options: object) -> None:
+def check_agreement(runtime: Communicator, structure: Structure, progress: StepCounters, **options: object) -> None:
     """Check that all ranks are about to do the same; collective.
 
     What differs would show as messages that do not fit, a wait for what never comes, or ranks that drift apart.
@@ -78,7 +78,7 @@ def _check_alike(settings: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def _settings(stacks: Sequence[Stack], progress: Progress, options: dict[str, object]) -> dict[str, str]:
+def _settings(stacks: Sequence[BlockGroup], progress: StepCounters, options: dict[str, object]) -> dict[str, str]:
     """Return, in words, what has to be the same beside the plan."""
     made = [(one.curvature, one.statistics, one.tasks) for one in stacks]
     kinds = [(type(c), type(c.likelihood), c.factor_decay, *tensors) for c, *tensors in made]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from natgrad.errors import NatgradWarning
-from natgrad.preconditioner.gradients.given import Given
+from natgrad.preconditioner.gradients.written import WrittenGradients
 
 if TYPE_CHECKING:
     from natgrad.preconditioner import Preconditioner
@@ -25,7 +25,9 @@ class CallOrder:
     def __init__(self, preconditioner: Preconditioner) -> None:
         """Set the hook, if the preconditioner has an optimizer that can have one."""
         self._preconditioner = weakref.ref(preconditioner)
-        self._used = Given()  # the gradients that the optimizer has used although they were not preconditioned
+        self._used = (
+            WrittenGradients()
+        )  # the gradients that the optimizer has used although they were not preconditioned
         self._last_step, self._optimizer_steps = -1, 0
         self._warned_of_forgotten = self._warned_of_late = False
         own = weakref.ref(self)
@@ -52,7 +54,7 @@ class CallOrder:
 
     def check(self) -> None:
         """Warn once if the optimizer has used the present gradients already; called by the step itself."""
-        late, self._used = self._used.untouched(), Given()
+        late, self._used = self._used.untouched(), WrittenGradients()
         if late and not self._warned_of_late:
             self._warned_of_late = True
             warnings.warn(

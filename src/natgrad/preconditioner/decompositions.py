@@ -46,7 +46,7 @@ class Decompositions:
         self.collect(early=True)
         capture = self._parts.capture
         if not self._parts.runtime.any(bool(capture.backwards)):
-            capture.sums.note_turns()
+            capture.sums.note_basis_versions()
 
     def update(self, count: Count | None, damping: float, scale: float | Tensor) -> float:
         """Decompose what is due on its ranks, and share the results; under "background" only begin to.
@@ -103,7 +103,7 @@ class Decompositions:
     def _update_rows(self, count: Count | None, damping: float) -> bool:
         """Select, gather and invert the rows of this step; tell whether any block was updated."""
         parts, capture = self._parts, self._parts.capture
-        skips = capture.sums.spoilt
+        skips = capture.sums.skip_step
         if not (parts.keeps_rows and capture.rows_wanted) or (skips is not None and bool(skips)):
             return False
         capture.finish()

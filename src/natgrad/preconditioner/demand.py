@@ -6,15 +6,15 @@ from math import prod
 
 from natgrad.curvature import Curvature, RowCurvature
 from natgrad.curvature.base import declarations, replayed_statistics
-from natgrad.distributed import Rows, Work, narrower
+from natgrad.distributed import LayerDemand, Rows, narrower
 from natgrad.distributed.shards import shares
 from natgrad.layers import Layer
 from natgrad.linalg.precision import Precision, at_least_float32
 from natgrad.specs import TensorSpec
-from natgrad.state.kept import packed_shape, spec_dtype
+from natgrad.state.tensors import packed_shape, spec_dtype
 
 
-def work(layer: Layer, curvature: Curvature, precision: Precision) -> Work:
+def work(layer: Layer, curvature: Curvature, precision: Precision) -> LayerDemand:
     """Return what a layer asks for."""
     sizes, n = (layer.outputs, layer.inputs), layer.blocks
     statistics, tasks, state = declarations(curvature, *sizes)
@@ -24,7 +24,7 @@ def work(layer: Layer, curvature: Curvature, precision: Precision) -> Work:
     parameter = layer.slots[0].parameter
     factors, held = precision.factor_dtype(parameter), precision.solve_dtype(parameter)
     shards, replicated = shares(layer)
-    return Work(
+    return LayerDemand(
         parts={task.name: task.cost * n for task in tasks},
         replayed=n * sum(spec.numel for spec in statistics if spec.name in replayed),
         everywhere=frozenset(task.name for task in tasks if task.on_every_worker),

@@ -13,7 +13,7 @@ from natgrad.capture.reductions import Reductions
 from natgrad.distributed import Plan
 from natgrad.preconditioner.coverage import Coverage
 from natgrad.printed import Printed
-from natgrad.state.blocks import Stack
+from natgrad.state.block_group import BlockGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class Explanation(Printed):
 
 
 def explain(
-    stacks: list[Stack],
+    stacks: list[BlockGroup],
     coverage: Coverage,
     reasons: Mapping[str, str],
     plan: Plan[str],

@@ -8,7 +8,7 @@ from natgrad.capture.reductions import Count
 from natgrad.preconditioner.gradients.owners import OwnedGradients
 from natgrad.preconditioner.gradients.sharing import collect, share
 from natgrad.preconditioner.gradients.stacked import Gradients
-from natgrad.preconditioner.guard.ladder import Ladder
+from natgrad.preconditioner.guard.fallback import FallbackPolicy
 from natgrad.preconditioner.parts import Parts
 
 
@@ -30,7 +30,7 @@ class GradientStep:
         samples, backwards = capture.number(count), len(capture.backwards)
         with parts.progress.phase("reduce", parts.runtime):
             if parts.device is not None and (parts.reduces or capture.wanted or capture.rows_wanted):
-                capture.sums.spoilt = parts.scaling.spoilt(parts.runtime, parts.device)
+                capture.sums.skip_step = parts.scaling.skip_step(parts.runtime, parts.device)
             return parts.scaling.of_gradients(parts.root, parts.structure, parts.runtime, samples, backwards)
 
     def precondition(self, damping: float, scale: float | Tensor, owned: list[OwnedGradients]) -> None:
@@ -44,8 +44,8 @@ class GradientStep:
         parts, progress = self._parts, self._parts.progress
         with parts.scheduler.timed("fixed", parts.spent), progress.phase("solve", parts.runtime):
             measures = progress.step == (progress.last_factors if parts.sums_up else progress.last_inverses)
-            skips = parts.capture.sums.spoilt
-            ladder = Ladder(parts.watch.guard, measures=measures, spoilt=skips, step=progress.step)
+            skips = parts.capture.sums.skip_step
+            ladder = FallbackPolicy(parts.watch.guard, measures=measures, skip_step=skips, step=progress.step)
             gradients = Gradients.take(parts.stacks, ladder, exchanged=parts.shares_work)
             if parts.shares_work:
                 self._precondition_shared(gradients, damping, owned)
@@ -62,7 +62,7 @@ class GradientStep:
         parts, scheduler = self._parts, self._parts.scheduler
         gathered, plan = collect(gradients, parts.runtime), parts.structure.plan
         for entry in gradients.entries:
-            if entry.stack.role.works:
+            if entry.stack.role.is_gradient_worker:
                 entry.solve(damping, gathered)
         scalars = scheduler.take_times("gradients", plan) if parts.capture.wanted else ()
         scheduler.receive_times(share(gradients, plan, parts.runtime, parts.watch, owned, scalars))

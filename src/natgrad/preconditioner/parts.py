@@ -12,21 +12,21 @@ from natgrad.capture import Capture
 from natgrad.capture.reductions import Count, Reductions
 from natgrad.capture.sampling.labels import LabelSampler
 from natgrad.damping import Control
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.layers import Layer
 from natgrad.linalg.precision import Precision
+from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.gradients.clip import Clip
-from natgrad.preconditioner.gradients.given import Given
 from natgrad.preconditioner.gradients.reduction import Scaling
-from natgrad.preconditioner.guard.guard import Watch
+from natgrad.preconditioner.gradients.written import WrittenGradients
+from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.guard.inspection import Inspection
-from natgrad.preconditioner.progress import Progress
 from natgrad.preconditioner.renewal import Background, RefreshScheduler
 from natgrad.preconditioner.rows import Epochs
 from natgrad.preconditioner.second_pass import SecondPass, check_damping
 from natgrad.preconditioner.structure import Structure
 from natgrad.refresh import RefreshRule
-from natgrad.state.blocks import Stack
+from natgrad.state.block_group import BlockGroup
 
 
 @dataclass(kw_only=True)
@@ -61,7 +61,7 @@ class Parts:
     model: nn.Module
     root: nn.Module
     structure: Structure
-    runtime: Runtime
+    runtime: Communicator
     capture: Capture
     reductions: Reductions
     scaling: Scaling
@@ -70,19 +70,19 @@ class Parts:
     scheduler: RefreshScheduler
     background: Background
     clip: Clip
-    given: Given
+    given: WrittenGradients
     second: SecondPass
     sampler: LabelSampler
-    watch: Watch
+    watch: FailureCounters
     inspection: Inspection
-    progress: Progress
+    progress: StepCounters
     epochs: Epochs
     precision: Precision
     reduces: bool
     seed: int
 
     @property
-    def stacks(self) -> list[Stack]:
+    def stacks(self) -> list[BlockGroup]:
         """The blocks."""
         return self.structure.stacks
 

@@ -20,7 +20,7 @@ from natgrad.curvature import KFAC, Curvature
 from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control, Damping, TrustRegion
 from natgrad.damping.default import default_damping, describe_damping
-from natgrad.distributed import Placement, Plan, Runtime, resolve
+from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.sharding import check_layers
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.linalg.precision import Precision
@@ -28,19 +28,19 @@ from natgrad.preconditioner.agreement import check_agreement, check_reduction
 from natgrad.preconditioner.arguments import check_arguments, check_joined, resolve_group, unwrap
 from natgrad.preconditioner.call_order import CallOrder
 from natgrad.preconditioner.compatibility import check_combinations, warn_of_combinations
+from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.coverage import cover, warn_of_idle
 from natgrad.preconditioner.decompositions import Decompositions
 from natgrad.preconditioner.epoch_warnings import EpochWarnings
 from natgrad.preconditioner.explanation import Explanation, explain
 from natgrad.preconditioner.gradient_step import GradientStep
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
-from natgrad.preconditioner.gradients.given import Given, Unseen
 from natgrad.preconditioner.gradients.reduction import Scaling, take_over_reduction
-from natgrad.preconditioner.guard.guard import Guard, Watch
+from natgrad.preconditioner.gradients.written import Unseen, WrittenGradients
+from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.launch_check import warn_of_missing_process_group
 from natgrad.preconditioner.parts import Parts
-from natgrad.preconditioner.progress import Progress
 from natgrad.preconditioner.renewal import Background, RefreshScheduler
 from natgrad.preconditioner.rows import Epochs, row_stacks
 from natgrad.preconditioner.second_look import SecondLook
@@ -172,7 +172,7 @@ class Preconditioner:
         reduces = gradients == "reduce"
         reductions, names = Reductions(reduction), [layer.name for layer, _ in covered]
         scaling = Scaling(reductions, names, accumulation=accumulation, reduces=reduces, scaler=scaler)
-        runtime = Runtime(resolve_group(model, process_group, mesh))
+        runtime = Communicator(resolve_group(model, process_group, mesh))
         choices = (covered, where, refresh, control, runtime.ranks)
         check_combinations(*choices)
         # Every rank notices of layers that others capture how many positions a loss has, and passes to be repeated.
@@ -204,12 +204,12 @@ class Preconditioner:
             scheduler=RefreshScheduler(refresh),
             background=Background(),
             clip=Clip(optimizer, kl_clip, covered),
-            given=Given(),
+            given=WrittenGradients(),
             second=SecondPass(),
             sampler=LabelSampler(seed=seed, rank=runtime.rank, reduction=reductions.single or "mean"),
-            watch=Watch(guard),
+            watch=FailureCounters(guard),
             inspection=Inspection(),
-            progress=Progress(),
+            progress=StepCounters(),
             epochs=Epochs(),
             precision=precision,
             reduces=reduces,

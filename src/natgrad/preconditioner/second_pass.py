@@ -18,22 +18,22 @@ from torch import Tensor, nn
 
 from natgrad.capture import Capture
 from natgrad.capture.again import Chance, Pass, Repetition, as_found
-from natgrad.capture.sums import Sums
+from natgrad.capture.sums import StatisticsBuffer
 from natgrad.capture.sums.messages import Shares
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.distributed.sharding import reshard
 from natgrad.distributed.shards import rows_of
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.layers import Layer
 from natgrad.preconditioner.gradients.reduction import Scaling
-from natgrad.preconditioner.guard.guard import Watch
-from natgrad.state.blocks import Stack
-from natgrad.state.kept import along
+from natgrad.preconditioner.guard.guard import FailureCounters
+from natgrad.state.block_group import BlockGroup
 from natgrad.state.matrices import parameters
 from natgrad.state.sharded import Rows, slots_of, spread
+from natgrad.state.tensors import along
 
 Closure = Callable[[], Any]
 
@@ -86,7 +86,7 @@ class SecondPass:
         self._act: Callable[[], None] | None = None
         self._told = False
 
-    def needed(self, stacks: Iterable[Stack]) -> bool:
+    def needed(self, stacks: Iterable[BlockGroup]) -> bool:
         """Tell whether any curvature needs it."""
         return not self._off and any(stack.replayed_statistics for stack in stacks)
 
@@ -146,7 +146,7 @@ class Replay:
         closure: Returns the loss of the batch; None: this rank had none.
         recorded: The forward passes of the first pass.
         shown: By the ``id`` of a stack that this rank works for, what the first pass has shown of it.
-        shares: See `Sums.close`.
+        shares: See `StatisticsBuffer.close`.
         gain: Likewise.
         scale: What the loss is scaled by.
     """
@@ -161,9 +161,9 @@ class Replay:
     @classmethod
     def of(
         cls,
-        stacks: Iterable[Stack],
+        stacks: Iterable[BlockGroup],
         capture: Capture,
-        runtime: Runtime,
+        runtime: Communicator,
         closure: Closure | None,
         *,
         shares: Shares,
@@ -177,13 +177,15 @@ class Replay:
                 stack.corrected(slice(None), stack.replayed_statistics), P[id(stack)]
             )
             for stack in own
-            if stack.role.works
+            if stack.role.is_gradient_worker
         }
         passes = len(capture.backwards)
         gain = scaling.of_captured(passes)
         return cls(closure if passes else None, capture.recorded(), shown, shares, gain, scaling.of_loss)
 
-    def sums(self, model: nn.Module, views: Sequence[Stack], capture: Capture, runtime: Runtime) -> Sums:
+    def sums(
+        self, model: nn.Module, views: Sequence[BlockGroup], capture: Capture, runtime: Communicator
+    ) -> StatisticsBuffer:
         """Look at the batch again; return the sums over all ranks.
 
         Args:
@@ -198,7 +200,7 @@ class Replay:
             ValueError: if it returns no loss.
             NatgradError: if it ran a backward pass, or its loss is of another batch.
         """
-        sums, error = Sums(views, fused=runtime.ranks > 1, kind="replay"), None
+        sums, error = StatisticsBuffer(views, fused=runtime.ranks > 1, kind="replay"), None
         sharded = reshard(model.modules())
         try:
             self._repeat(model, sums, capture)
@@ -218,7 +220,7 @@ class Replay:
         sums.travel(runtime, None)
         return sums
 
-    def _repeat(self, model: nn.Module, sums: Sums, capture: Capture) -> None:
+    def _repeat(self, model: nn.Module, sums: StatisticsBuffer, capture: Capture) -> None:
         """Look at this rank's batch again."""
         if self.closure is None:
             return
@@ -233,7 +235,7 @@ class Replay:
                 "of the same mini-batch, of all its parts where they were accumulated"
             )
 
-    def _differentiate(self, result: Any, sums: Sums, capture: Capture) -> None:
+    def _differentiate(self, result: Any, sums: StatisticsBuffer, capture: Capture) -> None:
         if isinstance(self.closure, Reevaluation):
             return
         if not sums.empty:
@@ -244,7 +246,12 @@ class Replay:
         capture.replayed_pass(loss, self.scale)
 
     def learn(
-        self, stacks: Sequence[Stack], sums: Sums, views: Sequence[Stack], watch: Watch, runtime: Runtime
+        self,
+        stacks: Sequence[BlockGroup],
+        sums: StatisticsBuffer,
+        views: Sequence[BlockGroup],
+        watch: FailureCounters,
+        runtime: Communicator,
     ) -> set[str]:
         """Renew what the curvatures of `stacks` remember; return the keys of the layers of which all was finite.
 
@@ -252,10 +259,10 @@ class Replay:
         """
         origins = dict(zip(map(id, views), stacks, strict=True))
         P = _weights(stacks, runtime)
-        flags: list[tuple[Stack, slice, Tensor]] = []
+        flags: list[tuple[BlockGroup, slice, Tensor]] = []
         for piece in sums.arrived():
             stack, blocks = origins[id(piece.stack)], piece.blocks
-            if not stack.role.works or stack.fresh is None:
+            if not stack.role.is_gradient_worker or stack.fresh is None:
                 continue
             rows = piece.rows.clamp(min=1)
             means = {name: (own / along(rows, own.ndim - 1)).to(stack.work_dtype) for name, own in piece.sums.items()}
@@ -271,16 +278,18 @@ class Replay:
         return _whole_layers(flags)
 
 
-def _weights(stacks: Sequence[Stack], runtime: Runtime) -> dict[int, Tensor]:
+def _weights(stacks: Sequence[BlockGroup], runtime: Communicator) -> dict[int, Tensor]:
     """Return the parameters of the stacks that this rank works for as blocks ``[N, o, i]``, by the stack's ``id``."""
     rows, sharded = Rows(runtime), [stack for stack in stacks if spread(stack)]
     slots = [slot for stack in sharded for slot in slots_of(stack)]
     own = {id(slot): rows_of(slot.name, slot.parameter.detach(), rows.held(slot)) for slot in slots}
     found = rows.whole([(stack, stack.role.seat.workers) for stack in sharded], own, "replay")
-    return found | {id(stack): parameters(stack) for stack in stacks if stack.role.works and not spread(stack)}
+    return found | {
+        id(stack): parameters(stack) for stack in stacks if stack.role.is_gradient_worker and not spread(stack)
+    }
 
 
-def _whole_layers(flags: Sequence[tuple[Stack, slice, Tensor]]) -> set[str]:
+def _whole_layers(flags: Sequence[tuple[BlockGroup, slice, Tensor]]) -> set[str]:
     """Return the keys of the layers whose blocks all have a flag; waits once for each device."""
     good: set[tuple[int, int]] = set()  # stacks and blocks
     for device in dict.fromkeys(flag.device for _, _, flag in flags):

@@ -11,7 +11,7 @@ from torch import nn
 
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import computed_for, statistics_of
-from natgrad.distributed import Cycle, Link, Placement, Plan, Seat, make_plan
+from natgrad.distributed import Assignment, Cycle, Link, Placement, Plan, make_plan
 from natgrad.distributed.sharding import reshard
 from natgrad.errors import NatgradError
 from natgrad.layers import Layer
@@ -20,11 +20,11 @@ from natgrad.preconditioner.compatibility import check_combinations
 from natgrad.preconditioner.coverage import cover
 from natgrad.preconditioner.demand import work
 from natgrad.preconditioner.renewal.decisions import DecisionState, check_use
-from natgrad.preconditioner.rows import RowStack
+from natgrad.preconditioner.rows import RowBlockGroup
 from natgrad.refresh import RefreshRule
 from natgrad.state import state as states
-from natgrad.state.blocks import Stack
-from natgrad.state.roles import Role
+from natgrad.state.block_group import BlockGroup
+from natgrad.state.roles import RankRole
 
 
 class Structure:
@@ -54,7 +54,7 @@ class Structure:
         self._placement, self._rank, self._ranks = placement, rank, ranks
         self._refresh, self._reduces, self._factor = refresh, reduces, factor
         self._sharded = reshard(root.modules())
-        self._seated: dict[str, Seat] = {}
+        self._seated: dict[str, Assignment] = {}
         self._build()
         if refresh is not None:
             check_use(refresh, self.coverage.layers)
@@ -70,7 +70,7 @@ class Structure:
             self._precision,
             self.plan,
             self._rank,
-            lambda one: RowStack if one.rows else Stack,
+            lambda one: RowBlockGroup if one.rows else BlockGroup,
             self._factor,
         )
         if self._refresh is not None:
@@ -164,9 +164,9 @@ def stack(
     precision: Precision,
     plan: Plan[str],
     rank: int,
-    make: Callable[[Curvature], type[Stack]] = lambda _: Stack,
+    make: Callable[[Curvature], type[BlockGroup]] = lambda _: BlockGroup,
     factor: Callable[[Layer], float] = lambda _: 1.0,
-) -> list[Stack]:
+) -> list[BlockGroup]:
     """Put layers with the same curvature, sizes, dtype, device, workers and damping into one stack, in their order.
 
     Args:
@@ -177,9 +177,9 @@ def stack(
         make: What the stacks of a curvature are.
         factor: What γ is multiplied by for a layer.
     """
-    groups: dict[tuple[object, ...], tuple[Curvature, list[Layer], Role, float]] = {}
+    groups: dict[tuple[object, ...], tuple[Curvature, list[Layer], RankRole, float]] = {}
     for layer, curvature in layers:
-        parameter, role, own = layer.slots[0].parameter, Role.of(plan, layer.key, rank), factor(layer)
+        parameter, role, own = layer.slots[0].parameter, RankRole.of(plan, layer.key, rank), factor(layer)
         key = (id(curvature), layer.outputs, layer.inputs, parameter.dtype, parameter.device, *role.shape, own)
         groups.setdefault(key, (curvature, [], role, own))[1].append(layer)
     return [make(one[0])(one[0], one[1], precision, *one[2:]) for one in groups.values()]

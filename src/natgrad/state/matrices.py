@@ -9,10 +9,10 @@ from torch import Tensor
 
 from natgrad.distributed.shards import Piece, pairs
 from natgrad.layers import Layer, Slot
-from natgrad.state.blocks import Member, Stack
+from natgrad.state.block_group import BlockGroup, LayerBlocks
 
 
-def stacked(stack: Stack, of: Callable[[Slot], Tensor | None]) -> Tensor:
+def stacked(stack: BlockGroup, of: Callable[[Slot], Tensor | None]) -> Tensor:
     """Return what there is `of` each parameter of a stack, none of them sharded, as blocks ``[N, o, i]``.
 
     It is a tensor shaped as the parameter; None counts as zero. The blocks are in the dtype of solves.
@@ -29,7 +29,7 @@ def stacked(stack: Stack, of: Callable[[Slot], Tensor | None]) -> Tensor:
     return B
 
 
-def assembled(stack: Stack, pieces: Mapping[int, Iterable[Piece]]) -> Tensor:
+def assembled(stack: BlockGroup, pieces: Mapping[int, Iterable[Piece]]) -> Tensor:
     """Return rows of what is shaped as the parameters of a stack as blocks ``[N, o, i]``; the others are zero.
 
     Args:
@@ -48,12 +48,12 @@ def assembled(stack: Stack, pieces: Mapping[int, Iterable[Piece]]) -> Tensor:
     return B
 
 
-def parameters(stack: Stack) -> Tensor:
+def parameters(stack: BlockGroup) -> Tensor:
     """Return the parameters of a stack, none of them sharded, as blocks ``[N, o, i]``."""
     return stacked(stack, lambda slot: slot.parameter)
 
 
-def places(members: list[Member], stacked: Tensor) -> Iterator[tuple[Layer, Slot, Tensor]]:
+def places(members: list[LayerBlocks], stacked: Tensor) -> Iterator[tuple[Layer, Slot, Tensor]]:
     """Yield each parameter with its columns of `stacked`."""
     start = 0
     for member in members:

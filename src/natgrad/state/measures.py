@@ -14,7 +14,7 @@ from natgrad.linalg import triangle
 from natgrad.linalg.products import full_products
 from natgrad.refresh.rule import By, Measure
 from natgrad.specs import Statistic
-from natgrad.state.blocks import Stack
+from natgrad.state.block_group import BlockGroup
 
 # About so many elements are read at a time.
 _CHUNK = 2**22
@@ -33,7 +33,7 @@ class Unit:
     statistics: frozenset[str]
 
 
-def units(stack: Stack, by: By) -> list[Unit]:
+def units(stack: BlockGroup, by: By) -> list[Unit]:
     """Return what of the layers of a stack is decided on separately.
 
     By "layer" that is one unit. By "factor" the parts that read the same statistics are one: A and G are decided on
@@ -57,11 +57,11 @@ def measurable(curvature: Curvature, measure: Measure | None) -> bool:
     return not curvature.rows and bool(needed.get(measure or "nothing", True))
 
 
-def measured(stack: Stack, measure: Measure, by: By = "layer") -> Tensor:
+def measured(stack: BlockGroup, measure: Measure, by: By = "layer") -> Tensor:
     """Return a number for each unit of each layer of a stack ``[U, M]``, of its running averages as they are now.
 
     Args:
-        stack: The stack, which has averages; for "basis" also results of renewals, for "drift" `Stack.decisions`.
+        stack: The stack, which has averages; for "basis" also results of renewals, for "drift" `BlockGroup.decisions`.
         measure: What is measured (`natgrad.RefreshRule`); a trace is that without damping. What cannot be measured is
             nan.
         by: What its units are.
@@ -69,20 +69,20 @@ def measured(stack: Stack, measure: Measure, by: By = "layer") -> Tensor:
     return _MEASURES[measure](stack, units(stack, by))
 
 
-def _trace(stack: Stack, stack_units: Sequence[Unit]) -> Tensor:
+def _trace(stack: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
     """``tr F`` of all blocks of a layer."""
     curvature, names = stack.curvature, stack.curvature.trace_reads or ()
     traces = [curvature.trace(stack.corrected(blocks, names), stack.outputs) for blocks in _pieces(stack, names)]
     return _by_layer(stack, torch.cat(traces))[None]
 
 
-def _norm(stack: Stack, stack_units: Sequence[Unit]) -> Tensor:
+def _norm(stack: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
     """``Π ‖X‖`` over the statistics X that renewals read."""
     squares = _squares_of(stack, stack.snapshot)
     return torch.stack([square.sqrt() for square in squares.values()]).prod(0)[None]
 
 
-def _drift(stack: Stack, stack_units: Sequence[Unit]) -> Tensor:
+def _drift(stack: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
     """The largest ``‖X - X_last‖ / ‖X_last‖`` of the statistics X that renewals read."""
     state = stack.decisions
     assert state is not None
@@ -101,7 +101,7 @@ def _drift(stack: Stack, stack_units: Sequence[Unit]) -> Tensor:
     return _largest(stack_units, [(name, (differences[name] / lasts[name]).sqrt()) for name in lasts])
 
 
-def _basis(stack: Stack, stack_units: Sequence[Unit]) -> Tensor:
+def _basis(stack: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
     """The largest ``‖offdiag(Qᵀ X Q)‖ / ‖X‖`` of the factors X with eigenvectors Q."""
     curvature, names, found = stack.curvature, stack.curvature.off_diagonal_reads or (), []
     with full_products(stack.device):
@@ -115,7 +115,7 @@ def _basis(stack: Stack, stack_units: Sequence[Unit]) -> Tensor:
     return _largest(stack_units, [(name, share.sqrt()) for name, share in zip(names, shares, strict=False)])
 
 
-_MEASURES: Mapping[Measure, Callable[[Stack, Sequence[Unit]], Tensor]] = {
+_MEASURES: Mapping[Measure, Callable[[BlockGroup, Sequence[Unit]], Tensor]] = {
     "trace": _trace,
     "norm": _norm,
     "drift": _drift,
@@ -132,7 +132,7 @@ def _largest(stack_units: Sequence[Unit], found: Sequence[tuple[str, Tensor]]) -
     return torch.stack(rows)
 
 
-def _squares_of(stack: Stack, read: Callable[[slice, tuple[str, ...]], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _squares_of(stack: BlockGroup, read: Callable[[slice, tuple[str, ...]], Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the squared Frobenius norms over the blocks of each layer ``[M]``, of packed tensors that are read."""
     assert stack.decisions is not None
     names = stack.decisions.names
@@ -154,14 +154,14 @@ def _squares(spec: Statistic, packed: Tensor) -> Tensor:
     return 2 * squares - diagonals.reshape(len(packed), -1).square().sum(1)
 
 
-def _by_layer(stack: Stack, values: Tensor) -> Tensor:
+def _by_layer(stack: BlockGroup, values: Tensor) -> Tensor:
     """Sum numbers of blocks ``[N]`` over the blocks of each layer ``[M]``."""
     if len(stack.members) == stack.size:
         return values
     return torch.stack([values[member.blocks].sum() for member in stack.members])
 
 
-def _pieces(stack: Stack, names: tuple[str, ...]) -> Iterator[slice]:
+def _pieces(stack: BlockGroup, names: tuple[str, ...]) -> Iterator[slice]:
     """Yield the blocks that are read at a time."""
     numel = sum(prod(spec.shape) for spec in stack.statistics if spec.name in names)
     step = max(1, _CHUNK // max(1, numel))

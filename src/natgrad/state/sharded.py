@@ -11,20 +11,20 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.distributed.collect import collect_rows
 from natgrad.distributed.shards import Holders, Piece, is_sharded
 from natgrad.layers import Slot
-from natgrad.state.blocks import Stack
+from natgrad.state.block_group import BlockGroup
 from natgrad.state.matrices import assembled
 
 
-def slots_of(stack: Stack) -> Sequence[Slot]:
+def slots_of(stack: BlockGroup) -> Sequence[Slot]:
     """Return the parameters of a stack, or the parts of them that are its."""
     return [slot for member in stack.members for slot in member.layer.slots]
 
 
-def spread(stack: Stack) -> bool:
+def spread(stack: BlockGroup) -> bool:
     """Tell whether any parameter of a stack is sharded."""
     return any(is_sharded(slot.parameter) for slot in slots_of(stack))
 
@@ -32,7 +32,7 @@ def spread(stack: Stack) -> bool:
 class Rows:
     """Which rows of the parameters of some stacks are whose."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Communicator) -> None:
         """Look nothing up yet."""
         self._runtime, self._holders = runtime, Holders(runtime)
 
@@ -46,7 +46,7 @@ class Rows:
             return accountant == self._runtime.rank
         return self._holders.together(slot, accountant, self._runtime.rank)
 
-    def own(self, stack: Stack, values: Mapping[int, Tensor]) -> Tensor:
+    def own(self, stack: BlockGroup, values: Mapping[int, Tensor]) -> Tensor:
         """Return what this rank has as blocks ``[N, o, i]``, zero elsewhere.
 
         Args:
@@ -56,7 +56,7 @@ class Rows:
         return assembled(stack, self._pieces(slots_of(stack), values))
 
     def whole(
-        self, stacks: Iterable[tuple[Stack, Sequence[int]]], values: Mapping[int, Tensor], kind: str
+        self, stacks: Iterable[tuple[BlockGroup, Sequence[int]]], values: Mapping[int, Tensor], kind: str
     ) -> dict[int, Tensor]:
         """Bring the rows of all ranks together; collective.
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.errors import require
-from natgrad.state.blocks import Member, Stack
+from natgrad.state.block_group import BlockGroup, LayerBlocks
 
 FORMAT = 1
 
@@ -19,18 +19,18 @@ Blocks = dict[str, dict[str, Tensor]]
 _FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "epochs", "blocks", "watch", "damping")
 
 
-def blocks(stacks: list[Stack]) -> Blocks:
+def blocks(stacks: list[BlockGroup]) -> Blocks:
     """Return the tensors of this rank's blocks, even before the first step; views where they are kept as they are."""
     result: Blocks = {}
     for stack in stacks:
         for member in stack.members:
             own: dict[str, Tensor] = {}
-            if stack.role.receives:
+            if stack.role.keeps_averages:
                 own["weight"] = stack.allocate_averages()[member.blocks]
                 if stack.early_weight is not None:
                     own["early weight"] = stack.early_weight[member.blocks]
                 own |= {name: stack.averages.whole(name, member.blocks) for name in stack.averages}
-            if stack.role.works:
+            if stack.role.is_gradient_worker:
                 held = stack.allocate_held()
                 own |= {
                     name: kept.whole(name, member.blocks) for kept in (held, stack.allocate_memory()) for name in kept
@@ -45,7 +45,7 @@ def blocks(stacks: list[Stack]) -> Blocks:
     return result
 
 
-def snapshot(stacks: list[Stack]) -> dict[str, dict[str, Any]]:
+def snapshot(stacks: list[BlockGroup]) -> dict[str, dict[str, Any]]:
     """Copy blocks to the host, where neither training nor a load that breaks off can reach them.
 
     What has no size before a batch is put into a tuple: ``torch.distributed.checkpoint`` loads tensors into those of a
@@ -59,7 +59,7 @@ def snapshot(stacks: list[Stack]) -> dict[str, dict[str, Any]]:
     return copies
 
 
-def union(given: Blocks, counted: dict[str, int], runtime: Runtime) -> tuple[Blocks, dict[str, int]]:
+def union(given: Blocks, counted: dict[str, int], runtime: Communicator) -> tuple[Blocks, dict[str, int]]:
     """Return the blocks of all ranks, on the host of each, and the highest of their counters; collective."""
     mine = {key: own for key, own in given.items() if "renewed" in own}  # workers have all that is kept of a layer
     found = runtime.everywhere((mine, counted))
@@ -71,7 +71,7 @@ def union(given: Blocks, counted: dict[str, int], runtime: Runtime) -> tuple[Blo
 
 
 def checked(
-    state: Mapping[str, Any], stacks: list[Stack], counters: Mapping[str, Mapping[str, int]]
+    state: Mapping[str, Any], stacks: list[BlockGroup], counters: Mapping[str, Mapping[str, int]]
 ) -> Mapping[str, Any]:
     """Return `state` without the tuples of `snapshot`, having checked that it is complete and fits the model.
 
@@ -115,7 +115,7 @@ def checked(
 
 
 def completed(
-    state: Mapping[str, Any], stacks: list[Stack], runtime: Runtime | None
+    state: Mapping[str, Any], stacks: list[BlockGroup], runtime: Communicator | None
 ) -> tuple[Mapping[str, Any], list[str]]:
     """Fill in what a state lacks of the model's blocks, so that these begin anew.
 
@@ -152,31 +152,31 @@ def completed(
     return {**state, "blocks": blocks}, sorted(missing)
 
 
-def _averages(stack: Stack) -> set[str] | None:
+def _averages(stack: BlockGroup) -> set[str] | None:
     """Return the names of a layer's running averages on this rank; None: they are of no use without the rest."""
     if stack.memories or stack.restarting or stack.curvature.rows:
         return None
-    return {"weight", *(spec.name for spec in stack.statistics)} if stack.role.receives else set()
+    return {"weight", *(spec.name for spec in stack.statistics)} if stack.role.keeps_averages else set()
 
 
-def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> None:
+def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[BlockGroup]) -> None:
     """Copy checked blocks into the stacks; blocks that are not given stay as they are."""
     for stack in stacks:
         loaded = [given[member.layer.key] for member in stack.members if given.get(member.layer.key)]
-        if loaded and stack.role.works:
+        if loaded and stack.role.is_gradient_worker:
             stack.make_room(loaded)
         for member in stack.members:
             own = given.get(member.layer.key, {})
             if not own:
                 continue
             kept = []
-            if stack.role.receives:
+            if stack.role.keeps_averages:
                 weight = stack.allocate_averages()
                 weight[member.blocks] = own["weight"].to(weight)
                 if stack.early_weight is not None:  # with one interval for both, both have the same
                     stack.early_weight[member.blocks] = own.get("early weight", own["weight"]).to(weight)
                 kept.append(stack.averages)
-            if stack.role.works:
+            if stack.role.is_gradient_worker:
                 kept += [stack.allocate_held(), stack.allocate_memory()]
                 flags = own["renewed"].tolist()
                 for column, task in enumerate(stack.tasks):
@@ -189,7 +189,7 @@ def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[Stack]) -> N
                     tensors.write_whole(name, member.blocks, stack.fitted(name, own[name].to(stack.device)))
 
 
-def fitting(given: Blocks, stacks: list[Stack]) -> Blocks:
+def fitting(given: Blocks, stacks: list[BlockGroup]) -> Blocks:
     """Return those blocks of `given` whose shapes are still right."""
     wanted = _shapes(stacks, given)
     return {
@@ -215,15 +215,17 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _shapes(stacks: list[Stack], given: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, tuple[int, ...]]]:
+def _shapes(
+    stacks: list[BlockGroup], given: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, dict[str, tuple[int, ...]]]:
     wanted = {}
     for stack in stacks:
         for member in stack.members:
             n = member.stop - member.start
             shapes: dict[str, tuple[int, ...]] = {}
-            if stack.role.receives:
+            if stack.role.keeps_averages:
                 shapes |= {"weight": (n,), **{spec.name: (n, *spec.shape) for spec in stack.statistics}}
-            if stack.role.works:
+            if stack.role.is_gradient_worker:
                 written = (*stack.written_like(given.get(member.layer.key, {})), *stack.memories)
                 shapes |= {"renewed": (n, len(stack.tasks)), **stack.rungs.shapes(n)}
                 shapes |= {spec.name: (n, *spec.shape) for spec in written}
@@ -233,7 +235,7 @@ def _shapes(stacks: list[Stack], given: Mapping[str, Mapping[str, Tensor]]) -> d
 
 
 def _remembered(
-    stacks: list[Stack], given: Mapping[str, Mapping[str, Tensor]]
+    stacks: list[BlockGroup], given: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the shapes of what is kept of decisions on layers; layers without it begin anew."""
     found = {}
@@ -247,5 +249,5 @@ def _remembered(
     return found
 
 
-def _range(member: Member) -> range:
+def _range(member: LayerBlocks) -> range:
     return range(member.start, member.stop)

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from natgrad.capture.sums.messages import Message, Portion, Shares, Tally, neighbours
-from natgrad.capture.sums.sums import Gain, Sums
-from natgrad.distributed import Posted, Runtime, narrower
+from natgrad.capture.sums.messages import Bucket, Portion, SampleCount, Shares, neighbours
+from natgrad.capture.sums.sums import Gain, StatisticsBuffer
+from natgrad.distributed import Communicator, Work, narrower
 from natgrad.errors import NatgradError
-from natgrad.state.blocks import Member, Stack
+from natgrad.state.block_group import BlockGroup, LayerBlocks
 
 # All factors are cut into so many buckets or more, where there are as many layers: else those of a small model would
 # all be in the last one.
@@ -40,11 +40,11 @@ class _Departure:
         before: What has arrived of earlier passes of the same step.
     """
 
-    message: Message
-    posted: Posted
-    before: Message | None
+    message: Bucket
+    posted: Work
+    before: Bucket | None
 
-    def arrive(self) -> Message:
+    def arrive(self) -> Bucket:
         """Wait, and return the sums of all passes."""
         self.posted.wait()
         if self.before is not None:
@@ -52,16 +52,16 @@ class _Departure:
         return self.message
 
 
-class BucketedSums(Sums):
+class BucketedStatistics(StatisticsBuffer):
     """Raw sums in buckets that leave as soon as DDP has reduced the gradients of their layers."""
 
     def __init__(
         self,
-        stacks: Sequence[Stack],
+        stacks: Sequence[BlockGroup],
         *,
         names: Sequence[str],
         bucket: int,
-        runtime: Runtime,
+        runtime: Communicator,
         wire: torch.dtype | None,
         gain: Gain,
         riders: int,
@@ -75,23 +75,23 @@ class BucketedSums(Sums):
             runtime: The ranks.
             wire: The dtype in which sums travel, if narrower than their own.
             gain: What `close` is given, by the number of backward passes.
-            riders: Those of `Sums`.
+            riders: Those of `StatisticsBuffer`.
         """
         self._names, self._bucket = list(names), bucket
         self._runtime, self._wire, self._gain = runtime, wire, gain
         self._departures: dict[int, _Departure] = {}  # by the number of the bucket, in the order in which they left
-        self._counted: dict[str, Tally] = {}  # what the departures have counted
+        self._counted: dict[str, SampleCount] = {}  # what the departures have counted
         self._reduced: set[int] = set()  # the parameters that DDP has reduced in this pass, by their `id`
         self._next = 0  # the bucket that leaves next in this pass
         self._gain_now: float | Tensor = 1.0  # that of the step
         self._may_leave = False  # from the first step on, in which all ranks make a queue for them
         super().__init__(stacks, fused=True, riders=riders)
 
-    def _laid_out(self, portions: Mapping[str, Portion]) -> list[Message]:
+    def _laid_out(self, portions: Mapping[str, Portion]) -> list[Bucket]:
         layers = [(*self._members[name], portions[name]) for name in reversed(self._names) if name in portions]
-        sizes = [Message(neighbours([layer])).numel * narrower(self._wire, layer[0].dtype).itemsize for layer in layers]
+        sizes = [Bucket(neighbours([layer])).numel * narrower(self._wire, layer[0].dtype).itemsize for layer in layers]
         limit = min(self._bucket, sum(sizes) / _LEAST_BUCKETS)
-        buckets: list[list[tuple[Stack, Member, Portion]]] = []
+        buckets: list[list[tuple[BlockGroup, LayerBlocks, Portion]]] = []
         size = 0
         for layer, own in zip(layers, sizes, strict=True):
             stack = layer[0]
@@ -105,11 +105,11 @@ class BucketedSums(Sums):
                 size = own
         last_bucket = len(buckets) - 1
         return [
-            Message(neighbours(own), self._kind, self._riders if index == last_bucket else 0)
+            Bucket(neighbours(own), self._kind, self._riders if index == last_bucket else 0)
             for index, own in enumerate(buckets)
         ]
 
-    def _arrange(self, messages: list[Message]) -> None:
+    def _arrange(self, messages: list[Bucket]) -> None:
         super()._arrange(messages)
         self._parameters = [
             {
@@ -123,7 +123,7 @@ class BucketedSums(Sums):
         ]
 
     @property
-    def _first_carrier(self) -> Message | None:
+    def _first_carrier(self) -> Bucket | None:
         return self._messages[-1] if self._messages else None
 
     # --- In the backward pass -----------------------------------------------------------------------------------
@@ -162,21 +162,21 @@ class BucketedSums(Sums):
             stop += 1
         return range(self._next, stop)
 
-    def _count_rest(self, name: str) -> Tally:
+    def _count_rest(self, name: str) -> SampleCount:
         """Return what of a layer has been counted since its last departure."""
-        tally, before = self.tallies[name], self._counted.get(name, Tally())
+        tally, before = self.tallies[name], self._counted.get(name, SampleCount())
         self._counted[name] = replace(tally)
-        return Tally(
+        return SampleCount(
             samples=tally.samples - before.samples, rows=tally.rows - before.rows, beyond=tally.beyond - before.beyond
         )
 
-    def _post(self, message: Message) -> Posted:
+    def _post(self, message: Bucket) -> Work:
         return self._runtime.post_sum(message.allocate(), message.kinds, self._wire, self._runtime.background)
 
     # --- In the step --------------------------------------------------------------------------------------------
 
     def close(self, shares: Shares, gain: float | Tensor) -> None:
-        """Make ready what has not left yet; see `Sums.close`.
+        """Make ready what has not left yet; see `StatisticsBuffer.close`.
 
         Raises:
             NatgradError: if what has left lacks something: a backward pass came after the one that DDP synchronised,
@@ -201,8 +201,8 @@ class BucketedSums(Sums):
         """The buckets that leave in the step."""
         return [index for index in range(len(self._messages)) if index not in self._departures]
 
-    def travel(self, runtime: Runtime, wire: torch.dtype | None) -> None:
-        """Send the closed messages, and wait for all; see `Sums.travel`."""
+    def travel(self, runtime: Communicator, wire: torch.dtype | None) -> None:
+        """Send the closed messages, and wait for all; see `StatisticsBuffer.travel`."""
         self._may_leave = True
         self._load()
         posted = [self._post(self._messages[index]) for index in self._staying]

@@ -12,11 +12,11 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from natgrad.distributed import Posted
+from natgrad.distributed import Work
 from natgrad.linalg import tensor_on
 from natgrad.specs import Statistic
-from natgrad.state.blocks import Member, Stack
-from natgrad.state.kept import packed_shape
+from natgrad.state.block_group import BlockGroup, LayerBlocks
+from natgrad.state.tensors import packed_shape
 
 # Of a layer's statistics: all, those that its curvature has from the inputs alone, or those that need a gradient.
 Portion: TypeAlias = Literal["whole", "inputs", "rest"]
@@ -35,8 +35,8 @@ class Piece:
         portion: Which statistics.
     """
 
-    stack: Stack
-    members: list[Member]
+    stack: BlockGroup
+    members: list[LayerBlocks]
     portion: Portion = "whole"
 
     @property
@@ -51,7 +51,7 @@ class Piece:
 
 
 @dataclass
-class Tally:
+class SampleCount:
     """What was added to the sums of one layer since the last step.
 
     Attributes:
@@ -93,14 +93,14 @@ class Arrived:
         rows: Samples times positions ``[n]``.
     """
 
-    stack: Stack
+    stack: BlockGroup
     blocks: slice
     sums: dict[str, Tensor]
     samples: Tensor
     rows: Tensor
 
 
-class Message:
+class Bucket:
     """Sums that travel together in one buffer, with counters at its end: samples and rows of each layer.
 
     Attributes:
@@ -195,13 +195,13 @@ class Message:
         self.views.clear()
         self._stacked.clear()
 
-    def give(self) -> Message:
+    def give(self) -> Bucket:
         """Return a message that has the buffer from now on, in place of this one."""
         given = copy(self)
         self.buffer, self.views, self._stacked = None, {}, []
         return given
 
-    def take_back(self, given: Message) -> None:
+    def take_back(self, given: Bucket) -> None:
         """Take the buffer of what `give` has returned, or add it to the one there is."""
         assert given.buffer is not None
         if self.buffer is None:
@@ -218,9 +218,9 @@ class Message:
                 _correct(piece, self.views[member.layer.name], gain / before, {}, seen=True)
 
     def close(
-        self, tallies: Mapping[str, Tally], shares: Shares, gain: float | Tensor, riders: Sequence[float] = ()
+        self, tallies: Mapping[str, SampleCount], shares: Shares, gain: float | Tensor, riders: Sequence[float] = ()
     ) -> Tensor:
-        """Make it ready to travel, and return the buffer: see `Sums.close`."""
+        """Make it ready to travel, and return the buffer: see `StatisticsBuffer.close`."""
         buffer = self.allocate()
         counters: list[float] = []
         for name, index in self.places.items():
@@ -239,21 +239,21 @@ class Departed:
     """Messages under way beside the passes that fill the next ones.
 
     Attributes:
-        spoilt: See `Sums`.
-        turns: See `Sums`.
-        heard: See `Sums`, once all have arrived.
+        skip_step: See `StatisticsBuffer`.
+        basis_version: See `StatisticsBuffer`.
+        heard: See `StatisticsBuffer`, once all have arrived.
     """
 
     def __init__(
         self,
-        messages: list[Message],
-        posted: list[Posted],
-        spoilt: Tensor | None,
-        turns: dict[int, list[int]],
+        messages: list[Bucket],
+        posted: list[Work],
+        skip_step: Tensor | None,
+        basis_version: dict[int, list[int]],
         rider: Sequence[float],
     ) -> None:
         """Wrap `messages` and what they were `posted` as, and what this rank alone is to hear."""
-        self._messages, self._posted, self.spoilt, self.turns = messages, posted, spoilt, turns
+        self._messages, self._posted, self.skip_step, self.basis_version = messages, posted, skip_step, basis_version
         self.heard: Tensor | Sequence[float] | None = rider
 
     @property
@@ -273,13 +273,13 @@ class Departed:
             message.release()
 
 
-def portion_of(stack: Stack, portion: Portion) -> list[Statistic]:
+def portion_of(stack: BlockGroup, portion: Portion) -> list[Statistic]:
     """Return some of the statistics of a stack."""
     early = stack.input_statistics
     return [spec for spec in stack.statistics if portion == "whole" or (spec.name in early) == (portion == "inputs")]
 
 
-def neighbours(layers: Iterable[tuple[Stack, Member, Portion]]) -> list[Piece]:
+def neighbours(layers: Iterable[tuple[BlockGroup, LayerBlocks, Portion]]) -> list[Piece]:
     """Return layers as runs of those that follow each other in their stacks."""
     stacks: dict[tuple[int, Portion], list[Piece]] = {}
     for stack, member, portion in layers:
@@ -313,6 +313,6 @@ def _correct(
             views[spec.name].mul_(shares[spec.per])
 
 
-def _drawn(stack: Stack) -> bool:
+def _drawn(stack: BlockGroup) -> bool:
     """Tell whether labels are sampled, which know nothing of the loss, its scale and its mean."""
     return stack.curvature.likelihood is not None

@@ -9,17 +9,26 @@ import torch
 from torch import Tensor
 
 from natgrad.capture.sums.choice import WHOLE, Choice
-from natgrad.capture.sums.messages import Arrived, Departed, Message, Portion, Shares, Tally, neighbours, portion_of
-from natgrad.distributed import Posted, Runtime
+from natgrad.capture.sums.messages import (
+    Arrived,
+    Bucket,
+    Departed,
+    Portion,
+    SampleCount,
+    Shares,
+    neighbours,
+    portion_of,
+)
+from natgrad.distributed import Communicator, Work
 from natgrad.linalg.lapack import collide
 from natgrad.specs import Statistic
-from natgrad.state.blocks import Member, Stack
-from natgrad.state.kept import pack
+from natgrad.state.block_group import BlockGroup, LayerBlocks
+from natgrad.state.tensors import pack
 
 # Columns from which on rows of whole matrices are set apart, and what their distance is a multiple of.
 _WIDE, _STEP = 128, 16
 
-# What `Sums.close` is given, by the number of backward passes.
+# What `StatisticsBuffer.close` is given, by the number of backward passes.
 Gain = Callable[[int], "float | Tensor"]
 
 
@@ -30,7 +39,7 @@ class Accumulate(Protocol):
         """Add to whole sums ``[n, *shape]``."""
 
 
-class Sums:
+class StatisticsBuffer:
     """Raw sums and counts of all layers.
 
     Memory is taken when a layer is first captured, and dropped when it has been read: at the end of a forward pass,
@@ -39,15 +48,15 @@ class Sums:
     accelerator each stack, whose averages take a few calls for all of its layers.
 
     Attributes:
-        spoilt: Whether a ``GradScaler`` skips this step (a lazy bool, the same on all ranks); None: it cannot.
+        skip_step: Whether a ``GradScaler`` skips this step (a lazy bool, the same on all ranks); None: it cannot.
         choice: What is collected.
         rider: What this rank has to say beside its sums.
-        turns: `Stack.turns` as they were when this step began, by the ``id`` of the stack.
+        basis_version: `BlockGroup.basis_version` as they were when this step began, by the ``id`` of the stack.
         extra: What travels with the first message to all ranks in this step alone, after `carry` has made room for it;
             after `travel` it is the sum over the ranks.
     """
 
-    def __init__(self, stacks: Sequence[Stack], *, fused: bool, kind: str = "factors", riders: int = 0) -> None:
+    def __init__(self, stacks: Sequence[BlockGroup], *, fused: bool, kind: str = "factors", riders: int = 0) -> None:
         """Lay out the messages of those `stacks` to whose sums this rank adds or from whom it receives them.
 
         Args:
@@ -56,17 +65,17 @@ class Sums:
             kind: What they are counted as.
             riders: How many numbers of `rider` travel with a message to all ranks.
         """
-        stacks = [stack for stack in stacks if stack.role.captures or stack.role.receives]
+        stacks = [stack for stack in stacks if stack.role.captures or stack.role.keeps_averages]
         self._fused, self._kind, self._riders = fused, kind, riders
         self.rider: Sequence[float] = ()
         self.extra: Tensor | None = None
-        self._carrier: Message | None = None
+        self._carrier: Bucket | None = None
         self._members = {member.layer.name: (stack, member) for stack in stacks for member in stack.members}
-        self.tallies = {name: Tally() for name in self._members}
+        self.tallies = {name: SampleCount() for name in self._members}
         self._filled: set[str] = set()  # the layers whose sums are initialised
-        self.spoilt: Tensor | None = None
+        self.skip_step: Tensor | None = None
         self._stacks = stacks
-        self.note_turns()
+        self.note_basis_versions()
         self.choice, self._portions = WHOLE, self._portions_of(WHOLE)
         self._layouts = {WHOLE: self._laid_out(self._portions)}
         self._arrange(self._layouts[WHOLE])
@@ -84,8 +93,8 @@ class Sums:
         portions = {name: choice.portion(name, stack) for name, (stack, _) in self._members.items()}
         return {name: portion for name, portion in portions.items() if portion is not None}
 
-    def _laid_out(self, portions: Mapping[str, Portion]) -> list[Message]:
-        groups: dict[object, list[tuple[Stack, Member, Portion]]] = {}
+    def _laid_out(self, portions: Mapping[str, Portion]) -> list[Bucket]:
+        groups: dict[object, list[tuple[BlockGroup, LayerBlocks, Portion]]] = {}
         for name, portion in portions.items():
             stack, member = self._members[name]
             if self._fused:
@@ -96,7 +105,7 @@ class Sums:
         messages, riders = [], self._riders
         for layers in groups.values():
             rides = layers[0][0].role.seat.sums == "all"
-            messages.append(Message(neighbours(layers), self._kind, riders if rides else 0))
+            messages.append(Bucket(neighbours(layers), self._kind, riders if rides else 0))
             riders = 0 if rides else riders
         return messages
 
@@ -116,7 +125,7 @@ class Sums:
             self._carrier.extra = numbers
 
     @property
-    def _first_carrier(self) -> Message | None:
+    def _first_carrier(self) -> Bucket | None:
         return next((message for message in self._messages if message.role.seat.sums == "all"), None)
 
     @property
@@ -124,10 +133,10 @@ class Sums:
         """Whether there is room for `extra`."""
         return self._carrier is not None
 
-    def _arrange(self, messages: list[Message]) -> None:
+    def _arrange(self, messages: list[Bucket]) -> None:
         """Collect in these messages from now on."""
         self._messages = messages
-        self._homes: dict[str, list[Message]] = {name: [] for name in self._members}
+        self._homes: dict[str, list[Bucket]] = {name: [] for name in self._members}
         for message in self._messages:
             for layer in message.places:
                 self._homes[layer].append(message)
@@ -172,14 +181,14 @@ class Sums:
     def abandon(self) -> None:
         """End what is under way: others take the place of these sums; all ranks together."""
 
-    def travel(self, runtime: Runtime, wire: torch.dtype | None) -> None:
+    def travel(self, runtime: Communicator, wire: torch.dtype | None) -> None:
         """Sum the closed messages over the ranks, in place.
 
         Args:
             runtime: The ranks.
             wire: The dtype in which sums travel, if narrower than their own.
         """
-        to_workers: dict[object, list[Message]] = {}
+        to_workers: dict[object, list[Bucket]] = {}
         self._load()
         for message in self._messages:
             assert message.buffer is not None
@@ -191,7 +200,7 @@ class Sums:
             self._reduce_to_workers(messages, runtime, wire)
         self._unload()
 
-    def _reduce_to_workers(self, messages: list[Message], runtime: Runtime, wire: torch.dtype | None) -> None:
+    def _reduce_to_workers(self, messages: list[Bucket], runtime: Communicator, wire: torch.dtype | None) -> None:
         """Sum messages of one dtype and device on the one worker of each."""
         nothing = messages[0].allocate()[:0]
         values, counters = [nothing] * runtime.ranks, [nothing] * runtime.ranks
@@ -213,7 +222,7 @@ class Sums:
         if self._carrier is not None and self.extra is not None:
             self.extra = self._carrier.allocate()[self._carrier.numel :].clone()
 
-    def post(self, runtime: Runtime, wire: torch.dtype | None) -> list[Posted]:
+    def post(self, runtime: Communicator, wire: torch.dtype | None) -> list[Work]:
         """Begin what `travel` does, in a queue of its own; only where all ranks receive all sums."""
         posted = []
         for message in self._messages:
@@ -221,10 +230,12 @@ class Sums:
             posted.append(runtime.post_sum(message.buffer, message.kinds, wire, runtime.background))
         return posted
 
-    def depart(self, posted: list[Posted]) -> Departed:
+    def depart(self, posted: list[Work]) -> Departed:
         """Give away the messages that were `posted`."""
         rider = () if self._fused else self.rider
-        return Departed([message.give() for message in self._messages], posted, self.spoilt, self.turns, rider)
+        return Departed(
+            [message.give() for message in self._messages], posted, self.skip_step, self.basis_version, rider
+        )
 
     def close(self, shares: Shares, gain: float | Tensor) -> None:
         """Make the messages ready to travel: unseen layers become zeros, gradients per-sample ones, counters filled in.
@@ -248,16 +259,16 @@ class Sums:
     def arrived(self) -> Iterator[Arrived]:
         """Yield the sums that are this rank's as they stand now, and drop each message once it has been read."""
         for message in self._messages:
-            if message.role.receives:
+            if message.role.keeps_averages:
                 yield from message.arrived()
             message.release()
 
-    def note_turns(self) -> None:
+    def note_basis_versions(self) -> None:
         """Note that a step begins: what is summed from now on sees what renewals have made by now.
 
         At the same moment on all ranks, whatever passes they throw away.
         """
-        self.turns = {id(stack): list(stack.turns) for stack in self._stacks}
+        self.basis_version = {id(stack): list(stack.basis_version) for stack in self._stacks}
 
     def reset(self) -> None:
         """Begin the next step."""
@@ -265,12 +276,12 @@ class Sums:
             tally.samples = tally.rows = tally.beyond = tally.task_samples = 0
             tally.task = None
         self._filled.clear()
-        self.spoilt = None
+        self.skip_step = None
         for message in self._messages:
             message.release()
 
 
-def _destination(stack: Stack) -> tuple[object, ...]:
+def _destination(stack: BlockGroup) -> tuple[object, ...]:
     seat = stack.role.seat
     return seat.sums, None if seat.sums == "all" else seat.workers
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from natgrad.curvature import Curvature
 from natgrad.damping.trust_region import TrustRegion, copied
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.linalg.joined import joined, parted
@@ -63,7 +63,7 @@ class Clip:
         self,
         gradients: Gradients,
         scale: float | Tensor,
-        runtime: Runtime,
+        runtime: Communicator,
         *,
         apart: bool,
         layer_scale: Callable[[Layer], float | Tensor] | None = None,

@@ -13,10 +13,10 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from natgrad.distributed import Runtime, flatten, unflatten
+from natgrad.distributed import Communicator, flatten, unflatten
 from natgrad.linalg import tensor_on
 from natgrad.linalg.precision import at_least_float32
-from natgrad.state.blocks import Stack
+from natgrad.state.block_group import BlockGroup
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class OwnedGradients:
 
 
 def reduce_to_workers(
-    model: nn.Module, stacks: Sequence[Stack], runtime: Runtime, samples: int, *, summed: bool
+    model: nn.Module, stacks: Sequence[BlockGroup], runtime: Communicator, samples: int, *, summed: bool
 ) -> tuple[float | Tensor, list[OwnedGradients]]:
     """Make ``.grad`` of each layer that of the loss over all ranks' samples, on its one worker.
 
@@ -153,7 +153,7 @@ def reduce_to_workers(
     return 1.0 / total.clamp(min=1).to(wide), groups
 
 
-def _agree(trained: list[nn.Parameter], runtime: Runtime, samples: int) -> Tensor:
+def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int) -> Tensor:
     """Return the samples of all ranks; give parameters that any of them has a gradient of one of zeros."""
     used = [float(parameter.grad is not None) for parameter in trained]
     counters = tensor_on(trained[0].device, [float(samples), *used], torch.float64)
@@ -166,7 +166,7 @@ def _agree(trained: list[nn.Parameter], runtime: Runtime, samples: int) -> Tenso
     return counters[0]
 
 
-def _by_owner(trained: Iterable[nn.Parameter], stacks: Sequence[Stack], ranks: int) -> list[OwnedGradients]:
+def _by_owner(trained: Iterable[nn.Parameter], stacks: Sequence[BlockGroup], ranks: int) -> list[OwnedGradients]:
     """Return who sums which gradients, for each device and dtype, in the order of the parameters.
 
     Args:

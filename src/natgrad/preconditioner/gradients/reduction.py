@@ -10,7 +10,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.capture.reductions import Reductions
-from natgrad.distributed import Runtime, flatten, unflatten
+from natgrad.distributed import Communicator, flatten, unflatten
 from natgrad.errors import NatgradError, require
 from natgrad.linalg import tensor_on
 from natgrad.preconditioner.gradients.owners import OwnedGradients, reduce_to_workers
@@ -104,7 +104,7 @@ class Scaling:
                 "unscale the gradients that it gets from the others: call it on every rank"
             )
 
-    def spoilt(self, runtime: Runtime, device: torch.device) -> Tensor | None:
+    def skip_step(self, runtime: Communicator, device: torch.device) -> Tensor | None:
         """Return whether the scaler skips this step, for a gradient that is not finite on any rank; None: it cannot.
 
         What the scaler has found here becomes what all ranks have found: where natgrad reduces, each has seen the
@@ -157,7 +157,7 @@ class Scaling:
         return 1.0 if scale is None else scale
 
     def of_gradients(
-        self, model: nn.Module, structure: Structure, runtime: Runtime, samples: int, backwards: int
+        self, model: nn.Module, structure: Structure, runtime: Communicator, samples: int, backwards: int
     ) -> tuple[float | Tensor, list[OwnedGradients]]:
         """Reduce ``.grad`` if that is ours to do, and return what makes it the gradient of the mean loss.
 
@@ -193,7 +193,7 @@ class Scaling:
         return scale if self._divided else scale / passes, owned
 
     def _passes(
-        self, model: nn.Module, runtime: Runtime, backwards: int, device: torch.device | None, dtype: torch.dtype
+        self, model: nn.Module, runtime: Communicator, backwards: int, device: torch.device | None, dtype: torch.dtype
     ) -> float | Tensor:
         """Return the backward passes of a rank, on average over those that had any, if they decide on the scale.
 
@@ -214,7 +214,7 @@ class Scaling:
         return passes
 
 
-def reduce_gradients(model: nn.Module, runtime: Runtime, samples: int, *, summed: bool) -> float | Tensor:
+def reduce_gradients(model: nn.Module, runtime: Communicator, samples: int, *, summed: bool) -> float | Tensor:
     """Make every ``.grad`` of `model` that of the loss over all ranks' samples.
 
     Args:

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from natgrad.distributed import Plan, Runtime
+from natgrad.distributed import Communicator, Plan
 from natgrad.distributed.collect import collect_rows
 from natgrad.distributed.shards import Holders, Piece, held_rows, is_sharded, pairs
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
 from natgrad.preconditioner.gradients.owners import OwnedGradients
 from natgrad.preconditioner.gradients.stacked import Entry, Gradients, Share
-from natgrad.preconditioner.guard.guard import Watch
-from natgrad.state.blocks import Member
+from natgrad.preconditioner.guard.guard import FailureCounters
+from natgrad.state.block_group import LayerBlocks
 
 
 @dataclass
@@ -36,8 +36,8 @@ class _Bucket:
 def share(
     gradients: Gradients,
     plan: Plan[str],
-    runtime: Runtime,
-    watch: Watch,
+    runtime: Communicator,
+    watch: FailureCounters,
     uncovered: Sequence[OwnedGradients] = (),
     scalars: Sequence[float] = (),
 ) -> Tensor | None:
@@ -76,7 +76,9 @@ def share(
     return total
 
 
-def _share_whole(bucket: _Bucket, scalars: Tensor, row: Sequence[int], runtime: Runtime, watch: Watch) -> list[Tensor]:
+def _share_whole(
+    bucket: _Bucket, scalars: Tensor, row: Sequence[int], runtime: Communicator, watch: FailureCounters
+) -> list[Tensor]:
     """Share whole gradients; return the scalars of each rank of the row."""
     entries = {rank: [entry for entry in bucket.entries if entry.stack.role.server == rank] for rank in row}
     own = entries[runtime.rank]
@@ -109,11 +111,16 @@ def _share_whole(bucket: _Bucket, scalars: Tensor, row: Sequence[int], runtime: 
 
 
 def _share_rows(
-    bucket: _Bucket, scalars: Tensor, row: Sequence[int], runtime: Runtime, holders: Holders, watch: Watch
+    bucket: _Bucket,
+    scalars: Tensor,
+    row: Sequence[int],
+    runtime: Communicator,
+    holders: Holders,
+    watch: FailureCounters,
 ) -> list[Tensor]:
     """Give each rank of the row the rows that it holds (FSDP2); return the scalars of each."""
     me, entries = runtime.rank, bucket.entries
-    own = [entry for entry in entries if entry.stack.role.works]
+    own = [entry for entry in entries if entry.stack.role.is_gradient_worker]
     told = [_counters(entry, watch) for entry in own]
     for entry in own:
         entry.clear_(~entry.inner.isfinite())  # who gets some rows cannot tell whose block they are
@@ -156,7 +163,7 @@ def _share_rows(
     return arrived
 
 
-def _shares(entry: Entry, holders: Holders, rank: int) -> list[tuple[Member, Slot, range]]:
+def _shares(entry: Entry, holders: Holders, rank: int) -> list[tuple[LayerBlocks, Slot, range]]:
     """Return which rows of the parameters of a stack `rank` holds; none: all of them, for no parameter is sharded."""
     slots = [(member, slot) for member in entry.members for slot in member.layer.slots]
     if not any(is_sharded(slot.parameter) for _, slot in slots):
@@ -197,7 +204,7 @@ def _counter_count(entry: Entry) -> int:
     return stack.size + 2 * len(stack.members) + (0 if stack.decisions is None else stack.decisions.message_size)
 
 
-def _counters(entry: Entry, watch: Watch) -> Tensor:
+def _counters(entry: Entry, watch: FailureCounters) -> Tensor:
     stack, like = entry.stack, entry.inner
     ready = entry.told()
     if isinstance(ready, bool):
@@ -206,7 +213,7 @@ def _counters(entry: Entry, watch: Watch) -> Tensor:
     return torch.cat([like, ready, watch.trouble(stack).to(like), *verdicts])
 
 
-def _hear(entry: Entry, counters: Tensor, watch: Watch) -> None:
+def _hear(entry: Entry, counters: Tensor, watch: FailureCounters) -> None:
     """Read what a worker has told, also where it is this rank: what is decided by it is then alike on all of them."""
     stack, layers = entry.stack, len(entry.stack.members)
     told = stack.size + 2 * layers
@@ -218,7 +225,7 @@ def _hear(entry: Entry, counters: Tensor, watch: Watch) -> None:
     watch.heard(stack, trouble.repeat_interleave(repeats, output_size=stack.size))
 
 
-def collect(gradients: Gradients, runtime: Runtime) -> dict[int, list[Piece]]:
+def collect(gradients: Gradients, runtime: Communicator) -> dict[int, list[Piece]]:
     """Give each worker all rows of the sharded gradients that it preconditions; nobody else gets them.
 
     The rows come from the ranks that hold them of the worker's own copy of the model: of S ranks that share it (under

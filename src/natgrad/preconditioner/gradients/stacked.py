@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.distributed.shards import Piece, gather, held_rows, is_sharded, own_rows
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
 from natgrad.linalg.joined import together
-from natgrad.preconditioner.guard.guard import Trouble, Watch
-from natgrad.preconditioner.guard.ladder import Case, Ladder, Outcome
-from natgrad.state.blocks import Member, Stack
+from natgrad.preconditioner.guard.fallback import Case, FallbackPolicy, Outcome
+from natgrad.preconditioner.guard.guard import FailureCounters, Trouble
+from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.matrices import match, places
 
 if TYPE_CHECKING:
@@ -61,9 +61,9 @@ class Entry:
         inner: ⟨V, W⟩ of each block ``[N]``; not finite where the gradient is not.
     """
 
-    stack: Stack
-    members: list[Member]
-    ladder: Ladder
+    stack: BlockGroup
+    members: list[LayerBlocks]
+    ladder: FallbackPolicy
     ready: bool | Tensor = False
     plain: bool = True
     V: Tensor = field(init=False)
@@ -179,7 +179,7 @@ class Gradients:
         self.entries = entries
 
     @classmethod
-    def take(cls, stacks: list[Stack], ladder: Ladder, *, exchanged: bool) -> Gradients:
+    def take(cls, stacks: list[BlockGroup], ladder: FallbackPolicy, *, exchanged: bool) -> Gradients:
         """Find every layer with a ``.grad``; all layers where results are to be exchanged, so that ranks agree."""
         entries = []
         for stack in stacks:
@@ -188,7 +188,7 @@ class Gradients:
                 entries.append(Entry(stack, members, ladder))
         return cls(entries)
 
-    def solve(self, damping: float, runtime: Runtime) -> None:
+    def solve(self, damping: float, runtime: Communicator) -> None:
         """Precondition all stacks on every rank; what has no curvature yet stays a plain gradient.
 
         Sharded gradients are whole for no longer than that takes: they travel some stacks at a time. At the peak this
@@ -236,7 +236,7 @@ class Gradients:
             if whole:
                 torch._foreach_mul_(whole, own)
 
-    def tell(self, watch: Watch, bad: Sequence[Tensor]) -> None:
+    def tell(self, watch: FailureCounters, bad: Sequence[Tensor]) -> None:
         """Have counted which blocks of each entry were not finite, `bad` ``[N]``, and what has served its layers."""
         watch.saw_gradients(
             [Trouble(entry.stack, entry.where, own) for entry, own in zip(self.entries, bad, strict=True)]
@@ -274,5 +274,5 @@ def alike(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     return together(entries, lambda entry: (entry.stack.device, entry.stack.work_dtype), nbytes)
 
 
-def _has_gradient(member: Member) -> bool:
+def _has_gradient(member: LayerBlocks) -> bool:
     return any(slot.parameter.grad is not None for slot in member.layer.slots)

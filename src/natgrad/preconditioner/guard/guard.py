@@ -12,8 +12,8 @@ from natgrad.errors import CurvatureError, require
 from natgrad.linalg import tensor_on
 from natgrad.linalg.joined import joined, together, write_
 from natgrad.preconditioner.guard.served import Served
-from natgrad.state.blocks import Member, Stack
-from natgrad.state.rungs import Rung
+from natgrad.state.block_group import BlockGroup, LayerBlocks
+from natgrad.state.failures import Rung
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +70,12 @@ class Trouble:
         bad: Whether it was not ``[n]`` (bool).
     """
 
-    stack: Stack
+    stack: BlockGroup
     blocks: slice | Tensor
     bad: Tensor
 
 
-class Watch:
+class FailureCounters:
     """Counts trouble, on the device where it happens: nothing waits for an accelerator before somebody reads.
 
     On the CPU streaks are looked at after every step, on an accelerator after every `_PATIENCE` steps.
@@ -92,14 +92,14 @@ class Watch:
         self.guard, self.served = guard, Served()
         self._totals: dict[str, float | Tensor] = dict.fromkeys(_KINDS, 0)
         self._fallen: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._streaks: dict[tuple[str, int], tuple[Stack, Tensor]] = {}
+        self._streaks: dict[tuple[str, int], tuple[BlockGroup, Tensor]] = {}
         self._checks = 0
 
     def saw_factors(self, seen: Sequence[Trouble]) -> None:
         """Count the blocks whose statistics were not finite."""
         self._count("skipped_factors", _FACTORS, seen)
 
-    def saw_replays(self, stack: Stack, blocks: slice, bad: Tensor) -> None:
+    def saw_replays(self, stack: BlockGroup, blocks: slice, bad: Tensor) -> None:
         """Count the blocks ``[n]`` of whose replay something was not finite."""
         self._count("skipped_factors", _REPLAY, [Trouble(stack, blocks, bad)])
 
@@ -107,13 +107,13 @@ class Watch:
         """Count the blocks whose gradients were not finite."""
         self._count("skipped_gradients", "gradients", seen)
 
-    def saw_decompositions(self, stack: Stack, part: str, start: int, success: list[bool]) -> None:
+    def saw_decompositions(self, stack: BlockGroup, part: str, start: int, success: list[bool]) -> None:
         """Count the blocks from `start` on whose decomposition failed."""
         blocks = slice(start, start + len(success))
         bad = ~torch.tensor(success, device="cpu")
         self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", [Trouble(stack, blocks, bad)])
 
-    def saw_rungs(self, seen: Sequence[tuple[Stack, list[Member], bool | Tensor]]) -> None:
+    def saw_rungs(self, seen: Sequence[tuple[BlockGroup, list[LayerBlocks], bool | Tensor]]) -> None:
         """Count layers by what served them in this step, and remember it.
 
         Args:
@@ -134,7 +134,7 @@ class Watch:
             levels, counts = self._fallen[own.device]
             counts += (own == levels).sum(1)
 
-    def trouble(self, stack: Stack) -> Tensor:
+    def trouble(self, stack: BlockGroup) -> Tensor:
         """Return how often in a row the curvature of each layer of a stack could not be renewed ``[M]``."""
         known = [streak for (kind, own), (_, streak) in self._streaks.items() if own == id(stack) and _is_renewal(kind)]
         worst = torch.zeros(stack.size, dtype=torch.int32, device=stack.device)
@@ -144,7 +144,7 @@ class Watch:
             return worst[: len(stack.members)]
         return torch.stack([worst[member.blocks].amax() for member in stack.members])
 
-    def heard(self, stack: Stack, trouble: Tensor) -> None:
+    def heard(self, stack: BlockGroup, trouble: Tensor) -> None:
         """Note what the worker of a stack has told of the trouble of each block ``[N]``."""
         self._streaks[_HEARD, id(stack)] = (stack, trouble)
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from natgrad.capture.sums import Sums
-from natgrad.distributed import Runtime
+from natgrad.capture.sums import StatisticsBuffer
+from natgrad.distributed import Communicator
 from natgrad.distributed.shards import is_sharded, own_rows
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer
-from natgrad.state.blocks import Member, Stack
+from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.versions import BLIND
 
 _MISUSED = "its weight serves more than lookups"
@@ -48,7 +48,7 @@ class Inspection:
         """Begin anew, with the next step: the layers are others, whose hooks have not seen the passes of this one."""
         self._looked, self._late = False, True
 
-    def look(self, stacks: list[Stack], sums: Sums, runtime: Runtime) -> None:
+    def look(self, stacks: list[BlockGroup], sums: StatisticsBuffer, runtime: Communicator) -> None:
         """Find tables with gradients in rows that no lookup explains, such as ``F.linear(h, table.weight)`` makes.
 
         A row that is never looked up has no curvature but the damping, by which its gradient would be divided. This
@@ -68,7 +68,7 @@ class Inspection:
         # Of those whose sums went elsewhere, another rank tells.
         strays = [
             _strays(member.layer, sums.of(member.layer.name)["D"][0])
-            if stack.role.receives
+            if stack.role.keeps_averages
             else torch.zeros((), device=stack.device)
             for stack, member in _tables(stacks)
         ]
@@ -76,7 +76,7 @@ class Inspection:
         runtime.sum_(found, {"counters": len(found)})
         self._misused = {layer.key for layer, stray in zip(tables, found.tolist(), strict=True) if stray > 0}
 
-    def usable(self, stacks: list[Stack], seen: set[str], *, captured: bool) -> set[str]:
+    def usable(self, stacks: list[BlockGroup], seen: set[str], *, captured: bool) -> set[str]:
         """Return the keys of those layers whose curvature may be renewed.
 
         Args:
@@ -86,7 +86,7 @@ class Inspection:
         """
         if captured and not self._late:
             # Where a rank captures for itself alone, the gradients may be those of samples that it has not seen.
-            told = (stack for stack in stacks if stack.role.receives and stack.role.seat.sums != "alone")
+            told = (stack for stack in stacks if stack.role.keeps_averages and stack.role.seat.sums != "alone")
             received = (member.layer for stack in told for member in stack.members)
             unseen = (layer for layer in received if layer.key not in seen)
             self._uncalled = {layer.key for layer in unseen if _has_gradient(layer)}
@@ -113,7 +113,7 @@ class Inspection:
             warnings.warn(message, NatgradWarning, stacklevel=5)  # past `report`, `step` and its decorator
 
 
-def _tables(stacks: Iterable[Stack]) -> Iterator[tuple[Stack, Member]]:
+def _tables(stacks: Iterable[BlockGroup]) -> Iterator[tuple[BlockGroup, LayerBlocks]]:
     return ((stack, member) for stack in stacks for member in stack.members if member.layer.form == "one-hot")
 
 

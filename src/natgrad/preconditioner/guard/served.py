@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from natgrad.linalg.joined import joined, together
-from natgrad.state.blocks import Member
-from natgrad.state.rungs import Rung
+from natgrad.state.block_group import LayerBlocks
+from natgrad.state.failures import Rung
 
 
 class Served:
@@ -23,7 +23,7 @@ class Served:
         # What accelerators know, which the host reads in `keys` alone: by the keys of layers, a flag for each of them.
         self._flags: dict[tuple[str, ...], Tensor] = {}
 
-    def note(self, seen: Sequence[tuple[list[Member], bool | Tensor]]) -> None:
+    def note(self, seen: Sequence[tuple[list[LayerBlocks], bool | Tensor]]) -> None:
         """Note what served layers in a step; nothing waits for an accelerator.
 
         Args:

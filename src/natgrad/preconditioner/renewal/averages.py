@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.capture.sums import Arrived, Departed, Sums
+from natgrad.capture.sums import Arrived, Departed, StatisticsBuffer
 from natgrad.linalg.joined import joined, parted, together, write_
-from natgrad.preconditioner.guard.guard import Trouble, Watch
+from natgrad.preconditioner.guard.guard import FailureCounters, Trouble
 from natgrad.specs import Statistic
-from natgrad.state.kept import along, diagonals
-from natgrad.state.rungs import Rungs
+from natgrad.state.failures import FailureState
+from natgrad.state.tensors import along, diagonals
 
 
-def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
+def fold(sums: StatisticsBuffer | Departed, watch: FailureCounters, seed: int) -> Tensor | None:
     """Add what arrived to the running averages: E ← d E + (1 - d) fresh (Pauloski 2022, eq. 14 and 15).
 
-    Blocks that nobody saw, and those whose sums are not finite, stay as they are; all of them in a spoilt step.
+    Blocks that nobody saw, and those whose sums are not finite, stay as they are; all of them in a skip_step step.
 
     Args:
         sums: The sums over all ranks.
@@ -33,10 +33,10 @@ def fold(sums: Sums | Departed, watch: Watch, seed: int) -> Tensor | None:
     for pieces in together(sums.arrived(), _place, _nbytes):
         samples = [piece.samples for piece in pieces]
         seen, finite = joined(samples) > 0, _finite(pieces)
-        told = seen if sums.spoilt is None else seen & ~sums.spoilt.to(seen.device)
+        told = seen if sums.skip_step is None else seen & ~sums.skip_step.to(seen.device)
         fine = told & finite
         _average(pieces, parted(fine, samples), sums, seed)
-        Rungs.saw([(piece.stack.rungs, piece.blocks) for piece in pieces], fine, told & ~finite)
+        FailureState.saw([(piece.stack.rungs, piece.blocks) for piece in pieces], fine, told & ~finite)
         bad = parted(seen & ~finite, samples)
         watch.saw_factors([Trouble(one.stack, one.blocks, own) for one, own in zip(pieces, bad, strict=True)])
         renewed = fine.any() if renewed is None else renewed | fine.any().to(renewed.device)
@@ -91,7 +91,7 @@ class _Update:
         self.piece.stack.averages.write(self.spec.name, self.piece.blocks, average, generator)
 
 
-def _average(pieces: Sequence[Arrived], fine: Sequence[Tensor], sums: Sums | Departed, seed: int) -> None:
+def _average(pieces: Sequence[Arrived], fine: Sequence[Tensor], sums: StatisticsBuffer | Departed, seed: int) -> None:
     """Renew the averages of pieces alike, and their bias corrections, of the blocks that are `fine`."""
     decay = pieces[0].stack.curvature.factor_decay
     shares: dict[tuple[str, float], list[Tensor]] = {}
@@ -100,7 +100,7 @@ def _average(pieces: Sequence[Arrived], fine: Sequence[Tensor], sums: Sums | Dep
         stack, blocks, restarting = piece.stack, piece.blocks, piece.stack.restarting
         stack.allocate_averages()
         stack.note(blocks, own)
-        past = stack.outlived(sums.turns[id(stack)], blocks) if restarting else None
+        past = stack.outlived(sums.basis_version[id(stack)], blocks) if restarting else None
         for spec in _specs(piece):
             fresh = piece.sums[spec.name]
             if past is not None and spec.name in restarting:

@@ -21,17 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.capture.sums import Departed, Sums
+from natgrad.capture.sums import Departed, StatisticsBuffer
 from natgrad.curvature import Curvature
-from natgrad.distributed import Plan, Runtime
+from natgrad.distributed import Communicator, Plan
 from natgrad.errors import CurvatureError
-from natgrad.preconditioner.guard.guard import Watch
+from natgrad.preconditioner.counters import StepCounters
+from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.guard.inspection import Inspection
-from natgrad.preconditioner.progress import Progress
 from natgrad.preconditioner.renewal.averages import fold
 from natgrad.preconditioner.renewal.renew import RAISED, Job, compute, conclude, jobs_of
 from natgrad.specs import Statistic, Task
-from natgrad.state.blocks import Stack, unpacked
+from natgrad.state.block_group import BlockGroup, unpacked
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,13 @@ class Background:
     # --- Sums ---------------------------------------------------------------------------------------------------
 
     def post(
-        self, stacks: list[Stack], sums: Sums, runtime: Runtime, progress: Progress, inspection: Inspection, wire: Any
+        self,
+        stacks: list[BlockGroup],
+        sums: StatisticsBuffer,
+        runtime: Communicator,
+        progress: StepCounters,
+        inspection: Inspection,
+        wire: Any,
     ) -> None:
         """Send the closed `sums` of this step, which the next one folds.
 
@@ -108,7 +114,7 @@ class Background:
         if stacks:
             progress.renewed_factors()
 
-    def fold(self, watch: Watch, *, alone: bool = False) -> Tensor | Sequence[float] | None:
+    def fold(self, watch: FailureCounters, *, alone: bool = False) -> Tensor | Sequence[float] | None:
         """Add the sums under way to the running averages; from the next step on they would be there anyway.
 
         Args:
@@ -116,7 +122,7 @@ class Background:
             alone: Send nothing. Sums in a narrow dtype, whose second half is yet to travel, then stay under way.
 
         Returns:
-            What the ranks have told beside them (`natgrad.capture.sums.Sums.heard`).
+            What the ranks have told beside them (`natgrad.capture.sums.StatisticsBuffer.heard`).
         """
         if self._departed is None or (alone and not self._departed[0].whole):
             return None
@@ -128,13 +134,13 @@ class Background:
 
     def begin(
         self,
-        stacks: list[Stack],
+        stacks: list[BlockGroup],
         plan: Plan[str],
-        runtime: Runtime,
+        runtime: Communicator,
         keys: set[str],
         kept: Collection[tuple[str, str]],
         damping: float,
-        progress: Progress,
+        progress: StepCounters,
     ) -> bool:
         """Begin to renew some layers from their running averages as they are now; none may be under way.
 
@@ -168,9 +174,9 @@ class Background:
     def collect(
         self,
         plan: Plan[str],
-        runtime: Runtime,
-        watch: Watch,
-        progress: Progress,
+        runtime: Communicator,
+        watch: FailureCounters,
+        progress: StepCounters,
         wire: torch.dtype | None,
         *,
         early: bool = False,
@@ -206,14 +212,14 @@ class Background:
             owners = ", ".join(str(owner) for owner in sorted({job.owner or 0 for job in stopped}))
             raise CurvatureError(f"renewing {names} in the background has raised an error on rank {owners}") from own
 
-    def drop(self, progress: Progress) -> None:
+    def drop(self, progress: StepCounters) -> None:
         """Forget the renewal under way; the next step begins one anew."""
         if self._renewal is not None:
             self._renewal.cancel()
             progress.last_inverses = self._renewal.before
             self._renewal = None
 
-    def close(self, progress: Progress) -> None:
+    def close(self, progress: StepCounters) -> None:
         """Drop the renewal under way, and end the thread once the decomposition that it is at is done."""
         self.drop(progress)
         if self._thread is not None:

@@ -16,9 +16,9 @@ from natgrad.distributed import Plan
 from natgrad.errors import require
 from natgrad.refresh import Candidate, RefreshRule
 from natgrad.refresh.rule import By, Measure, Verdict
-from natgrad.state.blocks import Member, Stack
-from natgrad.state.kept import Kept, packed_shape, spec_dtype
+from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.measures import Unit, measurable, measured, units
+from natgrad.state.tensors import StateTensors, packed_shape, spec_dtype
 
 if TYPE_CHECKING:
     from natgrad.layers import Layer
@@ -75,8 +75,8 @@ class LayerDecision:
         outcome: The decision.
     """
 
-    stack: Stack
-    member: Member
+    stack: BlockGroup
+    member: LayerBlocks
     index: int
     state: DecisionState
     units: Sequence[Unit] = ()
@@ -133,10 +133,10 @@ class LayerDecision:
         self.state.begin_renewal(self.index, frozenset().union(*read))
 
 
-def layer_decisions(stacks: Sequence[Stack], keys: Collection[str] | None = None) -> Iterator[LayerDecision]:
+def layer_decisions(stacks: Sequence[BlockGroup], keys: Collection[str] | None = None) -> Iterator[LayerDecision]:
     """Yield the layers of some `keys` that this rank works for; None: all layers."""
     for stack in stacks:
-        if stack.decisions is None or (keys is not None and not stack.role.works):
+        if stack.decisions is None or (keys is not None and not stack.role.is_gradient_worker):
             continue
         for index, member in enumerate(stack.members):
             if keys is None or member.layer.key in keys:
@@ -147,7 +147,7 @@ def measure_all(layers: Sequence[LayerDecision], measure: Measure, by: By, dampi
     """Measure layers, with one transfer for each device; those that cannot be measured have nan."""
     units_of_stack = {id(layer.stack): units(layer.stack, by) for layer in layers}
     stacks = {id(layer.stack): layer.stack for layer in layers if measurable(layer.stack.curvature, measure)}
-    found: dict[torch.device, list[tuple[Stack, Tensor]]] = {}
+    found: dict[torch.device, list[tuple[BlockGroup, Tensor]]] = {}
     for stack in stacks.values() if measure != "nothing" else ():
         if stack.weight is not None and (stack.held or measure != "basis"):
             found.setdefault(stack.device, []).append((stack, measured(stack, measure, by)))
@@ -211,7 +211,7 @@ class DecisionState:
         in_progress: The numbers of the layers whose renewal was begun and has not ended.
     """
 
-    def __init__(self, stack: Stack, *, compares_averages: bool) -> None:
+    def __init__(self, stack: BlockGroup, *, compares_averages: bool) -> None:
         """Begin with nothing; no tensor is made on a device.
 
         Args:
@@ -222,7 +222,7 @@ class DecisionState:
         self._numbers = torch.tensor([_NOTHING] * len(stack.members), dtype=torch.float64, device="cpu")
         self.is_sent = False
         self.received: Tensor | None = None
-        self.last_averages = Kept()
+        self.last_averages = StateTensors()
         self.in_progress: set[int] = set()
 
     def fresh(self) -> DecisionState:
@@ -256,7 +256,7 @@ class DecisionState:
     @property
     def bytes_per_block(self) -> int:
         """What is kept for one block beside numbers."""
-        if not (self._compares_averages and self._stack.role.works):
+        if not (self._compares_averages and self._stack.role.is_gradient_worker):
             return 0
         specs = [spec for spec in self._stack.statistics if spec.name in self.names]
         dtype = self._stack.work_dtype
@@ -279,7 +279,7 @@ class DecisionState:
 
     def apply_received(self) -> None:
         """Take over what a worker has sent, unless this rank is one; this waits for the device."""
-        if self.received is not None and not self._stack.role.works:
+        if self.received is not None and not self._stack.role.is_gradient_worker:
             self._numbers.copy_(self.received.to("cpu", torch.float64).view(-1, 3))
         self.is_sent, self.received = False, None
 
@@ -314,19 +314,21 @@ class DecisionState:
         if self.last_averages:
             self.last_averages = self.last_averages.to(dtype, device)
 
-    def _allocate(self) -> Kept:
+    def _allocate(self) -> StateTensors:
         if not self.last_averages:
             specs = [spec for spec in self._stack.statistics if spec.name in self.names]
-            self.last_averages = Kept(specs, self._stack.size, self._stack.work_dtype, self._stack.device, pack=True)
+            self.last_averages = StateTensors(
+                specs, self._stack.size, self._stack.work_dtype, self._stack.device, pack=True
+            )
         return self.last_averages
 
     # --- Checkpoints ----------------------------------------------------------------------------------------------
 
-    def state(self, member: Member) -> dict[str, Tensor]:
+    def state(self, member: LayerBlocks) -> dict[str, Tensor]:
         """Return what is kept of a layer, by the names that it has among the tensors of a checkpoint."""
         n, index = member.stop - member.start, self._stack.members.index(member)
         tensors = {_NUMBERS: self._numbers[index].expand(n, -1)}
-        if self._compares_averages and self._stack.role.works:
+        if self._compares_averages and self._stack.role.is_gradient_worker:
             averages = self._allocate()
             tensors |= {f"{_PREFIX}{name}": averages.whole(name, member.blocks) for name in averages}
         if index not in self.in_progress:
@@ -335,17 +337,17 @@ class DecisionState:
         blank = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         return {**blank, _NUMBERS: torch.tensor(_AGAIN, dtype=torch.float64, device="cpu").expand(n, -1)}
 
-    def shapes(self, member: Member) -> dict[str, tuple[int, ...]]:
+    def shapes(self, member: LayerBlocks) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors of `state`."""
         n = member.stop - member.start
         shapes: dict[str, tuple[int, ...]] = {_NUMBERS: (n, 3)}
-        if self._compares_averages and self._stack.role.works:
+        if self._compares_averages and self._stack.role.is_gradient_worker:
             specs = (replace(spec, name=f"{_PREFIX}{spec.name}") for spec in self._stack.statistics)
             wanted = {f"{_PREFIX}{name}" for name in self.names}
             shapes |= {spec.name: (n, *spec.shape) for spec in specs if spec.name in wanted}
         return shapes
 
-    def restore(self, member: Member, given: Mapping[str, Tensor]) -> None:
+    def restore(self, member: LayerBlocks, given: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned; begin anew where the checkpoint was written without this rule."""
         index = self._stack.members.index(member)
         if not all(name in given for name in self.shapes(member)):
@@ -353,7 +355,7 @@ class DecisionState:
             return
         self.in_progress.discard(index)
         self._numbers[index] = given[_NUMBERS][0].to(self._numbers)
-        if self._compares_averages and self._stack.role.works:
+        if self._compares_averages and self._stack.role.is_gradient_worker:
             averages = self._allocate()
             for name in averages:
                 averages.write_whole(name, member.blocks, given[f"{_PREFIX}{name}"].to(self._stack.device))

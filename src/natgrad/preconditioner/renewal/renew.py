@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from natgrad.curvature import Curvature
-from natgrad.distributed import Plan, Runtime, narrower
+from natgrad.distributed import Communicator, Plan, narrower
 from natgrad.errors import NatgradError
 from natgrad.linalg import tensor_on, triangle
 from natgrad.linalg.products import full_products
-from natgrad.preconditioner.guard.guard import Watch
+from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.refresh.rule import READS, Reads, side_of
 from natgrad.specs import Task, TensorSpec
-from natgrad.state.blocks import Member, Stack
-from natgrad.state.kept import along, pack, packed_shape, unpack
+from natgrad.state.block_group import BlockGroup, LayerBlocks
+from natgrad.state.tensors import along, pack, packed_shape, unpack
 
 # Decompositions gain nothing from batching matrices beyond this many elements, and would hold them all at once.
 _BATCH = 2**18
@@ -36,7 +36,7 @@ class Job:
     """
 
     owner: int | None
-    stack: Stack
+    stack: BlockGroup
     task: Task
     start: int
     stop: int
@@ -57,7 +57,7 @@ class Job:
         self.stack.held.write(spec.name, slice(self.start, self.stop), whole)
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[LayerBlocks]:
         """The layers."""
         return [member for member in self.stack.members if self.start <= member.start < self.stop]
 
@@ -134,7 +134,7 @@ def compute(
     return written, fine
 
 
-def observed(stacks: list[Stack]) -> set[str]:
+def observed(stacks: list[BlockGroup]) -> set[str]:
     """Return the keys of the layers with statistics; this waits for the device."""
     known = [stack for stack in stacks if stack.weight is not None]
     weights = [torch.stack(stack.weights).amin(0) for stack in known]
@@ -144,13 +144,13 @@ def observed(stacks: list[Stack]) -> set[str]:
 
 
 def renew(
-    stacks: list[Stack],
+    stacks: list[BlockGroup],
     plan: Plan[str],
-    runtime: Runtime,
+    runtime: Communicator,
     keys: Collection[str],
     kept: Collection[tuple[str, str]],
     damping: float,
-    watch: Watch,
+    watch: FailureCounters,
     wire: torch.dtype | None = None,
     *,
     reads: Collection[Reads] = READS,
@@ -187,8 +187,8 @@ def conclude(
     jobs: list[Job],
     success: list[list[float]],
     workers: Sequence[int],
-    runtime: Runtime,
-    watch: Watch,
+    runtime: Communicator,
+    watch: FailureCounters,
     wire: torch.dtype | None,
 ) -> list[Job]:
     """End a renewal: exchange what its jobs have made, and note for what there is curvature now.
@@ -218,7 +218,7 @@ def conclude(
 
 
 def jobs_of(
-    stacks: list[Stack],
+    stacks: list[BlockGroup],
     plan: Plan[str],
     keys: Collection[str],
     *,
@@ -232,7 +232,7 @@ def jobs_of(
     """
     jobs: list[Job] = []
     for stack in stacks:
-        if not stack.role.works or stack.curvature.rows:
+        if not stack.role.is_gradient_worker or stack.curvature.rows:
             continue
         for task in stack.tasks:
             if side_of(task.reads, stack.input_statistics) not in reads:
@@ -277,7 +277,7 @@ class _Bucket:
 
 
 def _exchange(
-    jobs: list[Job], success: list[list[float]], workers: Sequence[int], runtime: Runtime, wire: torch.dtype | None
+    jobs: list[Job], success: list[list[float]], workers: Sequence[int], runtime: Communicator, wire: torch.dtype | None
 ) -> list[list[float]]:
     """Share each owner's results with all workers, and return whether each block of each job succeeded."""
     result = list(success)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from natgrad.distributed import Plan
 from natgrad.errors import NatgradWarning, require
-from natgrad.preconditioner.progress import Progress
+from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.renewal.decisions import (
     KEPT,
     RENEWED,
@@ -34,7 +34,7 @@ from natgrad.preconditioner.renewal.decisions import (
 from natgrad.refresh import RefreshRule
 from natgrad.refresh.budget import Budget, PauseFilter, StepTimes
 from natgrad.refresh.rule import READS, SIDES, Reads, Side
-from natgrad.state.blocks import Stack
+from natgrad.state.block_group import BlockGroup
 
 _METRICS = {RENEWED: "layers_refreshed", KEPT: "layers_kept", STOPPED: "layers_stopped", WAITING: "layers_waiting"}
 
@@ -68,13 +68,13 @@ class RefreshScheduler:
 
     # --- By counters ----------------------------------------------------------------------------------------------
 
-    def due_statistics(self, progress: Progress) -> frozenset[Side]:
+    def due_statistics(self, progress: StepCounters) -> frozenset[Side]:
         """Return the sides whose statistics the coming step captures."""
         step, last = progress.step, progress.captured
         due = (side for side in SIDES if side not in last or self.rule.factors_due(step, last[side], side))
         return frozenset(due) if self._may_spend(step) else frozenset()
 
-    def due_parts(self, progress: Progress) -> frozenset[Reads]:
+    def due_parts(self, progress: StepCounters) -> frozenset[Reads]:
         """Return what the parts read that are to be renewed in this step: one side, the other, or both."""
         step, last = progress.step, progress.renewed
         due = (reads for reads in READS if reads not in last or self.rule.inverses_due(step, last[reads], reads))
@@ -91,7 +91,7 @@ class RefreshScheduler:
         return self.rule.criterion is not None
 
     def select_layers(
-        self, stacks: Sequence[Stack], plan: Plan[str], usable: set[str], damping: float, progress: Progress
+        self, stacks: Sequence[BlockGroup], plan: Plan[str], usable: set[str], damping: float, progress: StepCounters
     ) -> set[str]:
         """Decide on each layer; return the keys of those that this rank renews with its other workers.
 
@@ -136,14 +136,14 @@ class RefreshScheduler:
         self._work_shares = {key: layer.share for key, layer in chosen.items()}
         return set(chosen)
 
-    def end_renewal(self, stacks: Sequence[Stack], plan: Plan[str], keys: Collection[str]) -> None:
+    def end_renewal(self, stacks: Sequence[BlockGroup], plan: Plan[str], keys: Collection[str]) -> None:
         """Note that renewing the layers of some `keys`, which `select_layers` has returned, has ended or failed."""
         for layer in layer_decisions(stacks, keys):
             work = self._work_shares.get(layer.key, 1.0) * plan.weights[layer.key]
             self._unsent.work += work / len(plan.seats[layer.key].workers)
             layer.state.end_renewal(layer.index, failed=any(layer.stack.rungs.behind[layer.member.blocks]))
 
-    def receive_decisions(self, stacks: Sequence[Stack]) -> None:
+    def receive_decisions(self, stacks: Sequence[BlockGroup]) -> None:
         """Apply the decisions that each layer's workers have sent in this step, if any; waits for the device then."""
         sent = [stack.decisions for stack in stacks if stack.decisions is not None and stack.decisions.is_sent]
         for decisions in sent:
@@ -151,7 +151,7 @@ class RefreshScheduler:
         if sent:
             self.find_stopped(stacks)
 
-    def find_stopped(self, stacks: Sequence[Stack]) -> None:
+    def find_stopped(self, stacks: Sequence[BlockGroup]) -> None:
         """Find the layers that are not captured any more."""
         self.stopped = frozenset(
             layer.member.layer.name for layer in layer_decisions(stacks) if layer.state.outcome(layer.index) == STOPPED
@@ -246,7 +246,7 @@ class RefreshScheduler:
 
     # --- Metrics and checkpoints ----------------------------------------------------------------------------------
 
-    def metrics(self, stacks: Sequence[Stack]) -> dict[str, float | Tensor]:
+    def metrics(self, stacks: Sequence[BlockGroup]) -> dict[str, float | Tensor]:
         """Return the number of layers with each decision, and the share of time; each only where the rule has it."""
         found: dict[str, float | Tensor] = {}
         if self.selects_layers:
@@ -256,7 +256,7 @@ class RefreshScheduler:
             found["preconditioning_share"] = self.budget.taken
         return found
 
-    def state_dict(self, progress: Progress) -> dict[str, Any]:
+    def state_dict(self, progress: StepCounters) -> dict[str, Any]:
         """Return what a training that resumes needs beside what is kept of each layer."""
         state: dict[str, Any] = {}
         if self.rule.separate:
@@ -287,7 +287,7 @@ class RefreshScheduler:
         fits = fits and all(isinstance(number, (int, float)) for number in budget.values())
         require(fits, "state['refresh']['budget']", budget, f"a number for each of {', '.join(wanted)}")
 
-    def load_state_dict(self, state: Mapping[str, Any], progress: Progress, stacks: Sequence[Stack]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], progress: StepCounters, stacks: Sequence[BlockGroup]) -> None:
         """Restore what `state_dict` returned and `check_state` has passed, after everything else is restored."""
         given = state.get("refresh", {})
         if self.rule.separate and {"captured", "renewed"} <= given.keys():

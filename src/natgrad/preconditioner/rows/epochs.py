@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.errors import require
-from natgrad.preconditioner.rows.stack import RowStack
+from natgrad.preconditioner.rows.stack import RowBlockGroup
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Epochs:
         # What is not finite tells of trouble, which the better method is for.
         return not (isfinite(older) and isfinite(newer)) or abs(newer - older) >= threshold * older
 
-    def next(self, stacks: Sequence[RowStack], runtime: Runtime) -> None:
+    def next(self, stacks: Sequence[RowBlockGroup], runtime: Communicator) -> None:
         """End an epoch; collective, and the host waits for the norm.
 
         Args:
@@ -68,7 +68,7 @@ class Epochs:
         self.epoch += 1
         self.before, self.rates, self.decayed = self.rates or self.before, [], False
 
-    def metrics(self, stacks: Sequence[RowStack]) -> dict[str, float | Tensor]:
+    def metrics(self, stacks: Sequence[RowBlockGroup]) -> dict[str, float | Tensor]:
         """Return the epoch, the rows that stand for the batch where this rank works, and whether KID chose them."""
         if not stacks:
             return {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.curvature import kernel
-from natgrad.distributed import Layout, Plan, Runtime, narrower
+from natgrad.distributed import Communicator, Plan, WireFormat, narrower
 from natgrad.linalg import tensor_on
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _FAILED, _NOT_FINITE = 0.5, 0.0
 
 
-def gather(seen: Sequence[Seen], plan: Plan[str], runtime: Runtime, wire: torch.dtype | None) -> None:
+def gather(seen: Sequence[Seen], plan: Plan[str], runtime: Communicator, wire: torch.dtype | None) -> None:
     """Make the rows that each rank has selected those of all ranks, on the workers of each layer; in one message.
 
     To each of its n workers n (P - 1) / P r (i + o) elements a layer are sent, with Y n (P - 1) r² / P² more, and a
@@ -46,7 +46,7 @@ def gather(seen: Sequence[Seen], plan: Plan[str], runtime: Runtime, wire: torch.
             mine.unpack(arrived)
 
 
-def _send(parcels: Mapping[int, _Parcel], mine: _Parcel | None, plan: Plan[str], runtime: Runtime) -> Tensor:
+def _send(parcels: Mapping[int, _Parcel], mine: _Parcel | None, plan: Plan[str], runtime: Communicator) -> Tensor:
     """Send each parcel to the workers of its column, this rank among them; return what has come ``[P, size]``."""
     outgoing: list[list[Tensor]] = [[] for _ in range(runtime.ranks)]
     for column, parcel in parcels.items():
@@ -75,7 +75,7 @@ class _Parcel:
         narrow = [rows.flatten() for one in seen for rows in (one.chosen.A, one.chosen.G)]
         wide = [one.chosen.Y.flatten() for one in seen if one.chosen.Y is not None]
         told = torch.cat(states).to(stack.work_dtype)
-        self._layout = Layout(
+        self._layout = WireFormat(
             wide=sum(map(len, wide)) + len(told),
             narrow=sum(map(len, narrow)),
             dtype=stack.work_dtype,
@@ -110,7 +110,7 @@ class _Parcel:
             one.chosen = kernel.Selection(A, G, Y, state > _FAILED)
 
 
-def give(seen: Sequence[Seen], plan: Plan[str], runtime: Runtime) -> None:
+def give(seen: Sequence[Seen], plan: Plan[str], runtime: Communicator) -> None:
     """Share each M of the layer's owner with its n workers: (n - 1) r² elements a layer, with a counter for each block.
 
     Never in a narrower dtype: a solve subtracts what M makes of the gradient from the gradient itself, and the rounding

@@ -15,16 +15,16 @@ from torch.nn.functional import pad
 from natgrad.capture.rows import Collected, joined
 from natgrad.capture.sums.messages import Shares
 from natgrad.curvature import kernel
-from natgrad.distributed import Plan, Runtime
+from natgrad.distributed import Communicator, Plan
 from natgrad.linalg import tensor_on
 from natgrad.linalg.joined import together
 from natgrad.linalg.products import full_products
-from natgrad.preconditioner.guard.guard import Trouble, Watch
+from natgrad.preconditioner.guard.guard import FailureCounters, Trouble
 from natgrad.preconditioner.rows.epochs import Epochs
 from natgrad.preconditioner.rows.messages import gather, give
-from natgrad.preconditioner.rows.stack import SQUARES, RowStack
-from natgrad.state.blocks import Member
-from natgrad.state.kept import Kept
+from natgrad.preconditioner.rows.stack import SQUARES, RowBlockGroup
+from natgrad.state.block_group import LayerBlocks
+from natgrad.state.tensors import StateTensors
 
 
 @dataclass
@@ -42,8 +42,8 @@ class Seen:
         fine: Whether each block succeeded.
     """
 
-    stack: RowStack
-    member: Member
+    stack: RowBlockGroup
+    member: LayerBlocks
     samples: float
     share: int
     chosen: kernel.Selection
@@ -73,15 +73,15 @@ class Renewal:
     """
 
     plan: Plan[str]
-    runtime: Runtime
+    runtime: Communicator
     epochs: Epochs
-    watch: Watch
+    watch: FailureCounters
     damping: float
     seed: int
     step: int
     wire: torch.dtype | None
 
-    def run(self, stacks: Iterable[RowStack], rows: Collected, shares: Shares, gain: float | Tensor) -> bool:
+    def run(self, stacks: Iterable[RowBlockGroup], rows: Collected, shares: Shares, gain: float | Tensor) -> bool:
         """Renew what is made of rows; layers that nobody saw, and blocks that fail, keep what they had.
 
         Args:
@@ -107,11 +107,13 @@ class Renewal:
             self._select(alike, rows, shares.get(_name(alike[0]), 1.0), gain)
         if gathers:
             gather(seen, self.plan, self.runtime, self.wire)
-        seen = [one for one in seen if one.stack.role.works]
+        seen = [one for one in seen if one.stack.role.is_gradient_worker]
         self._finish(seen, gathers=gathers)
         return any(flag for one in seen for flag in one.fine)
 
-    def _counted(self, stacks: Sequence[RowStack], rows: Collected, shares: Shares, *, gathers: bool) -> list[Seen]:
+    def _counted(
+        self, stacks: Sequence[RowBlockGroup], rows: Collected, shares: Shares, *, gathers: bool
+    ) -> list[Seen]:
         """Return the layers that any rank has seen; all ranks learn the rows and samples of each, if any `gathers`."""
         places = [(stack, member) for stack in stacks for member in stack.members]
         names = [member.layer.name for _, member in places]
@@ -191,7 +193,7 @@ class Renewal:
     def _owns(self, one: Seen) -> bool:
         return self.plan.seats[one.member.layer.key].owners["M"] in (None, self.runtime.rank)
 
-    def _invert(self, some: Sequence[Seen], fresh: Kept) -> None:
+    def _invert(self, some: Sequence[Seen], fresh: StateTensors) -> None:
         """Write the rows of layers alike into what will be held; where this rank is the owner make M of them as there.
 
         Args:
@@ -255,7 +257,7 @@ def _together(chosen: Sequence[kernel.Selection]) -> kernel.Selection:
     return kernel.Selection(A, G, joined(links, 0) if links else None, fine)
 
 
-def _blocks(members: Sequence[Member]) -> slice | list[int]:
+def _blocks(members: Sequence[LayerBlocks]) -> slice | list[int]:
     """Return the blocks of some layers, as a slice where they follow each other."""
     if all(one.stop == other.start for one, other in pairwise(members)):
         return slice(members[0].start, members[-1].stop)
@@ -268,7 +270,7 @@ def _nbytes(one: Seen) -> int:
     return 4 * one.blocks * rows * rows * one.stack.work_dtype.itemsize
 
 
-def _write(fresh: Kept, name: str, blocks: slice | Tensor, values: Tensor, rows: int) -> None:
+def _write(fresh: StateTensors, name: str, blocks: slice | Tensor, values: Tensor, rows: int) -> None:
     more = rows - values.shape[1]
     if more:
         values = pad(values, (0, more if name in SQUARES else 0, 0, more))

@@ -14,18 +14,18 @@ from typing_extensions import override
 from natgrad.aside import aside
 from natgrad.curvature import RowCurvature
 from natgrad.specs import TensorSpec
-from natgrad.state.blocks import Stack
-from natgrad.state.kept import Kept
+from natgrad.state.block_group import BlockGroup
+from natgrad.state.tensors import StateTensors
 
 if TYPE_CHECKING:
-    from natgrad.state.blocks import Member
+    from natgrad.state.block_group import LayerBlocks
 
 
 # What has r² elements.
 SQUARES = ("M", "Y")
 
 
-class RowStack(Stack):
+class RowBlockGroup(BlockGroup):
     """A stack of blocks with rows ``A [N, r, i]`` and ``G [N, r, o]`` and their ``M [N, r²]``, of KID ``Y [N, r²]``.
 
     A block with fewer rows than another has zeros behind its own, which change nothing.
@@ -47,7 +47,7 @@ class RowStack(Stack):
         return list(self.curvature.held(self.rows, self.outputs, self.inputs))
 
     def written_like(self, own: Mapping[str, Tensor]) -> list[TensorSpec]:
-        """See `Stack.written_like`: with as many rows as a state has."""
+        """See `BlockGroup.written_like`: with as many rows as a state has."""
         given = own.get("A")
         rows = given.shape[1] if isinstance(given, Tensor) and given.ndim == 3 else 0
         return list(self.curvature.held(rows, self.outputs, self.inputs))
@@ -58,7 +58,7 @@ class RowStack(Stack):
         self._resize(most if len(states) == len(self.members) else max(most, self.rows))
 
     def fitted(self, name: str, values: Tensor) -> Tensor:
-        """See `Stack.fitted`: padded with rows of zeros."""
+        """See `BlockGroup.fitted`: padded with rows of zeros."""
         if name in ("A", "G"):
             return pad(values, (0, 0, 0, self.rows - values.shape[1]))
         if name not in SQUARES:
@@ -71,7 +71,7 @@ class RowStack(Stack):
         if rows == self.rows:
             return
         before, wide, kept = self.held, self.rows, min(rows, self.rows)
-        self.rows, self.held = rows, Kept()
+        self.rows, self.held = rows, StateTensors()
         if not before:
             return
         fresh, whole = self.allocate_held(), slice(None)
@@ -89,12 +89,12 @@ class RowStack(Stack):
         with aside(self, rows=0), super().aside():
             yield
 
-    def draft(self, rows: int) -> Kept:
+    def draft(self, rows: int) -> StateTensors:
         """Return memory for a renewal with so many rows, with zeros in it; the last one stays as it is."""
         dtype = self.allocate_held().dtype
-        return Kept(self.curvature.held(rows, self.outputs, self.inputs), self.size, dtype, self.device)
+        return StateTensors(self.curvature.held(rows, self.outputs, self.inputs), self.size, dtype, self.device)
 
-    def install(self, fresh: Kept, rows: int, fine: Mapping[Member, list[bool]]) -> None:
+    def install(self, fresh: StateTensors, rows: int, fine: Mapping[LayerBlocks, list[bool]]) -> None:
         """Hold what a renewal has made of some layers, where it is fine; the other blocks keep what they had.
 
         Args:
@@ -120,7 +120,7 @@ class RowStack(Stack):
             self.rungs.conclude(range(member.start, member.stop))
 
     def saw(self, W: Tensor, places: list[int] | None) -> None:
-        """See `Stack.saw`: add the gradients to those of the epoch; what is not finite is left out."""
+        """See `BlockGroup.saw`: add the gradients to those of the epoch; what is not finite is left out."""
         if self.switches:
             self.allocate_averages()
             total = self.allocate_held()["gradient"]
@@ -132,7 +132,7 @@ class RowStack(Stack):
 
     def end_epoch(self) -> Tensor | None:
         """Return ‖Δ‖² of these layers in float64, and begin the next Δ; None: there is none."""
-        if not (self.switches and self.role.works and self.held):
+        if not (self.switches and self.role.is_gradient_worker and self.held):
             return None
         total = self.held["gradient"]
         square = total.square().sum(dtype=torch.float64)
@@ -140,6 +140,6 @@ class RowStack(Stack):
         return square
 
 
-def row_stacks(stacks: Iterable[Stack]) -> list[RowStack]:
+def row_stacks(stacks: Iterable[BlockGroup]) -> list[RowBlockGroup]:
     """Return those of some stacks whose curvature keeps rows."""
-    return [stack for stack in stacks if isinstance(stack, RowStack)]
+    return [stack for stack in stacks if isinstance(stack, RowBlockGroup)]

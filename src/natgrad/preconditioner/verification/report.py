@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from natgrad.printed import Printed
-from natgrad.state.blocks import Stack
+from natgrad.state.block_group import BlockGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Outcome:
     factors: dict[str, dict[str, Tensor]]
 
 
-def compare(stacks: Sequence[Stack], root: nn.Module, placed: Outcome, plain: Outcome) -> list[Difference]:
+def compare(stacks: Sequence[BlockGroup], root: nn.Module, placed: Outcome, plain: Outcome) -> list[Difference]:
     """Return the differences of all layers, and of what is left to the optimizer, in the order of the model."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     apart = {name: _difference(value, plain.gradients[name]) for name, value in placed.gradients.items()}

@@ -13,14 +13,14 @@ from torch import nn
 
 from natgrad.aside import aside
 from natgrad.capture.audit import GradientAudit
-from natgrad.distributed import Placement, Runtime
+from natgrad.distributed import Communicator, Placement
 from natgrad.errors import NatgradWarning
+from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.epoch_warnings import EpochWarnings
 from natgrad.preconditioner.gradients.clip import Clip
-from natgrad.preconditioner.gradients.given import Given, Unseen
-from natgrad.preconditioner.guard.guard import Guard, Watch
+from natgrad.preconditioner.gradients.written import Unseen, WrittenGradients
+from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
-from natgrad.preconditioner.progress import Progress
 from natgrad.preconditioner.renewal import Background, RefreshScheduler
 from natgrad.preconditioner.rows import Epochs
 from natgrad.preconditioner.second_pass import SecondPass
@@ -49,14 +49,14 @@ def as_new(original: Preconditioner) -> Iterator[None]:
         fresh = aside(
             parts,
             scheduler=RefreshScheduler(parts.refresh),
-            progress=Progress(step=parts.progress.step),
+            progress=StepCounters(step=parts.progress.step),
             epochs=copy.deepcopy(parts.epochs),
-            watch=Watch(Guard(limit=None)),
+            watch=FailureCounters(Guard(limit=None)),
             background=Background(),
             inspection=Inspection(silent=True),
             clip=Clip(parts.clip.optimizer, parts.clip.bound),
             damping=parts.damping.held(parts.progress.step),
-            given=Given(),
+            given=WrittenGradients(),
             scaling=parts.scaling.unscaled(),
             second=SecondPass(off=True),
         )
@@ -89,8 +89,12 @@ def twin(original: Preconditioner, model: nn.Module, epochs: Epochs) -> Precondi
             guard=Guard(limit=None),
         )
     parts, alone._epoch_warnings = alone.parts, EpochWarnings(None)
-    parts.runtime, parts.inspection, parts.second = Runtime(None), Inspection(silent=True), SecondPass(off=True)
-    parts.seed, parts.epochs, parts.progress = original.parts.seed, epochs, Progress(step=original.parts.progress.step)
+    parts.runtime, parts.inspection, parts.second = Communicator(None), Inspection(silent=True), SecondPass(off=True)
+    parts.seed, parts.epochs, parts.progress = (
+        original.parts.seed,
+        epochs,
+        StepCounters(step=original.parts.progress.step),
+    )
     parts.structure = Structure(
         model,
         alone._curvature,

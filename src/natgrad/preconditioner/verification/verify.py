@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from natgrad.aside import aside
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.distributed.sharding import plain_copy, reshard, whole
 from natgrad.errors import require
 from natgrad.preconditioner.verification.report import Outcome, Verification, compare
@@ -241,7 +241,7 @@ def _outcome(preconditioner: Preconditioner, root: nn.Module) -> Outcome:
     return Outcome(gradients, {key: {name: blocks[key][name] for name in names[key]} for key in names})
 
 
-def _gather(value: Any, runtime: Runtime) -> list[Any]:
+def _gather(value: Any, runtime: Communicator) -> list[Any]:
     """Return what each rank has, tensors on the host."""
     leaves, spec = tree_flatten(value)
     leaves = [leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]

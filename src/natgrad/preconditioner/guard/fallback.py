@@ -17,8 +17,8 @@ from torch import Tensor
 from natgrad.linalg import tensor_on
 from natgrad.linalg.joined import joined, parted, write_
 from natgrad.preconditioner.guard.guard import Guard
-from natgrad.state.blocks import Member, Stack
-from natgrad.state.rungs import Rung
+from natgrad.state.block_group import BlockGroup, LayerBlocks
+from natgrad.state.failures import Rung
 
 # The weight of the old in the running average of ‖V‖, which has a sample for each renewal of factors.
 _DECAY = 0.9
@@ -42,8 +42,8 @@ class Case:
         V: What curvature makes of them; W where there is none.
     """
 
-    stack: Stack
-    members: list[Member]
+    stack: BlockGroup
+    members: list[LayerBlocks]
     places: list[int] | None
     W: Tensor
     V: Tensor
@@ -72,19 +72,19 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Ladder:
+class FallbackPolicy:
     """The ladder in one step.
 
     Attributes:
         guard: What the user allows.
         measures: Whether ‖V‖ is to be remembered: in steps that renew factors, beside which it costs nothing.
-        spoilt: Whether the optimizer leaves this step out, a lazy bool; None: it does not.
+        skip_step: Whether the optimizer leaves this step out, a lazy bool; None: it does not.
         step: Completed steps.
     """
 
     guard: Guard
     measures: bool = False
-    spoilt: Tensor | None = None
+    skip_step: Tensor | None = None
     step: int = 0
 
     def descend(self, cases: Sequence[Case], damping: float) -> list[Outcome]:
@@ -154,7 +154,7 @@ class Ladder:
             outcomes.append(Outcome(V, served, _worst(rungs, case.members), plain=start is not True))
         return outcomes
 
-    def _start(self, stack: Stack, members: list[Member]) -> bool | list[int]:
+    def _start(self, stack: BlockGroup, members: list[LayerBlocks]) -> bool | list[int]:
         """Return the rung that each block begins on, as its renewals allow; True: all `FRESH`, False: all `PLAIN`."""
         behind, patience = stack.rungs.behind, self.guard.patience
         ready = [stack.ready[stack.members.index(member)] for member in members]
@@ -171,7 +171,7 @@ class Ladder:
             rungs += [Rung.FRESH if not n else Rung.STALE if n <= allowed else Rung.DIAGONAL for n in own]
         return rungs if any(rungs) else False
 
-    def _suspects(self, stack: Stack, *, eager: bool) -> bool:
+    def _suspects(self, stack: BlockGroup, *, eager: bool) -> bool:
         """Tell whether the host knows of any block that has failed."""
         sunk = stack.rungs.sunk
         if sunk is None:
@@ -199,8 +199,8 @@ class Ladder:
         before = joined([known[blocks] for known, blocks in norms])
         after = torch.where(before > 0, torch.lerp(seen, before, _DECAY), seen)
         counts = natural & (seen > 0) & (seen < math.inf)
-        if self.spoilt is not None:
-            counts = counts & ~self.spoilt.to(seen.device)
+        if self.skip_step is not None:
+            counts = counts & ~self.skip_step.to(seen.device)
         write_(norms, torch.where(counts, after, before))
 
 
@@ -241,7 +241,7 @@ def _waits(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _worst(rungs: Tensor, members: list[Member]) -> Tensor:
+def _worst(rungs: Tensor, members: list[LayerBlocks]) -> Tensor:
     """Return for each block ``[N]`` the lowest rung of its layer, which stands for all of the layer."""
     counts = [member.stop - member.start for member in members]
     if len(counts) == len(rungs):

@@ -18,14 +18,14 @@ from torch import Tensor
 from natgrad.aside import aside
 from natgrad.distributed import groups
 from natgrad.distributed.slices import Slices
-from natgrad.distributed.wire import Layout, cut, narrower
+from natgrad.distributed.wire import WireFormat, cut, narrower
 from natgrad.errors import NatgradError
 
 # Numbers of one owner: values that may travel narrow, and counters that never do.
 Owned = tuple[Tensor, Tensor]
 
 
-class Posted:
+class Work:
     """A message under way.
 
     Attributes:
@@ -33,7 +33,7 @@ class Posted:
     """
 
     def __init__(
-        self, runtime: Runtime, work: dist.Work | None = None, finish: Callable[[], None] | None = None
+        self, runtime: Communicator, work: dist.Work | None = None, finish: Callable[[], None] | None = None
     ) -> None:
         """Wrap the `work` to wait for, and what all ranks have to `finish` together afterwards."""
         self._runtime, self._work, self._finish = runtime, work, finish
@@ -55,7 +55,7 @@ class Posted:
         self.wait()
 
 
-class Runtime:
+class Communicator:
     """Messages within one process group; with a single rank every call is free.
 
     Attributes:
@@ -171,7 +171,7 @@ class Runtime:
 
     def post_sum(
         self, message: Tensor, kinds: dict[str, int], wire: torch.dtype | None, group: dist.ProcessGroup | None
-    ) -> Posted:
+    ) -> Work:
         """Begin what `sum_` does: `message` is not to be touched until what is returned was waited for.
 
         Args:
@@ -184,13 +184,13 @@ class Runtime:
             return self._post_narrow(message, kinds, narrower(wire, message.dtype), group)
         self.count(kinds, message.element_size() * 2 * (self.ranks - 1) / self.ranks)
         if self.ranks == 1:
-            return Posted(self)
+            return Work(self)
         with self.talking():
-            return Posted(self, dist.all_reduce(message, group=group, async_op=True))
+            return Work(self, dist.all_reduce(message, group=group, async_op=True))
 
     def _post_narrow(
         self, message: Tensor, kinds: dict[str, int], wire: torch.dtype, group: dist.ProcessGroup | None
-    ) -> Posted:
+    ) -> Work:
         """Sum by reduce-scatter and all-gather of narrow numbers, each rank summing its piece in the message's dtype.
 
         The sum of a piece is rounded once, by the rank that made it, which keeps what the others receive: all ranks
@@ -200,7 +200,7 @@ class Runtime:
         counters = kinds.get("counters", 0) + audited
         halves = message.split([len(message) - counters, counters])
         narrow, wide = (cut(half, self.ranks) for half in halves)
-        layout = Layout(wide=wide.shape[1], narrow=narrow.shape[1], dtype=message.dtype, wire=wire)
+        layout = WireFormat(wide=wide.shape[1], narrow=narrow.shape[1], dtype=message.dtype, wire=wire)
         counted = layout.wide * message.element_size()
         own = {"audit": audited * message.element_size() / self.ranks} if audited else {}
         rest = {kind: layout.payload - counted, "counters": counted - sum(own.values())}
@@ -221,9 +221,9 @@ class Runtime:
             for half, summed in zip(halves, reversed(layout.read(arrived)), strict=True):
                 half.copy_(summed.flatten()[: len(half)])
 
-        return Posted(self, scattered, finish)
+        return Work(self, scattered, finish)
 
-    def post_sum_as(self, message: Tensor, kinds: dict[str, int], wire: torch.dtype) -> Posted:
+    def post_sum_as(self, message: Tensor, kinds: dict[str, int], wire: torch.dtype) -> Work:
         """Begin to sum what `message` is in a dtype: no rank waits for more than that the others have begun.
 
         (In a narrow dtype `post_sum` rounds less where there are many ranks, but sends more when it is waited for.) Two
@@ -239,12 +239,12 @@ class Runtime:
         if self.ranks != 2:
             with self.talking():
                 work = dist.all_reduce(codes, group=self.group, async_op=True)
-            return Posted(self, work, lambda: _write(message, codes))
+            return Work(self, work, lambda: _write(message, codes))
         both = codes.new_empty(2 * len(codes))
         with self.talking():
             work = _all_gather(both, codes, self.group, async_op=True)
         other = both[len(codes) * (1 - self.rank) :][: len(codes)]
-        return Posted(self, work, lambda: _write(message, codes, other))
+        return Work(self, work, lambda: _write(message, codes, other))
 
     # --- Sums that go to their owners, results that owners share ------------------------------------------------
 
@@ -333,7 +333,7 @@ class Runtime:
         all_counters, all_values = layout.read(arrived)
         return list(zip(narrow.join(list(all_values)), wide.join(list(all_counters)), strict=True))
 
-    def _reduce_scatter(self, rows: Tensor, layout: Layout, own: Owned) -> Owned:
+    def _reduce_scatter(self, rows: Tensor, layout: WireFormat, own: Owned) -> Owned:
         """Return the sums of the slice of this rank, of which `own` is what it adds itself.
 
         Gloo's reduce-scatter sends as many bytes as an all-reduce, and cannot sum numbers that are narrower than what
@@ -356,7 +356,7 @@ class Runtime:
         self,
         runs: Sequence[Owned],
         sizes: Sequence[tuple[int, int]],
-        layout: Layout,
+        layout: WireFormat,
         kind: str,
         group: dist.ProcessGroup | None,
     ) -> list[Owned]:
@@ -384,7 +384,7 @@ class Runtime:
                 found.append((runs[0][0][:0], runs[0][1][:0]))
         return found
 
-    def _count(self, layout: Layout, kind: str, copies: int) -> None:
+    def _count(self, layout: WireFormat, kind: str, copies: int) -> None:
         counted = layout.wide * layout.dtype.itemsize
         self.count({kind: layout.payload - counted, "counters": counted}, copies)
 
@@ -441,13 +441,13 @@ class Runtime:
                 self.count(kinds, message.element_size() * (self.ranks - 1))
             with self.talking():
                 source = dist.get_global_rank(self.group, owner)
-                works.append(Posted(self, dist.broadcast(message, src=source, group=self.group, async_op=True)))
+                works.append(Work(self, dist.broadcast(message, src=source, group=self.group, async_op=True)))
         for posted in works:
             posted.wait()
 
 
-def _layout(dtype: torch.dtype, wire: torch.dtype | None, *, values: int, counters: int) -> Layout:
-    return Layout(wide=counters, narrow=values, dtype=dtype, wire=narrower(wire, dtype))
+def _layout(dtype: torch.dtype, wire: torch.dtype | None, *, values: int, counters: int) -> WireFormat:
+    return WireFormat(wide=counters, narrow=values, dtype=dtype, wire=narrower(wire, dtype))
 
 
 def _lengths(vectors: Sequence[Tensor]) -> tuple[int, ...]:

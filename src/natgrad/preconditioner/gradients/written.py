@@ -10,11 +10,11 @@ from torch import Tensor
 
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Slot
-from natgrad.state.blocks import Stack
+from natgrad.state.block_group import BlockGroup
 from natgrad.versions import BLIND
 
 
-class Given:
+class WrittenGradients:
     """The gradients that the last step has written, and whether anybody has touched them since.
 
     A step without a backward pass before it would precondition them once more.
@@ -24,7 +24,7 @@ class Given:
         """Begin before the first step."""
         self._versions: list[tuple[Slot, weakref.ref[Tensor], int]] = []
 
-    def note(self, stacks: Iterable[Stack]) -> None:
+    def note(self, stacks: Iterable[BlockGroup]) -> None:
         """Note the gradients as they are now; none is kept alive."""
         self._versions = [
             (slot, weakref.ref(gradient), gradient._version)
@@ -57,7 +57,7 @@ class Unseen:
         """Begin before the first step."""
         self._warned = False
 
-    def check(self, stacks: Iterable[Stack], *, begins: bool) -> None:
+    def check(self, stacks: Iterable[BlockGroup], *, begins: bool) -> None:
         """Warn, once, of a step whose gradients come from no backward pass; called by the step itself.
 
         Args:
@@ -84,5 +84,5 @@ class Unseen:
         warnings.warn(f"natgrad: {message}", NatgradWarning, stacklevel=5)  # past `_begins`, `step` and its decorator
 
 
-def _slots(stacks: Iterable[Stack]) -> Iterator[Slot]:
+def _slots(stacks: Iterable[BlockGroup]) -> Iterator[Slot]:
     return (slot for stack in stacks for member in stack.members for slot in member.layer.slots)

@@ -32,7 +32,7 @@ class Rung(IntEnum):
         return words.get(self, "")
 
 
-class Rungs:
+class FailureState:
     """What a stack of N blocks remembers of trouble; a worker of its layers keeps it.
 
     Attributes:
@@ -54,14 +54,14 @@ class Rungs:
         self.last: tuple[list[str], Tensor] | None = None
         self._seen: Tensor | None = None
 
-    def anew(self) -> Rungs:
+    def anew(self) -> FailureState:
         """Return those of the same blocks without trouble."""
-        return Rungs([part for part in self._failures if part != _STATISTICS], len(self.behind))
+        return FailureState([part for part in self._failures if part != _STATISTICS], len(self.behind))
 
     # --- Renewals -----------------------------------------------------------------------------------------------
 
     @staticmethod
-    def saw(some: Sequence[tuple[Rungs, slice]], fine: Tensor, bad: Tensor) -> None:
+    def saw(some: Sequence[tuple[FailureState, slice]], fine: Tensor, bad: Tensor) -> None:
         """Note which blocks of some stacks had statistics that are finite, and which had others.
 
         Args:

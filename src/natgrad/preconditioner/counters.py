@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from natgrad.distributed import Runtime
+from natgrad.distributed import Communicator
 from natgrad.layers import Layer
 from natgrad.refresh.rule import READS, SIDES, Reads, Side
 
@@ -17,7 +17,7 @@ _PHASES = ("capture", "reduce", "renew", "solve")
 
 
 @dataclass
-class Progress:
+class StepCounters:
     """What a preconditioner counts.
 
     Attributes:
@@ -95,7 +95,7 @@ class Progress:
         return True
 
     @contextmanager
-    def phase(self, name: str, runtime: Runtime) -> Iterator[None]:
+    def phase(self, name: str, runtime: Communicator) -> Iterator[None]:
         """Count the host seconds of a phase of the step, those spent in collectives as "reduce"."""
         started, before = perf_counter(), runtime.seconds
         yield

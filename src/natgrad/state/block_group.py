@@ -20,17 +20,17 @@ from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.linalg.precision import Precision, at_least_float32
 from natgrad.specs import Statistic, Task, TensorSpec
-from natgrad.state.kept import Kept, along, diagonals, packed_shape, spec_dtype, unpack
+from natgrad.state.failures import FailureState
 from natgrad.state.pieces import even_pieces, within
-from natgrad.state.roles import Role
-from natgrad.state.rungs import Rungs
+from natgrad.state.roles import RankRole
+from natgrad.state.tensors import StateTensors, along, diagonals, packed_shape, spec_dtype, unpack
 
 if TYPE_CHECKING:
     from natgrad.preconditioner.renewal.decisions import DecisionState
 
 
 @dataclass(frozen=True)
-class Member:
+class LayerBlocks:
     """A layer's place in its stack: blocks ``start`` to ``stop``."""
 
     layer: Layer
@@ -43,7 +43,7 @@ class Member:
         return slice(self.start, self.stop)
 
 
-class Stack:
+class BlockGroup:
     """All blocks with one curvature, one size and the same workers: N blocks ``[o, i]`` of one or more layers.
 
     Attributes:
@@ -61,7 +61,7 @@ class Stack:
         good: For each task and block, whether `held` has a result of it.
         ready: For each member, whether `held` is complete.
         rungs: What is remembered of trouble.
-        turns: For each block, how often running averages have begun anew (`Task.restarts`); it never goes back.
+        basis_version: For each block, how often running averages have begun anew (`Task.restarts`); it never goes back.
         statistics: What the curvature has summed over samples.
         tasks: The work of a renewal.
         memories: What the curvature keeps from step to step.
@@ -73,7 +73,7 @@ class Stack:
     """
 
     def __init__(
-        self, curvature: Curvature, layers: list[Layer], precision: Precision, role: Role, factor: float = 1.0
+        self, curvature: Curvature, layers: list[Layer], precision: Precision, role: RankRole, factor: float = 1.0
     ) -> None:
         """Lay out the blocks of `layers`; no tensor is made."""
         self.role, self.factor = role, factor
@@ -83,26 +83,26 @@ class Stack:
         self.input_statistics = input_statistics(curvature, self.statistics)
         self.replayed_statistics = replayed_statistics(self.statistics)
         self.computed_for_capture = computed_for(self.statistics)
-        self.members: list[Member] = []
+        self.members: list[LayerBlocks] = []
         self.size = 0
         for layer in layers:
-            self.members.append(Member(layer, self.size, self.size + layer.blocks))
+            self.members.append(LayerBlocks(layer, self.size, self.size + layer.blocks))
             self.size += layer.blocks
         self._precision = precision
         self._settled: Tensor | None = None
         self._place: tuple[torch.device, torch.dtype] | None = None
-        self.averages = Kept()
+        self.averages = StateTensors()
         self.weight: Tensor | None = None
         self.early_weight: Tensor | None = None
         self.apart = False
         self.decisions: DecisionState | None = None
-        self.held = Kept()
-        self.memory = Kept()
+        self.held = StateTensors()
+        self.memory = StateTensors()
         self.fresh: Tensor | None = None
         self.good = {task.name: [False] * self.size for task in self.tasks}
         self.ready = [False] * len(self.members)
-        self.rungs = Rungs((task.name for task in self.tasks), self.size)
-        self.turns = [0] * self.size
+        self.rungs = FailureState((task.name for task in self.tasks), self.size)
+        self.basis_version = [0] * self.size
 
     # Read off the model every time, which may be moved after this was built.
 
@@ -157,7 +157,13 @@ class Stack:
         with ExitStack() as stack:
             for member in self.members:
                 stack.enter_context(aside(member.layer, seconds=0.0))
-            kept = {"averages": Kept(), "weight": None, "held": Kept(), "memory": Kept(), "fresh": None}
+            kept = {
+                "averages": StateTensors(),
+                "weight": None,
+                "held": StateTensors(),
+                "memory": StateTensors(),
+                "fresh": None,
+            }
             decisions = None if self.decisions is None else self.decisions.fresh()
             own = {"rungs": self.rungs.anew(), "early_weight": None, "decisions": decisions}
             stack.enter_context(aside(self, good=good, ready=ready, **own, **kept))
@@ -169,7 +175,7 @@ class Stack:
             self.weight = torch.zeros(self.size, dtype=self.dtype, device=self.device)
             self.early_weight = self.weight.clone() if self.apart else None
             dtype = self._precision.factor_dtype(self._parameter)
-            self.averages = Kept(self.statistics, self.size, dtype, self.device, pack=True)
+            self.averages = StateTensors(self.statistics, self.size, dtype, self.device, pack=True)
         return self.weight
 
     @property
@@ -182,16 +188,16 @@ class Stack:
         early = self.early_weight is not None and statistic in self.input_statistics
         return self.early_weight if early else self.weight
 
-    def allocate_held(self) -> Kept:
+    def allocate_held(self) -> StateTensors:
         """Make the tensors that renewals write unless they exist, and return them."""
         if not self.held:
-            self.held = Kept(self._written(), self.size, self._solve_dtype, self.device)
+            self.held = StateTensors(self._written(), self.size, self._solve_dtype, self.device)
         return self.held
 
-    def allocate_memory(self) -> Kept:
+    def allocate_memory(self) -> StateTensors:
         """Make the tensors that outlive steps unless they exist, and return them."""
         if not self.memory:
-            self.memory = Kept(self.memories, self.size, self._solve_dtype, self.device)
+            self.memory = StateTensors(self.memories, self.size, self._solve_dtype, self.device)
         return self.memory
 
     def corrected(
@@ -275,7 +281,7 @@ class Stack:
             known[name] = torch.where(along(fine, values.ndim - 1), values, known[name])
             self.memory.write(name, blocks, known[name])
 
-    def seen_by(self, member: Member) -> dict[str, Tensor] | None:
+    def seen_by(self, member: LayerBlocks) -> dict[str, Tensor] | None:
         """Return what of `held` a capture of a layer looks at; None where that is not complete."""
         if not self.ready[self.members.index(member)]:
             return None
@@ -309,7 +315,7 @@ class Stack:
             )
             self.fresh[blocks] = fine
 
-    def showing(self, names: tuple[str, ...]) -> Stack:
+    def showing(self, names: tuple[str, ...]) -> BlockGroup:
         """Return a stack of the same layers with some of the statistics only."""
         other = copy(self)
         other.statistics = tuple(spec for spec in self.statistics if spec.name in names)
@@ -319,17 +325,21 @@ class Stack:
         """Return what this rank keeps for one block, factors and what is made of them."""
         factors, held = (f(self._parameter) for f in (self._precision.factor_dtype, self._precision.solve_dtype))
         kept = [
-            *((packed_shape(spec), spec_dtype(spec, factors)) for spec in self.statistics if self.role.receives),
-            *((spec.shape, spec_dtype(spec, held)) for spec in (*self._written(), *self.memories) if self.role.works),
+            *((packed_shape(spec), spec_dtype(spec, factors)) for spec in self.statistics if self.role.keeps_averages),
+            *(
+                (spec.shape, spec_dtype(spec, held))
+                for spec in (*self._written(), *self.memories)
+                if self.role.is_gradient_worker
+            ),
         ]
         compared = 0 if self.decisions is None else self.decisions.bytes_per_block
         return compared + sum(prod(shape) * dtype.itemsize for shape, dtype in kept)
 
-    def parameters(self, member: Member) -> int:
+    def parameters(self, member: LayerBlocks) -> int:
         """Return the number of entries of a layer's blocks."""
         return (member.stop - member.start) * self.outputs * self.inputs
 
-    def charge(self, members: Sequence[Member], seconds: float) -> None:
+    def charge(self, members: Sequence[LayerBlocks], seconds: float) -> None:
         """Share the host seconds of work on some layers out among them, by their blocks."""
         blocks = sum(member.stop - member.start for member in members)
         for member in members:
@@ -364,13 +374,13 @@ class Stack:
             return
         blocks = [block for block, fine in enumerate(success, start=start) if fine]
         for block in blocks:
-            self.turns[block] += 1
+            self.basis_version[block] += 1
         for name in task.restarts if self.averages else ():
             self.averages[name][blocks] = 0
 
-    def outlived(self, turns: Sequence[int], blocks: slice) -> Tensor | None:
-        """Tell which of some blocks have begun new running averages since the stack had these `turns`; None: none."""
-        changed = [before != now for before, now in zip(turns[blocks], self.turns[blocks], strict=True)]
+    def outlived(self, versions: Sequence[int], blocks: slice) -> Tensor | None:
+        """Tell which of some blocks have begun new running averages since they were of some versions; None: none."""
+        changed = [before != now for before, now in zip(versions[blocks], self.basis_version[blocks], strict=True)]
         return tensor_on(self.device, changed) if any(changed) else None
 
     @property
@@ -391,6 +401,6 @@ class Stack:
 def unpacked(
     averages: Mapping[str, Tensor], statistics: Sequence[Statistic], diagonal: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Return what `Stack.snapshot` has packed as whole matrices."""
+    """Return what `BlockGroup.snapshot` has packed as whole matrices."""
     own = {spec.name: spec for spec in statistics if spec.name in averages}
     return {name: averages[name] if name in diagonal else unpack(averages[name], spec) for name, spec in own.items()}

@@ -16,7 +16,7 @@ from natgrad.specs import TensorSpec
 _TOP = 14
 
 
-class Kept(dict[str, Tensor]):
+class StateTensors(dict[str, Tensor]):
     """A tensor ``[N, *shape]`` for each spec: matrices in a dtype that may be narrow, vectors in at least float32.
 
     In float16 a block is kept divided by a power of two of its own, which only `read` and `write` know.
@@ -91,9 +91,9 @@ class Kept(dict[str, Tensor]):
         """Tell whether a tensor is kept in fewer than 32 bits."""
         return self[name].dtype.itemsize < 4
 
-    def to(self, dtype: torch.dtype, device: torch.device) -> Kept:
+    def to(self, dtype: torch.dtype, device: torch.device) -> StateTensors:
         """Return the same in another dtype or elsewhere."""
-        moved = Kept(list(self._specs.values()), self._size, dtype, device, pack=bool(self.packed))
+        moved = StateTensors(list(self._specs.values()), self._size, dtype, device, pack=bool(self.packed))
         for name in self:
             moved.write(name, slice(None), self.read(name, slice(None)).to(device))
         return moved
