@@ -490,7 +490,7 @@ _add(
     "dp_all_data",
     "With data-parallel factors that belong to one owner each, the owner's factors see the samples of all ranks.",
     "distributed/test_dp.py::test_dp_is_its_definition",
-    ("distributed.plan:Plan.captures", 'self.seats[key].sums != "alone" or self.works(key, rank)', "True"),
+    ("distributed.plan:Plan.captures", 'self.seats[key].sums != "alone" or self.is_gradient_worker(key, rank)', "True"),
     (
         "capture.sums.sums:StatisticsBuffer.travel",
         'message.role.seat.sums == "worker"',
