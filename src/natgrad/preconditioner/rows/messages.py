@@ -122,6 +122,8 @@ def give(seen: Sequence[Seen], plan: Plan[str], runtime: Communicator) -> None:
         runtime: The ranks.
     """
     workers = plan.column(runtime.rank)
+    if len(workers) == 1:
+        return
     runtime.subgroup(workers)  # made by all ranks together, also by those whose workers have nothing to share yet
     for alike in _alike(seen):
         owned: list[list[Seen]] = [[] for _ in workers]
