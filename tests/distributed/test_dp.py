@@ -256,7 +256,7 @@ def watch_what_hooks_keep(curvature):
     [(x, y)] = case.inputs(3, dist.get_rank())
     with (
         mock.patch.object(hooks, "Saved", side_effect=lambda tensor: kept.append(tuple(tensor.shape)) or saved(tensor)),
-        mock.patch.object(hooks, "Use", side_effect=lambda *a, **k: uses.append(a[0].name) or use(*a, **k)),
+        mock.patch.object(hooks, "LayerCall", side_effect=lambda *a, **k: uses.append(a[0].name) or use(*a, **k)),
         mock.patch.object(torch.autograd, "grad", wraps=torch.autograd.grad) as differentiated,
     ):
         outputs = wrapped(x)

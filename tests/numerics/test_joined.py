@@ -6,7 +6,7 @@ import torch
 from natgrad.linalg import joined as room
 from natgrad.linalg.joined import joined, parted, together, write_
 from natgrad.preconditioner.gradients import stacked
-from natgrad.preconditioner.guard import guard, ladder
+from natgrad.preconditioner.guard import fallback, guard
 from natgrad.preconditioner.renewal import averages
 from tests.every import EVERY, Training, batch
 
@@ -81,7 +81,7 @@ def test_stacks_together_are_stacks_one_by_one(make, monkeypatch):
     taken = []
     for each in (stacked, averages, guard):
         monkeypatch.setattr(each, "together", regardless)
-    monkeypatch.setattr(ladder, "_waits", lambda device: True)
+    monkeypatch.setattr(fallback, "_waits", lambda device: True)
     monkeypatch.setattr(guard.FailureCounters, "_PATIENCE", 1)
     both, others = gradients()
     assert max(taken) > 1
