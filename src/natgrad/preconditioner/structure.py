@@ -93,7 +93,8 @@ class Structure:
     def _planned(self) -> Plan[str]:
         works = {layer.key: work(layer, curvature, self._precision) for layer, curvature in self.coverage.layers}
         cycle = None
-        if self._placement.name == "auto" and self._ranks > 1 and self._refresh is not None:
+        asks = self._placement.name == "auto" or self._placement.positions is not None
+        if asks and self._ranks > 1 and self._refresh is not None:
             cycle = Cycle(**self._refresh.intervals(0), reduces=self._reduces)
         # Layers that stay keep their workers, who alone may have their curvature; and "auto" chooses once. Curvatures
         # that look need every rank, and so do the seconds of a rule with a cap.
