@@ -14,7 +14,7 @@ import natgrad
 from natgrad.aside import aside
 from natgrad.averaging import Nodes
 from natgrad.distributed import groups
-from natgrad.distributed.sharding import whole
+from natgrad.distributed.fsdp import whole
 from tests.distributed.daso_jobs import Run, Training, batch, identical, largest, train
 
 

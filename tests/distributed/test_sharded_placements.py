@@ -274,6 +274,6 @@ def largest_tensor(placement):
 def test_no_rank_holds_whole_gradients_of_layers_that_others_work_for(ranks):
     """Four layers of 8 KiB, one for each rank: what a rank has of the others' comes to one of them."""
     layer = 32 * 32 * BYTES
-    assert max(ranks.run(4, largest_tensor, "comm-opt")) > 4 * layer
+    assert max(ranks.run(4, largest_tensor, "comm-opt")) >= 4 * layer
     small = (14 * 32 + 32 * 4) * BYTES  # the first and the last layer
     assert max(ranks.run(4, largest_tensor, "mem-opt")) <= layer + small

@@ -33,8 +33,7 @@ from natgrad.capture.taps import EndTap, Forward, LayerTap, RootTap, warn_of_oth
 from natgrad.capture.upstream import destination, go_down, mark, marked, sources
 from natgrad.capture.uses import LayerCall, LossTerms
 from natgrad.curvature import Curvature
-from natgrad.distributed.sharding import owners
-from natgrad.distributed.shards import is_sharded
+from natgrad.distributed.fsdp import owners, unshard
 from natgrad.errors import NatgradError
 from natgrad.layers import Handle, Layer, Rows, Slot, remove_all
 from natgrad.layers.rows import by_sample
@@ -382,9 +381,7 @@ class Capture:
 
     def _gather(self, slot: Slot) -> None:
         """Have FSDP2 gather the layer's parameters now: its own hook may come after, and the pass is told by them."""
-        owner = self._owners.get(slot.module)
-        if owner is not None and is_sharded(slot.parameter):
-            owner.unshard()
+        unshard(self._owners.get(slot.module), slot.parameter)
 
     def _observe(self, use: LayerCall, task: int, inputs: Tensor, gradient: Tensor) -> None:
         layer, curvature, name = use.layer, use.curvature, use.primary.name

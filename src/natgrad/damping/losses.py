@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from natgrad.aside import aside
 from natgrad.capture import Capture
 from natgrad.capture.again import Chance, Pass, Repetition, as_found
-from natgrad.distributed.sharding import reshard
+from natgrad.distributed.fsdp import resharded
 from natgrad.errors import NatgradError, describe, require
 
 
@@ -48,21 +48,19 @@ class Losses:
         if self._closure is None or self._error is not None:
             self._values.append(0.0)
             return
-        sharded = reshard(model.modules())
-        try:
-            with as_found(model), _unseen(capture, Repetition(self._recorded)), torch.enable_grad():
-                result = self._closure()
-            loss = result[0] if isinstance(result, tuple) and result else result
-            number = loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else loss
-            require(isinstance(number, float), "closure()", describe(loss), "a scalar loss, or (loss, outputs)")
-            self._values.append(number)
-        except Exception as error:
-            if sharded:
-                raise  # the others wait in the model's own passes, where this rank will not meet them
-            self._error = error
-            self._values.append(0.0)
-        finally:
-            reshard(model.modules())  # else the next pass would not see what the optimizer has done to the shards
+        with resharded(model) as sharded:
+            try:
+                with as_found(model), _unseen(capture, Repetition(self._recorded)), torch.enable_grad():
+                    result = self._closure()
+                loss = result[0] if isinstance(result, tuple) and result else result
+                number = loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else loss
+                require(isinstance(number, float), "closure()", describe(loss), "a scalar loss, or (loss, outputs)")
+                self._values.append(number)
+            except Exception as error:
+                if sharded:
+                    raise
+                self._error = error
+                self._values.append(0.0)
 
     def told(self) -> list[float]:
         """Return what the ranks sum up to tell the change of the loss."""

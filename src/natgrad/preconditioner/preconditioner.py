@@ -21,7 +21,7 @@ from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control, Damping, TrustRegion
 from natgrad.damping.default import default_damping, describe_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
-from natgrad.distributed.sharding import check_layers
+from natgrad.distributed.fsdp import check_layers
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.agreement import check_agreement, check_reduction
@@ -477,8 +477,7 @@ class Preconditioner:
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by kind of message.
 
-        "rows" are of SNGD and HyLo, "replay" of second passes, "audit" of gradients that are compared; "padding" evens
-        out FSDP2's shards.
+        "rows" are of SNGD and HyLo, "replay" of second passes, "audit" of gradients that are compared.
         """
         return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self.parts.runtime.traffic()}
 

@@ -12,7 +12,7 @@ from torch import nn
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import computed_for, statistics_of
 from natgrad.distributed import Assignment, Cycle, Link, Placement, Plan, make_plan
-from natgrad.distributed.sharding import reshard
+from natgrad.distributed.fsdp import reshard
 from natgrad.errors import NatgradError
 from natgrad.layers import Layer
 from natgrad.linalg.precision import Precision

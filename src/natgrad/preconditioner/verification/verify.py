@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from natgrad.aside import aside
 from natgrad.distributed import Communicator
-from natgrad.distributed.sharding import plain_copy, reshard, whole
+from natgrad.distributed.fsdp import plain_copy, reshard, whole
 from natgrad.errors import require
 from natgrad.preconditioner.verification.report import Outcome, Verification, compare
 from natgrad.preconditioner.verification.twin import as_new, twin
