@@ -132,7 +132,7 @@ def test_a_step_before_any_pass_is_harmless(make):
 def test_it_tells_what_it_is(make):
     training = Training(make)
     training.step(batch(0))
-    assert type(training.preconditioner._curvature).__name__ in repr(training.preconditioner._curvature)
+    assert type(training.preconditioner.curvature).__name__ in repr(training.preconditioner.curvature)
     assert "head.weight" in str(training.preconditioner.explain())
     assert training.preconditioner.metrics()["step"] == 1
 
@@ -159,7 +159,7 @@ def test_batches_of_other_sizes_and_of_none(make):
     for step, samples in enumerate((12, 1, 5)):
         training.step(batch(step, samples=samples))
     training.precondition(batch(3, samples=0), reduction="sum")
-    if not isinstance(training.preconditioner._curvature, natgrad.KBFGS):  # which goes on with its average
+    if not isinstance(training.preconditioner.curvature, natgrad.KBFGS):  # which goes on with its average
         assert not any(gradient.any() for gradient in training.gradients.values())
     training.step(batch(4))
     assert all(parameter.isfinite().all() for parameter in training.model.parameters())

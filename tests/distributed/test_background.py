@@ -275,7 +275,7 @@ def hold_up(case, held, steps):
             elif step == held:
                 gate.clear()
             training.step(step)
-    return training.parameters(), bool(training.preconditioner.parts.background._renewal)
+    return training.parameters(), bool(training.preconditioner.parts.background.keys)
 
 
 @pytest.mark.parametrize("staleness", [1, 3])

@@ -58,6 +58,7 @@ class Preconditioner:
     """Turns ``.grad`` into the natural gradient, in place, between ``loss.backward()`` and ``optimizer.step()``.
 
     Attributes:
+        curvature: That of the layers, as given, or the default.
         parts: What it is made of, for natgrad's own modules; no part of the public interface.
 
     Example:
@@ -168,7 +169,7 @@ class Preconditioner:
         covered = cover(root, curvature).layers
         check_layers(layer for layer, _ in covered)
         check_second_pass(covered, optimizer, control)
-        self._curvature = curvature
+        self.curvature = curvature
         reduces = gradients == "reduce"
         reductions, names = Reductions(reduction), [layer.name for layer, _ in covered]
         scaling = Scaling(reductions, names, accumulation=accumulation, reduces=reduces, scaler=scaler)

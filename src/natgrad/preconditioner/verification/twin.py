@@ -79,7 +79,7 @@ def twin(original: Preconditioner, model: nn.Module, epochs: Epochs) -> Precondi
         warnings.simplefilter("ignore", NatgradWarning)  # what it has to say has been said
         alone = type(original)(
             model,
-            original._curvature,
+            original.curvature,
             optimizer=clip.optimizer,
             damping=original.parts.damping_now(),
             kl_clip=clip.bound,
@@ -97,7 +97,7 @@ def twin(original: Preconditioner, model: nn.Module, epochs: Epochs) -> Precondi
     )
     parts.structure = Structure(
         model,
-        alone._curvature,
+        alone.curvature,
         parts.precision,
         placement=Placement(),
         rank=0,
