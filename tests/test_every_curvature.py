@@ -15,6 +15,7 @@ from tests.every import CHOOSING, EVERY, Training, batch
 every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
 
 
+@pytest.mark.values
 @every
 @pytest.mark.parametrize("fisher", ["empirical", "sampled"])
 def test_loss_falls_and_all_stays_finite(make, fisher):
@@ -78,6 +79,7 @@ def test_runs_repeat_bit_by_bit(make):
     dense.assert_equal(*results, 0)
 
 
+@pytest.mark.values
 @every
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_training_resumes_bit_by_bit(make, steps):

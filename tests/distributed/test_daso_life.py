@@ -135,6 +135,7 @@ def poisoned(run, rank):
     return steps, None
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize(
     "options",

@@ -262,6 +262,7 @@ def test_pipelined_decomposes_small_factors_everywhere():
     assert plan.traffic()["inverses"] == {"inverses": shared(512**2 + 512), "counters": shared(1)}
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("name", [*NAMES[:3], "hybrid:0.25", *NAMES[4:]])
 @pytest.mark.parametrize("speeds", [1, 2, 4096])
 def test_500_layers_on_4096_ranks_take_a_moment(name, speeds):
