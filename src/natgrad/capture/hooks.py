@@ -37,6 +37,7 @@ from natgrad.distributed.fsdp import owners, unshard
 from natgrad.errors import NatgradError
 from natgrad.layers import Handle, Layer, Rows, Slot, remove_all
 from natgrad.layers.rows import by_sample
+from natgrad.linalg.device import known_all
 from natgrad.linalg.products import full_products
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 
@@ -392,7 +393,7 @@ class Capture:
         rows, gradients = layer.rows(inputs, gradient, samples)
         if reduction == "tokens":
             counted = gradients.nonzero()
-            if counted.device.type != "cpu" or not bool(counted.all()):
+            if not known_all(counted):
                 rows = rows.masked(counted)
         rows, gradients = (by_sample(each, samples) for each in (rows, gradients))
         scale = 1.0 if self.sampling or reduction == "sum" else float(terms.of_loss[task])

@@ -15,6 +15,7 @@ from natgrad.distributed import Assignment, Cycle, Link, Placement, Plan, make_p
 from natgrad.distributed.fsdp import reshard
 from natgrad.errors import NatgradError
 from natgrad.layers import Layer
+from natgrad.linalg.device import on_host
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.compatibility import check_combinations
 from natgrad.preconditioner.coverage import cover
@@ -152,7 +153,7 @@ class Structure:
 
     @property
     def _accelerated(self) -> bool:
-        return any(slot.parameter.device.type != "cpu" for layer, _ in self.coverage.layers for slot in layer.slots)
+        return any(not on_host(slot.parameter) for layer, _ in self.coverage.layers for slot in layer.slots)
 
     def move(self) -> bool:
         """Move all tensors to where the parameters are now; tell whether any was elsewhere."""

@@ -20,6 +20,7 @@ from natgrad.capture.sums.messages import (
     portion_of,
 )
 from natgrad.distributed import Communicator, Work
+from natgrad.linalg.device import on_host
 from natgrad.linalg.lapack import collide
 from natgrad.specs import Statistic
 from natgrad.state.block_group import BlockGroup, LayerBlocks
@@ -100,7 +101,7 @@ class StatisticsBuffer:
             if self._fused:
                 key: object = (stack.dtype, stack.device, *_destination(stack))
             else:
-                key = name if stack.device.type == "cpu" else id(stack)
+                key = name if on_host(stack.device) else id(stack)
             groups.setdefault(key, []).append((stack, member, portion))
         messages, riders = [], self._riders
         for layers in groups.values():
@@ -292,7 +293,7 @@ def _zeros(like: Tensor, blocks: int, spec: Statistic) -> Tensor:
     Rows of wide matrices begin as far apart in those of 256 columns as in those of 257, so that products write both in
     the same way (`natgrad.layers.gram.rows`), and so that columns do not `collide` in caches.
     """
-    columns = spec.shape[-1] if spec.symmetric and like.device.type == "cpu" else 0
+    columns = spec.shape[-1] if spec.symmetric and on_host(like) else 0
     if columns < _WIDE:
         return like.new_zeros(blocks, *spec.shape)
     apart = _STEP * (columns // _STEP + 1)

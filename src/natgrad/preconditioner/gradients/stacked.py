@@ -14,6 +14,7 @@ from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import Piece, collect_rows, held_rows, match, pairs
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
+from natgrad.linalg.device import known_all
 from natgrad.linalg.joined import together
 from natgrad.preconditioner.guard.fallback import Case, FallbackPolicy, Outcome
 from natgrad.preconditioner.guard.guard import FailureCounters, Trouble
@@ -149,7 +150,7 @@ class Entry:
 
     def clear_(self, bad: Tensor) -> None:
         """Make V zero where it is `bad` ``[N]``."""
-        if bad.device.type != "cpu" or bool(bad.any()):
+        if not known_all(~bad):
             self.V.masked_fill_(bad[:, None, None], 0)  # a product would keep the NaN
 
 
