@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-from natgrad.aside import aside
 
 # Passes without a step after them, of an evaluation with gradients say, are not kept for ever.
 _MOST = 1024
@@ -81,24 +79,26 @@ class Repetition:
 def as_found(model: nn.Module) -> Iterator[None]:
     """Leave all that passes change as it was found, and average nothing over ranks.
 
-    It is the gradients, which are away meanwhile, buffers, training modes and torch's generators.
+    It is the gradients, which are away meanwhile, buffers, training modes, torch's generators, and whether
+    DistributedDataParallel synchronises: ``no_sync`` would leave it to broadcast buffers.
     """
     chance = Chance(accelerators(model))
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     values = [(own, own.clone()) for _, named in buffers for own in named.values() if isinstance(own, Tensor)]
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    synced = [(one, one.require_backward_grad_sync, one.require_forward_param_sync) for one in wrappers]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with ExitStack() as stack:
-            for module in model.modules():
-                if isinstance(module, DistributedDataParallel):
-                    _settle_buckets(module)
-                    quiet = aside(module, require_backward_grad_sync=False, require_forward_param_sync=False)
-                    stack.enter_context(quiet)
-            yield
+        for wrapper in wrappers:
+            _settle_buckets(wrapper)
+            wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+        yield
     finally:
+        for wrapper, backward, forward in synced:
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = backward, forward
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for module, mode in modes:

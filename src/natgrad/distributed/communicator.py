@@ -7,7 +7,7 @@ share, rows that all ranks gather, and rows that change hands without a sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from natgrad.aside import aside
 from natgrad.distributed import groups
 from natgrad.distributed.slices import Slices
 from natgrad.distributed.wire import WireFormat, cut, narrower
@@ -73,10 +72,6 @@ class Communicator:
         self.seconds = 0.0
         self._sent: dict[str, float] = {}
         self._known: dict[groups.Key, dist.ProcessGroup | None] = {}
-
-    def aside(self) -> AbstractContextManager[None]:
-        """Leave what is sent meanwhile uncounted."""
-        return aside(self, _sent=dict(self._sent), seconds=self.seconds)
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by kind of message."""

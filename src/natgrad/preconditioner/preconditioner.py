@@ -16,6 +16,7 @@ from natgrad.capture.audit import GradientAudit
 from natgrad.capture.ddp import listen
 from natgrad.capture.reductions import LEFT_OUT, Count, Reduction, Reductions
 from natgrad.capture.sampling.labels import LabelSampler
+from natgrad.capture.taps import Hooks
 from natgrad.curvature import KFAC, Curvature
 from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control, Damping, TrustRegion
@@ -181,6 +182,7 @@ class Preconditioner:
         )
         counting = scaling.counts or (where.rule.uses_own_samples and noticed)
         audit = GradientAudit(reduces=reduces, divides=accumulation == "mean")
+        capture = Capture(root, reductions=reductions, counting=counting, audit=audit)
         self.parts = Parts(
             model=model,
             root=root,
@@ -196,7 +198,8 @@ class Preconditioner:
                 factor=control.factor,
             ),
             runtime=runtime,
-            capture=Capture(root, reductions=reductions, counting=counting, audit=audit),
+            hooks=Hooks(capture.forward),
+            capture=capture,
             reductions=reductions,
             scaling=scaling,
             damping=control,
@@ -229,7 +232,7 @@ class Preconditioner:
         if reduces:
             take_over_reduction(model)
         elif where.rule.sends_during_backward and runtime.ranks > 1:
-            listen(model, self.parts.capture.reduced)
+            listen(model, self.parts.hooks.reduced)
         self._order = CallOrder(self)
         self._attach()
 
@@ -341,7 +344,7 @@ class Preconditioner:
             return False  # a checkpoint loader's step, before any forward
         if progress.start_clock(layer for layer, _ in parts.structure.coverage.layers):
             capture.warn_of_others()
-            self._compare_ranks(damping)
+            check_agreement(parts, damping)
         parts.reductions.warn_of_default()
         return True
 
@@ -371,6 +374,7 @@ class Preconditioner:
         """
         self.parts.second.cancel()
         self._order.detach()
+        self.parts.hooks.detach(self.parts.root)
         self.parts.capture.detach()
         self.parts.background.close(self.parts.progress)
         self._detached = True
@@ -382,6 +386,7 @@ class Preconditioner:
         parts = self.parts
         if not self._detached:
             self._statistics.attach()
+            parts.hooks.attach(parts.root, [member.layer for stack in parts.stacks for member in stack.members])
         parts.scheduler.find_stopped(parts.stacks)
         parts.watch.forget()
         parts.progress.began = parts.progress.ended = 0.0
@@ -399,39 +404,14 @@ class Preconditioner:
             # What the hooks have seen of other layers is gone, on all ranks: statistics stay due.
             parts.capture.wanted = parts.capture.rows_wanted = False
 
-    def _compare_ranks(self, damping: float) -> None:
-        """Check once, and after every change of the model, that all ranks are about to do the same."""
-        parts = self.parts
-        if parts.runtime.ranks > 1:
-            found = parts.runtime.everywhere(parts.reductions.nearest)
-            if parts.reductions.is_undecided:  # a rank without a backward pass takes it from another
-                parts.reductions.nearest = next((each for each in found if each is not None), None)
-        check_agreement(
-            parts.runtime,
-            parts.structure,
-            parts.progress,
-            damping=damping,
-            rule=parts.damping.settings,
-            kl_clip=parts.clip.bound,
-            reduction=parts.reductions.describe(),
-            gradients="reduce" if parts.reduces else "averaged",
-            scaling=parts.scaling.describe(),
-            refresh=parts.refresh.settings(parts.progress.step),
-            precision=parts.precision,
-            guard=parts.watch.guard,
-        )
-
     def _differentiate_sampled(self, outputs: Tensor, mask: Tensor | None) -> None:
         """Differentiate the loss of sampled labels, where the coming step needs any."""
-        parts, capture = self.parts, self.parts.capture
-        gradients = capture.wanted and "gradients" in capture.sums.choice.sides
-        wanted = (one.curvature for one in parts.stacks if (capture.rows_wanted if one.curvature.rows else gradients))
-        likelihood = next((curvature.likelihood for curvature in wanted if curvature.likelihood is not None), None)
+        parts, likelihood = self.parts, self._statistics.likelihood
         if likelihood is not None:
             fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.requires_grad
             require(fits, "outputs", describe(outputs), "a tensor with samples first and a graph")
             score = parts.sampler.score(likelihood, outputs.detach(), mask, parts.progress.step)
-            capture.sampled_pass(outputs, score)
+            parts.capture.sampled_pass(outputs, score)
 
     def __reduce__(self) -> NoReturn:
         """Refuse copies: their hooks would be those of the original."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from natgrad.capture.reductions import Count
 from natgrad.capture.sums import Choice, make_sums
+from natgrad.curvature.likelihood import Likelihood
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import fold
 from natgrad.preconditioner.rows import Collected, Origin, row_stacks
@@ -17,7 +18,7 @@ class Statistics:
         self._parts = parts
 
     def attach(self) -> None:
-        """Set the hooks on the layers as they are now."""
+        """Begin to capture what the layers show, as they are now."""
         parts = self._parts
         placement, wire = parts.structure.plan.placement, parts.precision.wire
         summed = [stack for stack in parts.stacks if not stack.curvature.rows]
@@ -62,6 +63,14 @@ class Statistics:
             if ranks > 1:
                 parts.runtime.sum_(numbers, {"audit": len(numbers)})
             audit.compare(numbers, ranks)
+
+    @property
+    def likelihood(self) -> Likelihood | None:
+        """What the coming step draws labels from, before the loss is differentiated; None: it needs none."""
+        parts, capture = self._parts, self._parts.capture
+        sums = capture.wanted and "gradients" in capture.sums.choice.sides
+        wanted = (one.curvature for one in parts.stacks if (capture.rows_wanted if one.curvature.rows else sums))
+        return next((curvature.likelihood for curvature in wanted if curvature.likelihood is not None), None)
 
     def update(self, count: Count | None) -> None:
         """Sum the statistics over the ranks, and update the running averages; under "background" one step later."""
