@@ -191,15 +191,12 @@ class Communicator:
         The sum of a piece is rounded once, by the rank that made it, which keeps what the others receive: all ranks
         end with the same bits.
         """
-        kind, audited = next(iter(kinds)), kinds.get("audit", 0)
-        counters = kinds.get("counters", 0) + audited
+        kind, counters = next(iter(kinds)), kinds.get("counters", 0)
         halves = message.split([len(message) - counters, counters])
         narrow, wide = (cut(half, self.ranks) for half in halves)
         layout = WireFormat(wide=wide.shape[1], narrow=narrow.shape[1], dtype=message.dtype, wire=wire)
         counted = layout.wide * message.element_size()
-        own = {"audit": audited * message.element_size() / self.ranks} if audited else {}
-        rest = {kind: layout.payload - counted, "counters": counted - sum(own.values())}
-        self.count({**rest, **own}, 2 * (self.ranks - 1))
+        self.count({kind: layout.payload - counted, "counters": counted}, 2 * (self.ranks - 1))
         sent = layout.empty(self.ranks, message.device)
         layout.write(sent, wide, [narrow])
         arrived = torch.empty_like(sent)

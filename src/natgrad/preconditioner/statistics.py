@@ -29,7 +29,6 @@ class Statistics:
         rows = Collected(row_stacks(parts.stacks), wire if parts.runtime.ranks > 1 else None, origin)
         parts.capture.again = parts.damping.tries(parts.progress.step)
         parts.capture.attach(parts.stacks, sums, rows)
-        self._carry_audit()
 
     def choose_next(self) -> None:
         """Tell the hooks what the coming step needs."""
@@ -44,21 +43,15 @@ class Statistics:
             choice=choice,
         )
         capture.audit.begin(parts.progress.step, captures=capture.wanted or capture.rows_wanted)
-        self._carry_audit()
-
-    def _carry_audit(self) -> None:
-        """Let what is audited in the coming step travel with its statistics, unless these are folded in a later one."""
-        capture = self._parts.capture
-        capture.sums.carry(capture.audit.numbers if capture.wanted and not self._parts.renews_in_background else 0)
 
     def compare_gradients(self) -> None:
-        """Compare ``.grad`` with what the hooks have seen, in some steps: at once, or when the statistics arrive."""
-        parts, audit, sums = self._parts, self._parts.capture.audit, self._parts.capture.sums
+        """Compare ``.grad`` with what the hooks have seen, in some steps."""
+        parts, audit = self._parts, self._parts.capture.audit
         ranks = 1 if parts.reduces else parts.runtime.ranks
         with parts.progress.phase("reduce", parts.runtime):
             passes = len(parts.capture.backwards)
-            numbers = sums.extra = audit.take(parts.scaling.of_loss, step=parts.progress.step, passes=passes)
-            if numbers is None or (sums.carries and parts.capture.wanted):
+            numbers = audit.take(parts.scaling.of_loss, step=parts.progress.step, passes=passes)
+            if numbers is None:
                 return
             if ranks > 1:
                 parts.runtime.sum_(numbers, {"audit": len(numbers)})
@@ -87,8 +80,6 @@ class Statistics:
                 parts.background.post(parts.stacks, sums, parts.runtime, parts.progress, parts.inspection, wire)
                 return
             sums.travel(parts.runtime, wire)
-            if sums.carries and sums.extra is not None:
-                capture.audit.compare(sums.extra, parts.runtime.ranks)
             parts.scheduler.receive_times(sums.heard)
             if "gradients" in sides:
                 parts.inspection.look(parts.stacks, sums, parts.runtime)
