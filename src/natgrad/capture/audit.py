@@ -7,11 +7,12 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from natgrad.capture.uses import LayerCall
 from natgrad.distributed.shards import is_sharded, own_rows
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer, Slot
@@ -72,13 +73,6 @@ class _Taken:
     held: Tensor
     losses: Tensor | None
     passes: int
-
-
-class LayerCall(Protocol):
-    """A use of a layer: see `natgrad.capture.uses.LayerCall`."""
-
-    layer: Layer
-    output: Tensor | None
 
 
 class GradientAudit:

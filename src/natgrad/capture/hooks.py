@@ -17,16 +17,16 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from natgrad.capture import compiled
-from natgrad.capture.again import Chance, Pass, Recording, Repetition
 from natgrad.capture.audit import GradientAudit
 from natgrad.capture.pooled import Pooled
 from natgrad.capture.reductions import Count, Reductions
+from natgrad.capture.repetition import Chance, Recording, Repetition
 from natgrad.capture.rows import Collected
 from natgrad.capture.samples import Samples
 from natgrad.capture.saved import Saved, outline, whole
 from natgrad.capture.sums import WHOLE, BucketedStatistics, Choice, StatisticsBuffer
 from natgrad.capture.sums.messages import SampleCount
-from natgrad.capture.taps import Forward, warn_of_others
+from natgrad.capture.taps import Forward, Pass, warn_of_others
 from natgrad.capture.upstream import destination, go_down, mark, marked, sources
 from natgrad.capture.uses import LayerCall, LossTerms
 from natgrad.curvature import Curvature
@@ -51,8 +51,8 @@ class Capture:
         forward: The model's forward passes, as the hooks report them.
         wanted: Whether the coming step needs sums.
         rows_wanted: Whether it needs rows, where a curvature keeps them.
-        counting: Whether the samples of every pass are counted, also where nothing is captured.
-        again: Whether its passes are to be noticed in any case, for the forward ones will be repeated.
+        counts_samples: Whether the samples of every pass are counted, also where nothing is captured.
+        records_passes: Whether its passes are noticed in any case, because the forward passes will be repeated.
         captured: The layers whose statistics are this rank's to capture.
         replays: Those of them whose curvature needs a replay.
         sums: The raw sums.
@@ -63,9 +63,9 @@ class Capture:
             how many samples that are, and the loss averages over them.
     """
 
-    def __init__(self, root: nn.Module, *, reductions: Reductions, counting: bool, audit: GradientAudit) -> None:
+    def __init__(self, root: nn.Module, *, reductions: Reductions, counts_samples: bool, audit: GradientAudit) -> None:
         """Capture nothing before `attach`."""
-        self.audit, self.counting = audit, counting
+        self.audit, self.counts_samples = audit, counts_samples
         self._reductions = reductions
         self._root = root
         self.forward = Forward(self)
@@ -78,7 +78,7 @@ class Capture:
         self._loss: int | None = None  # the last backward pass that turned out to be the loss's
         self._fills = False  # whether it writes into ``.grad``
         self.wanted = self.rows_wanted = True
-        self.again = False
+        self.records_passes = False
         self.captured: set[str] = set()
         self.replays: set[str] = set()
         self._sampling = False  # whether the backward pass under way differentiates a loss of sampled labels
@@ -103,7 +103,7 @@ class Capture:
                     self.captured.add(member.layer.name)
                     self.replays |= {member.layer.name} if stack.replayed_statistics else set()
         self.audit.attach([layer for layer, _ in self._layers.values()])
-        self.forward.script = Recording(self._root) if self.again or (self.wanted and self.replays) else None
+        self.forward.script = Recording(self._root) if self.records_passes or (self.wanted and self.replays) else None
         if any(stack.curvature.likelihood is not None for stack in stacks):
             compiled.allow_two_passes()
 
@@ -126,7 +126,7 @@ class Capture:
     @property
     def idle(self) -> bool:
         """Whether nothing has made gradients since the last step; where hooks need not look, forward passes tell."""
-        looks = self.counting or self.again or any(map(self._wants, self.captured))
+        looks = self.counts_samples or self.records_passes or any(map(self._wants, self.captured))
         return not (self.backwards or (self.forward.began and not looks))
 
     @property
@@ -232,7 +232,7 @@ class Capture:
         self.wanted, self.rows_wanted, self._drew = wanted, rows, False
         self.discard()
         self.sums.choose(choice if wanted else self.sums.choice)
-        self.forward.script = Recording(self._root) if self.again or (wanted and self.replays) else None
+        self.forward.script = Recording(self._root) if self.records_passes or (wanted and self.replays) else None
         self.sums.note_basis_versions()
 
     def discard(self) -> None:
@@ -256,7 +256,7 @@ class Capture:
 
         It warns of nothing that this one has warned of.
         """
-        replay = Capture(self._root, reductions=self._reductions, counting=False, audit=GradientAudit(off=True))
+        replay = Capture(self._root, reductions=self._reductions, counts_samples=False, audit=GradientAudit(off=True))
         replay._terms, replay._replaying = self._terms.anew(), True
         replay.attach(stacks, sums, Collected([], None))
         replay.forward.script = repetition
@@ -267,7 +267,7 @@ class Capture:
         if name not in self._layers or not torch.is_grad_enabled() or not output.requires_grad:
             return
         wanted = self._wants(name)
-        if not (wanted or self.counting or self.again or self.audit.wants(name)):
+        if not (wanted or self.counts_samples or self.records_passes or self.audit.wants(name)):
             return
         primary, curvature = self._layers[name]
         if inputs.is_nested or output.is_nested:
@@ -294,7 +294,7 @@ class Capture:
 
     def receive(self, name: str, index: int, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
         """Note the gradient of one use of a layer in a compiled graph, whose forward `watch` did not see."""
-        looks = self.counting or self.again or self._wants(name) or self.audit.wants(name)
+        looks = self.counts_samples or self.records_passes or self._wants(name) or self.audit.wants(name)
         if looks and name in self._layers:
             primary, curvature = self._layers[name]
             layer = (primary, *primary.others)[index].current()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.capture.again import Chance, Pass, Repetition, as_found
-from natgrad.capture.taps import Forward, Hooks
+from natgrad.capture.repetition import Chance, Repetition, as_found
+from natgrad.capture.taps import Forward, Hooks, Pass
 from natgrad.distributed.sharding import reshard
 from natgrad.errors import NatgradError, describe, require
 

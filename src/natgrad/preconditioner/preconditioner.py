@@ -180,9 +180,9 @@ class Preconditioner:
         noticed = reductions.has_tokens() or any(
             replayed_statistics(statistics_of(own, layer)) for layer, own in covered
         )
-        counting = scaling.counts or (where.rule.uses_own_samples and noticed)
+        counts_samples = scaling.counts or (where.rule.uses_own_samples and noticed)
         audit = GradientAudit(reduces=reduces, divides=accumulation == "mean")
-        capture = Capture(root, reductions=reductions, counting=counting, audit=audit)
+        capture = Capture(root, reductions=reductions, counts_samples=counts_samples, audit=audit)
         self.parts = Parts(
             model=model,
             root=root,

@@ -27,7 +27,7 @@ class Statistics:
         sums = make_sums(summed, placement, parts.runtime, wire, parts.scaling.of_captured, riders, names)
         origin = Origin(parts.runtime.rank, parts.runtime.ranks, not placement.rule.uses_own_samples)
         rows = Collected(row_stacks(parts.stacks), wire if parts.runtime.ranks > 1 else None, origin)
-        parts.capture.again = parts.damping.tries(parts.progress.step)
+        parts.capture.records_passes = parts.damping.tries(parts.progress.step)
         parts.capture.attach(parts.stacks, sums, rows)
 
     def choose_next(self) -> None:
@@ -36,7 +36,7 @@ class Statistics:
         scheduler.receive_decisions(parts.stacks)
         choice = Choice(scheduler.due_statistics(parts.progress), scheduler.stopped)
         summed = [stack for stack in parts.stacks if not stack.curvature.rows]
-        capture.again = parts.damping.tries(parts.progress.step)
+        capture.records_passes = parts.damping.tries(parts.progress.step)
         capture.reset(
             wanted=any(choice.portion(member.layer.name, stack) for stack in summed for member in stack.members),
             rows=parts.keeps_rows and "gradients" in scheduler.due_parts(parts.progress),

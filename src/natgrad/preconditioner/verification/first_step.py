@@ -115,31 +115,24 @@ class FirstStep:
 
 def placed_parts(original: Parts) -> Parts:
     """Return parts for the same model on the same ranks, as new at the present step."""
-    capture, reductions = _captured(original, original.root, counting=original.capture.counting)
-    step = original.progress.step
-    return replace(
+    reductions, rank = Reductions(original.reductions.given), original.runtime.rank
+    return _as_new(
         original,
         structure=original.structure.without_state(),
         runtime=Communicator(original.runtime.group),
-        capture=capture,
+        capture=_capture(original.root, reductions, counts_samples=original.capture.counts_samples),
         reductions=reductions,
         scaling=original.scaling.unscaled(),
-        damping=original.damping.held(step),
+        damping=original.damping.held(original.progress.step),
         scheduler=RefreshScheduler(original.refresh),
-        background=Background(),
         clip=Clip(original.clip.optimizer, original.clip.bound),
-        given=WrittenGradients(),
-        second=SecondPass(),
-        sampler=LabelSampler(seed=original.seed, rank=original.runtime.rank, reduction=reductions.single or "mean"),
-        watch=FailureCounters(Guard(limit=None)),
-        inspection=Inspection(silent=True),
-        progress=StepCounters(step=step),
+        sampler=LabelSampler(seed=original.seed, rank=rank, reduction=reductions.single or "mean"),
         epochs=copy.deepcopy(original.epochs),
     )
 
 
 def plain_parts(
-    placed: Parts, curvature: Curvature | Mapping[str, Curvature | None], model: nn.Module, *, counting: bool
+    placed: Parts, curvature: Curvature | Mapping[str, Curvature | None], model: nn.Module, *, counts_samples: bool
 ) -> Parts:
     """Return parts for a plain copy of the model in this process alone, with the settings of those of all ranks.
 
@@ -147,20 +140,19 @@ def plain_parts(
         placed: Those of all ranks.
         curvature: That of the preconditioner.
         model: The copy.
-        counting: Whether the samples of every pass are counted.
+        counts_samples: Whether the samples of every pass are counted in any case.
     """
     precision, refresh = replace(placed.precision, wire=None), Refresh(factors=1, inverses=1)
-    structure = Structure(
-        model, curvature, precision, placement=Placement(), rank=0, ranks=1, factor=placed.damping.factor
-    )
-    layers = [layer.name for layer, _ in structure.coverage.layers]
-    copies = zip(placed.root.parameters(), model.parameters(), strict=True)
-    capture, reductions = _captured(placed, model, counting=counting)
-    scaling = Scaling(reductions, layers, accumulation="mean", reduces=False, scaler=None)
-    capture.counting = counting or scaling.counts
+    factor, reductions = placed.damping.factor, Reductions(placed.reductions.given)
+    structure = Structure(model, curvature, precision, placement=Placement(), rank=0, ranks=1, factor=factor)
+    layers = [layer for layer, _ in structure.coverage.layers]
+    names = [layer.name for layer in layers]
+    scaling = Scaling(reductions, names, accumulation="mean", reduces=False, scaler=None)
+    capture = _capture(model, reductions, counts_samples=counts_samples or scaling.counts)
     hooks = Hooks(capture.forward)
-    hooks.attach(model, [layer for layer, _ in structure.coverage.layers])
-    return replace(
+    hooks.attach(model, layers)
+    copies = zip(placed.root.parameters(), model.parameters(), strict=True)
+    return _as_new(
         placed,
         model=model,
         root=model,
@@ -172,18 +164,26 @@ def plain_parts(
         scaling=scaling,
         refresh=refresh,
         scheduler=RefreshScheduler(refresh),
-        background=Background(),
-        clip=placed.clip.twin({id(parameter): copied for parameter, copied in copies}),
-        given=WrittenGradients(),
-        watch=FailureCounters(Guard(limit=None)),
-        inspection=Inspection(silent=True),
-        progress=StepCounters(step=placed.progress.step),
+        clip=placed.clip.for_copies({id(parameter): copied for parameter, copied in copies}),
         epochs=replace(placed.epochs, before=[]),
         precision=precision,
         reduces=False,
     )
 
 
-def _captured(parts: Parts, root: nn.Module, *, counting: bool) -> tuple[Capture, Reductions]:
-    reductions = Reductions(parts.reductions.given)
-    return Capture(root, reductions=reductions, counting=counting, audit=GradientAudit(off=True)), reductions
+def _as_new(parts: Parts, **changes: Any) -> Parts:
+    """Return parts with counters of their own at the present step, and some `changes`."""
+    return replace(
+        parts,
+        background=Background(),
+        given=WrittenGradients(),
+        second=SecondPass(),
+        watch=FailureCounters(Guard(limit=None)),
+        inspection=Inspection(silent=True),
+        progress=StepCounters(step=parts.progress.step),
+        **changes,
+    )
+
+
+def _capture(root: nn.Module, reductions: Reductions, *, counts_samples: bool) -> Capture:
+    return Capture(root, reductions=reductions, counts_samples=counts_samples, audit=GradientAudit(off=True))

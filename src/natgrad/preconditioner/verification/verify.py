@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from natgrad.capture.repetition import restored
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.distributed import Communicator
 from natgrad.distributed.sharding import plain_copy, reshard
@@ -46,7 +47,7 @@ def verify(
     reshard(root.modules())
     accelerators = sorted({p.device.index for p in root.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=accelerators):
-        with _restored(root):
+        with _without_chance(root):
             parts = placed_parts(original)
             placed, scores = _step_together(FirstStep(parts), batch, loss_fn)
             batches, drawn = _gather(batch, parts.runtime), _gather(scores, parts.runtime)
@@ -55,7 +56,7 @@ def verify(
             original.given.note(original.stacks)
         owned = _owned(parts)
         selects = parts.reduces and parts.keeps_rows  # each rank selects of its own rows
-        alone = FirstStep(plain_parts(parts, preconditioner._curvature, plain, counting=bool(owned) or selects))
+        alone = FirstStep(plain_parts(parts, preconditioner._curvature, plain, counts_samples=bool(owned) or selects))
         alone.parts.capture.rows.origin = parts.capture.rows.origin
         if owned or selects:
             every = {member.layer.name for stack in parts.stacks for member in stack.members}
@@ -174,37 +175,21 @@ def _check_batch(batch: object) -> None:
 
 
 @contextmanager
-def _restored(root: nn.Module) -> Iterator[None]:
-    """Begin without gradients, and leave gradients and buffers as they were found."""
-    gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in root.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in root.buffers()]
-    for parameter, _, _ in gradients:
-        parameter.grad = None
+def _without_chance(root: nn.Module) -> Iterator[None]:
+    """Begin without gradients, dropout and statistics of batches, and leave everything as it was found."""
+    gradients = [(p.grad, p.grad.detach().clone()) for p in root.parameters() if p.grad is not None]
     try:
-        with _calm(root):
-            yield
+        with restored(root):
+            for module in root.modules():
+                module.training = isinstance(module, nn.RNNBase) and not module.dropout  # cuDNN needs it for a backward
+            try:
+                yield
+            finally:
+                reshard(root.modules())
     finally:
-        reshard(root.modules())
         with torch.no_grad():
-            for parameter, gradient, values in gradients:
-                if gradient is not None and values is not None:
-                    gradient.copy_(values)  # a wrapper may have written into its memory
-                parameter.grad = gradient
-            for buffer, values in buffers:
-                buffer.copy_(values)
-
-
-@contextmanager
-def _calm(root: nn.Module) -> Iterator[None]:
-    """Switch off what depends on chance or on who else is in the batch: dropout, and statistics of a batch."""
-    modes = [(module, module.training) for module in root.modules()]
-    try:
-        for module, _ in modes:
-            module.training = isinstance(module, nn.RNNBase) and not module.dropout  # cuDNN needs it for a backward
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+            for gradient, values in gradients:
+                gradient.copy_(values)  # a wrapper may have written into its memory
 
 
 def _gather(value: Any, runtime: Communicator) -> list[Any]:

@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from natgrad.capture.taps import Pass
+
 # Passes without a step after them, of an evaluation with gradients say, are not kept for ever.
 _MOST = 1024
-
-
-class Pass(Protocol):
-    """What is known of a forward pass: see `natgrad.capture.taps.Pass`."""
-
-    first: int | None
-    batch: int
 
 
 class Chance:
@@ -77,28 +71,27 @@ class Repetition:
 
 @contextmanager
 def as_found(model: nn.Module) -> Iterator[None]:
-    """Leave all that passes change as it was found, and average nothing over ranks.
-
-    It is the gradients, which are away meanwhile, buffers, training modes, torch's generators, and whether
-    DistributedDataParallel synchronises: ``no_sync`` would leave it to broadcast buffers.
-    """
+    """Leave all that passes change as it was found, torch's generators too, and average nothing over ranks."""
     chance = Chance(accelerators(model))
+    try:
+        with restored(model), _unsynchronised(model):
+            yield
+    finally:
+        chance.restore()
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Begin without gradients, and leave gradients, buffers and training modes as they were found."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     values = [(own, own.clone()) for _, named in buffers for own in named.values() if isinstance(own, Tensor)]
-    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    synced = [(one, one.require_backward_grad_sync, one.require_forward_param_sync) for one in wrappers]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        for wrapper in wrappers:
-            _settle_buckets(wrapper)
-            wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
         yield
     finally:
-        for wrapper, backward, forward in synced:
-            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = backward, forward
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for module, mode in modes:
@@ -108,7 +101,21 @@ def as_found(model: nn.Module) -> Iterator[None]:
                 module._buffers.update(named)
             for own, before in values:
                 own.copy_(before)
-        chance.restore()
+
+
+@contextmanager
+def _unsynchronised(model: nn.Module) -> Iterator[None]:
+    """Have DistributedDataParallel send nothing, not even buffers, as its ``no_sync`` does."""
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    flags = [(one.require_backward_grad_sync, one.require_forward_param_sync) for one in wrappers]
+    for wrapper in wrappers:
+        _settle_buckets(wrapper)
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        for wrapper, (backward, forward) in zip(wrappers, flags, strict=True):
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = backward, forward
 
 
 def _settle_buckets(wrapper: DistributedDataParallel) -> None:
