@@ -239,7 +239,7 @@ class Capture:
         """Forget what backward passes have shown; forward passes may still be differentiated."""
         self._pooled.clear()
         self._loss = None
-        self.forward.began, self.forward.samples, self.forward.was_open = False, 0, False
+        self.forward.reset()
         self.ambiguous = None
         self._terms.clear()
         self.audit.forget()

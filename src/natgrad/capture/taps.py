@@ -79,9 +79,9 @@ class Forward:
         batch: The batch size of the last pass, -1 if its input has none. A tensor: Dynamo would compile anew for every
             new number.
         current: The pass that is under way.
-        began: Whether a pass with gradients has begun since it was set to False.
-        samples: Those of such passes since it was set to 0; of compiled ones none.
-        was_open: Whether the batch size of such a pass was open, since it was set to False.
+        began: Whether a pass with gradients has begun since `reset`.
+        samples: Those of such passes; of compiled ones none.
+        was_open: Whether the batch size of such a pass was open.
         script: What follows passes with gradients; None: nothing does.
     """
 
@@ -95,10 +95,12 @@ class Forward:
         self._watcher = None if watcher is None else weakref.ref(watcher)
         self.batch = NO_BATCH
         self.current: Pass | None = None
-        self.began = False
-        self.samples = 0
-        self.was_open = False
         self.script = script
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the passes so far."""
+        self.began, self.samples, self.was_open = False, 0, False
 
     @property
     def watcher(self) -> Watcher | None:

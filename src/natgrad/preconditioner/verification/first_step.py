@@ -179,7 +179,7 @@ def _as_new(parts: Parts, **changes: Any) -> Parts:
         given=WrittenGradients(),
         second=SecondPass(),
         watch=FailureCounters(Guard(limit=None)),
-        inspection=Inspection(silent=True),
+        inspection=Inspection(),
         progress=StepCounters(step=parts.progress.step),
         **changes,
     )
