@@ -163,7 +163,7 @@ _add(
     "sum_loss",
     "A loss that sums over samples is taken for a mean: its output gradients are multiplied by the batch size.",
     "dense/test_scale.py",
-    ("capture.hooks:Capture._observe", 'self.sampling or reduction == "sum"', "self.sampling"),
+    ("capture.hooks:Capture._observe", 'self._sampling or reduction == "sum"', "self._sampling"),
 )
 _add(
     "embedding_counts",

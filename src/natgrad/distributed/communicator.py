@@ -7,7 +7,7 @@ share, rows that all ranks gather, and rows that change hands without a sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from natgrad.aside import aside
 from natgrad.distributed import groups
 from natgrad.distributed.slices import Slices
 from natgrad.distributed.wire import WireFormat, cut, narrower
@@ -73,10 +72,6 @@ class Communicator:
         self.seconds = 0.0
         self._sent: dict[str, float] = {}
         self._known: dict[groups.Key, dist.ProcessGroup | None] = {}
-
-    def aside(self) -> AbstractContextManager[None]:
-        """Leave what is sent meanwhile uncounted."""
-        return aside(self, _sent=dict(self._sent), seconds=self.seconds)
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by kind of message."""
@@ -196,15 +191,12 @@ class Communicator:
         The sum of a piece is rounded once, by the rank that made it, which keeps what the others receive: all ranks
         end with the same bits.
         """
-        kind, audited = next(iter(kinds)), kinds.get("audit", 0)
-        counters = kinds.get("counters", 0) + audited
+        kind, counters = next(iter(kinds)), kinds.get("counters", 0)
         halves = message.split([len(message) - counters, counters])
         narrow, wide = (cut(half, self.ranks) for half in halves)
         layout = WireFormat(wide=wide.shape[1], narrow=narrow.shape[1], dtype=message.dtype, wire=wire)
         counted = layout.wide * message.element_size()
-        own = {"audit": audited * message.element_size() / self.ranks} if audited else {}
-        rest = {kind: layout.payload - counted, "counters": counted - sum(own.values())}
-        self.count({**rest, **own}, 2 * (self.ranks - 1))
+        self.count({kind: layout.payload - counted, "counters": counted}, 2 * (self.ranks - 1))
         sent = layout.empty(self.ranks, message.device)
         layout.write(sent, wide, [narrow])
         arrived = torch.empty_like(sent)

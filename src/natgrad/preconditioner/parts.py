@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from natgrad.capture import Capture
 from natgrad.capture.reductions import Count, Reductions
 from natgrad.capture.sampling.labels import LabelSampler
+from natgrad.capture.taps import Hooks
 from natgrad.damping import Control
 from natgrad.distributed import Communicator
 from natgrad.layers import Layer
@@ -38,7 +39,8 @@ class Parts:
         root: The model without wrappers.
         structure: The covered layers, their blocks, and who works for them.
         runtime: Sends messages.
-        capture: The hooks on the layers.
+        hooks: The hooks on the layers.
+        capture: What is made of what they report.
         reductions: What the loss averages over.
         scaling: How the loss is scaled.
         damping: The damping of each step.
@@ -62,6 +64,7 @@ class Parts:
     root: nn.Module
     structure: Structure
     runtime: Communicator
+    hooks: Hooks
     capture: Capture
     reductions: Reductions
     scaling: Scaling

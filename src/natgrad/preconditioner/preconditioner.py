@@ -16,6 +16,7 @@ from natgrad.capture.audit import GradientAudit
 from natgrad.capture.ddp import listen
 from natgrad.capture.reductions import LEFT_OUT, Count, Reduction, Reductions
 from natgrad.capture.sampling.labels import LabelSampler
+from natgrad.capture.taps import Hooks
 from natgrad.curvature import KFAC, Curvature
 from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control, Damping, TrustRegion
@@ -185,8 +186,9 @@ class Preconditioner:
         noticed = reductions.has_tokens() or any(
             replayed_statistics(statistics_of(own, layer)) for layer, own in covered
         )
-        counting = scaling.counts or (where.rule.uses_own_samples and noticed)
+        counts_samples = scaling.counts or (where.rule.uses_own_samples and noticed)
         audit = GradientAudit(reduces=reduces, divides=accumulation == "mean")
+        capture = Capture(root, reductions=reductions, counts_samples=counts_samples, audit=audit)
         self.parts = Parts(
             model=model,
             root=root,
@@ -202,7 +204,8 @@ class Preconditioner:
                 factor=control.factor,
             ),
             runtime=runtime,
-            capture=Capture(root, reductions=reductions, counting=counting, audit=audit),
+            hooks=Hooks(capture.forward),
+            capture=capture,
             reductions=reductions,
             scaling=scaling,
             damping=control,
@@ -235,7 +238,7 @@ class Preconditioner:
         if reduces:
             take_over_reduction(model)
         elif where.rule.sends_during_backward and runtime.ranks > 1:
-            listen(model, self.parts.capture.reduced)
+            listen(model, self.parts.hooks.reduced)
         self._order = CallOrder(self)
         self._attach()
 
@@ -349,7 +352,7 @@ class Preconditioner:
             return False  # torch's checkpoint loaders step before any forward pass
         if progress.start_clock(layer for layer, _ in parts.structure.coverage.layers):
             capture.warn_of_others()
-            self._compare_ranks(damping)
+            check_agreement(parts, damping)
         parts.reductions.warn_of_default()
         return True
 
@@ -378,6 +381,7 @@ class Preconditioner:
         """
         self.parts.second.cancel()
         self._order.detach()
+        self.parts.hooks.detach(self.parts.root)
         self.parts.capture.detach()
         self.parts.background.close(self.parts.progress)
         self._detached = True
@@ -389,6 +393,7 @@ class Preconditioner:
         parts = self.parts
         if not self._detached:
             self._statistics.attach()
+            parts.hooks.attach(parts.root, [member.layer for stack in parts.stacks for member in stack.members])
         parts.scheduler.find_stopped(parts.stacks)
         parts.watch.forget()
         parts.progress.began = parts.progress.ended = 0.0
@@ -406,39 +411,14 @@ class Preconditioner:
             # The hooks lost the statistics of this step on all ranks, so these stay due.
             parts.capture.wanted = parts.capture.rows_wanted = False
 
-    def _compare_ranks(self, damping: float) -> None:
-        """Check that all ranks have the same settings: in the first step and after every change of the model."""
-        parts = self.parts
-        if parts.runtime.ranks > 1:
-            found = parts.runtime.everywhere(parts.reductions.nearest)
-            if parts.reductions.is_undecided:  # a rank without a backward pass takes another rank's choice
-                parts.reductions.nearest = next((each for each in found if each is not None), None)
-        check_agreement(
-            parts.runtime,
-            parts.structure,
-            parts.progress,
-            damping=damping,
-            rule=parts.damping.settings,
-            kl_clip=parts.clip.bound,
-            reduction=parts.reductions.describe(),
-            gradients="reduce" if parts.reduces else "averaged",
-            scaling=parts.scaling.describe(),
-            refresh=parts.refresh.settings(parts.progress.step),
-            precision=parts.precision,
-            guard=parts.watch.guard,
-        )
-
     def _differentiate_sampled(self, outputs: Tensor, mask: Tensor | None) -> None:
         """Differentiate the loss of sampled labels, if the next step needs their statistics."""
-        parts, capture = self.parts, self.parts.capture
-        gradients = capture.wanted and "gradients" in capture.sums.choice.sides
-        wanted = (one.curvature for one in parts.stacks if (capture.rows_wanted if one.curvature.rows else gradients))
-        likelihood = next((curvature.likelihood for curvature in wanted if curvature.likelihood is not None), None)
+        parts, likelihood = self.parts, self._statistics.likelihood
         if likelihood is not None:
             fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.requires_grad
             require(fits, "outputs", describe(outputs), "a tensor with samples first and a graph")
             score = parts.sampler.score(likelihood, outputs.detach(), mask, parts.progress.step)
-            capture.sampled_pass(outputs, score)
+            parts.capture.sampled_pass(outputs, score)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to copy: the copy's hooks would be those of the original."""

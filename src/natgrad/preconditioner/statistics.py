@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from natgrad.capture.reductions import Count
 from natgrad.capture.sums import Choice, make_sums
+from natgrad.curvature.likelihood import Likelihood
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import fold
 from natgrad.preconditioner.rows import Collected, Origin, row_stacks
@@ -17,7 +18,7 @@ class Statistics:
         self._parts = parts
 
     def attach(self) -> None:
-        """Set the hooks on the layers as they are now."""
+        """Begin to capture what the layers show, as they are now."""
         parts = self._parts
         placement, wire = parts.structure.plan.placement, parts.precision.wire
         summed = [stack for stack in parts.stacks if not stack.curvature.rows]
@@ -26,9 +27,8 @@ class Statistics:
         sums = make_sums(summed, placement, parts.runtime, wire, parts.scaling.of_captured, riders, names)
         origin = Origin(parts.runtime.rank, parts.runtime.ranks, not placement.rule.uses_own_samples)
         rows = Collected(row_stacks(parts.stacks), wire if parts.runtime.ranks > 1 else None, origin)
-        parts.capture.again = parts.damping.tries(parts.progress.step)
+        parts.capture.records_passes = parts.damping.tries(parts.progress.step)
         parts.capture.attach(parts.stacks, sums, rows)
-        self._carry_audit()
 
     def choose_next(self) -> None:
         """Tell the hooks what the coming step needs."""
@@ -36,32 +36,34 @@ class Statistics:
         scheduler.receive_decisions(parts.stacks)
         choice = Choice(scheduler.due_statistics(parts.progress), scheduler.stopped)
         summed = [stack for stack in parts.stacks if not stack.curvature.rows]
-        capture.again = parts.damping.tries(parts.progress.step)
+        capture.records_passes = parts.damping.tries(parts.progress.step)
         capture.reset(
             wanted=any(choice.portion(member.layer.name, stack) for stack in summed for member in stack.members),
             rows=parts.keeps_rows and "gradients" in scheduler.due_parts(parts.progress),
             choice=choice,
         )
         capture.audit.begin(parts.progress.step, captures=capture.wanted or capture.rows_wanted)
-        self._carry_audit()
-
-    def _carry_audit(self) -> None:
-        """Let what is audited in the coming step travel with its statistics, unless these are folded in a later one."""
-        capture = self._parts.capture
-        capture.sums.carry(capture.audit.numbers if capture.wanted and not self._parts.renews_in_background else 0)
 
     def compare_gradients(self) -> None:
-        """Compare ``.grad`` with what the hooks have seen, in some steps: at once, or when the statistics arrive."""
-        parts, audit, sums = self._parts, self._parts.capture.audit, self._parts.capture.sums
+        """Compare ``.grad`` with what the hooks have seen, in some steps."""
+        parts, audit = self._parts, self._parts.capture.audit
         ranks = 1 if parts.reduces else parts.runtime.ranks
         with parts.progress.phase("reduce", parts.runtime):
             passes = len(parts.capture.backwards)
-            numbers = sums.extra = audit.take(parts.scaling.of_loss, step=parts.progress.step, passes=passes)
-            if numbers is None or (sums.carries and parts.capture.wanted):
+            numbers = audit.take(parts.scaling.of_loss, step=parts.progress.step, passes=passes)
+            if numbers is None:
                 return
             if ranks > 1:
                 parts.runtime.sum_(numbers, {"audit": len(numbers)})
             audit.compare(numbers, ranks)
+
+    @property
+    def likelihood(self) -> Likelihood | None:
+        """What the coming step draws labels from, before the loss is differentiated; None: it needs none."""
+        parts, capture = self._parts, self._parts.capture
+        sums = capture.wanted and "gradients" in capture.sums.choice.sides
+        wanted = (one.curvature for one in parts.stacks if (capture.rows_wanted if one.curvature.rows else sums))
+        return next((curvature.likelihood for curvature in wanted if curvature.likelihood is not None), None)
 
     def update(self, count: Count | None) -> None:
         """Sum the statistics over the ranks, and update the running averages; under "background" one step later."""
@@ -78,8 +80,6 @@ class Statistics:
                 parts.background.post(parts.stacks, sums, parts.runtime, parts.progress, parts.inspection, wire)
                 return
             sums.travel(parts.runtime, wire)
-            if sums.carries and sums.extra is not None:
-                capture.audit.compare(sums.extra, parts.runtime.ranks)
             parts.scheduler.receive_times(sums.heard)
             if "gradients" in sides:
                 parts.inspection.look(parts.stacks, sums, parts.runtime)

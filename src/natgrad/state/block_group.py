@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from math import prod
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from natgrad.aside import aside
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import computed_for, declarations, input_statistics, replayed_statistics
 from natgrad.distributed.fsdp import is_sharded
@@ -149,25 +147,6 @@ class BlockGroup:
         if self.decisions is not None:
             self.decisions.to(self.work_dtype, self.device)
         return True
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Be without curvature meanwhile, and as before afterwards."""
-        good, ready = {part: [False] * self.size for part in self.good}, [False] * len(self.ready)
-        with ExitStack() as stack:
-            for member in self.members:
-                stack.enter_context(aside(member.layer, seconds=0.0))
-            kept = {
-                "averages": StateTensors(),
-                "weight": None,
-                "held": StateTensors(),
-                "memory": StateTensors(),
-                "fresh": None,
-            }
-            decisions = None if self.decisions is None else self.decisions.fresh()
-            own = {"rungs": self.rungs.anew(), "early_weight": None, "decisions": decisions}
-            stack.enter_context(aside(self, good=good, ready=ready, **own, **kept))
-            yield
 
     def allocate_averages(self) -> Tensor:
         """Make the running averages unless they exist, and return the weights."""

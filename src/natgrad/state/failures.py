@@ -54,10 +54,6 @@ class FailureState:
         self.last: tuple[list[str], Tensor] | None = None
         self._seen: Tensor | None = None
 
-    def anew(self) -> FailureState:
-        """Return those of the same blocks without trouble."""
-        return FailureState([part for part in self._failures if part != _STATISTICS], len(self.behind))
-
     # --- Renewals -----------------------------------------------------------------------------------------------
 
     @staticmethod

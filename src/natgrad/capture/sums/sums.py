@@ -53,8 +53,6 @@ class StatisticsBuffer:
         choice: What is collected.
         rider: What this rank has to say beside its sums.
         basis_version: `BlockGroup.basis_version` as they were when this step began, by the ``id`` of the stack.
-        extra: What travels with the first message to all ranks in this step alone, after `carry` has made room for it;
-            after `travel` it is the sum over the ranks.
     """
 
     def __init__(self, stacks: Sequence[BlockGroup], *, fused: bool, kind: str = "factors", riders: int = 0) -> None:
@@ -69,8 +67,6 @@ class StatisticsBuffer:
         stacks = [stack for stack in stacks if stack.role.captures or stack.role.keeps_averages]
         self._fused, self._kind, self._riders = fused, kind, riders
         self.rider: Sequence[float] = ()
-        self.extra: Tensor | None = None
-        self._carrier: Bucket | None = None
         self._members = {member.layer.name: (stack, member) for stack in stacks for member in stack.members}
         self.tallies = {name: SampleCount() for name in self._members}
         self._filled: set[str] = set()  # the layers whose sums are initialised
@@ -113,26 +109,6 @@ class StatisticsBuffer:
     def portion(self, layer: str) -> Portion | None:
         """Return which statistics of a layer are collected; None: none, or there are no sums of it."""
         return self._portions.get(layer)
-
-    def carry(self, numbers: int) -> None:
-        """Make room for so many numbers in `extra` until the next call, where they can travel; before hooks have run.
-
-        The same on all ranks.
-        """
-        if self._carrier is not None:
-            self._carrier.extra = 0
-        self._carrier = self._first_carrier if numbers and self._fused else None
-        if self._carrier is not None:
-            self._carrier.extra = numbers
-
-    @property
-    def _first_carrier(self) -> Bucket | None:
-        return next((message for message in self._messages if message.role.seat.sums == "all"), None)
-
-    @property
-    def carries(self) -> bool:
-        """Whether there is room for `extra`."""
-        return self._carrier is not None
 
     def _arrange(self, messages: list[Bucket]) -> None:
         """Collect in these messages from now on."""
@@ -190,7 +166,6 @@ class StatisticsBuffer:
             wire: The dtype in which sums travel, if narrower than their own.
         """
         to_workers: dict[object, list[Bucket]] = {}
-        self._load()
         for message in self._messages:
             assert message.buffer is not None
             if message.role.seat.sums == "all":
@@ -199,7 +174,6 @@ class StatisticsBuffer:
                 to_workers.setdefault((message.buffer.dtype, message.buffer.device), []).append(message)
         for messages in to_workers.values():
             self._reduce_to_workers(messages, runtime, wire)
-        self._unload()
 
     def _reduce_to_workers(self, messages: list[Bucket], runtime: Communicator, wire: torch.dtype | None) -> None:
         """Sum messages of one dtype and device on the one worker of each."""
@@ -212,16 +186,6 @@ class StatisticsBuffer:
             if message.role.server == runtime.rank:
                 for half, result in zip(message.halves(), summed, strict=True):
                     half.copy_(result)
-
-    def _load(self) -> None:
-        """Write `extra` behind the message that carries it."""
-        if self._carrier is not None and self.extra is not None:
-            self._carrier.allocate()[self._carrier.numel :] = self.extra
-
-    def _unload(self) -> None:
-        """Read `extra` from the message that has carried it."""
-        if self._carrier is not None and self.extra is not None:
-            self.extra = self._carrier.allocate()[self._carrier.numel :].clone()
 
     def post(self, runtime: Communicator, wire: torch.dtype | None) -> list[Work]:
         """Begin what `travel` does, in a queue of its own; only where all ranks receive all sums."""

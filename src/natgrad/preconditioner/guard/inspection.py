@@ -26,9 +26,8 @@ _NAMED = 5
 class Inspection:
     """Finds the covered layers that are not used as their modules use them: their gradients stay plain."""
 
-    def __init__(self, *, silent: bool = False) -> None:
-        """Begin with no suspicion; `silent` ones only keep the gradients plain."""
-        self._silent = silent
+    def __init__(self) -> None:
+        """Begin with no suspicion."""
         self._looked = self._late = False
         self._misused: set[str] = set()
         self._uncalled: set[str] = set()
@@ -107,7 +106,7 @@ class Inspection:
     def _warn(self, keys: set[str], why: str) -> None:
         news = sorted(keys - self._told)
         self._told |= keys
-        if news and not self._silent:
+        if news:
             names = ", ".join(news[:_NAMED]) + (f" and {len(news) - _NAMED} more" if len(news) > _NAMED else "")
             message = f"natgrad leaves the gradients of {names} as they are: {why}; see explain()"
             warnings.warn(message, NatgradWarning, stacklevel=5)  # past `report`, `step` and its decorator

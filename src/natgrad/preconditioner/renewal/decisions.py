@@ -225,10 +225,6 @@ class DecisionState:
         self.last_averages = StateTensors()
         self.in_progress: set[int] = set()
 
-    def fresh(self) -> DecisionState:
-        """Return the state of the same stack before any decision."""
-        return DecisionState(self._stack, compares_averages=self._compares_averages)
-
     @property
     def names(self) -> tuple[str, ...]:
         """The statistics that renewals read."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from natgrad.aside import aside
 from natgrad.curvature import RowCurvature
 from natgrad.specs import TensorSpec
 from natgrad.state.block_group import BlockGroup
@@ -82,12 +80,6 @@ class RowBlockGroup(BlockGroup):
             elif name in SQUARES:
                 values = values.unflatten(1, (wide, wide))[:, :kept, :kept].flatten(1)
             fresh.write(name, whole, self.fitted(name, values))
-
-    @contextmanager
-    @override
-    def aside(self) -> Iterator[None]:
-        with aside(self, rows=0), super().aside():
-            yield
 
     def draft(self, rows: int) -> StateTensors:
         """Return memory for a renewal with so many rows, with zeros in it; the last one stays as it is."""
