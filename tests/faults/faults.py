@@ -471,7 +471,7 @@ _add(
     "All ranks draw the labels of the sampled Fisher from the same random numbers.",
     "distributed/test_equality.py::test_every_rank_draws_its_own_labels",
     (
-        "capture.sampling.labels:LabelSampler._generator",
+        "capture.labels:LabelSampler._generator",
         "seed_of(self._seed, self._rank, step, draw)",
         "seed_of(self._seed, 0, step, draw)",
     ),

@@ -18,7 +18,6 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from natgrad.capture import compiled
 from natgrad.capture.audit import GradientAudit
-from natgrad.capture.pooled import Pooled
 from natgrad.capture.reductions import Count, Reductions
 from natgrad.capture.repetition import Chance, Recording, Repetition
 from natgrad.capture.rows import Collected
@@ -28,7 +27,7 @@ from natgrad.capture.sums import WHOLE, BucketedStatistics, Choice, StatisticsBu
 from natgrad.capture.sums.messages import SampleCount
 from natgrad.capture.taps import Forward, Pass, warn_of_others
 from natgrad.capture.upstream import destination, go_down, mark, marked, sources
-from natgrad.capture.uses import LayerCall, LossTerms
+from natgrad.capture.uses import LayerCall, LossTerms, Pooled
 from natgrad.curvature import Curvature
 from natgrad.distributed.sharding import owners
 from natgrad.distributed.shards import is_sharded

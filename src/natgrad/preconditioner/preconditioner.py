@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from natgrad.capture import Capture
 from natgrad.capture.audit import GradientAudit
 from natgrad.capture.ddp import listen
+from natgrad.capture.labels import LabelSampler
 from natgrad.capture.reductions import LEFT_OUT, Count, Reduction, Reductions
-from natgrad.capture.sampling.labels import LabelSampler
 from natgrad.capture.taps import Hooks
 from natgrad.curvature import KFAC, Curvature
 from natgrad.curvature.base import replayed_statistics, statistics_of

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from natgrad.capture.sums.choice import WHOLE, Choice
 from natgrad.capture.sums.messages import (
     Arrived,
     Bucket,
@@ -20,11 +20,37 @@ from natgrad.capture.sums.messages import (
     portion_of,
 )
 from natgrad.distributed import Communicator, Work
+from natgrad.refresh.rule import SIDES, Side
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.tensors import pack
 
 # What `StatisticsBuffer.close` is given, by the number of backward passes.
 Gain = Callable[[int], "float | Tensor"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is collected of all that curvatures declare.
+
+    Attributes:
+        sides: Of the inputs (`BlockGroup.input_statistics`), of what needs gradients, or both.
+        without: The names of the layers of which nothing is.
+    """
+
+    sides: frozenset[Side] = frozenset(SIDES)
+    without: frozenset[str] = frozenset()
+
+    def portion(self, layer: str, stack: BlockGroup) -> Portion | None:
+        """Return the portion of the statistics of a layer; None: nothing."""
+        if layer in self.without or not self.sides:
+            return None
+        if len(self.sides) == len(SIDES):
+            return "whole"
+        portion: Portion = "inputs" if "inputs" in self.sides else "rest"
+        return portion if portion_of(stack, portion) else None
+
+
+WHOLE = Choice()
 
 
 class Accumulate(Protocol):

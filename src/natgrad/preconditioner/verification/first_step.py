@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from natgrad.capture import Capture
 from natgrad.capture.audit import GradientAudit
+from natgrad.capture.labels import LabelSampler
 from natgrad.capture.reductions import Reductions
-from natgrad.capture.sampling.labels import LabelSampler
 from natgrad.capture.taps import Hooks
 from natgrad.curvature import Curvature
 from natgrad.curvature.likelihood import Likelihood
