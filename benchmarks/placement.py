@@ -27,7 +27,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,6 @@ from benchmarks.peers import (
 )
 from benchmarks.placement_cycle import CYCLE, KINDS, SETTINGS, STEPS, Intervals, cycle, merge
 from benchmarks.placement_report import Result, Row, print_result, wanted
-from natgrad.distributed import resolve
 
 HERE = Path(__file__).parent
 DDP, PEER = "DDP", "kfac-pytorch "
@@ -98,7 +97,8 @@ def label(placement: str, gradients: Reduction) -> str:
 
 def told(placement: str, rate: str) -> natgrad.Placement:
     """Return a placement that knows the link, where there is one."""
-    known = resolve(placement)
+    name, _, fraction = placement.partition(":")
+    known = natgrad.Placement(name=name, fraction=float(fraction) if fraction else None)
     return replace(known, link=natgrad.Link(bandwidth=BANDWIDTHS[rate])) if rate in BANDWIDTHS else known
 
 
@@ -115,11 +115,13 @@ def configurations(form: Form, rate: str) -> dict[str, Method]:
     return own | {f"{PEER}{name}": kfac_pytorch(form, fraction=FRACTIONS[name], intervals=CYCLE) for name in FRACTIONS}
 
 
-def attach_all(workload: Name, form: Form, rate: str, only: str) -> tuple[dict[str, Trainer], dict[str, str]]:
-    """Return a trainer for each configuration, or for comm-opt and `only` one, and why natgrad refuses the others."""
+def attach_all(
+    workload: Name, form: Form, rate: str, only: Collection[str]
+) -> tuple[dict[str, Trainer], dict[str, str]]:
+    """Return a trainer for each configuration, or for comm-opt and `only` some, and why natgrad refuses the others."""
     trainers, refused = {}, {}
     for name, attach in configurations(form, rate).items():
-        if only and name not in (only, "comm-opt"):
+        if only and name not in (*only, "comm-opt"):
             continue
         trainer = Trainer(WORKLOADS[workload])
         try:
@@ -150,7 +152,7 @@ def bare_work(limit: Limit, form: Form) -> Subject:
     return laps
 
 
-def measure(workload: Name, form: Form, rounds: int, rate: str, only: str) -> Measured:
+def measure(workload: Name, form: Form, rounds: int, rate: str, only: Collection[str]) -> Measured:
     """Run every configuration in turn; to be called on every rank, of which the first returns the figures of all."""
     trainers, refused = attach_all(workload, form, rate, only)
     trainers |= {DDP: Trainer(WORKLOADS[workload]), ALONE: Trainer(WORKLOADS[workload], alone=True)}
@@ -249,12 +251,17 @@ class Summary:
         return median(values) if self.timed else None
 
     def mean(self, name: str, quantity: str, setting: Intervals) -> Seconds:
-        """Return what a step took in each round; without a preconditioner all steps of the cycle are alike."""
-        spans = {span: self.times[f"{name}/{span}/{quantity}"] for span in STEPS}
-        if name not in (DDP, ALONE):
-            return setting.mean(spans)
-        steady: Seconds = np.sum(list(spans.values()), axis=0) / len(KINDS)
-        return steady
+        """Return what a step took in each round."""
+        return mean_step(self.times, name, quantity, setting)
+
+
+def mean_step(times: Mapping[str, Seconds], name: str, quantity: str, setting: Intervals) -> Seconds:
+    """Return what a step took in each round; without a preconditioner all steps of the cycle are alike."""
+    spans = {span: times[f"{name}/{span}/{quantity}"] for span in STEPS}
+    if name not in (DDP, ALONE):
+        return setting.mean(spans)
+    steady: Seconds = np.sum(list(spans.values()), axis=0) / len(KINDS)
+    return steady
 
 
 def on_two_nodes(workload: Name, form: Form, rounds: int, ranks: int, rate: str, only: str) -> Measured:
@@ -268,16 +275,21 @@ def on_two_nodes(workload: Name, form: Form, rounds: int, ranks: int, rate: str,
         done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, cwd=HERE.parent, check=False)
         if done.returncode != 0:
             raise typer.Exit(done.returncode)
-        measured: Measured = pickle.loads(path.read_bytes())
+        return read_measured(path)
+
+
+def read_measured(path: Path) -> Measured:
+    """Return what `write_measured` has written."""
+    measured: Measured = pickle.loads(path.read_bytes())
     return measured
 
 
 def on_one(workload: Name, form: Form, rounds: int, ranks: int, rate: str, only: str) -> Measured:
     """Call `measure` on the ranks of this machine."""
-    return launch(ranks, measure, workload, form, rounds, rate, only)
+    return launch(ranks, measure, workload, form, rounds, rate, [only] if only else [])
 
 
-def write_measured(workload: Name, form: Form, rounds: int, rate: str, only: str, path: Path) -> None:
+def write_measured(workload: Name, form: Form, rounds: int, rate: str, only: Collection[str], path: Path) -> None:
     """Be one of torchrun's ranks: measure, and have the first write the figures."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -313,7 +325,7 @@ def main(
     """Measure, print the tables, and write benchmarks/results/placement_<ranks>_<rate>.json."""
     if into is not None:
         assert workload is not None
-        write_measured(workload, form, rounds, rate, only, into)
+        write_measured(workload, form, rounds, rate, [only] if only else [], into)
         return
     if rate != "none" and ranks % 2:
         raise typer.BadParameter(f"{ranks} ranks do not go on two nodes: give an even number, or --rate none")

@@ -1,5 +1,6 @@
 """What all tests have in common."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +32,12 @@ def small_is_as_large() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     thinning.mark_slow(items)
+
+
+def pytest_collection_finish() -> None:
+    """Leave thousands of collected tests out of what the garbage collector looks at again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -15,6 +15,7 @@ from tests.every import CHOOSING, EVERY, Training, batch
 every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
 
 
+@pytest.mark.values
 @every
 @pytest.mark.parametrize("fisher", ["empirical", "sampled"])
 def test_loss_falls_and_all_stays_finite(make, fisher):
@@ -78,6 +79,7 @@ def test_runs_repeat_bit_by_bit(make):
     dense.assert_equal(*results, 0)
 
 
+@pytest.mark.values
 @every
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_training_resumes_bit_by_bit(make, steps):
@@ -132,7 +134,7 @@ def test_a_step_before_any_pass_is_harmless(make):
 def test_it_tells_what_it_is(make):
     training = Training(make)
     training.step(batch(0))
-    assert type(training.preconditioner._curvature).__name__ in repr(training.preconditioner._curvature)
+    assert type(training.preconditioner.curvature).__name__ in repr(training.preconditioner.curvature)
     assert "head.weight" in str(training.preconditioner.explain())
     assert training.preconditioner.metrics()["step"] == 1
 
@@ -159,7 +161,7 @@ def test_batches_of_other_sizes_and_of_none(make):
     for step, samples in enumerate((12, 1, 5)):
         training.step(batch(step, samples=samples))
     training.precondition(batch(3, samples=0), reduction="sum")
-    if not isinstance(training.preconditioner._curvature, natgrad.KBFGS):  # which goes on with its average
+    if not isinstance(training.preconditioner.curvature, natgrad.KBFGS):  # which goes on with its average
         assert not any(gradient.any() for gradient in training.gradients.values())
     training.step(batch(4))
     assert all(parameter.isfinite().all() for parameter in training.model.parameters())

@@ -264,7 +264,7 @@ def test_other_curvatures_do_not_look_again():
     alone, calls = Training(curvature={"0": None, "*": natgrad.KFAC()}), []
     mixed = Training(curvature={"0": natgrad.KBFGS(), "*": natgrad.KFAC()})
     (curvature,) = {stack.curvature for stack in mixed.preconditioner.parts.stacks} - {
-        mixed.preconditioner._curvature["0"]
+        mixed.preconditioner.curvature["0"]
     }
     accumulate = curvature.accumulate
     curvature.accumulate = lambda *args, **options: calls.append(1) or accumulate(*args, **options)

@@ -63,6 +63,15 @@ def test_no_activation_outlives_its_graph(curvature, ending):
     preconditioner.step()
 
 
+@pytest.fixture
+def few_objects():
+    """Leave what the tests before have made out of what the garbage collector looks at, which takes it seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def live_bytes():
     """What all tensors known to the garbage collector hold, each storage once."""
     gc.collect()
@@ -71,6 +80,7 @@ def live_bytes():
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.values
 @pytest.mark.filterwarnings("ignore:natgrad. the cross-entropy of each")  # no loss is divided here
 @pytest.mark.parametrize("curvature", FISHERS)

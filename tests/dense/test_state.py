@@ -86,6 +86,7 @@ def same(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[path], right[path]) for path in left)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("stop", [0, 1, 4, 5])
 def test_a_resumed_run_is_bit_identical(variant, stop):

@@ -35,6 +35,8 @@ class Job:
     kl_clip: float | None = 1e-3
     lr: float = 0.1
     momentum: float = 0.9
+    samples: int = SAMPLES
+    alike: bool = False  # whether every rank sees the whole batch
 
 
 @dataclass
@@ -55,11 +57,11 @@ def network() -> nn.Module:
     ).double()
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
     """The global batch of a step."""
     generator = torch.Generator().manual_seed(100 + step)
-    x = torch.randn(SAMPLES, 2, 7, generator=generator, dtype=torch.float64)
-    return x, torch.randint(3, (SAMPLES,), generator=generator)
+    x = torch.randn(samples, 2, 7, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (samples,), generator=generator)
 
 
 def place() -> tuple[int, int]:
@@ -93,7 +95,9 @@ class Training:
         )
 
     def step(self, step: int) -> None:
-        x, y = (share(tensor, ragged=self.job.ragged) for tensor in batch(step))
+        x, y = batch(step, self.job.samples)
+        if not self.job.alike:
+            x, y = share(x, ragged=self.job.ragged), share(y, ragged=self.job.ragged)
         parts = self.job.micro_batches
         self.optimizer.zero_grad()
         for index, (xs, ys) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):

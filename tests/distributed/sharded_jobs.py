@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from natgrad.distributed.sharding import reshard
+from natgrad.distributed.fsdp import reshard
 from tests.distributed.jobs import batch, share
 
 STEPS = range(5)

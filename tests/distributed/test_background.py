@@ -184,7 +184,7 @@ def assert_equal(results):
         assert all(torch.equal(value, other[name]) for name, value in results[0].items())
 
 
-@pytest.mark.pairs
+@pytest.mark.values
 @pytest.mark.parametrize("intervals", INTERVALS)
 @pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -275,7 +275,7 @@ def hold_up(case, held, steps):
             elif step == held:
                 gate.clear()
             training.step(step)
-    return training.parameters(), bool(training.preconditioner.parts.background._renewal)
+    return training.parameters(), bool(training.preconditioner.parts.background.keys)
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
@@ -371,6 +371,7 @@ def resume(case, states, steps):
     return training.parameters()
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("stop", [4, 5, 6, 7])
 def test_a_gathered_state_resumes_bit_by_bit(ranks, stop, staleness):
@@ -383,6 +384,7 @@ def test_a_gathered_state_resumes_bit_by_bit(ranks, stop, staleness):
         assert_close(resumed[0], defined(case))
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("stop", [4, 5, 6, 8])
 def test_a_local_state_begins_a_renewal_under_way_anew(ranks, stop, staleness):

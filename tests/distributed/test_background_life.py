@@ -192,10 +192,10 @@ def test_a_model_that_moves():
 
 def look_into():
     training = started()
-    renewal = training.preconditioner.parts.background._renewal
+    under_way = training.preconditioner.parts.background.keys
     x, y = (tensor[:6] for tensor in batch(50))
     report = training.preconditioner.verify((x, y), loss)
-    assert training.preconditioner.parts.background._renewal is renewal is not None
+    assert training.preconditioner.parts.background.keys == under_way != set()
     go_on(training)
     return training.parameters(), report.worst
 
@@ -273,7 +273,7 @@ def slow(self, task, averages, damping, previous=None):
 
 natgrad.KFAC.compute = slow
 training = started()
-assert training.preconditioner.parts.background._renewal is not None
+assert training.preconditioner.parts.background.keys
 if sys.argv[3] == "destroy":
     dist.destroy_process_group()
 print("done", flush=True)

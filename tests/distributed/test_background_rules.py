@@ -77,6 +77,7 @@ def verdicts(state):
     return {key: float(own["rule"][0, 1]) for key, own in state["blocks"].items()}
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("rule", RULES)
 def test_ranks_decide_as_one_process(ranks, rule, staleness):

@@ -71,6 +71,7 @@ def train_joined(kind, steps, options, folder=None, saving=False):
     return None if saving else training.result()
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("options", [None, FLAT], ids=["nested", "flat"])
 def test_a_preconditioned_optimizer_in_torchs_functions(ranks, tmp_path, kind, options):

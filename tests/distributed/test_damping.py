@@ -54,6 +54,7 @@ def check(ranks, count, name, options, steps=5, **how):
 RULE = LevenbergMarquardt(0.1, interval=2, decay=0.6)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(
     ("name", "placement"),
     [
@@ -92,6 +93,7 @@ def test_its_message_is_small_and_rare(ranks):
     }  # two messages of six numbers
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(
     ("name", "placement"),
     [
@@ -129,6 +131,7 @@ def undone(name, placement):
     return found
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("placement", ["comm-opt", "hybrid:0.5", "mem-opt", "dp"])
 @pytest.mark.parametrize("name", ["hylo kid", "hylo switch"])
 def test_products_with_the_rows_of_all_ranks_undo_their_solves(ranks, name, placement):
@@ -167,6 +170,7 @@ def test_a_closure_that_raises_on_one_rank_stops_all(ranks, early):
     assert second == "KeyError('here')"
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(
     ("name", "placement"),
     [

@@ -15,6 +15,7 @@ def cycling(between, wait, **options):
     return {"batches_between": between, "batches_to_wait": wait, **options}
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("merge", ["paper", "delta"])
 @pytest.mark.parametrize(("between", "wait"), CYCLES)
 def test_cycling(ranks, between, wait, merge):

@@ -14,7 +14,7 @@ from torch import nn
 import natgrad
 from natgrad.averaging import Nodes
 from natgrad.distributed import groups
-from natgrad.distributed.sharding import whole
+from natgrad.distributed.fsdp import whole
 from tests.distributed.daso_jobs import Run, Training, batch, identical, largest, train
 
 
@@ -135,6 +135,7 @@ def poisoned(run, rank):
     return steps, None
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize(
     "options",

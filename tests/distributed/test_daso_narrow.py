@@ -27,6 +27,7 @@ def cycling(run, between, wait, merge="paper", wire=torch.bfloat16, **options):
     return replace(run, options={**run.options, **own, **options})
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("merge", ["paper", "delta"])
 @pytest.mark.parametrize(("between", "wait"), CYCLES)
 def test_differences_are_no_other_rule(ranks, between, wait, merge):

@@ -49,6 +49,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("at", [5, 9])  # with the turns of both ranks of a node
 @pytest.mark.parametrize(
     ("name", "rotating", "wrapper"),

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 import natgrad
 from natgrad.averaging import Nodes
 from natgrad.averaging.messages import local
-from natgrad.distributed.sharding import whole
+from natgrad.distributed.fsdp import whole
 from tests.distributed.daso_jobs import Run, batch, identical, train
 
 BLOCKING = {"epochs": 2, "steps_per_epoch": 20, "warmup_epochs": 2, "cooldown_epochs": 0}

@@ -201,7 +201,7 @@ def test_dp_is_its_definition(ranks, model, count, refresh):
     assert all(sent["inverses"] == 0 for sent in traffic)
 
 
-@pytest.mark.pairs
+@pytest.mark.values
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
     "case",

@@ -37,6 +37,7 @@ def test_ranks_equal_one_process(ranks, count, placement):
     assert float((expected.model["3.weight"] - kfac.model["3.weight"]).norm()) > 1e-3
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(
     "job",
     [
@@ -121,6 +122,7 @@ def test_placements_in_which_ranks_capture_blindly_are_refused(ranks, placement)
 # --- State --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("stop", [2, 4, 6])
 @pytest.mark.parametrize("gather", [False, True])
 def test_resuming_on_the_same_ranks_is_bit_exact(ranks, gather, stop):
@@ -147,6 +149,7 @@ def until_full(step):
     return 1 if step < 4 else 10
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("wrapper", ["root", "layers"])
 def test_sharded_parameters(ranks, count, wrapper):
@@ -226,6 +229,7 @@ def solve(own, W, gamma):
     return dense_ekfac.solve(W, dense_ekfac.approximation(S, QA, QG), gamma)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("staleness", [1, 2])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_in_the_background_moments_of_an_old_basis_do_not_count(ranks, count, staleness):

@@ -19,6 +19,7 @@ STEPS = range(7)
 REDUCING = ["auto", "mem-opt", "reduce-scatter"]  # gradients go to all ranks, or each to the one that works for it
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("curvature", CURVATURES)
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_ranks_equal_one_process(ranks, count, curvature):

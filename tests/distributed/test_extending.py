@@ -45,6 +45,7 @@ def alone():
     return train("comm-opt")
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_equal_one_process(ranks, alone, count, placement):

@@ -52,6 +52,7 @@ def rebuild(placement, times, end):
     return counts, found
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("end", ["detach", "delete"])
 @pytest.mark.parametrize(("placement", "P"), [("pipelined", 2), ("hybrid:0.5", 4), ("background", 2)])
 def test_many_use_the_same_groups(ranks, placement, P, end):

@@ -137,6 +137,7 @@ def train_beside_other_groups(placement, which):
     return dense.gradients(model)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("which", ["members", "local", "overlapping"])
 @pytest.mark.parametrize("placement", ["hybrid:0.5", "pipelined", "background"])
 def test_ranks_that_are_in_different_groups_of_the_user(ranks, placement, which):

@@ -67,6 +67,7 @@ def train(kind, steps):
     return dict(model.state_dict())
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("kind", [Attending, Recurrent, Upsampling])
 def test_ranks_equal_one_process(ranks, kind, count):

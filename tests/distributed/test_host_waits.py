@@ -19,11 +19,8 @@ READS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "unique_consec
 ON_THE_CPU_ALONE = {
     ("audit.py", "describe"),  # it reads a copy on the host, once that has arrived
     ("audit.py", "describe_accumulation"),
-    ("guard.py", "_count"),
+    ("device.py", "known_all"),
     ("guard.py", "check"),
-    ("guard.py", "saw_rungs"),
-    ("served.py", "note"),
-    ("stacked.py", "clear_"),
     ("fallback.py", "_replace"),
     ("fallback.py", "_suspects"),
 }

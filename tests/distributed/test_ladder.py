@@ -82,7 +82,7 @@ def train(job, kind, steps, states=None, gather=False):
     return training.result(gather=gather), fallbacks, words
 
 
-@pytest.mark.pairs
+@pytest.mark.values
 @pytest.mark.parametrize("kind", ["decompositions", "grafted", "unusable"])
 @pytest.mark.parametrize(("count", "placement"), CASES)
 def test_all_ranks_are_served_alike(ranks, count, placement, kind):
@@ -111,6 +111,7 @@ def test_what_serves_which_layer_and_when():
     assert not words["5.weight"]
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("kind", ["decompositions", "grafted", "unusable"])
 @pytest.mark.parametrize("placement", COMMON)
 def test_a_training_resumed_on_a_lower_rung(ranks, placement, kind):

@@ -49,6 +49,7 @@ def train(form, wrapped, ragged, micro_batches):
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(
     ("form", "wrapped", "ragged", "micro_batches"),
     [("unit", True, False, 1), ("full", True, False, 1), ("diag", False, True, 1), ("unit", False, False, 3)],

@@ -137,7 +137,7 @@ def play(name, placement, refresh=(1, 2)):
     return {key: value.clone() for key, value in scene.model.state_dict().items()}
 
 
-@pytest.mark.pairs
+@pytest.mark.values
 @pytest.mark.parametrize("name", SCENES)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -314,7 +314,7 @@ SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
 REDUCE = {"wrapped": False, "ragged": True}
 
 
-@pytest.mark.pairs
+@pytest.mark.values
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(

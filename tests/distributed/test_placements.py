@@ -14,6 +14,7 @@ PLACEMENTS = ["comm-opt", "mem-opt", "hybrid:0.5", "reduce-scatter"]
 STEPS = range(7)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("form", ["eigen", "inverse"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -24,6 +25,7 @@ def test_placements_equal_one_process(ranks, placement, count, form):
     assert_close(results[0], train(Job(curvature={"form": form}), STEPS))
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("form", ["eigen", "inverse"])
 @pytest.mark.parametrize("placement", ["comm-opt", "hybrid:0.5", "reduce-scatter"])
 def test_factors_that_are_diagonals_alone(ranks, placement, form):

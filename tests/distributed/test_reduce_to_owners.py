@@ -31,6 +31,7 @@ def options(placement):
     return {"placement": placement, "gradients": "reduce"}
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -40,6 +41,7 @@ def test_ranks_equal_one_process(ranks, placement, count, wrapped):
     assert_close(results[0], train(Job(), STEPS))
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -248,6 +250,7 @@ def count_messages(placement, left):
     return calls, {kind: sent - before.get(kind, 0) for kind, sent in after.items()}, owned
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("placement", [*PLACEMENTS, "dp"])

@@ -107,6 +107,7 @@ def wanted(model=None):
     return {name: solve(seen.gradient(), pooled(seen).fisher()) for name, seen in rows.items()}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("curvature", EXACT)
 def test_with_all_rows_ranks_make_the_dense_natural_gradient(ranks, curvature, count):
@@ -243,6 +244,7 @@ def foretell(curvature, ragged, placement):
     return preconditioner.traffic(), foretold
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize(
     "curvature",
@@ -384,6 +386,7 @@ def take_sharded(curvature, placement):
     return dense.gradients(plain), preconditioner.state_dict()["epochs"]["norms"]
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("curvature", [EXACT["sngd"], EXACT["most-kid"], {"rank": 12}], ids=["sngd", "kid", "switch"])
 @pytest.mark.parametrize(
     ("placement", "count"),

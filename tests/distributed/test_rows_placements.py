@@ -34,6 +34,7 @@ def test_with_all_rows_ranks_make_the_dense_natural_gradient(ranks, curvature, r
     dense.assert_equal(results[0][0], wanted(), 1e-10)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("placement", ["mem-opt", "hybrid:0.5", "pipelined"])
 @pytest.mark.parametrize("curvature", FEW)
 def test_few_rows_are_those_of_comm_opt(ranks, curvature, placement):

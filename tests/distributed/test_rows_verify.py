@@ -58,7 +58,7 @@ SELECTING = {
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.values
 @pytest.mark.parametrize("how", ["even", "ragged", "dp", "mem-opt"])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("curvature", SELECTING)

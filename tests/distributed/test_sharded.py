@@ -17,6 +17,7 @@ def assert_equal_to_one_process(ranks, count: int, case: Case, tolerance: float 
         assert error(parameters, expected) <= tolerance
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("wrapper", ["root", "layers"])
 @pytest.mark.parametrize("curvature", [{}, {"form": "inverse", "sharing": "reduce"}])

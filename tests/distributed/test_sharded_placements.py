@@ -42,6 +42,7 @@ def test_every_kind_of_layer(ranks, placement, wrapper, count, mesh):
     assert_equal_to(ranks, train(Case(network=Zoo)), count, case)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(("count", "mesh"), [(2, None), (4, None), (4, (2, 2))])
 @pytest.mark.parametrize("network", [Network, Zoo])
 def test_dp_equals_itself_under_data_parallelism(ranks, network, count, mesh):
@@ -180,7 +181,7 @@ def sent_and_foretold(case):
     return {kind: after[kind] - before.get(kind, 0) for kind in after}, foretold
 
 
-@pytest.mark.pairs
+@pytest.mark.values
 @pytest.mark.parametrize(("count", "mesh"), [(2, None), (4, None), (4, (2, 2))])
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "reduce-scatter", "dp", "hybrid:0.5"])
 @pytest.mark.parametrize("network", [Network, Zoo])
@@ -199,6 +200,7 @@ def held(rows, shards, shard):
     return max(0, min(rows, size * (shard + 1)) - size * shard)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(("count", "mesh"), [(2, None), (4, None), (4, (2, 2))])
 @pytest.mark.parametrize("placement", ["mem-opt", "reduce-scatter", "dp", "hybrid:0.5"])
 def test_traffic(ranks, placement, count, mesh):
@@ -274,6 +276,6 @@ def largest_tensor(placement):
 def test_no_rank_holds_whole_gradients_of_layers_that_others_work_for(ranks):
     """Four layers of 8 KiB, one for each rank: what a rank has of the others' comes to one of them."""
     layer = 32 * 32 * BYTES
-    assert max(ranks.run(4, largest_tensor, "comm-opt")) > 4 * layer
+    assert max(ranks.run(4, largest_tensor, "comm-opt")) >= 4 * layer
     small = (14 * 32 + 32 * 4) * BYTES  # the first and the last layer
     assert max(ranks.run(4, largest_tensor, "mem-opt")) <= layer + small

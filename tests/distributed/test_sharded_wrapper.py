@@ -219,10 +219,8 @@ def traffic(case, bound=None):
 @pytest.mark.parametrize(("count", "mesh"), [(1, (1,)), (2, (2,)), (4, (4,)), (4, (2, 2))])
 def test_each_rank_sends_its_shard_to_the_others_of_its_shard_group(ranks, count, mesh):
     shards, results = mesh[-1], ranks.run(count, traffic, Case(mesh=mesh))
-    longest = max(own for _, own, _ in results)
     for sent, own, _ in results:
         assert sent["gradients"] == len(STEPS) * (shards - 1) * own * BYTES
-        assert sent.get("padding", 0) == len(STEPS) * (shards - 1) * (longest - own) * BYTES
     for (sent, _, _), plain in zip(results, ranks.run(count, traffic_of_data_parallelism), strict=True):
         assert all(sent[kind] == plain[kind] for kind in ("factors", "inverses", "counters"))
 
@@ -235,13 +233,12 @@ def traffic_of_data_parallelism():
 
 
 def test_gradients_that_travel_stack_by_stack(ranks):
-    """The bound on what is gathered at once changes nothing but the number of messages, each padded by itself."""
+    """The bound on what is gathered at once changes nothing but the number of messages."""
     expected = train(Case())
     at_once, apart = (ranks.run(4, traffic, Case(), bound) for bound in (None, 1))
     for (sent, _, parameters), (before, _, _) in zip(apart, at_once, strict=True):
         assert error(parameters, expected) <= 1e-10
         assert sent["gradients"] == before["gradients"]
-        assert sent["padding"] >= before["padding"]
 
 
 def train_scaled(case):

@@ -9,6 +9,7 @@ from tests.distributed.jobs import Job, Training, assert_bit_identical, assert_c
 SAMPLED = {"fisher": "sampled", "likelihood": "categorical"}
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("curvature", [{}, {"form": "inverse"}, SAMPLED])
 @pytest.mark.parametrize("gather", [False, True])
 def test_resuming_on_the_same_ranks_is_bit_exact(ranks, curvature, gather):
@@ -19,6 +20,7 @@ def test_resuming_on_the_same_ranks_is_bit_exact(ranks, curvature, gather):
     assert_bit_identical([*straight, *resumed])
 
 
+@pytest.mark.values
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (2, 1), (4, 2), (1, 2)])
 @pytest.mark.parametrize("curvature", [{}, {"form": "inverse"}])
 def test_resuming_on_another_number_of_ranks(ranks, before, after, curvature):

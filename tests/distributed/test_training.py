@@ -134,7 +134,8 @@ def to_launcher(process):
 
 
 @pytest.mark.parametrize(
-    ("workers", "interrupt"), [(1, to_all), (2, to_all), pytest.param(2, to_launcher, marks=pytest.mark.slow)]
+    ("workers", "interrupt"),
+    [(1, to_all), *(pytest.param(2, interrupt, marks=pytest.mark.slow) for interrupt in (to_all, to_launcher))],
 )
 def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path, workers, interrupt):
     folder = tmp_path / "run"

@@ -64,6 +64,7 @@ def run_on_all_samples(*args):
         return run(*args)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("name", CURVATURES)
 @pytest.mark.parametrize("count", [2, 3])
 def test_dp_equals_one_process_where_all_ranks_have_the_same_samples(ranks, alone, count, name):
@@ -72,7 +73,7 @@ def test_dp_equals_one_process_where_all_ranks_have_the_same_samples(ranks, alon
     assert_close(results[0], alone(name))
 
 
-@pytest.mark.pairs
+@pytest.mark.values
 @pytest.mark.parametrize("name", CURVATURES)
 @pytest.mark.parametrize("placement", ["comm-opt", "mem-opt", "background"])
 @pytest.mark.parametrize("gather", [False, True])

@@ -134,6 +134,7 @@ def test_checkpoints_under_ddp(ranks, reentrant, static, micro_batches):
     assert_all_equal(results, expected)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("checkpointed", [None, False])
 @pytest.mark.parametrize(
     "options",

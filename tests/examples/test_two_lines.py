@@ -10,7 +10,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    ],
+)
 def test_it_learns(launcher):
     script = str(ROOT / "examples" / "two_lines.py")
     done = subprocess.run(

@@ -502,9 +502,9 @@ _add(
     "The shards of a gathered FSDP2 gradient are put together in reverse order of the ranks.",
     "distributed/test_sharded.py::test_ranks_equal_one_process",
     (
-        "distributed.shards:gather",
-        "enumerate(runtime.gather(message, kinds, first.group))",
-        "enumerate(runtime.gather(message, kinds, first.group).flip(0))",
+        "distributed.fsdp:_collect",
+        "zip(places, arrived, strict=True)",
+        "zip(places, arrived[::-1], strict=True)",
     ),
 )
 _add(

@@ -80,6 +80,7 @@ SPECTRA = {
 }
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("case", SPECTRA)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("tolerance", "stepwise"), [(0.1, False), (0.01, False), (0.01, True)])

@@ -81,7 +81,7 @@ def test_stacks_together_are_stacks_one_by_one(make, monkeypatch):
     taken = []
     for each in (stacked, averages, guard):
         monkeypatch.setattr(each, "together", regardless)
-    monkeypatch.setattr(fallback, "_waits", lambda device: True)
+    monkeypatch.setattr(fallback, "on_host", lambda place: False)
     monkeypatch.setattr(guard.FailureCounters, "_PATIENCE", 1)
     both, others = gradients()
     assert max(taken) > 1

@@ -37,6 +37,18 @@ def resnet50():
     return {f"layer{index}": kfac(*shape) for index, shape in enumerate(shapes)}
 
 
+def resnet50_positions(batch):
+    """Positions of each of these layers, of a batch of images of 224 x 224."""
+    counts, before = [112 * 112], 56
+    for stage, count in enumerate((3, 4, 6, 3)):
+        after = 56 // 2**stage
+        for block in range(count):
+            counts += [before**2, after**2, after**2]
+            counts += [after**2] if block == 0 else []
+            before = after
+    return {f"layer{index}": batch * positions for index, positions in enumerate([*counts, 1])}
+
+
 ranks = st.integers(1, 4096) | st.sampled_from([1, 2, 3, 4, 6, 8, 60, 64, 1024, 4093, 4096])
 sizes = st.integers(1, 600)
 layers = st.builds(

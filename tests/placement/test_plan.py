@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from natgrad.distributed import Assignment, LayerDemand, Link, Placement, Rows, make_plan, resolve
+from natgrad.distributed import Assignment, Cycle, LayerDemand, Link, Placement, Rows, make_plan, resolve
 from natgrad.distributed.options import NAMES
-from tests.placement.layers import kfac, models, placements, ranks, resnet50
+from tests.placement.layers import kfac, models, placements, ranks, resnet50, resnet50_positions
 
 pure = settings(max_examples=100, deadline=None, derandomize=True)
 ONE_WORKER = ("mem-opt", "reduce-scatter", "dp")
@@ -129,6 +129,29 @@ def test_uneven_ranks_are_done_within_twice_the_best(name, speeds, costs):
     assert makespan(plan, speeds) <= 2 * best(costs, speeds) + 1e-9
 
 
+@pytest.mark.parametrize("cycle", [Cycle(), Cycle(factors=10, inverses=100), Cycle(inverses=1)])
+@pytest.mark.parametrize("batch", [8, 32, 256])
+def test_dp_balances_what_builds_factors_too(batch, cycle):
+    """Beside the work of decompositions, which alone would leave one rank with 3 times the mean."""
+    layers, positions = resnet50(), resnet50_positions(batch)
+    plan = make_plan(Placement(name="dp", positions=positions), layers, 16, cycle=cycle)
+    work = [0.0] * 16
+    for key, seat in plan.seats.items():
+        construction = layers[key].sums * positions[key] / cycle.factors
+        work[seat.workers[0]] += construction + layers[key].cost / cycle.inverses
+    largest = max(
+        layers[key].sums * positions[key] / cycle.factors + layers[key].cost / cycle.inverses for key in layers
+    )
+    assert max(work) <= max(1.2 * sum(work) / 16, largest * (1 + 1e-9))
+
+
+def test_measured_work_is_not_counted_twice():
+    layers, positions = resnet50(), resnet50_positions(32)
+    costs = dict.fromkeys(layers, 2.0)
+    plan = make_plan(Placement(name="dp", positions=positions, costs=costs), layers, 16)
+    assert dict(plan.weights) == costs
+
+
 @pure
 @given(placements(names=("comm-opt", "mem-opt", "reduce-scatter", "dp")), models)
 def test_no_rank_could_be_done_sooner_with_its_last_piece(options, works):
@@ -239,6 +262,7 @@ def test_pipelined_decomposes_small_factors_everywhere():
     assert plan.traffic()["inverses"] == {"inverses": shared(512**2 + 512), "counters": shared(1)}
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("name", [*NAMES[:3], "hybrid:0.25", *NAMES[4:]])
 @pytest.mark.parametrize("speeds", [1, 2, 4096])
 def test_500_layers_on_4096_ranks_take_a_moment(name, speeds):

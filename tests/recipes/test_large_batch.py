@@ -109,7 +109,7 @@ def test_factors_are_of_as_many_samples_as_the_smallest_batch_of_the_table(batch
     assert row.factor_decay == pytest.approx(1 - forgets)
     model = nn.Linear(2, 2)
     preconditioner = row.build_preconditioner(model, row.build_optimizer(model))
-    assert preconditioner._curvature.factor_decay == row.factor_decay
+    assert preconditioner.curvature.factor_decay == row.factor_decay
 
 
 def test_short_trainings_are_neither_mixed_nor_erased():

@@ -60,7 +60,7 @@ def test_a_pause_between_steps_is_no_time_of_training():
         seconds.pass_(600.0 if step in (5, 6, 9) else 1.0, 0.01)
         training.step(batch(step))
     # Eleven steps were told by then; the first is not known from end to end, and three of the others had a pause.
-    scheduler._read_times()
+    scheduler.read_times()
     assert scheduler.budget.times.steps == 10
     assert scheduler.budget.times.elapsed == pytest.approx(11 * 0.01 + 7 * 1.0 + 3 * 5.0)
 
@@ -154,7 +154,7 @@ def test_going_back_to_a_state_costs_nothing():
         training.step(batch(step))
         if step == 5:
             training.preconditioner.load_state_dict(training.preconditioner.state_dict())
-    scheduler._read_times()
+    scheduler.read_times()
     # Of the first step and of that after the load only their own part is known; what was not yet told when it was
     # saved is lost, and the last step is yet to be told.
     assert scheduler.budget.times.spent == pytest.approx(0.6)

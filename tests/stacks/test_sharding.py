@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from natgrad.distributed.shards import pairs
+from natgrad.distributed.fsdp import pairs
 from natgrad.layers import layers_for
 
 MODULES = {
@@ -39,10 +39,10 @@ def test_pieces_make_up_the_whole(kind, shards):
             own, place = layer.align(slot, whole, expected[:, :, slot.columns])
             place.copy_(own)
             pieces = _pieces(whole, shards)
-            for rows, place in pairs(layer, slot, whole.shape, pieces, filled[:, :, slot.columns]):
+            for rows, place in pairs(layer, slot, pieces, filled[:, :, slot.columns]):
                 place.copy_(rows)
             returned = _pieces(back[id(slot.parameter)], shards)
-            for rows, place in pairs(layer, slot, whole.shape, returned, expected[:, :, slot.columns]):
+            for rows, place in pairs(layer, slot, returned, expected[:, :, slot.columns]):
                 rows.copy_(place)
         assert not expected.isnan().any()
         assert torch.equal(filled, expected)

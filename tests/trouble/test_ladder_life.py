@@ -163,7 +163,7 @@ def test_a_training_resumed_on_a_lower_rung_is_the_one_that_went_on(kind):
 
 def test_where_looking_costs_time_the_gradient_is_grafted_until_the_host_looks(monkeypatch):
     """What runs on accelerators, here on the CPU."""
-    monkeypatch.setattr(natgrad.preconditioner.guard.fallback, "_waits", lambda device: True)
+    monkeypatch.setattr(natgrad.preconditioner.guard.fallback, "on_host", lambda place: False)
     monkeypatch.setattr(natgrad.preconditioner.guard.fallback, "_PATIENCE", 4)
     model, preconditioner = make(refresh=natgrad.Refresh(factors=1, inverses=10))
     reference, xs = Reference(), batches(12)
@@ -185,7 +185,7 @@ def test_where_looking_costs_time_the_gradient_is_grafted_until_the_host_looks(m
 
 
 def test_where_looking_costs_time_a_gradient_that_is_not_finite_gives_no_update(monkeypatch):
-    monkeypatch.setattr(natgrad.preconditioner.guard.fallback, "_waits", lambda device: True)
+    monkeypatch.setattr(natgrad.preconditioner.guard.fallback, "on_host", lambda place: False)
     model, preconditioner = make()
     reference, xs = Reference(), batches(2)
     take(model, preconditioner, xs[0])

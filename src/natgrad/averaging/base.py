@@ -17,7 +17,7 @@ from natgrad.averaging.checks import StraySteps, check_alike, check_norm_groups
 from natgrad.averaging.exchange import Exchange, NodeGradients
 from natgrad.averaging.messages import MESSAGE_BYTES, flat
 from natgrad.averaging.nodes import Grid, Nodes
-from natgrad.distributed.sharding import check_model, find_mesh, reshard
+from natgrad.distributed.fsdp import check_model, find_mesh, reshard
 from natgrad.errors import AveragingError, require
 from natgrad.preconditioner.arguments import unwrap
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from natgrad.averaging.base import Averager, check_parts, replica
 from natgrad.averaging.nodes import Grid, Nodes
-from natgrad.distributed.sharding import find_mesh
+from natgrad.distributed.fsdp import find_mesh
 from natgrad.errors import require
 from natgrad.preconditioner.arguments import unwrap
 from natgrad.schedule import check_whole

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from natgrad.distributed.shards import is_sharded
+from natgrad.distributed import fsdp
 from natgrad.errors import require
 
 MESSAGE_BYTES = 64 << 20
@@ -18,7 +18,7 @@ MESSAGE_BYTES = 64 << 20
 
 def local(tensor: Tensor) -> Tensor:
     """Return the local shard of a tensor, or a plain tensor itself, detached; no copy."""
-    held: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    held = fsdp.local(tensor)
     return held.detach()
 
 

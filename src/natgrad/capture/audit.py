@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.capture.uses import LayerCall
-from natgrad.distributed.shards import is_sharded, own_rows
+from natgrad.distributed.fsdp import own_rows
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer, Slot
 from natgrad.layers.rows import Rows
@@ -258,17 +258,16 @@ class GradientAudit:
             gradient = entry.slot.parameter.grad
             if gradient is None:
                 continue
-            pieces = own_rows(entry.slot.name, gradient) if is_sharded(gradient) else [(0, gradient)]
-            for start, rows in pieces:
-                if entry.of_bias:  # that of a norm over several dimensions has as many
-                    first = start * math.prod(gradient.shape[1:])
-                    own = rows.flatten()[: max(0, entry.size - first)]
-                    begin = entry.start + first
-                else:
-                    own = rows[0].flatten()[: entry.size] if start == 0 and len(rows) else rows.flatten()[:0]
-                    begin = entry.start
-                given[begin : begin + len(own)] = own
-                held[begin : begin + len(own)] = 1
+            start, rows = own_rows(entry.slot.name, gradient)
+            if entry.of_bias:  # that of a norm over several dimensions has as many
+                first = start * math.prod(gradient.shape[1:])
+                own = rows.flatten()[: max(0, entry.size - first)]
+                begin = entry.start + first
+            else:
+                own = rows[0].flatten()[: entry.size] if start == 0 and len(rows) else rows.flatten()[:0]
+                begin = entry.start
+            given[begin : begin + len(own)] = own
+            held[begin : begin + len(own)] = 1
         return given, held
 
     def report(self) -> None:

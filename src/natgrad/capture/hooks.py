@@ -29,11 +29,11 @@ from natgrad.capture.taps import Forward, Pass, warn_of_others
 from natgrad.capture.upstream import destination, go_down, mark, marked, sources
 from natgrad.capture.uses import LayerCall, LossTerms, Pooled
 from natgrad.curvature import Curvature
-from natgrad.distributed.sharding import owners
-from natgrad.distributed.shards import is_sharded
+from natgrad.distributed.fsdp import owners, unshard
 from natgrad.errors import NatgradError
 from natgrad.layers import Layer, Rows, Slot
 from natgrad.layers.rows import by_sample
+from natgrad.linalg.device import known_all
 from natgrad.linalg.products import full_products
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 
@@ -359,9 +359,7 @@ class Capture:
 
     def _gather(self, slot: Slot) -> None:
         """Have FSDP2 gather the layer's parameters now: its own hook may come after, and the pass is told by them."""
-        owner = self._owners.get(slot.module)
-        if owner is not None and is_sharded(slot.parameter):
-            owner.unshard()
+        unshard(self._owners.get(slot.module), slot.parameter)
 
     def _observe(self, use: LayerCall, task: int, inputs: Tensor, gradient: Tensor) -> None:
         layer, curvature, name = use.layer, use.curvature, use.primary.name
@@ -372,7 +370,7 @@ class Capture:
         rows, gradients = layer.rows(inputs, gradient, samples)
         if reduction == "tokens":
             counted = gradients.nonzero()
-            if counted.device.type != "cpu" or not bool(counted.all()):
+            if not known_all(counted):
                 rows = rows.masked(counted)
         rows, gradients = (by_sample(each, samples) for each in (rows, gradients))
         scale = 1.0 if self._sampling or reduction == "sum" else float(terms.of_loss[task])

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from natgrad.linalg.device import known_all
+
 _BATCH = 2**24
 """About how many elements of kernels are decomposed together."""
 
@@ -294,18 +296,11 @@ def sample(A: Tensor, G: Tensor, count: int, *, starts: Tensor) -> Selection:
 
 def _norms(rows: Tensor) -> Tensor:
     """Return the norms of rows ``[N, m]`` in float64; those of a block hang on no other."""
-    if rows.device.type != "cpu":
-        return _wide_norms(rows)
     norms: Tensor = torch.linalg.vector_norm(rows, dim=-1).double()
-    odd = ~((norms > _SQUARES[0]) & (norms < _SQUARES[1])).all(-1)
-    if bool(odd.any()):
-        norms[odd] = _wide_norms(rows[odd])
-    return norms
-
-
-def _wide_norms(rows: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
-    return norms
+    fits = ((norms > _SQUARES[0]) & (norms < _SQUARES[1])).all(-1)
+    if known_all(fits):
+        return norms
+    return torch.where(fits[:, None], norms, torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64))
 
 
 def pick(rows: Tensor, indices: Tensor, live: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from natgrad.capture.repetition import Chance, Repetition, as_found
 from natgrad.capture.taps import Forward, Hooks, Pass
-from natgrad.distributed.sharding import reshard
+from natgrad.distributed.fsdp import resharded
 from natgrad.errors import NatgradError, describe, require
 
 
@@ -46,22 +46,20 @@ class Losses:
         if self._closure is None or self._error is not None:
             self._values.append(0.0)
             return
-        sharded = reshard(model.modules())
         repeated = Forward(script=Repetition(self._recorded))
-        try:
-            with as_found(model), hooks.reporting_to(repeated), torch.enable_grad():
-                result = self._closure()
-            loss = result[0] if isinstance(result, tuple) and result else result
-            number = loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else loss
-            require(isinstance(number, float), "closure()", describe(loss), "a scalar loss, or (loss, outputs)")
-            self._values.append(number)
-        except Exception as error:
-            if sharded:
-                raise  # the others wait in the model's own passes, where this rank will not meet them
-            self._error = error
-            self._values.append(0.0)
-        finally:
-            reshard(model.modules())  # else the next pass would not see what the optimizer has done to the shards
+        with resharded(model) as sharded:
+            try:
+                with as_found(model), hooks.reporting_to(repeated), torch.enable_grad():
+                    result = self._closure()
+                loss = result[0] if isinstance(result, tuple) and result else result
+                number = loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else loss
+                require(isinstance(number, float), "closure()", describe(loss), "a scalar loss, or (loss, outputs)")
+                self._values.append(number)
+            except Exception as error:
+                if sharded:
+                    raise
+                self._error = error
+                self._values.append(0.0)
 
     def told(self) -> list[float]:
         """Return what the ranks sum up to tell the change of the loss."""

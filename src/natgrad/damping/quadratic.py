@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from natgrad.damping.adaptive import Outcome
 from natgrad.damping.losses import Losses
 from natgrad.distributed import Communicator
-from natgrad.distributed.shards import first_copy, held_rows, rows_of
+from natgrad.distributed.fsdp import first_copy, held_rows, rows_of
 from natgrad.layers import Slot
+from natgrad.linalg.precision import at_least_float32
 from natgrad.state.block_group import BlockGroup
-from natgrad.state.matrices import parameters, stacked
-from natgrad.state.sharded import Rows, slots_of, spread
+from natgrad.state.sharded import Rows, slots_of
 
 
 @dataclass
@@ -29,38 +29,31 @@ class Model:
     """The quadratic model at one step, as far as this rank accounts for it.
 
     Attributes:
-        layers: Stacks with the raw gradients ``[N, o, i]`` and the parameters as they were.
+        stacks: All stacks, each with the rank that accounts for it.
         damping: γ.
-        scale: What makes those gradients those of the mean loss.
-        shares: Of stacks that are sharded the rows that count here, by the ``id`` of the slot, likewise.
-        spread: Those stacks, on all ranks, each with the rank that accounts for it.
+        scale: What makes raw gradients those of the mean loss.
+        shares: The rows that count on this rank of the raw gradients and of the parameters as they were, by the ``id``
+            of the slot.
         others: Parameters without curvature, or what this rank counts of them, likewise, with their names.
     """
 
-    layers: list[tuple[BlockGroup, Tensor, Tensor]]
+    stacks: list[tuple[BlockGroup, int]]
     damping: float
     scale: float | Tensor
-    shares: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    spread: list[tuple[BlockGroup, int]] = field(default_factory=list)
+    shares: dict[int, tuple[Tensor | None, Tensor]]
     others: list[tuple[str, nn.Parameter, Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(cls, stacks: Sequence[BlockGroup], runtime: Communicator, damping: float, scale: float | Tensor) -> Model:
         """Take the raw gradients and the parameters of layers, before the former are preconditioned."""
-        layers = [
-            (stack, stacked(stack, lambda slot: slot.parameter.grad), parameters(stack))
-            for stack in accounted(stacks, runtime.rank)
-            if not spread(stack)
-        ]
-        sharded = [pair for pair in zip(stacks, accountants(stacks), strict=True) if spread(pair[0])]
-        rows = Rows(runtime)
+        pairs, rows = list(zip(stacks, accountants(stacks), strict=True)), Rows(runtime)
         shares = {
             id(slot): (_copy(held_rows(slot, rows.held(slot))), _parameter(slot, rows.held(slot)).clone())
-            for stack, accountant in sharded
+            for stack, accountant in pairs
             for slot in slots_of(stack)
             if rows.counts(slot, accountant)
         }
-        return cls(layers, damping, scale, shares, sharded)
+        return cls(pairs, damping, scale, shares)
 
     def take_others(self, model: nn.Module, stacks: Iterable[BlockGroup], runtime: Communicator) -> None:
         """Take the same of what is left to the optimizer, once all ranks have its gradients."""
@@ -80,27 +73,23 @@ class Model:
         """
         message = torch.tensor([0.0, 0.0, 0.0, *losses.told()], dtype=torch.float64, device="cpu").to(device)
         linear, curved, scale = message[0], message[1], self.scale
-        for stack, W, P in self.layers:
-            D = parameters(stack) - P
-            linear += _inner(W, D).to(device) * scale
-            curved += (_inner(D, stack.fisher_product(D)) + self.damping * stack.factor * _inner(D, D)).to(device)
         for name, parameter, gradient, before in self.others:
             now = first_copy(name, parameter.detach(), runtime.rank)
             assert now is not None
             D = now - before
             linear += _inner(gradient, D).to(device) * scale
             curved += (self.damping * _inner(D, D)).to(device)
-        self._add_spread(linear, curved, runtime)
+        self._add_layers(linear, curved, runtime)
         message[2] = float(runtime.rank == 0) * scale
         if runtime.ranks > 1:
             runtime.sum_(message, {"counters": message.numel()})
         first, second, unit, *told = message.tolist()
         return Outcome(change=losses.change(told) * unit, predicted=first + second / 2)
 
-    def _add_spread(self, linear: Tensor, curved: Tensor, runtime: Communicator) -> None:
-        """Add in place what this rank accounts for of stacks that are sharded; collective where there are any."""
+    def _add_layers(self, linear: Tensor, curved: Tensor, runtime: Communicator) -> None:
+        """Add in place what this rank accounts for of the stacks; collective where any is sharded."""
         rows, changes = Rows(runtime), {}
-        for stack, accountant in self.spread:
+        for stack, accountant in self.stacks:
             for slot in slots_of(stack):
                 if rows.counts(slot, accountant):
                     gradient, before = self.shares[id(slot)]
@@ -108,8 +97,8 @@ class Model:
                     if gradient is not None:
                         linear += _inner(gradient, D).to(linear) * self.scale
                     curved += (self.damping * stack.factor * _inner(D, D)).to(curved)
-        whole = rows.whole([(stack, (accountant,)) for stack, accountant in self.spread], changes, "replay")
-        for stack, _ in self.spread:
+        whole = rows.whole([(stack, (accountant,)) for stack, accountant in self.stacks], changes, "replay")
+        for stack, _ in self.stacks:
             if id(stack) in whole:
                 D = whole[id(stack)]
                 curved += _inner(D, stack.fisher_product(D)).to(curved)
@@ -131,7 +120,8 @@ def _parameter(slot: Slot, rows: range) -> Tensor:
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:
-    product: Tensor = torch.linalg.vecdot(left.flatten(), right.flatten())
+    dtype = at_least_float32(left.dtype)
+    product: Tensor = torch.linalg.vecdot(left.flatten().to(dtype), right.flatten().to(dtype))
     return product.double()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,11 @@ from torch import Tensor
 from natgrad.damping.adaptive import Extent
 from natgrad.damping.quadratic import accountants
 from natgrad.distributed import Communicator
-from natgrad.distributed.shards import Spread, held_rows, is_sharded
+from natgrad.distributed.fsdp import copies, held_rows, local
 from natgrad.linalg import tensor_on
 from natgrad.state.block_group import BlockGroup
-from natgrad.state.matrices import stacked
 from natgrad.state.measures import measured
-from natgrad.state.sharded import Rows, spread
+from natgrad.state.sharded import Rows
 
 if TYPE_CHECKING:
     from natgrad.preconditioner.gradients.clip import Clip
@@ -47,11 +46,17 @@ def extent(
         if accountant == runtime.rank and stack.weight is not None:
             own = measured(stack, "trace")[0].double() / tensor_on(stack.device, counts[start:stop])
             message[start:stop] = own.nan_to_num(0.0, 0.0, 0.0).to(device)
-        for index, square in enumerate(_squares(stack, accountant, runtime, rows), layers + start):
-            message[index] = (square * scale**2).to(device)
+        for index, member in enumerate(stack.members, layers + start):
+            held = [held_rows(slot, rows.held(slot)) for slot in member.layer.slots if rows.counts(slot, accountant)]
+            for gradient in held:
+                if gradient is not None:
+                    message[index] += (_square(gradient) * scale**2).to(device)
         start = stop
-    for part, copies in _parts(stacks, runtime.ranks):
-        message[-2] += part.double().square().sum().to(device) / copies
+    slots = {id(slot.parameter): slot for stack in stacks for one in stack.members for slot in one.layer.slots}
+    for slot in slots.values():
+        parameter = slot.parameter.detach()
+        square = local(parameter).double().square().sum().to(device)
+        message[-2] += square / copies(slot.name, parameter, runtime.ranks)
     message[-1] = float(runtime.rank == 0) * _rate(stacks, clip) / scale
     if runtime.ranks > 1 and layers:
         runtime.sum_(message, {"counters": len(message)})
@@ -66,17 +71,6 @@ def extent(
         room=inf if bound is None or not isfinite(length) or length <= 0 else bound / length,
         pace=None if bound is None or not isfinite(rate) or rate <= 0 else rate**2 / bound,
     )
-
-
-def _squares(stack: BlockGroup, accountant: int, runtime: Communicator, rows: Rows) -> Iterator[Tensor]:
-    """Yield what this rank is to tell of the squared raw gradient of each layer."""
-    if spread(stack):
-        for member in stack.members:
-            own = [held_rows(slot, rows.held(slot)) for slot in member.layer.slots if rows.counts(slot, accountant)]
-            yield sum((_square(part) for part in own if part is not None), start=torch.zeros((), device=stack.device))
-    elif accountant == runtime.rank:
-        W = stacked(stack, lambda slot: slot.parameter.grad)
-        yield from (_square(W[member.start : member.stop]) for member in stack.members)
 
 
 def _square(part: Tensor) -> Tensor:
@@ -94,14 +88,3 @@ def _rate(stacks: Sequence[BlockGroup], clip: Clip) -> float:
     ]
     rates = (group.get(name) for group in groups for name in ("lr", "initial_lr", "max_lr"))
     return max((float(rate) for rate in rates if rate is not None), default=0.0)
-
-
-def _parts(stacks: Sequence[BlockGroup], ranks: int) -> Iterator[tuple[Tensor, float]]:
-    """Yield what this rank has of each parameter with curvature, and how many ranks have the same part."""
-    slots = {id(slot.parameter): slot for stack in stacks for one in stack.members for slot in one.layer.slots}
-    for slot in slots.values():
-        parameter = slot.parameter.detach()
-        if is_sharded(parameter):
-            yield parameter.to_local(), ranks / Spread.of(slot.name, parameter).ranks
-        else:
-            yield parameter, float(ranks)

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from natgrad.curvature import Curvature
 from natgrad.damping.quadratic import accountants, accounted
 from natgrad.distributed import Communicator
-from natgrad.distributed.sharding import whole
-from natgrad.distributed.shards import rows_of
+from natgrad.distributed.fsdp import rows_of, whole
 from natgrad.errors import require
 from natgrad.layers import Layer, Slot
 from natgrad.linalg import tensor_on
 from natgrad.schedule import check_number
 from natgrad.state.block_group import BlockGroup
-from natgrad.state.matrices import parameters, stacked
-from natgrad.state.sharded import Rows, slots_of, spread
+from natgrad.state.matrices import stacked
+from natgrad.state.sharded import Rows, has_shards, slots_of
 
 if TYPE_CHECKING:
     from natgrad.preconditioner.gradients.stacked import Entry, Gradients
@@ -79,15 +78,14 @@ class TrustRegion:
             apart: Whether each of them holds the curvature of some layers only.
         """
         stacks, rules = [entry.stack for entry in gradients.entries], _rules(optimizer)
-        shared = [stack for stack in stacks if spread(stack)]
-        apart = apart or bool(shared)  # no rank alone has all rows
+        apart = apart or any(map(has_shards, stacks))  # no rank alone has all rows
         mine = {id(stack) for stack in (accounted(stacks, runtime.rank) if apart else stacks)}
         rows = _Added.of(stacks, rules, runtime)
-        beside = [rows.beside(entry) if spread(entry.stack) else _beside(entry, rules) for entry in gradients.entries]
+        beside = [rows.beside(entry) for entry in gradients.entries]
         total: Tensor | None = None
         for entry, B in zip(gradients.entries, beside, strict=True):
             if id(entry.stack) in mine:
-                D = _whole(entry, entry.V + B) * _spread(entry.stack, lambda slot: rules[id(slot.parameter)].rate(slot))
+                D = _whole(entry, entry.V + B) * _rates(entry.stack, lambda slot: rules[id(slot.parameter)].rate(slot))
                 own = torch.linalg.vecdot(D.flatten(), entry.stack.fisher_product(D).flatten()).double()
                 total = own if total is None else total + own.to(total)
         if not stacks:
@@ -165,7 +163,7 @@ class _Rule:
 
 
 class _Added:
-    """What the optimizer adds to the gradients of layers that are sharded, of which each rank has some rows."""
+    """What the optimizer adds to the gradients of layers: weight decay and momentum, of the rows of each rank."""
 
     def __init__(self, rows: Rows, values: dict[int, Tensor], whole: dict[int, Tensor]) -> None:
         """Wrap the rows of this rank, by the ``id`` of the slot, and the blocks of the stacks it accounts for."""
@@ -175,20 +173,19 @@ class _Added:
     def of(cls, stacks: Sequence[BlockGroup], rules: _Rules, runtime: Communicator) -> _Added:
         """Bring together what those need that account for stacks; collective, but where nothing is added."""
         rows, values = Rows(runtime), dict[int, Tensor]()
-        shared = [pair for pair in zip(stacks, accountants(stacks), strict=True) if spread(pair[0])]
         added = [
             (stack, (accountant,))
-            for stack, accountant in shared
+            for stack, accountant in zip(stacks, accountants(stacks), strict=True)
             if any(rules[id(slot.parameter)].adds for slot in slots_of(stack))
         ]
-        for stack, _ in shared:
+        for stack, _ in added:
             for slot in slots_of(stack):
                 values[id(slot)] = rules[id(slot.parameter)].added(slot, rows.held(slot))
         return cls(rows, values, rows.whole(added, values, "gradients"))
 
     def beside(self, entry: Entry) -> Tensor | float:
         """Return it as blocks ``[n, o, i]``, zero where neither this rank has it nor accounts for it."""
-        if entry.shares is not None:
+        if entry.shares is not None or id(slots_of(entry.stack)[0]) not in self._values:
             return 0.0
         stack, places = entry.stack, entry.places()
         found = self._whole[id(stack)] if id(stack) in self._whole else self._rows.own(stack, self._values)
@@ -198,8 +195,10 @@ class _Added:
         """Make the optimizer's step s times as long in the rows that this rank has of what others work for."""
         assert isinstance(entry.ready, Tensor)  # told by the worker, as the shares are
         for share in entry.shares or ():
-            added, own = self._values[id(share.slot)].reshape(-1).to(share.values), s.to(share.values)
-            changed = own * share.values + (own - 1) * added
+            own = s.to(share.values)
+            changed = own * share.values
+            if id(share.slot) in self._values:
+                changed = changed + (own - 1) * self._values[id(share.slot)].reshape(-1).to(share.values)
             share.values.copy_(torch.where(entry.ready[share.block] > 0, changed, share.values))
 
 
@@ -236,25 +235,6 @@ def _rules(optimizer: torch.optim.Optimizer) -> _Rules:
     return _Rules({id(p): _Rule.of(group, optimizer.state.get(p, {})) for group in groups for p in group["params"]})
 
 
-def _beside(entry: Entry, rules: _Rules) -> Tensor | float:
-    """Return what the optimizer adds to the gradients of an entry ``[n, o, i]``: decay and momentum."""
-    stack, slots = entry.stack, slots_of(entry.stack)
-
-    def rule(slot: Slot) -> _Rule:
-        return rules[id(slot.parameter)]
-
-    result: Tensor | float = 0.0
-    if any(rule(slot).decay for slot in slots):
-        result = parameters(stack) * _spread(stack, lambda slot: rule(slot).sign * rule(slot).decay)
-    if any(rule(slot).buffer is not None for slot in slots):
-        buffers = stacked(stack, lambda slot: rule(slot).buffer)
-        result = result + buffers * _spread(stack, lambda slot: rule(slot).sign * rule(slot).k)
-    places = entry.places()
-    if places is None or not isinstance(result, Tensor):
-        return result
-    return result[tensor_on(stack.device, places)]
-
-
 def _whole(entry: Entry, values: Tensor) -> Tensor:
     """Return values of an entry's blocks ``[n, o, i]`` as those of the whole stack ``[N, o, i]``."""
     places = entry.places()
@@ -265,7 +245,7 @@ def _whole(entry: Entry, values: Tensor) -> Tensor:
     return whole
 
 
-def _spread(stack: BlockGroup, of: Callable[[Slot], float | Tensor]) -> float | Tensor:
+def _rates(stack: BlockGroup, of: Callable[[Slot], float | Tensor]) -> float | Tensor:
     """Return a number for each parameter of a stack as one number, or where they differ as blocks ``[N, o, i]``."""
     values = [of(slot) for slot in slots_of(stack)]
     if not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1:

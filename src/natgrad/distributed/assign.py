@@ -8,6 +8,7 @@ from typing import TypeAlias, TypeVar, get_args
 
 import numpy as np
 
+from natgrad.distributed.cost import Cycle
 from natgrad.distributed.options import Placement
 from natgrad.distributed.plan import Assignment, LayerDemand, Plan
 from natgrad.distributed.rules import Destination
@@ -19,7 +20,11 @@ Owners: TypeAlias = dict[Key, dict[str, "int | None"]]
 
 
 def assign(
-    placement: Placement, works: Mapping[Key, LayerDemand], ranks: int, seated: Mapping[Key, Assignment]
+    placement: Placement,
+    works: Mapping[Key, LayerDemand],
+    ranks: int,
+    seated: Mapping[Key, Assignment],
+    cycle: Cycle,
 ) -> Plan[Key]:
     """Place layers on ranks as `natgrad.distributed.make_plan` says; `placement` fits and is not "auto"."""
     speeds = placement.speeds if placement.speeds is not None else (1.0,) * ranks
@@ -27,7 +32,7 @@ def assign(
     members = [tuple(range(column, ranks, columns)) for column in range(columns)]
     seats = {key: Assignment((), {}, _sums(placement, work, ranks // columns)) for key, work in works.items()}
     note = f"placement {placement}"
-    bare: Plan[Key] = Plan(placement, ranks, columns, seats, works, weigh(placement, works), note)
+    bare: Plan[Key] = Plan(placement, ranks, columns, seats, works, weigh(placement, works, seats, cycle), note)
     homes = _columns(bare, members, speeds, seated)
     owners = _owners(bare, homes, members, speeds)
     return replace(
@@ -35,12 +40,23 @@ def assign(
     )
 
 
-def weigh(placement: Placement, works: Mapping[Key, LayerDemand]) -> dict[Key, float]:
-    """Return the work of each layer: as measured, or as modelled, brought to the unit of what is measured."""
+def weigh(
+    placement: Placement, works: Mapping[Key, LayerDemand], seats: Mapping[Key, Assignment], cycle: Cycle
+) -> dict[Key, float]:
+    """Return the work of each layer between two renewals: as measured, or as modelled, in the unit of the measured."""
+    modelled = {key: work.cost + _construction(placement, key, work, seats[key], cycle) for key, work in works.items()}
     measured = {key: placement.costs[str(key)] for key in works if str(key) in (placement.costs or {})}  # type: ignore[index]
-    modelled = sum(works[key].cost for key in measured)
-    unit = sum(measured.values()) / modelled if modelled else 1.0
-    return {key: measured[key] if key in measured else work.cost * unit for key, work in works.items()}
+    total = sum(modelled[key] for key in measured)
+    unit = sum(measured.values()) / total if total else 1.0
+    return {key: measured.get(key, work * unit) for key, work in modelled.items()}
+
+
+def _construction(placement: Placement, key: Key, work: LayerDemand, seat: Assignment, cycle: Cycle) -> float:
+    """Return the products that build a layer's factors, where only its worker does, as work of a decomposition."""
+    if placement.positions is None or seat.sums != "alone":
+        return 0.0
+    products = work.sums * placement.positions.get(str(key), 0.0) * cycle.inverses / cycle.factors
+    return products * placement.link.speed / placement.link.products
 
 
 def _sums(placement: Placement, work: LayerDemand, workers: int) -> Destination:

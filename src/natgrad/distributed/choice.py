@@ -40,7 +40,7 @@ def make_plan(
         works: What each layer asks for, in the order of the model; the same on every rank.
         ranks: P >= 1.
         seated: The seats of layers that are to keep their workers.
-        cycle: How often factors and inverses are renewed, which "auto" asks.
+        cycle: How often factors and inverses are renewed, which "auto" and the balance of "dp" depend on.
 
     Returns:
         The plan; the same on every rank, since ties go to the lower rank and equal costs keep their order. Where no two
@@ -55,11 +55,13 @@ def make_plan(
     require(speeds is None or len(speeds) == ranks, "speeds", speeds, f"a number for each of the {ranks} ranks")
     nodes = placement.nodes
     require(ranks % nodes == 0, "nodes", nodes, f"a number that divides the {ranks} ranks")
-    unknown = set(placement.costs or ()) - set(map(str, works))
-    require(bool(seated) or not unknown, "costs", sorted(unknown)[:5], "work by the keys of the model's layers")
+    for name in ("costs", "positions"):
+        unknown = set(getattr(placement, name) or ()) - set(map(str, works))
+        require(bool(seated) or not unknown, name, sorted(unknown)[:5], "numbers by the keys of the model's layers")
+    cycle = cycle or Cycle()
     if placement.name == "auto":
-        return _cheapest(placement, works, ranks, seated or {}, cycle or Cycle())
-    plan = assign(placement, works, ranks, seated or {})
+        return _cheapest(placement, works, ranks, seated or {}, cycle)
+    plan = assign(placement, works, ranks, seated or {}, cycle)
     # Layers that came later do not end a training.
     _check_memory(placement, [] if seated else [plan])
     return plan
@@ -161,7 +163,7 @@ def _cheapest(
     placement: Placement, works: Mapping[Key, LayerDemand], ranks: int, seated: Mapping[Key, Assignment], cycle: Cycle
 ) -> Plan[Key]:
     """Return the plan of the placement that costs the least, of those that fit and train the same."""
-    plans = [assign(candidate, works, ranks, seated) for candidate in _candidates(placement, ranks)]
+    plans = [assign(candidate, works, ranks, seated, cycle) for candidate in _candidates(placement, ranks)]
     if len(plans) == 1:
         _check_memory(placement, [] if seated else plans)
         return plans[0]

@@ -45,6 +45,8 @@ class Placement:
         speeds: How fast each rank is compared with the others, the same on every rank, as all that is measured has to
             be; None: all alike.
         costs: Measured work by a layer's key, in any unit, the same on every rank; what is not measured is modelled.
+        positions: Positions that each layer sees in a rank's batch (samples × positions of a sample), by its key, the
+            same on every rank: "dp" then balances the products that build factors, too, and not decompositions alone.
         bucket: The most bytes of the factors of several layers that leave together ("pipelined"); in a small model they
             are an eighth of all.
         staleness: Steps after which what a renewal has made is used ("background"), by all ranks alike; sooner where
@@ -64,6 +66,7 @@ class Placement:
     owners: Literal["balanced", "round-robin"] = "balanced"
     speeds: tuple[float, ...] | None = None
     costs: Mapping[str, float] | None = None
+    positions: Mapping[str, float] | None = None
     bucket: int = _BUCKET
     staleness: int = 1
     memory: int | None = None
@@ -83,9 +86,10 @@ class Placement:
         if self.speeds is not None:
             fits = isinstance(self.speeds, tuple) and all(is_number(speed) and speed > 0 for speed in self.speeds)
             require(fits, "speeds", self.speeds, "a tuple of a number > 0 for each rank, or None")
-        if self.costs is not None:
-            fits = isinstance(self.costs, Mapping) and all(is_number(c) and c >= 0 for c in self.costs.values())
-            require(fits, "costs", self.costs, "a number >= 0 for each layer, or None")
+        for name in ("costs", "positions"):
+            value = getattr(self, name)
+            fits = isinstance(value, Mapping) and all(is_number(number) and number >= 0 for number in value.values())
+            require(value is None or fits, name, value, "a number >= 0 for each layer, or None")
         require(isinstance(self.link, Link), "link", self.link, "a Link")
         fits = self.inside is None or (isinstance(self.inside, Link) and self.nodes > 1)
         require(fits, "inside", self.inside, "a Link, where there is more than one of `nodes`, or None")

@@ -217,8 +217,7 @@ class Plan(Printed, Generic[Key]):
         travel with them, and a refresh of the factors has the "replay" of a second pass follow.
         Beside them, once in a training, a count or two find out whether there is curvature and whether tables serve as
         heads. Gradients that the model's wrapper averages are not counted. Those that it shards (FSDP2) go to the
-        workers by rows, and with one column to all ranks, in messages that "padding" makes equally long; rank r has the
-        shard r mod S.
+        workers by rows; rank r has the shard r mod S.
 
         Args:
             samples: Those of a batch, over all ranks and evenly so, or those of each rank. They decide how many "rows"
@@ -247,8 +246,6 @@ class Plan(Printed, Generic[Key]):
                 if layer.replayed and layer.shards:  # the weights, before the optimizer's step and after it
                     copies = {"all": 2 * (self.ranks - 1), "worker": self.ranks - 1, "alone": 0}
                     found["factors"]["replay"] += 2 * self._lacked(key) * bool(copies[self.seats[key].sums])
-        if padding := self._padding():
-            found["step"]["padding"] = padding
         return found
 
     def exchanges(
@@ -380,15 +377,6 @@ class Plan(Printed, Generic[Key]):
         """Return the elements of sharded parameters that the workers of a layer do not hold, all workers together."""
         shards = self.layers[key].shards
         return sum(sum(shards) - shards[worker % len(shards)] for worker in self.seats[key].workers)
-
-    def _padding(self) -> int:
-        """Return the elements by which a step makes all messages as long as that of the largest shard."""
-        if self.columns > 1:
-            return 0
-        sharded = [work.shards for work in self.layers.values() if work.shards]
-        sizes: list[int] = [sum(own) for own in zip(*sharded, strict=True)]
-        S = len(sizes) or 1
-        return self.ranks // S * (S - 1) * (S * max(sizes, default=0) - sum(sizes))
 
     def held(self, rank: int) -> int:
         """Return the bytes of running averages and of what renewals have made that `rank` keeps."""

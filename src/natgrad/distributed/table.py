@@ -78,9 +78,9 @@ def _messages(plan: Plan[Any]) -> Table:
     traffic = plan.traffic()
     for words in _MOMENTS.values():
         table.add_column(words, justify="right")
-    for kind in ("factors", "replay", "inverses", "gradients", "padding", "counters"):
+    for kind in ("factors", "replay", "inverses", "gradients", "counters"):
         sent = [own.get(kind, 0) for own in traffic.values()]
-        if kind not in ("replay", "padding") or any(sent):
+        if kind != "replay" or any(sent):
             table.add_row(kind, *(f"{elements:,}" if elements else "" for elements in sent))
     if any(layer.rows and plan.seats[key].sums != "alone" for key, layer in plan.layers.items()):
         table.caption = "and rows: plan.traffic(samples=...)"

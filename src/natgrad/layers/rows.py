@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from natgrad.layers import gram
+from natgrad.linalg.device import known_all
 
 _PIECE = 1 << 20
 """Elements to square at a time."""
@@ -80,11 +81,9 @@ class Rows(ABC):
     def nonzero(self) -> Tensor:
         """Return which positions ``[B, T]`` hold anything but zeros."""
         rows = self.dense()
-        if rows.device.type != "cpu":
-            return rows.any(-1).any(0)
-        if rows.shape[-1]:  # a look is free here, and one column mostly tells it all
-            first = rows[..., 0].ne(0).any(0)
-            if bool(first.all()):
+        if rows.shape[-1]:
+            first = rows[..., 0].ne(0).any(0)  # one column mostly tells it all
+            if known_all(first):
                 return first
         # A maximum is several times cheaper than comparing first, and keeps what a norm would let underflow.
         return rows.abs().amax(-1).amax(0).ne(0)

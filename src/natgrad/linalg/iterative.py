@@ -15,6 +15,7 @@ from torch import Tensor
 
 from natgrad.errors import require
 from natgrad.linalg import damped_inverse, eigh, product, tensor_on
+from natgrad.linalg.device import on_host
 from natgrad.linalg.lapack import symmetric
 
 # An iteration turns one in so many eigenvectors, the first and those after it; and divides the residual by so much, as
@@ -203,12 +204,12 @@ class Warm:
 
 def _tests(device: torch.device, count: int, size: int) -> bool:
     """Tell whether a test costs little beside decomposing its matrices from scratch."""
-    return device.type != "cpu" or size >= (_SMALL if count >= _MANY else _MIDDLE)
+    return not on_host(device) or size >= (_SMALL if count >= _MANY else _MIDDLE)
 
 
 def _turns(device: torch.device, count: int, size: int, allowed: int) -> int:
     """Return how often matrices may be turned in less time than decomposing them from scratch takes."""
-    if device.type == "cpu":
+    if on_host(device):
         return allowed if size >= _MIDDLE else 0
     if size <= _FEW or count * size <= _TOGETHER:
         return 0
@@ -256,7 +257,7 @@ def _rayleigh(Q: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
 def _scaled(F: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return blocks whose entries have squares, their norms ``[N]``, and their divisors ``[N, 1]``, if any."""
     norm: Tensor = torch.linalg.vector_norm(F, dim=(1, 2))
-    if F.device.type == "cpu" and all(_TINY < each < 1 / _TINY for each in norm.tolist()):
+    if on_host(F) and all(_TINY < each < 1 / _TINY for each in norm.tolist()):
         return F, norm, None
     scale = F.diagonal(dim1=-2, dim2=-1).amax(-1)  # no entry is larger; the squares of 1e-25 would be 0
     scale = torch.where(scale > 0, scale, 1)[:, None]

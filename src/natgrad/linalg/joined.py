@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from natgrad.linalg.device import on_host
+
 T = TypeVar("T")
 
 _TOGETHER = 2**26  # bytes of what is worked on together that are held at once
@@ -26,7 +28,7 @@ def together(
     groups: dict[object, tuple[int, list[T]]] = {}
     for item in items:
         device, *_ = key = place(item)
-        if device.type == "cpu":
+        if on_host(device):
             yield [item]
             continue
         own = nbytes(item)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from natgrad.linalg import cusolver
+from natgrad.linalg.device import on_host
 
 # Columns whose distance is a multiple of so many bytes fall together; so many more bytes set them apart.
 _COLLIDE, _APART = 1024, 32
@@ -37,7 +38,7 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         torch.linalg.LinAlgError: if one does not converge.
     """
-    if matrices.device.type != "cpu":
+    if not on_host(matrices):
         return cusolver.eigh(matrices) or tuple(torch.linalg.eigh(matrices))
     size, more = matrices.shape[-1], _more(matrices, _ALIGNED)
     if more:
@@ -62,7 +63,7 @@ def cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
         Lower factors ``[N, d + p, d + p]`` of the matrices bordered by p rows of the identity, p >= 0, and LAPACK's
         report ``[N]``: 0 where it succeeded. A solve or an inverse by them is that by the matrices', bordered likewise.
     """
-    if matrices.device.type != "cpu":
+    if not on_host(matrices):
         return tuple(torch.linalg.cholesky_ex(matrices))
     more = _more(matrices)
     copies = _padded(matrices, more, 1.0) if more else matrices.clone(memory_format=torch.contiguous_format)
@@ -74,7 +75,7 @@ def cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 def invert_by_(factors: Tensor) -> Tensor:
     """Return the inverses of matrices whose lower factors `cholesky` has returned; on a CPU, in the memory of these."""
-    if factors.device.type != "cpu":
+    if not on_host(factors):
         # In half the time of `torch.cholesky_inverse` on an H100; and symmetric but for rounding.
         unit = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device).expand_as(factors)
         halves = torch.linalg.solve_triangular(factors, unit, upper=False)

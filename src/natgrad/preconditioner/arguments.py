@@ -17,7 +17,7 @@ from natgrad.damping import Control
 from natgrad.damping.adaptive import Adaptive
 from natgrad.damping.trust_region import TrustRegion
 from natgrad.distributed import resolve
-from natgrad.distributed.sharding import check_model, find_mesh, mesh_group, reshard
+from natgrad.distributed.fsdp import check_model, find_mesh, mesh_group, reshard
 from natgrad.errors import NatgradError, require, require_one_of
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.guard.guard import Guard

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from natgrad.distributed.sharding import find_mesh
+from natgrad.distributed.fsdp import find_mesh
 from natgrad.errors import NatgradWarning
 from natgrad.preconditioner import Preconditioner
 

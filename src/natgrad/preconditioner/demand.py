@@ -7,7 +7,7 @@ from math import prod
 from natgrad.curvature import Curvature, RowCurvature
 from natgrad.curvature.base import declarations, replayed_statistics
 from natgrad.distributed import LayerDemand, Rows, narrower
-from natgrad.distributed.shards import shares
+from natgrad.distributed.fsdp import shares
 from natgrad.layers import Layer
 from natgrad.linalg.precision import Precision, at_least_float32
 from natgrad.specs import TensorSpec

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from natgrad.capture.reductions import Count
 from natgrad.preconditioner.gradients.owners import OwnedGradients
-from natgrad.preconditioner.gradients.sharing import collect, share
+from natgrad.preconditioner.gradients.sharing import share
 from natgrad.preconditioner.gradients.stacked import Gradients
 from natgrad.preconditioner.guard.fallback import FallbackPolicy
 from natgrad.preconditioner.parts import Parts
@@ -47,22 +47,17 @@ class GradientStep:
             skips = parts.capture.sums.skip_step
             ladder = FallbackPolicy(parts.watch.guard, measures=measures, skip_step=skips, step=progress.step)
             gradients = Gradients.take(parts.stacks, ladder, exchanged=parts.shares_work)
+            gradients.solve(damping, parts.runtime)
             if parts.shares_work:
-                self._precondition_shared(gradients, damping, owned)
-            else:
-                gradients.solve(damping, parts.runtime)
+                self._share(gradients, owned)
             layer_scale = None if parts.scaling.of_sum is None else parts.layer_scale
             bad = parts.clip.apply(gradients, scale, parts.runtime, apart=parts.shares_work, layer_scale=layer_scale)
             gradients.tell(parts.watch, bad)
             gradients.give()
             parts.given.note(parts.stacks)
 
-    def _precondition_shared(self, gradients: Gradients, damping: float, owned: list[OwnedGradients]) -> None:
-        """Precondition the gradients of this rank's layers, and give every rank those of all."""
-        parts, scheduler = self._parts, self._parts.scheduler
-        gathered, plan = collect(gradients, parts.runtime), parts.structure.plan
-        for entry in gradients.entries:
-            if entry.stack.role.is_gradient_worker:
-                entry.solve(damping, gathered)
+    def _share(self, gradients: Gradients, owned: list[OwnedGradients]) -> None:
+        """Give every rank the preconditioned gradients of all layers."""
+        parts, scheduler, plan = self._parts, self._parts.scheduler, self._parts.structure.plan
         scalars = scheduler.take_times("gradients", plan) if parts.capture.wanted else ()
         scheduler.receive_times(share(gradients, plan, parts.runtime, parts.watch, owned, scalars))

@@ -25,15 +25,13 @@ from natgrad.curvature import Curvature
 from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control
 from natgrad.distributed import Communicator
-from natgrad.distributed.sharding import reshard
-from natgrad.distributed.shards import rows_of
+from natgrad.distributed.fsdp import resharded, rows_of
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.layers import Layer
 from natgrad.preconditioner.gradients.reduction import Scaling
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.block_group import BlockGroup
-from natgrad.state.matrices import parameters
-from natgrad.state.sharded import Rows, slots_of, spread
+from natgrad.state.sharded import Rows, slots_of
 from natgrad.state.tensors import along
 
 Closure = Callable[[], Any]
@@ -198,15 +196,13 @@ class Replay:
             NatgradError: if it ran a backward pass, or its loss is of another batch.
         """
         sums, error = StatisticsBuffer(views, fused=runtime.ranks > 1, kind="replay"), None
-        sharded = reshard(model.modules())
-        try:
-            self._repeat(model, views, sums, capture, hooks)
-        except Exception as raised:
-            if sharded:
-                raise  # the others wait in the model's own passes, where this rank will not meet them
-            error = raised
-        finally:
-            reshard(model.modules())  # FSDP2 may leave whole parameters, in which the shards' next step would not show
+        with resharded(model) as sharded:
+            try:
+                self._repeat(model, views, sums, capture, hooks)
+            except Exception as raised:
+                if sharded:
+                    raise
+                error = raised
         # The ranks meet before they send: whoever has raised would leave the others waiting.
         failed = runtime.any(error is not None) if runtime.ranks > 1 else error is not None
         if error is not None:
@@ -281,13 +277,9 @@ class Replay:
 
 def _weights(stacks: Sequence[BlockGroup], runtime: Communicator) -> dict[int, Tensor]:
     """Return the parameters of the stacks that this rank works for as blocks ``[N, o, i]``, by the stack's ``id``."""
-    rows, sharded = Rows(runtime), [stack for stack in stacks if spread(stack)]
-    slots = [slot for stack in sharded for slot in slots_of(stack)]
+    rows, slots = Rows(runtime), [slot for stack in stacks for slot in slots_of(stack)]
     own = {id(slot): rows_of(slot.name, slot.parameter.detach(), rows.held(slot)) for slot in slots}
-    found = rows.whole([(stack, stack.role.seat.workers) for stack in sharded], own, "replay")
-    return found | {
-        id(stack): parameters(stack) for stack in stacks if stack.role.is_gradient_worker and not spread(stack)
-    }
+    return rows.whole([(stack, stack.role.seat.workers) for stack in stacks], own, "replay")
 
 
 def _whole_layers(flags: Sequence[tuple[BlockGroup, slice, Tensor]]) -> set[str]:

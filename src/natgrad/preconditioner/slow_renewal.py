@@ -9,6 +9,7 @@ from natgrad.curvature import KFAC, Curvature
 from natgrad.distributed import Link, Plan
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer
+from natgrad.linalg.device import on_host
 
 _SLOW = 10.0
 """Seconds of one renewal from which on there is a warning."""
@@ -44,7 +45,7 @@ def warn_of_slow_renewal(plan: Plan[str], layers: Sequence[tuple[Layer, Curvatur
         plan: The plan.
         layers: The layers that it places, with their curvatures.
     """
-    accelerated = any(slot.parameter.device.type != "cpu" for layer, _ in layers for slot in layer.slots)
+    accelerated = any(not on_host(slot.parameter) for layer, _ in layers for slot in layer.slots)
     if accelerated and plan.placement.link == Link():
         return
     seconds = renewal_seconds(plan)

@@ -12,9 +12,10 @@ from torch import nn
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import computed_for, statistics_of
 from natgrad.distributed import Assignment, Cycle, Link, Placement, Plan, make_plan
-from natgrad.distributed.sharding import reshard
+from natgrad.distributed.fsdp import reshard
 from natgrad.errors import NatgradError
 from natgrad.layers import Layer
+from natgrad.linalg.device import on_host
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.compatibility import check_combinations
 from natgrad.preconditioner.coverage import cover
@@ -93,7 +94,8 @@ class Structure:
     def _planned(self) -> Plan[str]:
         works = {layer.key: work(layer, curvature, self._precision) for layer, curvature in self.coverage.layers}
         cycle = None
-        if self._placement.name == "auto" and self._ranks > 1 and self._refresh is not None:
+        asks = self._placement.name == "auto" or self._placement.positions is not None
+        if asks and self._ranks > 1 and self._refresh is not None:
             cycle = Cycle(**self._refresh.intervals(0), reduces=self._reduces)
         # Layers that stay keep their workers, who alone may have their curvature; and "auto" chooses once. Curvatures
         # that look need every rank, and so do the seconds of a rule with a cap.
@@ -164,7 +166,7 @@ class Structure:
 
     @property
     def _accelerated(self) -> bool:
-        return any(slot.parameter.device.type != "cpu" for layer, _ in self.coverage.layers for slot in layer.slots)
+        return any(not on_host(slot.parameter) for layer, _ in self.coverage.layers for slot in layer.slots)
 
     def move(self) -> bool:
         """Move all tensors to where the parameters are now; tell whether any was elsewhere."""

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.recipes.weights import is_norm, local, trained
+from natgrad.distributed.fsdp import local
+from natgrad.recipes.weights import is_norm, trained
 from natgrad.schedule import Schedule, check_number, check_schedule, value_at
 
 _ALLOWED = "a number >= 0"

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from natgrad.distributed.fsdp import local
 from natgrad.errors import require
-from natgrad.recipes.weights import local
 from natgrad.schedule import check_number
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from natgrad.distributed.shards import Spread, is_sharded
+from natgrad.distributed.fsdp import local, shard_group
 from natgrad.linalg.precision import at_least_float32
-from natgrad.recipes.weights import local, output_channels, trained
+from natgrad.recipes.weights import output_channels, trained
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ def _norms(weights: Sequence[Tensor]) -> list[Tensor]:
     """Return the Frobenius norms of whole weights, in at least float32."""
     groups: dict[Any, list[int]] = {}
     for index, weight in enumerate(weights):
-        group = Spread.of(f"weight {index}", weight).group if is_sharded(weight) else None
+        group = shard_group(f"weight {index}", weight)
         if group is not None:
             groups.setdefault((group, weight.device), []).append(index)
     dtype = max((at_least_float32(weight.dtype) for weight in weights), key=lambda each: each.itemsize)

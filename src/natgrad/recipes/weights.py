@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from natgrad.distributed.sharding import reshard
-from natgrad.distributed.shards import is_sharded
+from natgrad.distributed.fsdp import reshard
 from natgrad.layers.norm import NORMS
 
 
@@ -38,9 +37,3 @@ def output_channels(module: nn.Module) -> int | None:
     if isinstance(module, nn.Linear):
         return module.out_features
     return module.out_channels if isinstance(module, _ConvNd) else None
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return a tensor, or of a DTensor the shard of this rank, in place."""
-    shard: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return shard

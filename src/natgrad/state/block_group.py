@@ -13,7 +13,7 @@ from torch import Tensor
 
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import computed_for, declarations, input_statistics, replayed_statistics
-from natgrad.distributed.shards import is_sharded
+from natgrad.distributed.fsdp import is_sharded
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.linalg.precision import Precision, at_least_float32

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from natgrad.distributed.shards import Piece, pairs
+from natgrad.distributed.fsdp import Piece, match, pairs
 from natgrad.layers import Layer, Slot
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 
@@ -21,7 +21,7 @@ def stacked(stack: BlockGroup, of: Callable[[Slot], Tensor | None]) -> Tensor:
     targets, sources = [], []
     for layer, slot, view in places(stack.members, B):
         tensor = of(slot)
-        for values, place in () if tensor is None else match(layer, slot, tensor.detach(), None, view):
+        for values, place in () if tensor is None else match(layer, slot, tensor.detach(), view):
             targets.append(place)
             sources.append(values)
     if targets:
@@ -39,8 +39,8 @@ def assembled(stack: BlockGroup, pieces: Mapping[int, Iterable[Piece]]) -> Tenso
     B = torch.zeros(stack.size, stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
     targets, sources = [], []
     for layer, slot, view in places(stack.members, B):
-        own = pieces.get(id(slot.parameter), ())
-        for values, place in pairs(layer, slot, slot.parameter.shape, own, view):
+        own = [(start, rows.contiguous()) for start, rows in pieces.get(id(slot.parameter), ())]
+        for values, place in pairs(layer, slot, own, view):
             targets.append(place)
             sources.append(values)
     if targets:
@@ -61,12 +61,3 @@ def places(members: list[LayerBlocks], stacked: Tensor) -> Iterator[tuple[Layer,
         for slot in member.layer.slots:
             yield member.layer, slot, stacked[start:stop, :, slot.columns]
         start = stop
-
-
-def match(
-    layer: Layer, slot: Slot, gradient: Tensor, pieces: list[Piece] | None, blocks: Tensor
-) -> Iterable[tuple[Tensor, Tensor]]:
-    """Return views of a gradient, or of pieces of a sharded one, and of `blocks`: alike in shape, pair by pair."""
-    if pieces is None:
-        return [layer.align(slot, gradient, blocks)]
-    return pairs(layer, slot, gradient.shape, pieces, blocks)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from natgrad.linalg.device import by_device
+
 # Bytes of a tensor of the blocks that are worked on at once. A GPU wants few calls; a CPU what its caches hold, and
 # memory no larger than the holes that activations leave behind.
 _CPU, _OTHER = 2**21, 2**26
@@ -15,7 +17,7 @@ def even_pieces(count: int, size: int, device: torch.device) -> list[slice]:
 
     A remainder would be another kind of product, which oneDNN keeps in half a MiB.
     """
-    most = _CPU if device.type == "cpu" else _OTHER
+    most = by_device(device, host=_CPU, accelerator=_OTHER)
     sizes = [step for step in range(1, count + 1) if count % step == 0 and most / 4 <= step * size <= most]
     step = max(sizes, default=1 if size > most else max(1, count))
     return [slice(start, start + step) for start in range(0, count, step)]

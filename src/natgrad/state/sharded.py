@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from natgrad.distributed import Communicator
-from natgrad.distributed.collect import collect_rows
-from natgrad.distributed.shards import Holders, Piece, is_sharded
+from natgrad.distributed.fsdp import Holders, Piece, collect_rows, is_sharded
 from natgrad.layers import Slot
 from natgrad.state.block_group import BlockGroup
 from natgrad.state.matrices import assembled
@@ -24,7 +23,7 @@ def slots_of(stack: BlockGroup) -> Sequence[Slot]:
     return [slot for member in stack.members for slot in member.layer.slots]
 
 
-def spread(stack: BlockGroup) -> bool:
+def has_shards(stack: BlockGroup) -> bool:
     """Tell whether any parameter of a stack is sharded."""
     return any(is_sharded(slot.parameter) for slot in slots_of(stack))
 

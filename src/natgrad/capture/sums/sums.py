@@ -20,6 +20,7 @@ from natgrad.capture.sums.messages import (
     portion_of,
 )
 from natgrad.distributed import Communicator, Work
+from natgrad.linalg.device import on_host
 from natgrad.refresh.rule import SIDES, Side
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.tensors import pack
@@ -117,7 +118,7 @@ class StatisticsBuffer:
             if self._fused:
                 key: object = (stack.dtype, stack.device, *_destination(stack))
             else:
-                key = name if stack.device.type == "cpu" else id(stack)
+                key = name if on_host(stack.device) else id(stack)
             groups.setdefault(key, []).append((stack, member, portion))
         messages, riders = [], self._riders
         for layers in groups.values():

@@ -9,6 +9,7 @@ from torch import Tensor
 from natgrad.layers.gram.lags import add_lag_gram_
 from natgrad.layers.gram.rows import add_bias_row_, add_column_grams_, add_row_gram_
 from natgrad.layers.gram.windows import Window, pieces
+from natgrad.linalg.device import by_device, on_host
 
 _CPU_PIECE, _GPU_PIECE = 1 << 18, 1 << 24
 """Elements to copy at a time: what stays in a core's cache, or keeps a GPU busy."""
@@ -30,7 +31,7 @@ def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0, overwrit
     if groups == 1 and last.is_contiguous():  # channels-last maps are rows already
         add_row_gram_(out, last.reshape(1, -1, channels), scale=scale, overwrite=overwrite)
         return
-    if channels <= _FEW and maps.device.type == "cpu" and maps.is_contiguous() and maps.numel():
+    if channels <= _FEW and on_host(maps) and maps.is_contiguous() and maps.numel():
         _add_products_(out, maps.to(out.dtype), scale=scale, overwrite=overwrite)
         return
     parts = maps.tensor_split(pieces(len(maps), maps.numel(), _piece(out)))
@@ -76,7 +77,7 @@ def add_patch_gram_(
         # Zero padding adds nothing, so that only the positions on the maps count.
         seen = tuple(slice(-before % step, None, step) for (before, _), step in zip(padding, stride, strict=True))
         add_channel_gram_(square, maps[(slice(None), slice(None), *seen)], scale=scale, overwrite=overwrite)
-    elif maps.device.type == "cpu" and _lags_are_cheaper(maps.shape, window, groups):  # GPUs convolve in TF32
+    elif on_host(maps) and _lags_are_cheaper(maps.shape, window, groups):  # GPUs convolve in TF32
         add_lag_gram_(square, maps, window, groups, scale=scale, overwrite=overwrite, piece=piece)
     else:
         add_column_grams_(square, window.columns(maps, groups, piece), scale=scale, overwrite=overwrite)
@@ -122,4 +123,4 @@ def _lags_are_cheaper(shape: torch.Size, window: Window, groups: int) -> bool:
 
 
 def _piece(out: Tensor) -> int:
-    return _CPU_PIECE if out.device.type == "cpu" else _GPU_PIECE
+    return by_device(out, host=_CPU_PIECE, accelerator=_GPU_PIECE)

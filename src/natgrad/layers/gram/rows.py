@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
+from natgrad.linalg.device import on_host
+
 _CPU, _GPU = (320, 112), (1 << 31, 1024)
 """The most rows of a triangle that is not halved, and of a panel of it. A GPU wants few large products rather than few
 operations."""
@@ -50,7 +52,7 @@ def add_lower_product_(
     if out.ndim == 3 and len(out) == 1:
         out, left, right = out[0], left[0], right[0]
     product = Tensor.addmm_ if out.ndim == 2 else Tensor.baddbmm_
-    on_cpu = out.device.type == "cpu"
+    on_cpu = on_host(out)
     whole, panel = _CPU if on_cpu else _GPU
     if not on_cpu and out.shape[-1] <= panel:  # it is one piece: the host is spared cutting it out
         product(out, left, right, beta=float(not overwrite), alpha=scale)

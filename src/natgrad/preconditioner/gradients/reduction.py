@@ -13,6 +13,7 @@ from natgrad.capture.reductions import Reductions
 from natgrad.distributed import Communicator, flatten, unflatten
 from natgrad.errors import NatgradError, require
 from natgrad.linalg import tensor_on
+from natgrad.linalg.device import on_host
 from natgrad.preconditioner.gradients.owners import OwnedGradients, reduce_to_workers
 from natgrad.preconditioner.structure import Structure
 
@@ -137,7 +138,7 @@ class Scaling:
             if not flags:
                 flags[device] = found.clone()
         self._scaled = said[1]
-        if device.type == "cpu":
+        if on_host(device):
             self._check_all()
         return said[0] > 0
 

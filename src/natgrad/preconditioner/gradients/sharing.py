@@ -1,4 +1,4 @@
-"""Gradients between the ranks: rows of sharded ones to the workers, preconditioned ones to the others of their row."""
+"""Preconditioned gradients from the workers of their layers to the other ranks of their row."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.distributed import Communicator, Plan
-from natgrad.distributed.collect import collect_rows
-from natgrad.distributed.shards import Holders, Piece, held_rows, is_sharded, pairs
+from natgrad.distributed.fsdp import Holders, is_sharded, pairs
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
 from natgrad.preconditioner.gradients.owners import OwnedGradients
@@ -178,7 +177,7 @@ def _values(entry: Entry, holders: Holders, rank: int) -> list[Tensor]:
     targets, sources = [], []
     for (member, slot, rows), value in zip(shares, values, strict=True):
         blocks = entry.V[member.blocks, :, slot.columns]
-        for part, place in pairs(member.layer, slot, slot.parameter.shape, [(rows.start, value)], blocks):
+        for part, place in pairs(member.layer, slot, [(rows.start, value)], blocks):
             targets.append(part)
             sources.append(place)
     if targets:
@@ -223,33 +222,3 @@ def _hear(entry: Entry, counters: Tensor, watch: FailureCounters) -> None:
     repeats = tensor_on(stack.device, entry.blocks)
     entry.ready = ready.repeat_interleave(repeats, output_size=stack.size)
     watch.heard(stack, trouble.repeat_interleave(repeats, output_size=stack.size))
-
-
-def collect(gradients: Gradients, runtime: Communicator) -> dict[int, list[Piece]]:
-    """Give each worker all rows of the sharded gradients that it preconditions; nobody else gets them.
-
-    The rows come from the ranks that hold them of the worker's own copy of the model: of S ranks that share it (under
-    HSDP those of one replica, otherwise all) each sends a worker 1 / S of a layer's gradient, and itself nothing.
-
-    Args:
-        gradients: Of all layers on every rank.
-        runtime: The ranks.
-
-    Returns:
-        What `natgrad.preconditioner.gradients.stacked.Entry.solve` takes: the rows by the parameter's ``id``.
-    """
-    wanted = [
-        (slot, entry.stack.role.seat.workers)
-        for entry in gradients.entries
-        for member in entry.members
-        for slot in member.layer.slots
-    ]
-    return collect_rows(wanted, _gradient, runtime, "gradients")
-
-
-def _gradient(slot: Slot, rows: range) -> Tensor:
-    """Return rows of the gradient, zeros where there is none, as all ranks expect them: in the parameter's dtype."""
-    values, parameter = held_rows(slot, rows), slot.parameter
-    if values is None:
-        return torch.zeros(len(rows), *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
-    return values.to(parameter.dtype)

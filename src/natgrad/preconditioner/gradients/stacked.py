@@ -6,23 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from natgrad.distributed import Communicator
-from natgrad.distributed.shards import Piece, gather, held_rows, is_sharded, own_rows
+from natgrad.distributed.fsdp import Piece, collect_rows, held_rows, match, pairs
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
+from natgrad.linalg.device import known_all
 from natgrad.linalg.joined import together
 from natgrad.preconditioner.guard.fallback import Case, FallbackPolicy, Outcome
 from natgrad.preconditioner.guard.guard import FailureCounters, Trouble
 from natgrad.state.block_group import BlockGroup, LayerBlocks
-from natgrad.state.matrices import match, places
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from natgrad.state.matrices import places
 
 # How many bytes of sharded gradients are gathered at once: enough to hide the latency of a message.
 _BUCKET = 2**26
@@ -70,10 +67,6 @@ class Entry:
     shares: list[Share] | None = None
     inner: Tensor = field(init=False)
 
-    def solve(self, damping: float, gathered: Mapping[int, list[Piece]]) -> None:
-        """Collect the raw gradients and precondition them, and go down the ladder where that fails: see `solved`."""
-        self.settle(self.ladder.descend([self.solved(damping, gathered)], damping)[0])
-
     def settle(self, outcome: Outcome) -> None:
         """Note what the ladder has made of the preconditioned gradients."""
         self.V, self.inner, self.ready, self.plain = outcome.V, outcome.inner, outcome.rungs, outcome.plain
@@ -94,7 +87,8 @@ class Entry:
                 view.zero_()
                 continue
             pieces = gathered.get(id(slot.parameter))
-            for rows, place in match(layer, slot, gradient, pieces, view):
+            views = match(layer, slot, gradient, view) if pieces is None else pairs(layer, slot, pieces, view)
+            for rows, place in views:
                 targets.append(place)
                 sources.append(rows)
         if targets:  # other ranks expect a layer's result even where no rank has used it yet
@@ -124,13 +118,6 @@ class Entry:
         if isinstance(self.ready, bool) or len(self.ready) == len(self.members):
             return self.ready
         return self.ready[tensor_on(self.ready.device, [0, *accumulate(self.blocks[:-1])])]
-
-    def sharded(self) -> dict[int, tuple[str, DTensor]]:
-        """Return the sharded gradients with their names, by the parameter's ``id``."""
-        slots = [slot for member in self.members for slot in member.layer.slots]
-        return {
-            id(slot.parameter): (slot.name, slot.parameter.grad) for slot in slots if is_sharded(slot.parameter.grad)
-        }
 
     @property
     def blocks(self) -> list[int]:
@@ -163,7 +150,7 @@ class Entry:
 
     def clear_(self, bad: Tensor) -> None:
         """Make V zero where it is `bad` ``[N]``."""
-        if bad.device.type != "cpu" or bool(bad.any()):
+        if not known_all(~bad):
             self.V.masked_fill_(bad[:, None, None], 0)  # a product would keep the NaN
 
 
@@ -189,36 +176,35 @@ class Gradients:
         return cls(entries)
 
     def solve(self, damping: float, runtime: Communicator) -> None:
-        """Precondition all stacks on every rank; what has no curvature yet stays a plain gradient.
+        """Precondition the stacks that this rank works for; what has no curvature yet stays a plain gradient.
 
         Sharded gradients are whole for no longer than that takes: they travel some stacks at a time. At the peak this
-        costs the preconditioned gradients of all stacks, which the clip must see together, and beside them the gathered
-        ones of `_BUCKET` bytes or of the largest stack, whichever is more, and the raw ones of those that are `alike`.
+        costs the preconditioned gradients of these stacks, which the clip must see together, and beside them the
+        collected ones of `_BUCKET` bytes or of the largest stack, whichever is more, and the raw ones of those that are
+        `alike`.
         """
-        for bucket, sharded in self._buckets():
-            gathered = dict(zip(sharded, gather(list(sharded.values()), runtime), strict=True))
-            for some in alike(bucket):
+        for bucket in self._buckets():
+            gathered = _collect(bucket, runtime)
+            for some in alike([entry for entry in bucket if entry.stack.role.is_gradient_worker]):
                 outcomes = some[0].ladder.descend([entry.solved(damping, gathered) for entry in some], damping)
                 for entry, outcome in zip(some, outcomes, strict=True):
                     entry.settle(outcome)
             del gathered  # before the next are there
 
-    def _buckets(self) -> Iterator[tuple[list[Entry], dict[int, tuple[str, DTensor]]]]:
-        """Yield stacks whose gradients travel together, with what there is to travel."""
+    def _buckets(self) -> Iterator[list[Entry]]:
+        """Yield stacks whose sharded gradients travel together; the same on all ranks."""
         bucket: list[Entry] = []
-        sharded: dict[int, tuple[str, DTensor]] = {}
         size = 0
         for entry in self.entries:
-            own = entry.sharded()
-            more = sum(gradient.numel() * gradient.element_size() for _, gradient in own.values())
+            stack = entry.stack
+            more = stack.size * stack.outputs * stack.inputs * stack.work_dtype.itemsize
             if size and size + more > _BUCKET:
-                yield bucket, sharded
-                bucket, sharded, size = [], {}, 0
+                yield bucket
+                bucket, size = [], 0
             bucket.append(entry)
-            sharded.update(own)
             size += more
         if bucket:
-            yield bucket, sharded
+            yield bucket
 
     def clear_(self, bad: Sequence[Tensor]) -> None:
         """Make V of each entry zero where it is `bad` ``[N]``; that of others is cleared by their workers."""
@@ -256,8 +242,7 @@ class Gradients:
                 gradient = slot.parameter.grad
                 if gradient is None:
                     continue
-                pieces = own_rows(slot.name, gradient) if is_sharded(gradient) else None
-                for rows, place in match(layer, slot, gradient, pieces, view):
+                for rows, place in match(layer, slot, gradient, view):
                     targets.append(rows)
                     sources.append(place)
         if targets:
@@ -272,6 +257,32 @@ def alike(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
         return sum(entry.blocks) * stack.outputs * stack.inputs * stack.work_dtype.itemsize
 
     return together(entries, lambda entry: (entry.stack.device, entry.stack.work_dtype), nbytes)
+
+
+def _collect(entries: Sequence[Entry], runtime: Communicator) -> dict[int, list[Piece]]:
+    """Give each worker all rows of the sharded gradients that it preconditions; nobody else gets them.
+
+    The rows come from the ranks that hold them of the worker's own copy of the model: of S ranks that share it (under
+    HSDP those of one replica, otherwise all) each sends a worker 1 / S of a layer's gradient, and itself nothing.
+
+    Returns:
+        The rows by the parameter's ``id``; of plain parameters none.
+    """
+    wanted = [
+        (slot, entry.stack.role.seat.workers)
+        for entry in entries
+        for member in entry.members
+        for slot in member.layer.slots
+    ]
+    return collect_rows(wanted, _gradient, runtime, "gradients")
+
+
+def _gradient(slot: Slot, rows: range) -> Tensor:
+    """Return rows of the gradient, zeros where there is none, as all ranks expect them: in the parameter's dtype."""
+    values, parameter = held_rows(slot, rows), slot.parameter
+    if values is None:
+        return torch.zeros(len(rows), *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+    return values.to(parameter.dtype)
 
 
 def _has_gradient(member: LayerBlocks) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from natgrad.linalg import tensor_on
+from natgrad.linalg.device import on_host
 from natgrad.linalg.joined import joined, parted, write_
 from natgrad.preconditioner.guard.guard import Guard
 from natgrad.state.block_group import BlockGroup, LayerBlocks
@@ -121,7 +122,7 @@ class FallbackPolicy:
             starts: For each the rungs of its blocks as its renewals allow, not all `PLAIN`; True: all `FRESH`.
             damping: γ.
         """
-        waits = _waits(cases[0].W.device)
+        waits = not on_host(cases[0].W)
         states, places = [case.stack.rungs for case in cases], [case.blocks for case in cases]
         for case in cases:
             case.stack.rungs.suspected = self._suspects(case.stack, eager=not waits)
@@ -228,17 +229,12 @@ def _graft(norm: Tensor, square: Tensor) -> Tensor:
 def dots(X: Tensor, Y: Tensor) -> Tensor:
     """Return the inner product of each block ``[N]`` of two tensors ``[N, o, i]``."""
     X, Y = X.flatten(1), Y.flatten(1)
-    if X.device.type != "cpu":
+    if not on_host(X):
         return torch.bmm(X[:, None, :], Y[:, :, None])[:, 0, 0]
     if X.shape[1] < _LONG or not len(X):
         products: Tensor = torch.linalg.vecdot(X, Y)
         return products
     return torch.stack(list(map(torch.dot, X, Y)))  # MKL's batched product takes 5 to 8 times as long
-
-
-def _waits(device: torch.device) -> bool:
-    """Tell whether the host has to wait for a number to look at it."""
-    return device.type != "cpu"
 
 
 def _worst(rungs: Tensor, members: list[LayerBlocks]) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.errors import CurvatureError, require
 from natgrad.linalg import tensor_on
+from natgrad.linalg.device import known_all, on_host
 from natgrad.linalg.joined import joined, together, write_
 from natgrad.preconditioner.guard.served import Served
 from natgrad.state.block_group import BlockGroup, LayerBlocks
@@ -123,7 +124,7 @@ class FailureCounters:
         self.served.note([(members, rungs) for _, members, rungs in seen])
         for stack, members, rungs in seen:
             stack.rungs.last = None
-            if isinstance(rungs, Tensor) and (rungs.device.type != "cpu" or bool((rungs > Rung.FRESH).any())):
+            if isinstance(rungs, Tensor) and not known_all(rungs <= Rung.FRESH):
                 stack.rungs.last = [member.layer.key for member in members], rungs
                 fallen.append(rungs)
         for some in together(fallen, lambda rungs: (rungs.device, rungs.dtype)):
@@ -161,7 +162,7 @@ class FailureCounters:
         for (kind, own), (stack, streak) in self._streaks.items():
             if _is_renewal(kind) and (_HEARD, own) in self._streaks:
                 continue  # all ranks go by what the worker tells, and raise together
-            if streak.device.type != "cpu" and self._checks % self._PATIENCE:
+            if not on_host(streak) and self._checks % self._PATIENCE:
                 continue
             worst = streak.tolist()
             names = [m.layer.key for m in stack.members if max(worst[m.blocks]) >= self.guard.limit]
@@ -200,8 +201,7 @@ class FailureCounters:
     def _count(self, total: str, kind: str, seen: Sequence[Trouble]) -> None:
         for some in together(seen, lambda one: (one.bad.device, None)):
             bad, keys = joined([one.bad for one in some]), [(kind, id(one.stack)) for one in some]
-            fine = bad.device.type == "cpu" and not bool(bad.any())
-            if fine and not any(key in self._streaks for key in keys):
+            if known_all(~bad) and not any(key in self._streaks for key in keys):
                 continue
             places: list[tuple[Tensor, slice | Tensor]] = []
             for one, key in zip(some, keys, strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.capture.sums import StatisticsBuffer
 from natgrad.distributed import Communicator
-from natgrad.distributed.shards import is_sharded, own_rows
+from natgrad.distributed.fsdp import local, own_rows
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer
 from natgrad.state.block_group import BlockGroup, LayerBlocks
@@ -127,7 +127,7 @@ def _strays(table: Layer, lookups: Tensor) -> Tensor:
     gradient = slot.parameter.grad
     if gradient is None:
         return torch.zeros((), device=lookups.device)
-    start, rows = own_rows(slot.name, gradient)[0] if is_sharded(gradient) else (0, gradient)
+    start, rows = own_rows(slot.name, gradient)
     largest = torch.linalg.vector_norm(rows, math.inf, dim=1)  # without a copy as large as the table
     strays = (largest > 0) & (lookups[start : start + len(rows)] == 0)
     return torch.logical_and(strays.any(), lookups.any()).float()
@@ -136,5 +136,4 @@ def _strays(table: Layer, lookups: Tensor) -> Tensor:
 def _has_gradient(layer: Layer) -> bool:
     """Tell whether any gradient of a layer is not zero, of the rows that this rank holds, and all are finite."""
     gradients = [slot.parameter.grad for slot in layer.slots if slot.parameter.grad is not None]
-    local = [gradient.to_local() if is_sharded(gradient) else gradient for gradient in gradients]
-    return any(0 < float(rows.abs().sum(dtype=torch.float32)) < math.inf for rows in local)
+    return any(0 < float(local(gradient).abs().sum(dtype=torch.float32)) < math.inf for gradient in gradients)

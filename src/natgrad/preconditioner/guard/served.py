@@ -36,8 +36,6 @@ class Served:
                 continue
             if rungs is True:
                 self._known.update(keys)
-            elif rungs.device.type == "cpu":
-                self._known.update(key for key, rung in zip(keys, rungs.tolist(), strict=True) if _is_curvature(rung))
             else:
                 told.append((keys, rungs))
         for some in together(told, lambda one: (one[1].device, one[1].dtype)):
@@ -51,7 +49,3 @@ class Served:
             self._known.update(key for key, flag in zip(keys, flags.tolist(), strict=True) if flag)
         self._flags.clear()
         return set(self._known)
-
-
-def _is_curvature(rung: float) -> bool:
-    return Rung.FRESH <= rung <= Rung.STALE

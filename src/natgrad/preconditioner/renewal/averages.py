@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.capture.sums import Arrived, Departed, StatisticsBuffer
+from natgrad.linalg.device import known_all
 from natgrad.linalg.joined import joined, parted, together, write_
 from natgrad.preconditioner.guard.guard import FailureCounters, Trouble
 from natgrad.specs import Statistic
@@ -117,26 +118,15 @@ def _average(pieces: Sequence[Arrived], fine: Sequence[Tensor], sums: Statistics
 
 def _blend(updates: Sequence[_Update], seed: int) -> None:
     """Renew running averages in place; what is not fine, and anything may be fresh there, stays as it is."""
-    joint = [own for own in updates if own.fine.device.type != "cpu" and not own.narrow]
-    averages = [own.average for own in joint]
-    aged = torch._foreach_mul(averages, [own.decay for own in joint]) if joint else []
-    for own, average, other in zip(joint, averages, aged, strict=True):
-        _settle(own, average, other)
     for own in updates:
-        if own.narrow or own.fine.device.type == "cpu":
-            average = own.average
-            if own.fine.device.type == "cpu" and bool(own.fine.all()):
-                average.mul_(own.decay).addcmul_(own.fresh, along(own.share, own.fresh.ndim - 1))
-            else:
-                _settle(own, average, average * own.decay)
-            if own.narrow:
-                own.write(average, seed)
-
-
-def _settle(own: _Update, average: Tensor, aged: Tensor) -> None:
-    """Write what is fresh beside what has `aged` into an average, where it is fine."""
-    aged.addcmul_(own.fresh, along(own.share, own.fresh.ndim - 1))
-    torch.where(along(own.fine, own.fresh.ndim - 1), aged, average, out=average)
+        average, dims = own.average, own.fresh.ndim - 1
+        if known_all(own.fine):
+            average.mul_(own.decay).addcmul_(own.fresh, along(own.share, dims))
+        else:
+            renewed = (average * own.decay).addcmul_(own.fresh, along(own.share, dims))
+            torch.where(along(own.fine, dims), renewed, average, out=average)
+        if own.narrow:
+            own.write(average, seed)
 
 
 def _correct(pieces: Sequence[Arrived], fine: Sequence[Tensor], decay: float) -> None:

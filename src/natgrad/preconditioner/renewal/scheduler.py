@@ -163,7 +163,7 @@ class RefreshScheduler:
         Where each layer has one worker, a rank knows the changes of its own layers alone: it has the part of the credit
         that is the part of its layers in all work.
         """
-        self._read_times()
+        self.read_times()
         due = [layer for layer in layers if layer.outcome == RENEWED and not layer.begins]
         changes, work = [layer.change for layer in due], [layer.share * plan.weights[layer.key] for layer in due]
         columns = {plan.home(layer.key) for layer in layers}
@@ -237,7 +237,7 @@ class RefreshScheduler:
         elif times and self.budget is not None:
             self.budget.times.add(times)
 
-    def _read_times(self) -> None:
+    def read_times(self) -> None:
         """Add up what was received, in order: the same to the last bit on ranks that read earlier, for a checkpoint."""
         if self._unread:
             for times in torch.stack([tensor.to(self._unread[-1]) for tensor in self._unread]).tolist():
@@ -263,7 +263,7 @@ class RefreshScheduler:
             state["captured"] = [progress.captured.get(side, -1) for side in SIDES]
             state["renewed"] = [progress.renewed.get(reads, -1) for reads in READS]
         if self.budget is not None:
-            self._read_times()
+            self.read_times()
             state["budget"] = self.budget.state_dict()
         if remembered := self.rule.state_dict():
             state["rule"] = remembered

@@ -18,7 +18,7 @@ from natgrad.capture.taps import Hooks
 from natgrad.curvature import Curvature
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.distributed import Communicator, Placement
-from natgrad.distributed.sharding import whole
+from natgrad.distributed.fsdp import whole
 from natgrad.errors import require
 from natgrad.preconditioner.agreement import check_agreement
 from natgrad.preconditioner.counters import StepCounters

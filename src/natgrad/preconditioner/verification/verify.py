@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from natgrad.capture.repetition import restored
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.distributed import Communicator
-from natgrad.distributed.sharding import plain_copy, reshard
+from natgrad.distributed.fsdp import plain_copy, reshard
 from natgrad.errors import require
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.verification.first_step import (
@@ -56,7 +56,7 @@ def verify(
             original.given.note(original.stacks)
         owned = _owned(parts)
         selects = parts.reduces and parts.keeps_rows  # each rank selects of its own rows
-        alone = FirstStep(plain_parts(parts, preconditioner._curvature, plain, counts_samples=bool(owned) or selects))
+        alone = FirstStep(plain_parts(parts, preconditioner.curvature, plain, counts_samples=bool(owned) or selects))
         alone.parts.capture.rows.origin = parts.capture.rows.origin
         if owned or selects:
             every = {member.layer.name for stack in parts.stacks for member in stack.members}

@@ -1,0 +1,501 @@
+"""FSDP2 (``fully_shard``): parameters and gradients whose rows are spread over ranks as DTensors.
+
+Between steps a sharded model shows DTensors; within a forward or backward pass of its modules FSDP2 puts whole plain
+copies in their place, in the dtype that it computes in. The functions here take plain tensors, too: of these each rank
+holds all rows. So the rest of the library need not ask whether a model is sharded.
+
+FSDP: Zhao et al. 2023, arXiv 2304.11277.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from natgrad.distributed.communicator import Communicator
+from natgrad.distributed.groups import subgroup_of_world
+from natgrad.errors import require
+from natgrad.layers import Layer, Slot
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+# Rows of a parameter, contiguous: the first one's index, and the rows end to end.
+Piece = tuple[int, Tensor]
+
+
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
+    """Tell whether `tensor` is a DTensor, without the import of a module that most users never need."""
+    return hasattr(tensor, "placements")
+
+
+# --- Models -------------------------------------------------------------------------------------------------------
+
+
+def reshard(modules: Iterable[nn.Module]) -> bool:
+    """Have FSDP2 show the sharded parameters, which it leaves gathered after some passes (an evaluation, for one).
+
+    Returns:
+        Whether FSDP2 shards any of the `modules`.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    sharded: list[Any] = [module for module in modules if isinstance(module, fsdp.FSDPModule)] if fsdp else []
+    for module in sharded:
+        module.reshard()
+    return bool(sharded)
+
+
+@contextmanager
+def resharded(model: nn.Module) -> Iterator[bool]:
+    """Run passes of a model beside those of the training: its shards are shown before and after them.
+
+    FSDP2 may leave whole parameters, in which the next pass would not see what the optimizer has done to the shards.
+
+    Yields:
+        Whether FSDP2 shards any module. Then a rank that raises must end: the others wait for it in the model's passes.
+    """
+    sharded = reshard(model.modules())
+    try:
+        yield sharded
+    finally:
+        reshard(model.modules())
+
+
+def owners(model: nn.Module) -> dict[nn.Module, FSDPModule]:
+    """Return, for each module that FSDP2 shards, that one around it whose parameters its own are gathered with."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules() if fsdp else ():
+        around = found.get(path.rpartition(".")[0]) if path else None
+        found[path] = module if isinstance(module, fsdp.FSDPModule) else around
+    return {model.get_submodule(path): owner for path, owner in found.items() if owner is not None}
+
+
+def unshard(owner: FSDPModule | None, parameter: nn.Parameter) -> None:
+    """Have FSDP2 gather a parameter now, unless it has: before the hook of its own that would."""
+    if owner is not None and is_sharded(parameter):
+        owner.unshard()
+
+
+def check_model(model: nn.Module) -> None:
+    """Check that DTensors among the parameters come from ``fully_shard``.
+
+    Raises:
+        ValueError: naming a parameter of another origin, or FSDP's first version.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    first = fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
+    require(not first, "model", "FullyShardedDataParallel", "sharded by fully_shard (FSDP2)")
+    sharded = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)] if fsdp else []
+    managed = {id(parameter) for module in sharded for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        fine = not is_sharded(parameter) or id(parameter) in managed
+        require(fine, "model", name, "without DTensors other than those of fully_shard (FSDP2)")
+
+
+def check_layers(layers: Iterable[Layer]) -> None:
+    """Check that the parameters of `layers` are spread as is known here.
+
+    Raises:
+        ValueError: naming the first that is not.
+    """
+    for layer in layers:
+        for slot in layer.slots:
+            if is_sharded(slot.parameter):
+                Spread.of(slot.name, slot.parameter)
+
+
+def find_mesh(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh that the parameters of `model` are spread over; None: no parameter is sharded.
+
+    Raises:
+        ValueError: if they are spread over different ranks.
+    """
+    meshes: dict[tuple[int, ...], tuple[str, DeviceMesh]] = {}
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            meshes.setdefault(_ranks(parameter.device_mesh), (name, parameter.device_mesh))
+    users = [name for name, _ in meshes.values()]
+    require(len(users) <= 1, "model", users, "sharded over the same ranks in all its parts")
+    return next((mesh for _, mesh in meshes.values()), None)
+
+
+def mesh_group(
+    own: DeviceMesh, process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+) -> dist.ProcessGroup | None:
+    """Return the group of all ranks of a mesh, of whatever dimension.
+
+    Args:
+        own: The mesh that the model is sharded over.
+        process_group: The user's choice of the group, or None.
+        mesh: The user's word on the mesh, or None.
+
+    Returns:
+        The group; a new one where there is none yet, as of a two-dimensional mesh of a part of the world.
+
+    Raises:
+        ValueError: if the user's are other ranks.
+    """
+    ranks = _ranks(own)
+    allowed = f"left out, or of the ranks over which FSDP2 shards: {ranks}"
+    require(mesh is None or _ranks(mesh) == ranks, "mesh", mesh, allowed)
+    if process_group is not None:
+        agrees = sorted(dist.get_process_group_ranks(process_group)) == list(ranks)
+        require(agrees, "process_group", process_group, allowed)
+        return process_group
+    if own.ndim == 1:
+        return own.get_group()
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return subgroup_of_world(ranks)
+
+
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def plain_copy(root: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Return a copy of `root` with whole parameters, without wrappers, compilation and hooks of FSDP2."""
+    memo: dict[int, Any] = {}
+    for parameter in root.parameters():
+        memo[id(parameter)] = nn.Parameter(whole(parameter), requires_grad=parameter.requires_grad)
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    sharded = [module for module in root.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule)]
+    classes = [type(module) for module in sharded]
+    absent = _Absent()
+    memo.update((id(module._get_fsdp_state()), absent) for module in sharded)
+    try:
+        for module in sharded:
+            module.__class__ = type(module).__mro__[2]  # fully_shard put its own class before it
+        plain = copy.deepcopy(root, memo)
+    finally:
+        for module, kind in zip(sharded, classes, strict=True):
+            module.__class__ = kind
+    for module in plain.modules():
+        module._compiled_call_impl = None
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is absent]:
+                hooks.pop(key)
+    return plain if dtype is None else plain.to(dtype)
+
+
+class _Absent:
+    """Stands in for FSDP2's state in a copy."""
+
+
+# --- Tensors ------------------------------------------------------------------------------------------------------
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor, in place: its shard, or of a plain tensor all."""
+    shard: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return shard
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor with the rows of all ranks; collective if it is sharded."""
+    gathered: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return gathered.detach().clone()
+
+
+def own_rows(name: str, tensor: Tensor) -> Piece:
+    """Return the rows of a parameter or gradient that this rank holds, in place."""
+    if not is_sharded(tensor):
+        return 0, tensor
+    spread, rows = Spread.of(name, tensor), tensor.to_local()
+    require(rows.is_contiguous(), name, rows.stride(), "contiguous, as FSDP2 makes it")
+    return spread.start(spread.rank), rows
+
+
+def held_rows(slot: Slot, rows: range) -> Tensor | None:
+    """Return some of the rows of ``.grad`` that this rank holds, in place; None: there is no gradient."""
+    gradient = slot.parameter.grad
+    return None if gradient is None else rows_of(slot.name, gradient, rows)
+
+
+def rows_of(name: str, tensor: Tensor, rows: range) -> Tensor:
+    """Return some of the rows of a tensor that this rank holds, in place."""
+    start, held = own_rows(name, tensor)
+    return held[rows.start - start : rows.stop - start] if len(rows) else held[:0]
+
+
+def first_copy(name: str, tensor: Tensor, rank: int) -> Tensor | None:
+    """Return what this rank holds of the first copy of a tensor that there is on the ranks; None: nothing."""
+    if not is_sharded(tensor):
+        return tensor if rank == 0 else None
+    spread, place = Spread.of(name, tensor), tensor.device_mesh.get_coordinate()
+    assert place is not None  # of a rank of the mesh
+    first = all(index == 0 for axis, index in enumerate(place) if axis != spread.axis)
+    return tensor.to_local() if first else None
+
+
+def copies(name: str, parameter: Tensor, ranks: int) -> float:
+    """Return how many of all `ranks` hold the same rows of a parameter as this one."""
+    return ranks / (Spread.of(name, parameter).ranks if is_sharded(parameter) else 1)
+
+
+def shard_group(name: str, tensor: Tensor) -> dist.ProcessGroup | None:
+    """Return the ranks that share the rows of a tensor; None: each holds all of them.
+
+    Raises:
+        ValueError: if it is sharded otherwise than by rows.
+    """
+    return Spread.of(name, tensor).group if is_sharded(tensor) else None
+
+
+# --- Blocks -------------------------------------------------------------------------------------------------------
+
+
+def match(layer: Layer, slot: Slot, tensor: Tensor, blocks: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Match what this rank holds of a tensor shaped as a parameter with its place in the blocks of its layer.
+
+    Args:
+        layer: The layer.
+        slot: The parameter.
+        tensor: The tensor.
+        blocks: The parameter's columns of the blocks ``[n, o, ...]``.
+
+    Returns:
+        Equally shaped views of `tensor` and of `blocks`.
+    """
+    if not is_sharded(tensor):
+        return [layer.align(slot, tensor, blocks)]
+    return pairs(layer, slot, [own_rows(slot.name, tensor)], blocks)
+
+
+def pairs(layer: Layer, slot: Slot, pieces: Iterable[Piece], blocks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Match some rows of a parameter with their places in the blocks of its layer; nothing is copied.
+
+    Args:
+        layer: The layer.
+        slot: The parameter.
+        pieces: Those rows.
+        blocks: Its columns of the blocks ``[n, o, ...]``.
+
+    Yields:
+        Equally shaped views of the pieces and of `blocks`.
+    """
+    shape = slot.parameter.shape
+    whole = torch.empty(shape, device="meta")  # only its strides matter: they tell which view of the rows is whose
+    row = max(1, math.prod(shape[1:]))
+    laid, places = layer.align(slot, whole, blocks)
+    for start, piece in pieces:
+        stop = start + piece.numel() // row
+        for part, place in _cut(laid, places, row, start, stop):
+            offset = piece.storage_offset() + part.storage_offset() - start * row
+            yield piece.as_strided(part.shape, part.stride(), offset), place
+
+
+def _cut(laid: Tensor, places: Tensor, row: int, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Restrict a view of a contiguous parameter, and `places` with it, to rows `start` to `stop` of `row` elements."""
+    along = [axis for axis in range(laid.ndim) if laid.shape[axis] > 1 and laid.stride(axis) >= row]
+    axis = max(along, key=laid.stride, default=None)
+    first = laid.storage_offset() // row
+    if axis is None:
+        if start <= first < stop:
+            yield laid, places
+        return
+    step = laid.stride(axis) // row
+    if len(along) > 1:  # the rows are laid along several axes, such as groups and their inputs
+        for part, place in zip(laid.unbind(axis), places.unbind(axis), strict=True):
+            yield from _cut(part, place, row, start, stop)
+        return
+    low, high = (min(max(0, -(-(bound - first) // step)), laid.shape[axis]) for bound in (start, stop))
+    if low < high:
+        yield laid.narrow(axis, low, high - low), places.narrow(axis, low, high - low)
+
+
+def shares(layer: Layer) -> tuple[tuple[int, ...], int]:
+    """Return the elements of a layer's sharded parameters that each shard has (none: ()), and those of its others."""
+    held: list[list[int]] = []
+    replicated = 0
+    for slot in layer.slots:
+        shape = slot.parameter.shape
+        first, stop = (0, shape[0]) if slot.rows is None else (slot.rows.start, slot.rows.stop)
+        row = math.prod(shape[1:])
+        spread = Spread.of(slot.name, slot.parameter) if is_sharded(slot.parameter) else None
+        if spread is None or spread.ranks == 1:
+            replicated += (stop - first) * row
+            continue
+        ends = [min(max(spread.start(rank), first), stop) for rank in range(spread.ranks + 1)]
+        held.append([(end - start) * row for start, end in pairwise(ends)])
+    return (tuple(map(sum, zip(*held, strict=True))), replicated) if held else ((), 0)
+
+
+# --- Ranks --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the rows of one DTensor are spread, as ``torch.chunk`` does.
+
+    Attributes:
+        group: Those ranks that share the rows.
+        ranks: S, their number.
+        rank: This process's among them.
+        shape: The shape of the whole.
+        mesh: The ranks of the model.
+        axis: The dimension of the mesh along which ranks share the rows; None: each holds all of them.
+    """
+
+    group: dist.ProcessGroup | None
+    ranks: int
+    rank: int
+    shape: torch.Size
+    mesh: DeviceMesh
+    axis: int | None
+
+    @classmethod
+    def of(cls, name: str, tensor: DTensor) -> Spread:
+        """Read it off `tensor`.
+
+        Raises:
+            ValueError: unless it is sharded by rows over one dimension of its mesh at most, and else replicated.
+        """
+        mesh, placements = tensor.device_mesh, tensor.placements
+        split = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+        # By name: a strided shard, as tensor parallelism makes, is of another class.
+        rows = all(type(placements[axis]).__name__ == "Shard" and placements[axis].is_shard(0) for axis in split)
+        allowed = "placements that are Shard(0) once and else Replicate, as fully_shard makes; or leave its layer out"
+        require(rows and len(split) <= 1, name, placements, allowed)
+        home = tensor.device.type == mesh.device_type
+        require(home, name, tensor.device, f"on {mesh.device_type}, where its mesh is: no CPU offloading")
+        if not split:
+            return cls(None, 1, 0, tensor.shape, mesh, None)
+        axis = split[0]
+        return cls(mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis), tensor.shape, mesh, axis)
+
+    def start(self, rank: int) -> int:
+        """Return the first row of `rank`."""
+        return min(rank * -(-self.shape[0] // self.ranks), self.shape[0])
+
+
+class Holders:
+    """Which rows each rank holds of the parameters of layers, as long as these stay where they are.
+
+    A copy of the model is spread over S ranks: all of them, or under HSDP those of one replica.
+    """
+
+    def __init__(self, runtime: Communicator) -> None:
+        """Look nothing up yet."""
+        self._runtime = runtime
+        self._spreads: dict[int, tuple[Spread, list[tuple[int, tuple[int, ...]]]]] = {}
+        self._seats: dict[tuple[int, int | None], list[tuple[int, tuple[int, ...]]]] = {}
+
+    def rows(self, slot: Slot, rank: int) -> range:
+        """Return the rows of a parameter, or of the part that belongs to its layer, that `rank` holds."""
+        whole = range(slot.parameter.shape[0])[slice(None) if slot.rows is None else slot.rows]
+        if not is_sharded(slot.parameter):
+            return whole
+        spread, seats = self._look_up(slot)
+        shard, _ = seats[rank]
+        start = max(whole.start, spread.start(shard))
+        return range(start, max(start, min(whole.stop, spread.start(shard + 1))))
+
+    def peers(self, slot: Slot, rank: int) -> list[int]:
+        """Return the ranks that together hold one copy of a sharded parameter, `rank` among them, first rows first."""
+        _, seats = self._look_up(slot)
+        return sorted((peer for peer in range(len(seats)) if seats[peer][1] == seats[rank][1]), key=seats.__getitem__)
+
+    def together(self, slot: Slot, rank: int, other: int) -> bool:
+        """Tell whether two ranks hold parts of the same copy of a sharded parameter."""
+        _, seats = self._look_up(slot)
+        return seats[rank][1] == seats[other][1]
+
+    def _look_up(self, slot: Slot) -> tuple[Spread, list[tuple[int, tuple[int, ...]]]]:
+        """Return how a parameter is spread, and of each rank which rows and which copy it holds."""
+        key = id(slot.parameter)
+        if key not in self._spreads:
+            assert is_sharded(slot.parameter)
+            spread = Spread.of(slot.name, slot.parameter)
+            form = id(spread.mesh), spread.axis
+            if form not in self._seats:
+                self._seats[form] = self._seated(spread.mesh, spread.axis)
+            self._spreads[key] = spread, self._seats[form]
+        return self._spreads[key]
+
+    def _seated(self, mesh: DeviceMesh, axis: int | None) -> list[tuple[int, tuple[int, ...]]]:
+        group = self._runtime.group
+        assert group is not None
+        seats = []
+        for rank in range(self._runtime.ranks):
+            place = (mesh.mesh == dist.get_global_rank(group, rank)).nonzero()[0].tolist()
+            copy = tuple(index for dimension, index in enumerate(place) if dimension != axis)
+            seats.append((0 if axis is None else place[axis], copy))
+        return seats
+
+
+def collect_rows(
+    wanted: Iterable[tuple[Slot, tuple[int, ...]]],
+    of: Callable[[Slot, range], Tensor],
+    runtime: Communicator,
+    kind: str,
+) -> dict[int, list[Piece]]:
+    """Give some ranks all rows of what is sharded as parameters are; nothing happens to the others.
+
+    Args:
+        wanted: Parameters, or parts of them, and who is to have the rows; the same on every rank.
+        of: Returns rows that this rank holds, in the parameter's dtype.
+        runtime: The ranks.
+        kind: What is counted.
+
+    Returns:
+        The rows by the parameter's ``id``.
+    """
+    holders = Holders(runtime)
+    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Slot, tuple[int, ...]]]] = {}
+    for slot, receivers in wanted:
+        if is_sharded(slot.parameter):
+            kinds.setdefault((slot.parameter.device, slot.parameter.dtype), []).append((slot, receivers))
+    gathered: dict[int, list[Piece]] = {}
+    for (device, dtype), slots in kinds.items():
+        _collect(slots, of, holders, runtime, torch.empty(0, dtype=dtype, device=device), kind, gathered)
+    return gathered
+
+
+def _collect(
+    slots: list[tuple[Slot, tuple[int, ...]]],
+    of: Callable[[Slot, range], Tensor],
+    holders: Holders,
+    runtime: Communicator,
+    nothing: Tensor,
+    kind: str,
+    gathered: dict[int, list[Piece]],
+) -> None:
+    """Add the rows of parameters of one device and dtype to those `gathered`."""
+    outgoing: list[list[Tensor]] = [[nothing] for _ in range(runtime.ranks)]
+    places: list[list[tuple[int, int, int]]] = [[] for _ in range(runtime.ranks)]
+    for slot, receivers in slots:
+        parameter, own = slot.parameter, holders.rows(slot, runtime.rank)
+        for worker in receivers:
+            if worker != runtime.rank:
+                if len(own) and holders.together(slot, worker, runtime.rank):
+                    outgoing[worker].append(of(slot, own).reshape(-1))
+                continue
+            for peer in holders.peers(slot, worker):
+                rows = holders.rows(slot, peer)
+                if peer == worker:
+                    gathered.setdefault(id(parameter), []).append((rows.start, of(slot, rows)))
+                elif len(rows):
+                    places[peer].append((id(parameter), rows.start, len(rows) * math.prod(parameter.shape[1:])))
+    messages = [torch.cat(own) for own in outgoing]
+    runtime.count({kind: sum(map(len, messages))}, nothing.element_size())
+    arrived = runtime.redistribute(messages, [sum(size for *_, size in own) for own in places])
+    for own_places, message in zip(places, arrived, strict=True):
+        vectors = message.split([size for *_, size in own_places])
+        for (key, start, _), vector in zip(own_places, vectors, strict=True):
+            gathered.setdefault(key, []).append((start, vector))
