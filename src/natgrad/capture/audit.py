@@ -128,11 +128,11 @@ class GradientAudit:
         self.forget()
 
     def wants(self, layer: str) -> bool:
-        """Tell whether the output gradients of a layer are to be added up in this step."""
+        """Return whether the output gradients of a layer are to be added up in this step."""
         return self._wanted and layer in self._entries
 
     def wants_inputs(self, layer: str) -> bool:
-        """Tell whether that takes the layer's inputs too."""
+        """Return whether that takes the layer's inputs too."""
         return self.wants(layer) and not self._entries[layer].of_bias
 
     @torch.no_grad()

@@ -173,13 +173,13 @@ class Capture:
         return bool(sampled) and not any(self._tally(name).rows or name in self._pooled for name in sampled)
 
     def _wants(self, name: str) -> bool:
-        """Tell whether this rank is to capture a layer in the coming step."""
+        """Return whether this rank is to capture a layer in the coming step."""
         if name not in self.captured:
             return False
         return self.rows_wanted if self._layers[name][1].rows else self.wanted and self.sums.portion(name) is not None
 
     def _draws(self, name: str) -> bool:
-        """Tell whether gradients of sampled labels are wanted of a layer; its inputs are the same in any pass."""
+        """Return whether gradients of sampled labels are wanted of a layer; its inputs are the same in any pass."""
         return self._layers[name][1].likelihood is not None and self.sums.portion(name) != "inputs"
 
     def _tally(self, name: str) -> SampleCount:
@@ -403,7 +403,7 @@ class Capture:
             kinds[inputs.one_hot].add(a, g, positions, rounding)
 
     def _awaits(self, use: LayerCall) -> bool:
-        """Tell whether other uses of the layer may show more of the same samples."""
+        """Return whether other uses of the layer may show more of the same samples."""
         if use.traced:  # compiled uses show themselves too late; rows of every position are too many to be kept
             return self._reductions.of(use.primary.name) != "tokens"
         if use.outer_task != -1:

@@ -197,7 +197,7 @@ class LossTerms:
             terms.clear()
 
     def __contains__(self, task: int) -> bool:
-        """Tell whether the terms of a pass are settled."""
+        """Return whether the terms of a pass are settled."""
         return any(task in own.of_loss or task in own.of_drawn for own in (self._samples, *self._groups.values()))
 
     def settle(self, use: LayerCall, task: int, gradient: Tensor, *, drawn: bool) -> None:

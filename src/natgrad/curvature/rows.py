@@ -28,7 +28,7 @@ class Training(Protocol):
     """What the choice of rows may hang on."""
 
     def critical(self, threshold: float) -> bool:
-        """Tell whether the gradients of this epoch change fast."""
+        """Return whether the gradients of this epoch change fast."""
 
 
 class RowCurvature(Curvature):
@@ -104,7 +104,7 @@ class RowCurvature(Curvature):
 
     @abstractmethod
     def links(self, training: Training) -> bool:
-        """Tell whether the selection has a Y."""
+        """Return whether the selection has a Y."""
 
     @abstractmethod
     def select(
@@ -192,7 +192,7 @@ class SNGD(RowCurvature):
         return f"SNGD(fisher={self.fisher!r})"
 
     def share(self, samples: float, most: int, ranks: int) -> int:
-        """See `RowCurvature.share`: all, as many as the rank with most has."""
+        """Return `most`: every rank selects as many rows as the largest batch has."""
         return most
 
     @override
@@ -265,13 +265,13 @@ class HyLo(RowCurvature):
         return self.rank if isinstance(self.rank, int) else _NOMINAL
 
     def share(self, samples: float, most: int, ranks: int) -> int:
-        """See `RowCurvature.share`: ceil(r / P), and no more than there are."""
+        """Return ceil(r / P), at most `most`."""
         # Rounding makes 0.1 x 30 more than 3.
         rows = self.rank if isinstance(self.rank, int) else ceil(self.rank * samples - 1e-9)
         return min(most, ceil(rows / ranks))
 
     def links(self, training: Training) -> bool:
-        """See `RowCurvature.links`: in KID."""
+        """Return whether KID selects the rows."""
         return training.critical(self.threshold) if self.switches else self.method == "kid"
 
     @override

@@ -119,7 +119,7 @@ def _owners(
 
 
 def _is_cheaper_everywhere(placement: Placement, work: LayerDemand, part: str) -> bool:
-    """Tell whether every rank decomposes a part sooner than it would receive the result (SPD-KFAC, section IV-B)."""
+    """Return whether every rank decomposes a part sooner than it would receive the result (SPD-KFAC, section IV-B)."""
     if work.rows is not None:
         return False  # whose number, and with it the size, nobody knows before the batch
     size = work.results.get(part, 0) * work.travels

@@ -139,7 +139,7 @@ class Communicator:
         return found
 
     def any(self, flag: bool) -> bool:
-        """Tell whether any rank says so; this waits."""
+        """Return whether any rank says so; this waits."""
         return self.totals([float(flag)], "counters")[0] > 0
 
     def totals(self, numbers: Sequence[float], kind: str) -> list[float]:

@@ -39,7 +39,7 @@ Piece = tuple[int, Tensor]
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Tell whether `tensor` is a DTensor, without the import of a module that most users never need."""
+    """Return whether `tensor` is a DTensor, without the import of a module that most users never need."""
     return hasattr(tensor, "placements")
 
 
@@ -412,7 +412,7 @@ class Holders:
         return sorted((peer for peer in range(len(seats)) if seats[peer][1] == seats[rank][1]), key=seats.__getitem__)
 
     def together(self, slot: Slot, rank: int, other: int) -> bool:
-        """Tell whether two ranks hold parts of the same copy of a sharded parameter."""
+        """Return whether two ranks hold parts of the same copy of a sharded parameter."""
         _, seats = self._look_up(slot)
         return seats[rank][1] == seats[other][1]
 

@@ -198,15 +198,15 @@ class Plan(Printed, Generic[Key]):
         return self.seats[key].workers[0] % self.columns
 
     def is_gradient_worker(self, key: Key, rank: int) -> bool:
-        """Tell whether `rank` is a worker of a layer."""
+        """Return whether `rank` is a worker of a layer."""
         return self.server(key, rank) == rank
 
     def keeps_averages(self, key: Key, rank: int) -> bool:
-        """Tell whether `rank` receives the sums of a layer, and keeps their running averages."""
+        """Return whether `rank` receives the sums of a layer, and keeps their running averages."""
         return self.seats[key].sums == "all" or self.is_gradient_worker(key, rank)
 
     def captures(self, key: Key, rank: int) -> bool:
-        """Tell whether the samples of `rank` count in the sums of a layer."""
+        """Return whether the samples of `rank` count in the sums of a layer."""
         return self.seats[key].sums != "alone" or self.is_gradient_worker(key, rank)
 
     def traffic(self, samples: int | Sequence[int] | None = None) -> dict[Moment, dict[str, int]]:

@@ -115,7 +115,7 @@ class Parts:
         return self.structure.plan.placement.rule.renews_in_background and self.progress.last_inverses is not None
 
     def agreed(self, flag: bool) -> bool:
-        """Tell whether any rank says so, where ranks work for some layers only; else whether this one does."""
+        """Return whether any rank says so, where ranks work for some layers only; else whether this one does."""
         return self.runtime.any(flag) if self.shares_work else flag
 
     def spent(self) -> float:

@@ -24,7 +24,7 @@ def slots_of(stack: BlockGroup) -> Sequence[Slot]:
 
 
 def has_shards(stack: BlockGroup) -> bool:
-    """Tell whether any parameter of a stack is sharded."""
+    """Return whether any parameter of a stack is sharded."""
     return any(is_sharded(slot.parameter) for slot in slots_of(stack))
 
 
@@ -40,7 +40,7 @@ class Rows:
         return self._holders.rows(slot, self._runtime.rank)
 
     def counts(self, slot: Slot, accountant: int) -> bool:
-        """Tell whether this rank's rows are of the copy that counts, which an `accountant` has a part of."""
+        """Return whether this rank's rows are of the copy that counts, which an `accountant` has a part of."""
         if not is_sharded(slot.parameter):
             return accountant == self._runtime.rank
         return self._holders.together(slot, accountant, self._runtime.rank)

@@ -88,7 +88,7 @@ class StateTensors(dict[str, Tensor]):
         self.write(name, blocks, pack(values, self._specs[name]) if name in self.packed else values)
 
     def narrow(self, name: str) -> bool:
-        """Tell whether a tensor is kept in fewer than 32 bits."""
+        """Return whether a tensor is kept in fewer than 32 bits."""
         return self[name].dtype.itemsize < 4
 
     def to(self, dtype: torch.dtype, device: torch.device) -> StateTensors:

@@ -312,5 +312,5 @@ def _correct(
 
 
 def _drawn(stack: BlockGroup) -> bool:
-    """Tell whether labels are sampled, which know nothing of the loss, its scale and its mean."""
+    """Return whether labels are sampled, which know nothing of the loss, its scale and its mean."""
     return stack.curvature.likelihood is not None

@@ -173,7 +173,7 @@ class FallbackPolicy:
         return rungs if any(rungs) else False
 
     def _suspects(self, stack: BlockGroup, *, eager: bool) -> bool:
-        """Tell whether the host knows of any block that has failed."""
+        """Return whether the host knows of any block that has failed."""
         sunk = stack.rungs.sunk
         if sunk is None:
             return False

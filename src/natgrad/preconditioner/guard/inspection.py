@@ -117,7 +117,7 @@ def _tables(stacks: Iterable[BlockGroup]) -> Iterator[tuple[BlockGroup, LayerBlo
 
 
 def _strays(table: Layer, lookups: Tensor) -> Tensor:
-    """Tell whether rows of a table's gradient that this rank holds are not zero, though others alone were looked up.
+    """Return whether rows of a table's gradient that this rank holds are not zero, though others alone were looked up.
 
     Args:
         table: The layer.
@@ -134,6 +134,6 @@ def _strays(table: Layer, lookups: Tensor) -> Tensor:
 
 
 def _has_gradient(layer: Layer) -> bool:
-    """Tell whether any gradient of a layer is not zero, of the rows that this rank holds, and all are finite."""
+    """Return whether any gradient of a layer is not zero, of the rows that this rank holds, and all are finite."""
     gradients = [slot.parameter.grad for slot in layer.slots if slot.parameter.grad is not None]
     return any(0 < float(local(gradient).abs().sum(dtype=torch.float32)) < math.inf for gradient in gradients)

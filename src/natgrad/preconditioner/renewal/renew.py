@@ -272,7 +272,7 @@ class _Bucket:
     jobs: list[list[int]]
 
     def travels_narrow(self, spec: TensorSpec) -> bool:
-        """Tell whether a tensor is among what travels in the dtype of the wire; vectors never travel narrow."""
+        """Return whether a tensor is among what travels in the dtype of the wire; vectors never travel narrow."""
         return self.wire == self.dtype or len(spec.shape) > 1
 
 

@@ -45,7 +45,7 @@ class RowBlockGroup(BlockGroup):
         return list(self.curvature.held(self.rows, self.outputs, self.inputs))
 
     def written_like(self, own: Mapping[str, Tensor]) -> list[TensorSpec]:
-        """See `BlockGroup.written_like`: with as many rows as a state has."""
+        """Return the tensors for as many rows as a state has."""
         given = own.get("A")
         rows = given.shape[1] if isinstance(given, Tensor) and given.ndim == 3 else 0
         return list(self.curvature.held(rows, self.outputs, self.inputs))
@@ -56,7 +56,7 @@ class RowBlockGroup(BlockGroup):
         self._resize(most if len(states) == len(self.members) else max(most, self.rows))
 
     def fitted(self, name: str, values: Tensor) -> Tensor:
-        """See `BlockGroup.fitted`: padded with rows of zeros."""
+        """Return `values` padded with rows of zeros."""
         if name in ("A", "G"):
             return pad(values, (0, 0, 0, self.rows - values.shape[1]))
         if name not in SQUARES:
@@ -112,7 +112,7 @@ class RowBlockGroup(BlockGroup):
             self.rungs.conclude(range(member.start, member.stop))
 
     def saw(self, W: Tensor, places: list[int] | None) -> None:
-        """See `BlockGroup.saw`: add the gradients to those of the epoch; what is not finite is left out."""
+        """Add the gradients to the sum of the epoch, leaving out what is not finite."""
         if self.switches:
             self.allocate_averages()
             total = self.allocate_held()["gradient"]
