@@ -125,7 +125,7 @@ _add(
     "masked_inputs",
     "The inputs of masked tokens are summed into A although their output gradients are zero.",
     "dense/test_scale.py::test_masked_tokens_are_no_samples",
-    ("capture.hooks:Capture._observe", "rows = rows.masked(counted)", "pass"),
+    ("capture.capture:Capture._observe", "rows = rows.masked(counted)", "pass"),
 )
 _add(
     "bias_correction",
@@ -163,7 +163,7 @@ _add(
     "sum_loss",
     "A loss that sums over samples is taken for a mean: its output gradients are multiplied by the batch size.",
     "dense/test_scale.py",
-    ("capture.hooks:Capture._observe", 'self._sampling or reduction == "sum"', "self._sampling"),
+    ("capture.capture:Capture._observe", 'self._sampling or reduction == "sum"', "self._sampling"),
 )
 _add(
     "embedding_counts",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from natgrad.capture.model_hooks import Pass
 from natgrad.capture.reductions import Reduction, Reductions
 from natgrad.capture.saved import Saved
-from natgrad.capture.taps import Pass
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer

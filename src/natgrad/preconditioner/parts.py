@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from natgrad.capture import Capture
 from natgrad.capture.labels import LabelSampler
+from natgrad.capture.model_hooks import Hooks
 from natgrad.capture.reductions import Count, Reductions
-from natgrad.capture.taps import Hooks
 from natgrad.damping import Control
 from natgrad.distributed import Communicator
 from natgrad.layers import Layer
