@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
 from natgrad.capture import hooks
-from natgrad.capture.sampling.labels import LabelSampler
+from natgrad.capture.labels import LabelSampler
 from tests.distributed.jobs import place
 from tests.distributed.test_placements import MODELS
 

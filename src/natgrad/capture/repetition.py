@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from natgrad.capture.taps import Pass
+from natgrad.capture.model_hooks import Pass
 
 # Passes without a step after them, of an evaluation with gradients say, are not kept for ever.
 _MOST = 1024

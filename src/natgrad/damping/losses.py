@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from natgrad.capture.model_hooks import Forward, Hooks, Pass
 from natgrad.capture.repetition import Chance, Repetition, as_found
-from natgrad.capture.taps import Forward, Hooks, Pass
 from natgrad.distributed.fsdp import resharded
 from natgrad.errors import NatgradError, describe, require
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.capture import Capture
+from natgrad.capture.labels import LabelSampler
+from natgrad.capture.model_hooks import Hooks
 from natgrad.capture.reductions import Count, Reductions
-from natgrad.capture.sampling.labels import LabelSampler
-from natgrad.capture.taps import Hooks
 from natgrad.damping import Control
 from natgrad.distributed import Communicator
 from natgrad.layers import Layer

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from natgrad.capture import Capture
 from natgrad.capture.audit import GradientAudit
 from natgrad.capture.ddp import listen
+from natgrad.capture.labels import LabelSampler
+from natgrad.capture.model_hooks import Hooks
 from natgrad.capture.reductions import LEFT_OUT, Count, Reduction, Reductions
-from natgrad.capture.sampling.labels import LabelSampler
-from natgrad.capture.taps import Hooks
 from natgrad.curvature import KFAC, Curvature
 from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control, Damping, TrustRegion

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.capture import Capture
+from natgrad.capture.model_hooks import Hooks, Pass
 from natgrad.capture.repetition import Chance, Repetition, as_found
 from natgrad.capture.sums import StatisticsBuffer
 from natgrad.capture.sums.messages import Shares
-from natgrad.capture.taps import Hooks, Pass
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from natgrad.capture.reductions import Count
-from natgrad.capture.sums import Choice, make_sums
+from natgrad.capture.sums import BucketedStatistics, Choice, StatisticsBuffer
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import fold
@@ -21,14 +21,27 @@ class Statistics:
         """Begin to capture what the layers show, as they are now."""
         parts = self._parts
         placement, wire = parts.structure.plan.placement, parts.precision.wire
-        summed = [stack for stack in parts.stacks if not stack.curvature.rows]
-        riders = 0 if parts.scheduler.budget is None else parts.scheduler.budget.numbers
-        names = [layer.name for layer, _ in parts.structure.coverage.layers]
-        sums = make_sums(summed, placement, parts.runtime, wire, parts.scaling.of_captured, riders, names)
         origin = Origin(parts.runtime.rank, parts.runtime.ranks, not placement.rule.uses_own_samples)
         rows = Collected(row_stacks(parts.stacks), wire if parts.runtime.ranks > 1 else None, origin)
         parts.capture.records_passes = parts.damping.tries(parts.progress.step)
-        parts.capture.attach(parts.stacks, sums, rows)
+        parts.capture.attach(parts.stacks, self._buffer(), rows)
+
+    def _buffer(self) -> StatisticsBuffer:
+        """Return the sums of all layers, in the messages of the placement."""
+        parts, placement = self._parts, self._parts.structure.plan.placement
+        stacks, shared = [stack for stack in parts.stacks if not stack.curvature.rows], parts.runtime.ranks > 1
+        riders = parts.scheduler.budget.numbers if parts.scheduler.budget is not None and shared else 0
+        if not (placement.rule.sends_during_backward and shared):
+            return StatisticsBuffer(stacks, fused=shared, riders=riders)
+        return BucketedStatistics(
+            stacks,
+            names=[layer.name for layer, _ in parts.structure.coverage.layers],
+            bucket=placement.bucket,
+            runtime=parts.runtime,
+            wire=parts.precision.wire,
+            gain=parts.scaling.of_captured,
+            riders=riders,
+        )
 
     def choose_next(self) -> None:
         """Tell the hooks what the coming step needs."""

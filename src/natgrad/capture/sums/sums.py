@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from natgrad.capture.sums.choice import WHOLE, Choice
 from natgrad.capture.sums.messages import (
     Arrived,
     Bucket,
@@ -21,16 +21,37 @@ from natgrad.capture.sums.messages import (
 )
 from natgrad.distributed import Communicator, Work
 from natgrad.linalg.device import on_host
-from natgrad.linalg.lapack import collide
-from natgrad.specs import Statistic
+from natgrad.refresh.rule import SIDES, Side
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.tensors import pack
 
-# Columns from which on rows of whole matrices are set apart, and what their distance is a multiple of.
-_WIDE, _STEP = 128, 16
-
 # What `StatisticsBuffer.close` is given, by the number of backward passes.
 Gain = Callable[[int], "float | Tensor"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is collected of all that curvatures declare.
+
+    Attributes:
+        sides: Of the inputs (`BlockGroup.input_statistics`), of what needs gradients, or both.
+        without: The names of the layers of which nothing is.
+    """
+
+    sides: frozenset[Side] = frozenset(SIDES)
+    without: frozenset[str] = frozenset()
+
+    def portion(self, layer: str, stack: BlockGroup) -> Portion | None:
+        """Return the portion of the statistics of a layer; None: nothing."""
+        if layer in self.without or not self.sides:
+            return None
+        if len(self.sides) == len(SIDES):
+            return "whole"
+        portion: Portion = "inputs" if "inputs" in self.sides else "rest"
+        return portion if portion_of(stack, portion) else None
+
+
+WHOLE = Choice()
 
 
 class Accumulate(Protocol):
@@ -146,7 +167,7 @@ class StatisticsBuffer:
         views, (stack, member) = self._views(layer), self._members[layer]
         specs = portion_of(stack, self._portions[layer])
         like = next(iter(views.values()))
-        whole = {spec.name: _zeros(like, member.stop - member.start, spec) for spec in specs}
+        whole = {spec.name: like.new_zeros(member.stop - member.start, *spec.shape) for spec in specs}
         accumulate(whole)
         for spec in specs:
             if layer in self._filled:
@@ -249,17 +270,3 @@ class StatisticsBuffer:
 def _destination(stack: BlockGroup) -> tuple[object, ...]:
     seat = stack.role.seat
     return seat.sums, None if seat.sums == "all" else seat.workers
-
-
-def _zeros(like: Tensor, blocks: int, spec: Statistic) -> Tensor:
-    """Return zeros ``[blocks, *shape]`` for the whole sums of one layer.
-
-    Rows of wide matrices begin as far apart in those of 256 columns as in those of 257, so that products write both in
-    the same way (`natgrad.layers.gram.rows`), and so that columns do not `collide` in caches.
-    """
-    columns = spec.shape[-1] if spec.symmetric and on_host(like) else 0
-    if columns < _WIDE:
-        return like.new_zeros(blocks, *spec.shape)
-    apart = _STEP * (columns // _STEP + 1)
-    apart += _STEP if collide(apart, like.dtype) else 0
-    return like.new_zeros(blocks, *spec.shape[:-1], apart)[..., :columns]

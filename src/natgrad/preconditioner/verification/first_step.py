@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from natgrad.capture import Capture
 from natgrad.capture.audit import GradientAudit
+from natgrad.capture.labels import LabelSampler
+from natgrad.capture.model_hooks import Hooks
 from natgrad.capture.reductions import Reductions
-from natgrad.capture.sampling.labels import LabelSampler
-from natgrad.capture.taps import Hooks
 from natgrad.curvature import Curvature
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.distributed import Communicator, Placement

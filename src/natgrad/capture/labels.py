@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
-from natgrad.capture.sampling.noise import seed_of
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.errors import describe, require
 
@@ -55,3 +56,12 @@ class LabelSampler:
 
     def _generator(self, step: int, draw: int, device: torch.device) -> torch.Generator:
         return torch.Generator(device).manual_seed(seed_of(self._seed, self._rank, step, draw))
+
+
+def seed_of(*parts: int | str) -> int:
+    """Return a seed below 2⁶³, another for each sequence of `parts`, such as a user's seed, a rank and a step.
+
+    To resume, what is drawn so needs no state but the number of steps.
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -152,12 +152,12 @@ class Hooks:
     def attach(self, root: nn.Module, layers: Iterable[Layer]) -> None:
         """Set hooks on a model and some of its layers, in place of those set before."""
         remove_all(self._handles)
-        self._handles.append(root.register_forward_pre_hook(RootTap(self), with_kwargs=True))
+        self._handles.append(root.register_forward_pre_hook(BeginHook(self), with_kwargs=True))
         for layer in layers:
             for index, module in enumerate((layer, *layer.others)):
-                self._handles += module.tap(LayerTap(self, layer.name, index))
+                self._handles += module.tap(LayerHook(self, layer.name, index))
         # Set last: where the model is itself a layer, its forward ends after that layer's.
-        self._handles.append(root.register_forward_hook(EndTap(self), always_call=True))
+        self._handles.append(root.register_forward_hook(EndHook(self), always_call=True))
         compiled.forget(root)
 
     def detach(self, root: nn.Module) -> None:
@@ -181,7 +181,7 @@ class Hooks:
             watcher.reduced(bucket)
 
 
-class RootTap:
+class BeginHook:
     """Reports the beginning of the model's forward."""
 
     def __init__(self, hooks: Hooks | None = None) -> None:
@@ -198,7 +198,7 @@ class RootTap:
         return (type(self), ())
 
 
-class EndTap(RootTap):
+class EndHook(BeginHook):
     """Reports the end of the model's forward."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -207,7 +207,7 @@ class EndTap(RootTap):
             self._hooks.forward.leave()
 
 
-class LayerTap:
+class LayerHook:
     """Reports the uses of one layer.
 
     Attributes:
@@ -257,7 +257,9 @@ class LayerTap:
 def warn_of_others(modules: Iterable[nn.Module]) -> None:
     """Warn where the hooks of several are on any of these; called by what the step itself calls."""
     for module in modules:
-        found = {id(hook.hooks) for hook in module._forward_hooks.values() if isinstance(hook, LayerTap) and hook.hooks}
+        found = {
+            id(hook.hooks) for hook in module._forward_hooks.values() if isinstance(hook, LayerHook) and hook.hooks
+        }
         if len(found) > 1:
             warnings.warn(
                 "natgrad: another Preconditioner of this model is alive, and both precondition its gradients; "

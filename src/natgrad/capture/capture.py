@@ -1,4 +1,4 @@
-"""The hooks: what a layer's forward saw is kept until its output's gradient arrives, then reduced to sums.
+"""What a layer saw in the forward pass is kept until the gradient of its output arrives, then reduced to sums or rows.
 
 Only gradient hooks add statistics. A forward pass that is never differentiated leaves nothing behind, and no activation
 is kept once the gradient has come.
@@ -18,7 +18,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from natgrad.capture import compiled
 from natgrad.capture.audit import GradientAudit
-from natgrad.capture.pooled import Pooled
+from natgrad.capture.model_hooks import Forward, Pass, warn_of_others
 from natgrad.capture.reductions import Count, Reductions
 from natgrad.capture.repetition import Chance, Recording, Repetition
 from natgrad.capture.rows import Collected
@@ -26,9 +26,8 @@ from natgrad.capture.samples import Samples
 from natgrad.capture.saved import Saved, outline, whole
 from natgrad.capture.sums import WHOLE, BucketedStatistics, Choice, StatisticsBuffer
 from natgrad.capture.sums.messages import SampleCount
-from natgrad.capture.taps import Forward, Pass, warn_of_others
 from natgrad.capture.upstream import destination, go_down, mark, marked, sources
-from natgrad.capture.uses import LayerCall, LossTerms
+from natgrad.capture.uses import LayerCall, LossTerms, Pooled
 from natgrad.curvature import Curvature
 from natgrad.distributed.fsdp import owners, unshard
 from natgrad.errors import NatgradError
