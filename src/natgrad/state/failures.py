@@ -1,4 +1,4 @@
-"""How far the curvature of each block of a stack is from fresh, and what it takes to go on without it."""
+"""The failures of each block's decompositions and statistics, and the fallbacks in use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from natgrad.linalg import tensor_on
 from natgrad.linalg.joined import joined, write_
 
-# What was seen of a block's statistics since its last renewal: nothing, what is not finite alone, or some that are.
+# A block's statistics since its last inverse refresh: 0: none, _BAD: only non-finite ones, _FINE: some finite ones.
 _BAD, _FINE = 1, 2
 
 _STATISTICS = "statistics"
 
 
 class Rung(IntEnum):
-    """What made the last update of a layer, from the best down; `PLAIN` ones never had any curvature to fail."""
+    """What a layer's last update was made with, from the best down; `PLAIN` layers have had no curvature yet."""
 
     PLAIN = 0
     FRESH = 1
@@ -27,25 +27,26 @@ class Rung(IntEnum):
     GRAFTED = 4
 
     def __str__(self) -> str:
-        """Say it in words; nothing where all is well."""
+        """Return it in words; empty where curvature is fresh or there was none."""
         words = {Rung.STALE: "last good", Rung.DIAGONAL: "diagonal", Rung.GRAFTED: "plain gradient, norm grafted"}
         return words.get(self, "")
 
 
 class FailureState:
-    """What a stack of N blocks remembers of trouble; a worker of its layers keeps it.
+    """The failures of N blocks, kept by the workers of their layers.
 
     Attributes:
-        behind: For each block how many renewals in a row brought nothing new: its decomposition failed, or all its
-            statistics since the one before were not finite.
-        norm: A running average of ‖V‖ ``[N]``, 0 before the first; None: of no block.
-        sunk: Whether what the last good renewal has made of a block was found to be unusable ``[N]``; None: never.
-        suspected: Whether the host knows of any sunk block.
-        last: Of the last step the keys of layers, and their rungs ``[m]``; None: none fell back.
+        behind: For each block, how many inverse refreshes in a row brought nothing new: a decomposition failed, or all
+            statistics since the refresh before were non-finite.
+        norm: A running average of ‖V‖ ``[N]``, 0 before the first V; None: of no block yet.
+        sunk: Blocks whose results gave an unusable direction ``[N]``; the next successful decomposition clears it.
+            None: there were none.
+        suspected: Whether the host knows of a block in `sunk`.
+        last: The keys of layers and the `Rung` of each ``[m]`` in the last step; None: there was no fallback.
     """
 
     def __init__(self, parts: Iterable[str], size: int) -> None:
-        """Begin without trouble."""
+        """Start without failures."""
         self._failures = {part: [0] * size for part in (_STATISTICS, *parts)}
         self.behind = [0] * size
         self.norm: Tensor | None = None
@@ -62,12 +63,12 @@ class FailureState:
 
     @staticmethod
     def saw(some: Sequence[tuple[FailureState, slice]], fine: Tensor, bad: Tensor) -> None:
-        """Note which blocks of some stacks had statistics that are finite, and which had others.
+        """Record which blocks of some groups had finite statistics, and which had non-finite ones.
 
         Args:
-            some: What these stacks remember, and which of their blocks.
-            fine: Those that had finite ones, end to end ``[n]``.
-            bad: Those that had others ``[n]``.
+            some: The failure states of these groups, and the blocks in each.
+            fine: Blocks with finite statistics, concatenated ``[n]``.
+            bad: Blocks with non-finite statistics ``[n]``.
         """
         places = [(rungs._allocate_seen(fine.device), blocks) for rungs, blocks in some]
         known = joined([seen[blocks] for seen, blocks in places])
@@ -75,7 +76,7 @@ class FailureState:
         write_(places, torch.maximum(known, news))
 
     def renewed(self, part: str, start: int, success: Sequence[bool]) -> None:
-        """Note which decompositions of a part, from block `start` on, have succeeded."""
+        """Record which decompositions of a task have succeeded, for the blocks from `start` on."""
         failures = self._failures[part]
         for block, fine in enumerate(success, start=start):
             failures[block] = 0 if fine else failures[block] + 1
@@ -83,7 +84,7 @@ class FailureState:
             self.sunk[start : start + len(success)] &= ~tensor_on(self.sunk.device, success)
 
     def conclude(self, blocks: Iterable[int]) -> None:
-        """End a renewal of some blocks."""
+        """Update the counts at the end of an inverse refresh of some blocks."""
         if self._seen is not None:
             own, failures = sorted(set(blocks)), self._failures[_STATISTICS]
             for block, seen in zip(own, self._seen[own].tolist(), strict=True):
@@ -103,25 +104,25 @@ class FailureState:
     # --- Steps --------------------------------------------------------------------------------------------------
 
     def allocate_sunk(self, device: torch.device) -> Tensor:
-        """Make `sunk` unless it exists, and return it."""
+        """Allocate `sunk` unless it exists, and return it."""
         if self.sunk is None:
             self.sunk = torch.zeros(len(self.behind), dtype=torch.bool, device=device)
         return self.sunk
 
     def allocate_norm(self, like: Tensor) -> Tensor:
-        """Make `norm` unless it exists, and return it."""
+        """Allocate `norm` unless it exists, and return it."""
         if self.norm is None:
             self.norm = like.new_zeros(len(self.behind))
         return self.norm
 
     def to(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Move all tensors."""
+        """Move all tensors to a device, and `norm` to a dtype."""
         self.norm = None if self.norm is None else self.norm.to(device, dtype)
         self.sunk, self._seen = (None if own is None else own.to(device) for own in (self.sunk, self._seen))
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """What served layers in place of fresh curvature in the last step, in words by their keys."""
+        """The fallbacks of the last step in words, by the keys of layers."""
         if self.last is None:
             return {}
         keys, rungs = self.last
@@ -130,11 +131,11 @@ class FailureState:
     # --- State --------------------------------------------------------------------------------------------------
 
     def shapes(self, count: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of what `state` returns of so many blocks."""
+        """Return the shapes of the tensors of `state` for `count` blocks."""
         return {"norm": (count,), "ladder": (count, 3 + len(self._failures))}
 
     def state(self, blocks: slice) -> dict[str, Tensor]:
-        """Return all there is to know of some blocks: `norm`, and all else as whole numbers."""
+        """Return the tensors that a checkpoint keeps of some blocks: `norm`, and the rest as integers."""
         count = len(self.behind[blocks])
         norm, sunk, seen = (
             torch.zeros(count, device="cpu") if own is None else own[blocks].cpu()
@@ -145,13 +146,13 @@ class FailureState:
         return {"norm": norm, "ladder": torch.stack([own.int() for own in (known, sunk, seen, *failures)], 1)}
 
     def load(self, start: int, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """Restore what `state` returned of the blocks from `start` on.
+        """Restore the result of `state` for the blocks from `start` on.
 
         Args:
             start: The first block.
-            state: Their tensors.
-            dtype: That of `norm`.
-            device: That of all tensors.
+            state: The tensors.
+            dtype: The dtype of `norm`.
+            device: The device of all tensors.
         """
         norm, (known, sunk, seen, *failures) = state["norm"], state["ladder"].cpu().unbind(1)
         blocks = slice(start, start + len(norm))

@@ -1,12 +1,12 @@
-"""How many blocks of a stack are solved for at once."""
+"""The number of blocks that are preconditioned at once."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Bytes of a tensor of the blocks that are worked on at once. A GPU wants few calls; a CPU what its caches hold, and
-# memory no larger than the holes that activations leave behind.
+# Bytes of a tensor of the blocks that are worked on at once. A GPU is fastest with few calls; a CPU with tensors that
+# fit its caches and the memory that activations have freed.
 _CPU, _OTHER = 2**21, 2**26
 
 
