@@ -58,7 +58,7 @@ class BlockGroup:
         fresh: Whether the last update of the averages renewed each block ``[N]``; None: before the first.
         good: For each task and block, whether `held` has a result of it.
         ready: For each member, whether `held` is complete.
-        rungs: What is remembered of trouble.
+        failures: The failures of its blocks.
         basis_version: For each block, how often running averages have begun anew (`Task.restarts`); it never goes back.
         statistics: What the curvature has summed over samples.
         tasks: The work of a renewal.
@@ -99,7 +99,7 @@ class BlockGroup:
         self.fresh: Tensor | None = None
         self.good = {task.name: [False] * self.size for task in self.tasks}
         self.ready = [False] * len(self.members)
-        self.rungs = FailureState((task.name for task in self.tasks), self.size)
+        self.failures = FailureState((task.name for task in self.tasks), self.size)
         self.basis_version = [0] * self.size
 
     # Read off the model every time, which may be moved after this was built.
@@ -137,7 +137,7 @@ class BlockGroup:
         place = self.device, self.dtype
         before, self._place = self._place, place
         if before not in (None, place):
-            self.rungs.to(self.work_dtype, self.device)
+            self.failures.to(self.work_dtype, self.device)
         if self.weight is None or (self.weight.device, self.weight.dtype) == place:
             return before not in (None, place)
         self.weight = self.weight.to(self.device, self.dtype)
@@ -239,8 +239,8 @@ class BlockGroup:
         for member, flag in zip(self.members, self.ready, strict=True):
             if not flag:
                 product[member.blocks] = 0
-        if self.rungs.sunk is not None:
-            product.masked_fill_(self.rungs.sunk[:, None, None], 0)
+        if self.failures.invalid is not None:
+            product.masked_fill_(self.failures.invalid[:, None, None], 0)
         return product
 
     def diagonal(self, blocks: slice | Tensor, damping: float) -> Tensor | None:
@@ -373,7 +373,7 @@ class BlockGroup:
         for block, fine in enumerate(success, start=start):
             good[block] = fine or (good[block] and not forget)
         if not forget:
-            self.rungs.renewed(part, start, success)
+            self.failures.renewed(part, start, success)
         self.ready = [all(all(good[member.blocks]) for good in self.good.values()) for member in self.members]
 
 

@@ -37,7 +37,7 @@ def blocks(stacks: list[BlockGroup]) -> Blocks:
                 }
                 good = [[stack.good[task.name][block] for task in stack.tasks] for block in _range(member)]
                 own["renewed"] = torch.tensor(good, device="cpu")
-                own |= stack.rungs.state(member.blocks)
+                own |= stack.failures.state(member.blocks)
             if stack.decisions is not None:
                 own |= stack.decisions.state(member)
             if own:
@@ -181,7 +181,7 @@ def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[BlockGroup])
                 flags = own["renewed"].tolist()
                 for column, task in enumerate(stack.tasks):
                     stack.renewed(task.name, member.start, [bool(row[column]) for row in flags], forget=True)
-                stack.rungs.load(member.start, own, stack.work_dtype, stack.device)
+                stack.failures.load(member.start, own, stack.work_dtype, stack.device)
             if stack.decisions is not None:
                 stack.decisions.restore(member, own)
             for tensors in kept:
@@ -227,7 +227,7 @@ def _shapes(
                 shapes |= {"weight": (n,), **{spec.name: (n, *spec.shape) for spec in stack.statistics}}
             if stack.role.is_gradient_worker:
                 written = (*stack.written_like(given.get(member.layer.key, {})), *stack.memories)
-                shapes |= {"renewed": (n, len(stack.tasks)), **stack.rungs.shapes(n)}
+                shapes |= {"renewed": (n, len(stack.tasks)), **stack.failures.shapes(n)}
                 shapes |= {spec.name: (n, *spec.shape) for spec in written}
             if shapes:
                 wanted[member.layer.key] = shapes

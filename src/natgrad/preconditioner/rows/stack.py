@@ -109,7 +109,7 @@ class RowBlockGroup(BlockGroup):
                     self.held.write(name, own, self.fitted(name, fresh.read(name, own)))
         for member, flags in fine.items():
             self.renewed("M", member.start, flags)
-            self.rungs.conclude(range(member.start, member.stop))
+            self.failures.conclude(range(member.start, member.stop))
 
     def saw(self, W: Tensor, places: list[int] | None) -> None:
         """Add the gradients to the sum of the epoch, leaving out what is not finite."""
