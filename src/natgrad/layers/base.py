@@ -163,7 +163,7 @@ class Layer(ABC):
         return self.slots[0].label
 
     def ties(self, other: Layer) -> bool:
-        """Return whether the rows of `other`, which shares parameters with this layer, fit its blocks."""
+        """Return whether the rows of `other`, which shares parameters with this layer, are rows of its blocks."""
         alike = [(layer.blocks, [slot.identity for slot in layer.slots]) for layer in (self, other)]
         return type(self) is type(other) and alike[0] == alike[1]
 
