@@ -1,4 +1,4 @@
-"""The KL clip: no step moves the model's prediction further than a number or a trust region allows."""
+"""The KL clip: bounds how far a step changes the model's prediction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from natgrad.linalg import tensor_on
 from natgrad.linalg.joined import joined, parted
 from natgrad.preconditioner.gradients.stacked import Entry, Gradients, alike
 
-# Told apart from a value that the user gives by its identity: only the latter insists on an optimizer.
+# Recognised by identity: only a value that the user passes requires an optimizer.
 USUAL_BOUND = float("1e-3")
 
 
@@ -23,9 +23,9 @@ class Clip:
     """ν = min(1, sqrt(κ / (lr² Σ_layers abs⟨V_i, ∇_i⟩)), which bounds lr² ν² VᵀFV by κ (Pauloski 2022, eq. 16).
 
     Attributes:
-        optimizer: Where the learning rates are read at each step; a layer's is that of its first trained parameter.
-        bound: κ, or a `TrustRegion`, which goes by what the optimizer does; None: off.
-        last: ν of the last step, or s, a lazy tensor; 1.0 while off.
+        optimizer: Its learning rates are read at each step. A layer's rate is that of its first trained parameter.
+        bound: κ, or a `TrustRegion`. None: off.
+        last: ν of the last step, or s of a trust region, a device tensor; 1.0 while off.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class Clip:
         bound: float | TrustRegion | None,
         covered: Iterable[tuple[Layer, Curvature]] = (),
     ) -> None:
-        """Read nothing yet.
+        """Check the arguments.
 
         Raises:
-            ValueError: if a trust region does not go with the optimizer or with what is `covered`.
+            ValueError: if a trust region does not support the optimizer or a `covered` curvature.
         """
         if isinstance(bound, TrustRegion):
             bound.check(optimizer, covered)
@@ -46,7 +46,7 @@ class Clip:
         self.last: float | Tensor = 1.0
 
     def for_copies(self, copies: Mapping[int, nn.Parameter]) -> Clip:
-        """Return a new clip with the present learning rates for copies of parameters, by the ``id`` of these."""
+        """Return a clip with the present learning rates for copies of parameters, by the ``id`` of the originals."""
         if isinstance(self.bound, TrustRegion) and self.optimizer is not None:
             return Clip(copied(self.optimizer, copies), self.bound)
         rates = self._rates() if self.optimizer is not None else {}
@@ -54,7 +54,7 @@ class Clip:
         return Clip(torch.optim.SGD(groups) if groups else None, self.bound)
 
     def describe(self) -> str:
-        """Say in words whether the clip is on."""
+        """Return a description of the clip."""
         if self.bound is not None:
             return f"KL clip {self.bound:g}" if isinstance(self.bound, float) else str(self.bound)
         return "KL clip off" + (": no optimizer to read the learning rate from" if self.optimizer is None else "")
@@ -68,14 +68,14 @@ class Clip:
         apart: bool,
         layer_scale: Callable[[Layer], float | Tensor] | None = None,
     ) -> list[Tensor]:
-        """Scale the preconditioned gradients by ν; what is not finite becomes zero.
+        """Scale the preconditioned gradients by ν. Blocks that are not finite become zero.
 
         Args:
             gradients: Raw and preconditioned gradients of all stacks.
-            scale: What makes the raw gradients those of the mean loss.
+            scale: The factor that makes the raw gradients those of the mean loss.
             runtime: The ranks.
-            apart: Whether each of them holds the curvature of some layers only.
-            layer_scale: Returns what makes those of a layer so, beside `scale`; None: 1 for all.
+            apart: Whether each rank holds the curvature of some layers only.
+            layer_scale: Returns an additional factor for a layer. None: 1 for all.
 
         Returns:
             For each entry, which blocks were not finite ``[N]`` (bool).
@@ -125,7 +125,7 @@ class Clip:
 
 
 def _squares(rates: Mapping[int, float | Tensor], entries: Sequence[Entry], like: Tensor) -> float | Tensor:
-    """Return the squared learning rate of each block of some entries, 0 where it has no curvature; or one for all."""
+    """Return the squared learning rate of each block, 0 for blocks without curvature, or one number for all."""
     found: list[float | Tensor] = []
     for entry in entries:
         firsts = [member.layer.slots[0].parameter for member in entry.members]
@@ -142,7 +142,7 @@ def _squares(rates: Mapping[int, float | Tensor], entries: Sequence[Entry], like
 def _rate(
     rates: Mapping[int, float | Tensor], parameters: Sequence[object], blocks: list[int], like: Tensor
 ) -> float | Tensor:
-    """Return the learning rate of each block: one number where all agree."""
+    """Return the learning rate of each block, or one number if all are equal."""
     values = [rates.get(id(parameter), 0.0) for parameter in parameters]
     if all(value is values[0] for value in values) or (
         not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1

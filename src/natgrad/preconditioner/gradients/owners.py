@@ -1,7 +1,7 @@
-"""Gradients that natgrad reduces, each to the one worker of its layer: stage 3 of Osawa 2020.
+"""Reduce each gradient to the only worker of its layer (Osawa 2020, stage 3).
 
-With the preconditioned gradients that the workers share afterwards, about as many bytes travel as in the all-reduce of
-plain data parallelism. The gradients of parameters that no layer covers are cut into a piece for each rank.
+Together with the preconditioned gradients that the workers send afterwards, about as many bytes are sent as by the
+all-reduce of plain data parallelism. The gradients of parameters without curvature are divided among the ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from natgrad.state.block_group import BlockGroup
 
 @dataclass(frozen=True)
 class Part:
-    """A trained parameter, or some of its rows: those of one layer, or of none.
+    """A trained parameter, or the rows of it that belong to one layer or to none.
 
     Attributes:
         parameter: The parameter.
-        rows: Which of its rows; None: all of them.
+        rows: The rows. None: all.
     """
 
     parameter: nn.Parameter
@@ -33,18 +33,18 @@ class Part:
 
     @property
     def values(self) -> Tensor:
-        """The values."""
+        """The values of the rows."""
         return self.parameter if self.rows is None else self.parameter[self.rows]
 
     @property
     def gradient(self) -> Tensor | None:
-        """Their gradient, if there is one."""
+        """The gradient of the rows, if there is one."""
         gradient = self.parameter.grad
         return gradient if gradient is None or self.rows is None else gradient[self.rows]
 
     @property
     def addend(self) -> Tensor:
-        """What this rank adds to their gradient."""
+        """This rank's contribution to the gradient: zeros if it has none."""
         gradient = self.gradient
         return torch.zeros_like(self.values) if gradient is None else gradient.to(self.parameter.dtype)
 
@@ -55,8 +55,8 @@ class OwnedGradients:
 
     Attributes:
         covered: For each rank the parts of its layers.
-        uncovered: The parts that no layer covers: end to end they are cut into a piece for each rank.
-        piece: What this rank has summed of the uncovered ones.
+        uncovered: The parts without curvature. Their gradients, end to end, are cut into one piece per rank.
+        piece: The sum of this rank's piece.
     """
 
     covered: list[list[Part]]
@@ -71,7 +71,7 @@ class OwnedGradients:
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Their device."""
         return self.parameters[0].device
 
     @property
@@ -81,16 +81,16 @@ class OwnedGradients:
 
     @cached_property
     def pieces(self) -> list[int]:
-        """How many elements of the uncovered ones each rank sums: equally many, up to one."""
+        """The number of uncovered elements that each rank sums; equal up to one."""
         ranks = len(self.covered)
         total = sum(part.values.numel() for part in self.uncovered)
         return [total * (rank + 1) // ranks - total * rank // ranks for rank in range(ranks)]
 
     def addends(self, weight: Tensor | None) -> list[Tensor]:
-        """Return for each rank what this one adds to its sums, one vector in at least float32.
+        """Return this rank's contribution to the sums of each rank: one vector in at least float32 per rank.
 
         Args:
-            weight: What they are multiplied by; None: nothing.
+            weight: A factor for them. None: 1.
         """
         pieces = self._joined([part.addend for part in self.uncovered]).split(self.pieces)
         vectors = []
@@ -100,14 +100,14 @@ class OwnedGradients:
         return vectors
 
     def write(self, rank: int, summed: Tensor) -> None:
-        """Write what this rank has summed of its layers into their gradients, and keep its piece of the others."""
+        """Write the sums of this rank's layers into their gradients, and keep its piece of the others."""
         summed = summed.to(self.dtype)
         own = len(summed) - self.pieces[rank]
         _write(self.covered[rank], summed[:own])
         self.piece = summed[own:]
 
     def write_uncovered(self, pieces: Sequence[Tensor]) -> None:
-        """Write the pieces of all ranks into the gradients that no layer covers."""
+        """Write the pieces of all ranks into the gradients of parameters without curvature."""
         _write(self.uncovered, torch.cat(list(pieces)))
 
     def _joined(self, tensors: list[Tensor]) -> Tensor:
@@ -118,10 +118,10 @@ class OwnedGradients:
 def reduce_to_workers(
     model: nn.Module, stacks: Sequence[BlockGroup], runtime: Communicator, samples: int, *, summed: bool
 ) -> tuple[float | Tensor, list[OwnedGradients]]:
-    """Make ``.grad`` of each layer that of the loss over all ranks' samples, on its one worker.
+    """Replace ``.grad`` of each layer on its only worker by that of the loss over the samples of all ranks.
 
-    Elsewhere it stays what it was, but where there is none though another rank has one it becomes zero. The sums are
-    made in at least float32.
+    On other ranks ``.grad`` stays unchanged; if it is missing there although another rank has one, it becomes zero.
+    Sums use at least float32.
 
     Args:
         model: The model; all its trained parameters take part.
@@ -131,14 +131,14 @@ def reduce_to_workers(
         summed: Whether the loss sums over samples; otherwise it is a mean.
 
     Returns:
-        What makes the result the gradient of the mean loss, 1 for a mean loss and 1 / (all samples) for a sum; and the
-        gradients, those without a layer summed in pieces.
+        The factor that makes the result the gradient of the mean loss: 1 for a mean, 1 / (all samples) for a sum; and
+        the gradients by owner.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         return 1.0, []
     total = _agree(trained, runtime, samples)
-    # Where no rank has seen any samples (derivatives with a graph), all weigh alike.
+    # If no rank has counted samples (double backward), all ranks weigh alike.
     weight = None if summed else torch.where(total > 0, samples * runtime.ranks / total.clamp(min=1), 1.0)
     groups = _by_owner(trained, stacks, runtime.ranks)
     for group in groups:
@@ -154,12 +154,12 @@ def reduce_to_workers(
 
 
 def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int) -> Tensor:
-    """Return the samples of all ranks; give parameters that any of them has a gradient of one of zeros."""
+    """Return the samples of all ranks. Parameters with a gradient on any rank get one on all, of zeros."""
     used = [float(parameter.grad is not None) for parameter in trained]
     counters = tensor_on(trained[0].device, [float(samples), *used], torch.float64)
     runtime.sum_(counters, {"counters": len(counters)})
     if not all(used):
-        # Only a rank that lacks a gradient asks whether another has it: that costs a synchronisation.
+        # Only a rank without a gradient checks whether another has one, because that synchronizes with the device.
         for parameter, users in zip(trained, counters[1:].tolist(), strict=True):
             if parameter.grad is None and users:
                 parameter.grad = torch.zeros_like(parameter)
@@ -167,7 +167,7 @@ def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int) -> 
 
 
 def _by_owner(trained: Iterable[nn.Parameter], stacks: Sequence[BlockGroup], ranks: int) -> list[OwnedGradients]:
-    """Return who sums which gradients, for each device and dtype, in the order of the parameters.
+    """Return the owners of the gradients, for each device and dtype, in the order of the parameters.
 
     Args:
         trained: Trained parameters of the model.
@@ -188,7 +188,7 @@ def _by_owner(trained: Iterable[nn.Parameter], stacks: Sequence[BlockGroup], ran
             group.uncovered.append(Part(parameter))
             continue
         for rows, worker in sorted(known, key=lambda part: 0 if part[0] is None else part[0].start):
-            if rows is not None and rows.start > end:  # of another layer, which is left to the optimizer
+            if rows is not None and rows.start > end:  # rows of another layer, which is left to the optimizer
                 group.uncovered.append(Part(parameter, slice(end, rows.start)))
             group.covered[worker].append(Part(parameter, rows))
             end = len(parameter) if rows is None else rows.stop
@@ -198,7 +198,7 @@ def _by_owner(trained: Iterable[nn.Parameter], stacks: Sequence[BlockGroup], ran
 
 
 def _write(parts: Sequence[Part], summed: Tensor) -> None:
-    """Write sums into the gradients of some parts; what no rank has a gradient of has none here either."""
+    """Write sums into the gradients of some parts that have one."""
     if not parts:
         return
     values = unflatten(summed, [part.values for part in parts])

@@ -1,1 +1,1 @@
-"""What happens when numbers go wrong, or layers are not used as their modules say."""
+"""Reactions to numerical failures, and to layers that are used in unexpected ways."""

@@ -90,7 +90,7 @@ class FallbackPolicy:
     step: int = 0
 
     def replace_unsound(self, cases: Sequence[Case], damping: float) -> list[Outcome]:
-        """Replace what is not sound among the preconditioned gradients of some layers.
+        """Replace the unsound preconditioned gradients of some layers.
 
         Args:
             cases: The gradients.
@@ -116,7 +116,7 @@ class FallbackPolicy:
         return [outcomes[index] for index in range(len(cases))]
 
     def _replace(self, cases: Sequence[Case], starts: Sequence[list[int] | bool], damping: float) -> list[Outcome]:
-        """Return the outcomes of cases of one device, dtype and definiteness, whose masks are worked on as one vector.
+        """Replace unsound gradients of cases of one device, dtype and definiteness, with their masks as one vector.
 
         Args:
             cases: The gradients.
@@ -139,7 +139,7 @@ class FallbackPolicy:
         if self.measures:
             self._measure(cases, natural & ~invalid)
         lost = (natural & invalid) | (finite & (levels == Level.DIAGONAL))
-        # The diagonal is made where the host knows that it is needed: it may look at once where that does not wait.
+        # The diagonal is computed if the host knows that it is needed. On a CPU it can check at once.
         lacking = waits or bool(lost.any())
         if not lacking and all(start is True for start in starts):
             products = parted(inner, inners)
@@ -195,7 +195,7 @@ class FallbackPolicy:
         return V, torch.where(fine, own, inner), torch.where(fine, float(Level.DIAGONAL), levels)
 
     def _measure(self, cases: Sequence[Case], natural: Tensor) -> None:
-        """Remember the norms of preconditioned gradients, of the blocks that are `natural` ``[N]``."""
+        """Update the running averages of ‖V‖ for the blocks that are `natural` ``[N]`` (bool)."""
         norms = [(case.stack.failures.allocate_norm(case.V), case.blocks) for case in cases]
         seen = joined([torch.linalg.vector_norm(case.V, dim=(1, 2)) for case in cases])
         before = joined([known[blocks] for known, blocks in norms])
@@ -207,10 +207,10 @@ class FallbackPolicy:
 
 
 def _is_sound(inner: Tensor, square: Tensor, *, definite: bool) -> Tensor:
-    """Tell which preconditioned gradients may be used, by ⟨V, W⟩ and ‖W‖² ``[N]``."""
+    """Return which preconditioned gradients are sound ``[N]``, from ⟨V, W⟩ and ‖W‖² ``[N]``."""
     if not definite:
         return inner.isfinite()
-    nothing = (inner == 0) & (square < torch.finfo(square.dtype).tiny ** 0.5)  # no gradient, or next to none
+    nothing = (inner == 0) & (square < torch.finfo(square.dtype).tiny ** 0.5)  # the gradient is zero or tiny
     sound: Tensor = (inner > 0) & (inner < math.inf) | nothing
     return sound
 
@@ -223,7 +223,7 @@ def _levels(start: list[int] | bool, inner: Tensor) -> Tensor:
 
 
 def _graft(norm: Tensor, square: Tensor) -> Tensor:
-    """Return what gives gradients of the squared norms `square` the norms that V has had lately, where it has any."""
+    """Return the factor that gives gradients with squared norms `square` the average norm of V; 1 where there is none."""
     return torch.where((norm > 0) & (square > 0), norm / square.sqrt(), 1)
 
 

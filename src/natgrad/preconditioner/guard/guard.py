@@ -1,4 +1,4 @@
-"""What happens when numbers go wrong."""
+"""The user's settings for numerical failures, and their counters."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from natgrad.state.failures import Level
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """How far trouble is tolerated before it becomes an error, and what serves a layer meanwhile.
+    """How natgrad reacts to numerical failures.
 
-    Non-finite statistics of a layer leave its factors as they were, a non-finite gradient makes the layer's
-    update zero, and a decomposition that fails even in float64 leaves the last good one in place. Each is counted in
-    ``Preconditioner.metrics()``; `limit` times in a row for one layer raise a `natgrad.CurvatureError`.
+    If statistics of a layer are not finite, its factors stay unchanged. If its gradient is not finite, it gets no
+    update. If a decomposition fails, in float64 too, the last good result is kept. ``Preconditioner.metrics()`` counts
+    each of these; `limit` failures in a row of one layer raise a `natgrad.CurvatureError`.
 
-    The ladder: a layer whose curvature is more than `patience` renewals old, unusable (V is not finite though the
-    gradient W is, or ⟨V, W⟩ ≤ 0) or has failed from the start takes the diagonal of its Fisher block, and where there
-    is none its plain gradient, with the norm that V has had lately. The next good renewal ends that.
+    A layer falls back to the diagonal of its Fisher block if its curvature is more than `patience` renewals old, if it
+    is unusable (V is not finite although the gradient W is, or ⟨V, W⟩ ≤ 0), or if it has never succeeded. Without a
+    diagonal it uses its gradient, scaled to the recent norm of V. The next successful renewal ends the fallback.
 
     Attributes:
-        limit: How often in a row a layer may be in trouble; None: for ever.
-        patience: How many renewals in a row may bring a layer nothing new before what the last good one has made is
-            given up; None: any number.
-        ladder: Whether there is one. Without it the last good curvature serves for ever, what is unusable gives no
-            update, and what has failed from the start leaves the gradient plain.
+        limit: Failures in a row of one layer that raise an error. None: no limit.
+        patience: Failed renewals in a row for which the last good result is used. None: any number.
+        ladder: Whether to use these fallbacks. If False, the last good result is used without limit, an unusable one
+            gives no update, and a layer that never succeeded keeps its gradient.
 
     Raises:
-        ValueError: if `limit` is below 1, `patience` below 0, or `ladder` no bool.
+        ValueError: if `limit` is below 1, `patience` is below 0, or `ladder` is not a bool.
     """
 
     limit: int | None = 20
@@ -63,12 +62,12 @@ _FACTORS, _REPLAY, _DECOMPOSITION, _HEARD = "factors", "replay", "decomposition 
 
 @dataclass(frozen=True)
 class Trouble:
-    """Blocks of a stack, and in which of them something was not finite.
+    """Failures among some blocks of a group.
 
     Attributes:
-        stack: The stack.
-        blocks: Which blocks, as a slice or as indices.
-        bad: Whether it was not ``[n]`` (bool).
+        stack: The group.
+        blocks: The n blocks, as a slice or as indices.
+        bad: The blocks that failed ``[n]`` (bool).
     """
 
     stack: BlockGroup
@@ -77,13 +76,13 @@ class Trouble:
 
 
 class FailureCounters:
-    """Counts trouble, on the device where it happens: nothing waits for an accelerator before somebody reads.
+    """Counts failures on their device, so that the host waits for an accelerator only when counts are read.
 
-    On the CPU streaks are looked at after every step, on an accelerator after every `_PATIENCE` steps.
+    `check` reads them on a CPU after every step, on an accelerator after every `_PATIENCE` steps.
 
     Attributes:
-        guard: What the user allows.
-        served: Which layers were preconditioned so far.
+        guard: The user's settings.
+        served: The layers that have been preconditioned by their curvature.
     """
 
     _PATIENCE = 32
@@ -101,7 +100,7 @@ class FailureCounters:
         self._count("skipped_factors", _FACTORS, seen)
 
     def saw_replays(self, stack: BlockGroup, blocks: slice, bad: Tensor) -> None:
-        """Count the blocks ``[n]`` of whose replay something was not finite."""
+        """Count the blocks ``[n]`` whose second pass gave non-finite values."""
         self._count("skipped_factors", _REPLAY, [Trouble(stack, blocks, bad)])
 
     def saw_gradients(self, seen: Sequence[Trouble]) -> None:
@@ -115,10 +114,10 @@ class FailureCounters:
         self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", [Trouble(stack, blocks, bad)])
 
     def saw_levels(self, seen: Sequence[tuple[BlockGroup, list[LayerBlocks], bool | Tensor]]) -> None:
-        """Count layers by what served them in this step, and remember it.
+        """Count and record the fallback levels of layers in this step.
 
         Args:
-            seen: Stacks, some of their layers, and the levels of these ``[m]``; a bool: none of them fell back.
+            seen: Groups, some of their layers, and the levels of these ``[m]``; a bool: none of them fell back.
         """
         fallen = []
         self.served.note([(members, levels) for _, members, levels in seen])
@@ -146,11 +145,11 @@ class FailureCounters:
         return torch.stack([worst[member.blocks].amax() for member in stack.members])
 
     def heard(self, stack: BlockGroup, trouble: Tensor) -> None:
-        """Note what the worker of a stack has told of the trouble of each block ``[N]``."""
+        """Record the failures in a row of each block ``[N]`` that the worker of a group sent."""
         self._streaks[_HEARD, id(stack)] = (stack, trouble)
 
     def check(self) -> None:
-        """Raise if a layer has been in trouble more often in a row than the guard allows.
+        """Raise if a layer has failed more often in a row than the guard allows.
 
         Raises:
             CurvatureError: naming the layers.
@@ -161,7 +160,7 @@ class FailureCounters:
         found: dict[str, list[str]] = {}
         for (kind, own), (stack, streak) in self._streaks.items():
             if _is_renewal(kind) and (_HEARD, own) in self._streaks:
-                continue  # all ranks go by what the worker tells, and raise together
+                continue  # all ranks use the numbers of the worker, so that all raise
             if not on_host(streak) and self._checks % self._PATIENCE:
                 continue
             worst = streak.tolist()
@@ -169,7 +168,7 @@ class FailureCounters:
             if names:
                 found.setdefault(kind, []).extend(names)
         if found:
-            # In an order of its own: ranks do not learn of the trouble in the same one.
+            # Sorted, because ranks learn of failures in different orders.
             which = "; ".join(
                 f"{kind} not finite {self.guard.limit} times in a row in {', '.join(sorted(names))}"
                 for kind, names in sorted(found.items())
@@ -177,7 +176,7 @@ class FailureCounters:
             raise CurvatureError(f"{which}: lower the learning rate, raise the damping, or look for the first NaN")
 
     def metrics(self) -> dict[str, float | Tensor]:
-        """Return the totals, one for each kind of trouble."""
+        """Return the totals of each kind of failure."""
         totals = dict(self._totals)
         for _, counts in self._fallen.values():
             for kind, more in zip(_FALLBACKS, counts.unbind(), strict=True):
@@ -189,13 +188,13 @@ class FailureCounters:
         return {kind: int(total) for kind, total in self.metrics().items()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore the totals; streaks begin anew."""
+        """Restore the totals. Failures in a row are counted from zero."""
         self._totals = {kind: int(state[kind]) for kind in _KINDS}
         self._fallen.clear()
         self._streaks.clear()
 
     def forget(self) -> None:
-        """Forget streaks: the stacks have changed."""
+        """Reset the counts of failures in a row, because the groups have changed."""
         self._streaks.clear()
 
     def _count(self, total: str, kind: str, seen: Sequence[Trouble]) -> None:

@@ -1,4 +1,4 @@
-"""What training shows of layers and their modules do not: tables used beyond lookups, forwards never called."""
+"""Detect layers that are used in ways their modules do not show: tables not only looked up, forwards not called."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from natgrad.versions import BLIND
 
 _MISUSED = "its weight serves more than lookups"
 _UNCALLED = "its forward was never called"
-# So many layers a warning names.
+# The number of layers that a warning names.
 _NAMED = 5
 
 
 class Inspection:
-    """Finds the covered layers that are not used as their modules use them: their gradients stay plain."""
+    """Finds layers that are not used through their modules' forward. Their gradients are not preconditioned."""
 
     def __init__(self) -> None:
-        """Begin with no suspicion."""
+        """Start without findings."""
         self._looked = self._late = False
         self._misused: set[str] = set()
         self._uncalled: set[str] = set()
@@ -35,7 +35,7 @@ class Inspection:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Why layers stay plain, by their keys."""
+        """Why layers are not preconditioned, by layer key."""
         return dict.fromkeys(self._uncalled, _UNCALLED) | dict.fromkeys(self._misused, _MISUSED)
 
     @property
@@ -44,18 +44,18 @@ class Inspection:
         return self._looked or self._late
 
     def restart(self) -> None:
-        """Begin anew, with the next step: the layers are others, whose hooks have not seen the passes of this one."""
+        """Start again with the next step, because the layers have changed."""
         self._looked, self._late = False, True
 
     def look(self, stacks: list[BlockGroup], sums: StatisticsBuffer, runtime: Communicator) -> None:
-        """Find tables with gradients in rows that no lookup explains, such as ``F.linear(h, table.weight)`` makes.
+        """Find tables with gradients in rows that were not looked up, as from ``F.linear(h, table.weight)``.
 
-        A row that is never looked up has no curvature but the damping, by which its gradient would be divided. This
-        waits for the device, and is hence done once: tables that come into such use later are not found.
+        The gradient of such a row would be divided by the damping alone. The check waits for the device, so it is done
+        only once.
 
         Args:
             stacks: All stacks.
-            sums: Those of an update of the factors, over all ranks.
+            sums: The sums over all ranks of an update of the factors.
             runtime: The ranks, each of which may hold a part of the gradients.
         """
         if self.looked:
@@ -64,7 +64,7 @@ class Inspection:
         tables = [member.layer for _, member in _tables(stacks)]
         if not tables:
             return
-        # Of those whose sums went elsewhere, another rank tells.
+        # Sums that are on other ranks are checked there.
         strays = [
             _strays(member.layer, sums.of(member.layer.name)["D"][0])
             if stack.role.keeps_averages
@@ -81,20 +81,20 @@ class Inspection:
         Args:
             stacks: All stacks.
             seen: The keys of the layers with statistics.
-            captured: Whether the hooks have looked on in this step.
+            captured: Whether the hooks captured statistics in this step.
         """
         if captured and not self._late:
-            # Where a rank captures for itself alone, the gradients may be those of samples that it has not seen.
+            # A rank that only uses its own samples may have gradients of samples that it has not captured.
             told = (stack for stack in stacks if stack.role.keeps_averages and stack.role.seat.sums != "alone")
             received = (member.layer for stack in told for member in stack.members)
             unseen = (layer for layer in received if layer.key not in seen)
             self._uncalled = {layer.key for layer in unseen if _has_gradient(layer)}
-        # After a checkpoint was loaded: without curvature it may be one that was found before.
+        # After loading a checkpoint, a layer without curvature may be one that was found before.
         waiting = [] if self._looked else [m.layer.key for s, m in _tables(stacks) if not s.ready[s.members.index(m)]]
         return seen.difference(self._misused, waiting)
 
     def report(self) -> None:
-        """End a step: warn of each layer once."""
+        """Warn once of each layer, at the end of a step."""
         self._late = False
         self._warn(
             self._misused,
@@ -109,7 +109,7 @@ class Inspection:
         if news:
             names = ", ".join(news[:_NAMED]) + (f" and {len(news) - _NAMED} more" if len(news) > _NAMED else "")
             message = f"natgrad leaves the gradients of {names} as they are: {why}; see explain()"
-            warnings.warn(message, NatgradWarning, stacklevel=5)  # past `report`, `step` and its decorator
+            warnings.warn(message, NatgradWarning, stacklevel=5)  # the caller of `step`
 
 
 def _tables(stacks: Iterable[BlockGroup]) -> Iterator[tuple[BlockGroup, LayerBlocks]]:
@@ -117,7 +117,7 @@ def _tables(stacks: Iterable[BlockGroup]) -> Iterator[tuple[BlockGroup, LayerBlo
 
 
 def _strays(table: Layer, lookups: Tensor) -> Tensor:
-    """Return whether rows of a table's gradient that this rank holds are not zero, though others alone were looked up.
+    """Return whether this rank holds nonzero gradient rows of a table that were not looked up.
 
     Args:
         table: The layer.

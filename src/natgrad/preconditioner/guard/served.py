@@ -1,4 +1,4 @@
-"""Which layers were preconditioned by their curvature in the steps so far."""
+"""Record which layers have been preconditioned by their curvature."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from natgrad.state.failures import Level
 
 
 class Served:
-    """Remembers layers whose gradients were multiplied by curvature of their own in some step.
-
-    Those that only a fallback served (the diagonal, or the plain gradient) are not among them.
-    """
+    """The layers that were preconditioned by their curvature in any step, not only by a fallback."""
 
     def __init__(self) -> None:
         """Begin before the first step."""
         self._known: set[str] = set()
-        # What accelerators know, which the host reads in `keys` alone: by the keys of layers, a flag for each of them.
+        # Flags on the device, by layer keys, which only `keys` reads.
         self._flags: dict[tuple[str, ...], Tensor] = {}
 
     def note(self, seen: Sequence[tuple[list[LayerBlocks], bool | Tensor]]) -> None:
-        """Note what served layers in a step; nothing waits for an accelerator.
+        """Record the levels of layers in a step, without waiting for the device.
 
         Args:
             seen: Layers, and the level of each ``[m]``; True: all are fresh, False: all are plain.
@@ -44,7 +41,7 @@ class Served:
             self._flags[every] = self._flags[every] | flags if every in self._flags else flags
 
     def keys(self) -> set[str]:
-        """Return the keys of the layers; waits for accelerators."""
+        """Return the keys of the layers. Waits for the device."""
         for keys, flags in self._flags.items():
             self._known.update(key for key, flag in zip(keys, flags.tolist(), strict=True) if flag)
         self._flags.clear()

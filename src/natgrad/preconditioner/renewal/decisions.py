@@ -1,4 +1,4 @@
-"""What is known of each layer where decompositions are due: measured numbers, decisions, and what rules remember."""
+"""The decisions of a refresh rule on each layer: measured numbers, verdicts and the state of the rule."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from natgrad.state.tensors import StateTensors, packed_shape, spec_dtype
 if TYPE_CHECKING:
     from natgrad.layers import Layer
 
-# The last decision on a layer, as it is kept and sent; 0: there was none.
+# The last decision on a layer, as a number for messages and checkpoints. 0: none.
 RENEWED, KEPT, STOPPED, WAITING = 1.0, 2.0, 3.0, 4.0
 _WORDS = {KEPT: "kept", STOPPED: "stopped", WAITING: "waiting"}
 
-# The names of what is kept, among the tensors of a layer in checkpoints.
+# The names of this state in the checkpoint of a layer.
 _NUMBERS, _PREFIX = "rule", "last "
-# The numbers (remembered, decision, measured without damping) of a layer on which nothing was decided, and of one
-# whose decomposition has yet to succeed.
+# The numbers (remembered, decision, measured without damping) of a layer without a decision, and of one whose
+# decomposition has not succeeded yet.
 _NOTHING, _AGAIN = (nan, 0.0, nan), (nan, RENEWED, nan)
 
 
 def check_use(rule: RefreshRule, covered: Collection[tuple[Layer, Curvature]]) -> None:
-    """Check that a rule is of use for some layer when training begins.
+    """Check that a rule applies to at least one layer.
 
     Args:
         rule: The rule.
         covered: The layers with their curvatures.
 
     Raises:
-        ValueError: if it is of none, naming the rule.
+        ValueError: if it applies to none, naming the rule.
     """
     if rule.separate:
         fits = "one for both sides: it has nothing that is of the inputs alone"
@@ -60,18 +60,18 @@ def check_use(rule: RefreshRule, covered: Collection[tuple[Layer, Curvature]]) -
 
 @dataclass
 class LayerDecision:
-    """The decision on one layer, and what it is made of.
+    """The decision on one layer.
 
     Attributes:
-        stack: Its stack.
-        member: Its place there.
-        index: Its number there.
-        state: What is kept of the stack's layers.
-        units: What of it is decided on separately.
-        values: What was measured of these.
-        undamped: What was measured of the whole layer, of the statistics alone.
+        stack: The group of the layer.
+        member: The layer's blocks in the group.
+        index: The index of the layer in the group.
+        state: The decisions on the layers of the group.
+        units: The sets of parts that are decided on separately.
+        values: The measured value of each unit.
+        undamped: The measured value of the whole layer without damping.
         parts: The names of the parts to renew.
-        change: The largest change of its units.
+        change: The largest change of the units.
         outcome: The decision.
     """
 
@@ -88,12 +88,12 @@ class LayerDecision:
 
     @property
     def key(self) -> str:
-        """The key of the layer in the state."""
+        """The key of the layer in checkpoints."""
         return self.member.layer.key
 
     @property
     def begins(self) -> bool:
-        """Whether there is nothing to go on with: it was never renewed as a whole, or that was found unusable."""
+        """Whether the layer has no usable result: it was never renewed as a whole, or its result is invalid."""
         failures = self.stack.failures
         invalid = (
             failures.suspected and failures.invalid is not None and bool(failures.invalid[self.member.blocks].any())
@@ -107,36 +107,36 @@ class LayerDecision:
 
     @property
     def share(self) -> float:
-        """The share of the work of a renewal that is to be done."""
+        """The part of the work of a complete renewal that is to be done."""
         return self.share_of(self.parts)
 
     def share_of(self, parts: Collection[str]) -> float:
-        """Return the share of the work of a renewal that some parts make up."""
+        """Return the part of the work of a complete renewal that some parts take."""
         costs = {task.name: task.cost for task in self.stack.tasks}
         return sum(costs[name] for name in parts) / (sum(costs.values()) or 1.0)
 
     @property
     def kept_parts(self) -> set[tuple[str, str]]:
-        """The parts that stay as they are, by the key of the layer and their names."""
+        """The parts that are not renewed: pairs of layer key and part name."""
         return {(self.key, task.name) for task in self.stack.tasks if task.name not in self.parts}
 
     def apply(self, verdicts: Sequence[Verdict]) -> None:
-        """Take the verdicts on the units: the layer is renewed where any is, and stopped where all are."""
+        """Apply the verdicts on the units: the layer is renewed if any is, and stopped if all are."""
         due = [unit.parts for unit, verdict in zip(self.units, verdicts, strict=True) if verdict == "renew"]
         self.parts = frozenset().union(*due)
-        # Where nothing was captured since the last decision, it is not known whether the layer has settled.
+        # Without a capture since the last decision it is unknown whether the layer has converged.
         has_news = self.undamped != self.state.undamped(self.index)
         stops = has_news and all(verdict == "stop" for verdict in verdicts)
         self.outcome = RENEWED if self.parts else STOPPED if stops else KEPT
 
     def begin_renewal(self) -> None:
-        """Note that the parts are renewed, of the statistics as they are now."""
+        """Record that the parts are being renewed from the present statistics."""
         read = (unit.statistics for unit in self.units if unit.parts <= self.parts)
         self.state.begin_renewal(self.index, frozenset().union(*read))
 
 
 def layer_decisions(stacks: Sequence[BlockGroup], keys: Collection[str] | None = None) -> Iterator[LayerDecision]:
-    """Yield the layers of some `keys` that this rank works for; None: all layers."""
+    """Yield the layers with these `keys` that this rank is a worker of. None: all layers."""
     for stack in stacks:
         if stack.decisions is None or (keys is not None and not stack.role.is_gradient_worker):
             continue
@@ -146,7 +146,7 @@ def layer_decisions(stacks: Sequence[BlockGroup], keys: Collection[str] | None =
 
 
 def measure_all(layers: Sequence[LayerDecision], measure: Measure, by: By, damping: float) -> None:
-    """Measure layers, with one transfer for each device; those that cannot be measured have nan."""
+    """Measure layers, with one transfer per device. Layers that cannot be measured get nan."""
     units_of_stack = {id(layer.stack): units(layer.stack, by) for layer in layers}
     stacks = {id(layer.stack): layer.stack for layer in layers if measurable(layer.stack.curvature, measure)}
     found: dict[torch.device, list[tuple[BlockGroup, Tensor]]] = {}
@@ -169,10 +169,10 @@ def measure_all(layers: Sequence[LayerDecision], measure: Measure, by: By, dampi
 
 
 def decide_all(layers: Sequence[LayerDecision], criterion: RefreshRule, plan: Plan[str], step: int) -> None:
-    """Have a rule decide on measured layers; those that have nothing to go on with are renewed in any case.
+    """Decide on measured layers with a rule. Layers without a usable result are renewed in any case.
 
     Raises:
-        ValueError: if the rule returns something that is not a verdict on each candidate.
+        ValueError: if the rule does not return a verdict on each candidate.
     """
     position = {key: index for index, key in enumerate(plan.weights)}
     candidates: list[Candidate] = []
@@ -204,21 +204,21 @@ def _check_verdicts(verdicts: Sequence[object], candidates: Sequence[Candidate],
 
 
 class DecisionState:
-    """For each layer of a stack the last decision, and what the next measurement is compared with.
+    """The last decision on each of the M layers of a group, and the reference of the next measurement.
 
     Attributes:
-        is_sent: Whether the workers of the layers send the others what they have decided in this step.
-        received: What the workers have sent ``[3 M]``, on the device; None: nothing.
-        last_averages: The statistics that the last renewal was made of, packed; empty where the rule compares none.
-        in_progress: The numbers of the layers whose renewal was begun and has not ended.
+        is_sent: Whether the workers send their decisions to the other ranks in this step.
+        received: The decisions that the workers sent ``[3 M]``, on the device. None: none.
+        last_averages: The averages of the last renewal, packed. Empty unless the rule compares averages.
+        in_progress: The indices of the layers whose renewal is in progress.
     """
 
     def __init__(self, stack: BlockGroup, *, compares_averages: bool) -> None:
-        """Begin with nothing; no tensor is made on a device.
+        """Start without decisions, and without tensors on a device.
 
         Args:
-            stack: The stack.
-            compares_averages: Whether statistics are to be compared with those of the last renewal.
+            stack: The group.
+            compares_averages: Whether the rule compares averages with those of the last renewal.
         """
         self._stack, self._compares_averages = stack, compares_averages
         self._numbers = torch.tensor([_NOTHING] * len(stack.members), dtype=torch.float64, device="cpu")
@@ -234,12 +234,12 @@ class DecisionState:
         return tuple(spec.name for spec in self._stack.statistics if spec.name in read)
 
     def last(self, index: int) -> float | None:
-        """Return what the rule remembers of a layer; None: nothing."""
+        """Return the number that the rule remembers for a layer. None: none."""
         value = float(self._numbers[index, 0])
         return None if isnan(value) else value
 
     def undamped(self, index: int) -> float:
-        """Return what was measured of a layer's statistics alone at the last decision; nan: nothing."""
+        """Return the value measured without damping at the last decision on a layer. nan: none."""
         return float(self._numbers[index, 2])
 
     def outcome(self, index: int) -> float:
@@ -247,13 +247,13 @@ class DecisionState:
         return float(self._numbers[index, 1])
 
     def describe(self, layer: Layer) -> str:
-        """Return a word for the last decision on a layer; empty where it was renewed, or nothing was decided."""
+        """Return a word for the last decision on a layer. Empty: renewed, or no decision."""
         index = next(index for index, member in enumerate(self._stack.members) if member.layer is layer)
         return _WORDS.get(self.outcome(index), "")
 
     @property
     def bytes_per_block(self) -> int:
-        """What is kept for one block beside numbers."""
+        """The bytes of `last_averages` for one block."""
         if not (self._compares_averages and self._stack.role.is_gradient_worker):
             return 0
         specs = [spec for spec in self._stack.statistics if spec.name in self.names]
@@ -261,22 +261,22 @@ class DecisionState:
         return sum(prod(packed_shape(spec)) * spec_dtype(spec, dtype).itemsize for spec in specs)
 
     def note(self, index: int, last: float | None, outcome: float, undamped: float) -> None:
-        """Keep the numbers of a decision on a layer."""
+        """Record the numbers of a decision on a layer."""
         self._set(index, (nan if last is None else last, outcome, undamped))
 
     # --- Between ranks --------------------------------------------------------------------------------------------
 
     @property
     def message_size(self) -> int:
-        """The number of elements that workers send in this step: 3 M where there was a decision, else 0."""
+        """The number of elements that workers send in this step: 3 M after a decision, else 0."""
         return self._numbers.numel() if self.is_sent else 0
 
     def message(self, like: Tensor) -> Tensor:
-        """Return what a worker sends the others ``[3 M]``, with the dtype and device of `like`."""
+        """Return the message of a worker to the other ranks ``[3 M]``, in the dtype and on the device of `like`."""
         return self._numbers.flatten().to(like)
 
     def apply_received(self) -> None:
-        """Take over what a worker has sent, unless this rank is one; this waits for the device."""
+        """Apply the decisions that a worker sent, unless this rank is a worker. Waits for the device."""
         if self.received is not None and not self._stack.role.is_gradient_worker:
             self._numbers.copy_(self.received.to("cpu", torch.float64).view(-1, 3))
         self.is_sent, self.received = False, None
@@ -284,7 +284,7 @@ class DecisionState:
     # --- Renewals -------------------------------------------------------------------------------------------------
 
     def begin_renewal(self, index: int, statistics: Collection[str]) -> None:
-        """Note that a layer is renewed from some of its `statistics` as they are now."""
+        """Record that a layer is being renewed from the present values of some `statistics`."""
         self.in_progress.add(index)
         if self._compares_averages:
             blocks, names = self._stack.members[index].blocks, tuple(name for name in self.names if name in statistics)
@@ -292,13 +292,13 @@ class DecisionState:
                 self._allocate().write(name, blocks, average)
 
     def end_renewal(self, index: int, *, failed: bool) -> None:
-        """Note how a renewal has ended; one that has `failed` is repeated at the next decision."""
+        """Record the end of a renewal. If it `failed`, it is repeated at the next decision."""
         self.in_progress.discard(index)
         if failed:
             self._forget(index, _AGAIN)
 
     def _forget(self, index: int, numbers: tuple[float, ...]) -> None:
-        """Drop what the next measurement would be compared with: by any measure the layer has then changed."""
+        """Drop the reference of the next measurement, so that the layer counts as changed."""
         self.in_progress.discard(index)
         self._set(index, numbers)
         for name in self.last_averages:
@@ -308,7 +308,7 @@ class DecisionState:
         self._numbers[index] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     def to(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Move what is kept."""
+        """Move all tensors."""
         if self.last_averages:
             self.last_averages = self.last_averages.to(dtype, device)
 
@@ -323,7 +323,7 @@ class DecisionState:
     # --- Checkpoints ----------------------------------------------------------------------------------------------
 
     def state(self, member: LayerBlocks) -> dict[str, Tensor]:
-        """Return what is kept of a layer, by the names that it has among the tensors of a checkpoint."""
+        """Return the state of a layer by the names of its tensors in a checkpoint."""
         n, index = member.stop - member.start, self._stack.members.index(member)
         tensors = {_NUMBERS: self._numbers[index].expand(n, -1)}
         if self._compares_averages and self._stack.role.is_gradient_worker:
@@ -331,7 +331,7 @@ class DecisionState:
             tensors |= {f"{_PREFIX}{name}": averages.whole(name, member.blocks) for name in averages}
         if index not in self.in_progress:
             return tensors
-        # A checkpoint leaves renewals in progress out: a training that resumes begins them anew.
+        # Renewals in progress are not saved: a resumed training starts them again.
         blank = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         return {**blank, _NUMBERS: torch.tensor(_AGAIN, dtype=torch.float64, device="cpu").expand(n, -1)}
 
@@ -346,7 +346,7 @@ class DecisionState:
         return shapes
 
     def restore(self, member: LayerBlocks, given: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned; begin anew where the checkpoint was written without this rule."""
+        """Restore what `state` returned. Start again if the checkpoint was written without this rule."""
         index = self._stack.members.index(member)
         if not all(name in given for name in self.shapes(member)):
             self._forget(index, _NOTHING)

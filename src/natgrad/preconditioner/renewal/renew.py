@@ -1,4 +1,4 @@
-"""Running averages become what a solve needs: each task on its owner, the results to all workers."""
+"""Renew inverses or eigenvectors from running averages: each task on its owner, the results to all workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from natgrad.specs import Task, TensorSpec
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.tensors import along, pack, packed_shape, unpack
 
-# Decompositions gain nothing from batching matrices beyond this many elements, and would hold them all at once.
+# Batches of more elements would not speed up decompositions, and would need more memory.
 _BATCH = 2**18
 
 RAISED = -1.0
@@ -29,10 +29,10 @@ RAISED = -1.0
 
 @dataclass
 class Job:
-    """A task of some neighbouring blocks of a stack, all on one owner; None: on every worker.
+    """A task for some neighbouring blocks of a group, on one owner; None: on every worker.
 
     Attributes:
-        done: What became of each block: above 0 where it succeeded.
+        done: The result of each block: above 0 if it succeeded.
     """
 
     owner: int | None
@@ -43,16 +43,16 @@ class Job:
     done: dict[int, float] = field(default_factory=dict)
 
     def numel(self, spec: TensorSpec) -> int:
-        """Return how many elements of a tensor that the task writes travel."""
+        """Return the number of elements that are sent of a tensor that the task writes."""
         return (self.stop - self.start) * prod(packed_shape(spec))
 
     def read(self, spec: TensorSpec) -> Tensor:
-        """Return what is held of a tensor, as it travels ``[numel(spec)]``."""
+        """Return a tensor that the task wrote, as it is sent ``[numel(spec)]``."""
         held = self.stack.held.read(spec.name, slice(self.start, self.stop))
         return pack(held, spec).reshape(-1)
 
     def write(self, spec: TensorSpec, values: Tensor) -> None:
-        """Hold what has arrived of a tensor."""
+        """Store a received tensor."""
         whole = unpack(values.view(-1, *packed_shape(spec)), spec)
         self.stack.held.write(spec.name, slice(self.start, self.stop), whole)
 
@@ -69,14 +69,14 @@ class Job:
         good = self.stack.good[self.task.name]
         start = self.start
         for stop in range(self.start + 1, self.stop + 1):
-            # Blocks whose last result it begins with are apart from those that have none.
+            # Blocks with a last result to start from are separate from those without.
             ends = stop == self.stop or stop - start == step
             if ends or (self.task.needs_previous and good[stop] != good[start]):
                 yield slice(start, stop)
                 start = stop
 
     def run(self, damping: float) -> list[float]:
-        """Do the work into what is held, and return what became of each block; those that fail keep what they had."""
+        """Run the task, store its results and return the result of each block. Failed blocks keep their old result."""
         started = perf_counter()
         for blocks in self.pieces():
             self._renew(blocks, damping * self.stack.factor)
@@ -93,11 +93,11 @@ class Job:
 
     @property
     def success(self) -> list[float]:
-        """What became of each block, once all are done."""
+        """The result of each block, once all are done."""
         return [self.done[block] for block in range(self.start, self.stop)]
 
     def keep(self, blocks: slice, written: Mapping[str, Tensor], fine: Tensor) -> list[bool]:
-        """Write what was made of some blocks into what is held where it is `fine`, and return these flags."""
+        """Store the results of some blocks where they are `fine`, and return these flags."""
         held, flags = self.stack.held, [bool(flag) for flag in fine.tolist()]
         for spec in self.task.writes:
             before, fresh = held.read(spec.name, blocks), written[spec.name]
@@ -105,7 +105,7 @@ class Job:
                 fresh = torch.where(along(fine, len(spec.shape)), fresh, before)
             held.write(spec.name, blocks, fresh)
             if spec.symmetric:
-                # The others get the lower triangle alone, and all are to have the same to the last bit.
+                # Other ranks only receive the lower triangle, and all ranks must hold the same bits.
                 triangle.mirror_(held[spec.name][blocks])
         return flags
 
@@ -117,7 +117,7 @@ def compute(
     damping: float,
     previous: Mapping[str, Tensor] | None,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return what `Curvature.compute` does; of a task that writes nothing, nothing, and that each block succeeded.
+    """Call `Curvature.compute`. A task that writes nothing always succeeds.
 
     Raises:
         NatgradError: if a tensor that the task writes is missing or of another shape.
@@ -135,7 +135,7 @@ def compute(
 
 
 def observed(stacks: list[BlockGroup]) -> set[str]:
-    """Return the keys of the layers with statistics; this waits for the device."""
+    """Return the keys of the layers with statistics. Waits for the device."""
     known = [stack for stack in stacks if stack.weight is not None]
     weights = [torch.stack(stack.weights).amin(0) for stack in known]
     seen = iter(torch.cat([weight.to(weights[0]) for weight in weights]).tolist() if weights else [])
@@ -156,19 +156,19 @@ def renew(
     reads: Collection[Reads] = READS,
     replayed: bool = False,
 ) -> bool:
-    """Do the tasks of some layers, each on its owner, and exchange the results among the workers.
+    """Run the tasks of some layers, each on its owner, and exchange the results among the workers.
 
     Args:
         stacks: All stacks.
         plan: The owner of each task.
         runtime: The ranks.
-        keys: The layers, which have statistics; the same on every worker of theirs.
-        kept: The tasks that stay as they are, by the keys of their layers and their own names.
+        keys: The layers, which have statistics; the same on all their workers.
+        kept: The tasks that are not run: pairs of layer key and task name.
         damping: γ of this renewal.
-        watch: Counts what failed.
-        wire: The dtype in which matrices travel, if narrower than that in which they are held.
-        reads: To do those tasks alone that read statistics of the inputs, of gradients, or of both.
-        replayed: Whether to do those tasks alone that go on with what a replay has shown.
+        watch: Counts failures.
+        wire: The dtype in which matrices are sent, if narrower than that in which they are held.
+        reads: Run only tasks that read statistics of inputs, of gradients, or of both.
+        replayed: Run only tasks that use the second pass over the batch.
 
     Returns:
         Whether there was anything to do.
@@ -191,16 +191,16 @@ def conclude(
     watch: FailureCounters,
     wire: torch.dtype | None,
 ) -> list[Job]:
-    """End a renewal: exchange what its jobs have made, and note for what there is curvature now.
+    """End a renewal: exchange the results of its jobs, and record which layers have curvature now.
 
     Args:
         jobs: The jobs, the same on all `workers`.
-        success: For each block of each job above 0 where it succeeded, `RAISED` where its owner was stopped by another
-            error than that of a decomposition; read where the job is this rank's.
+        success: For each block of each job of this rank: above 0 if it succeeded, `RAISED` if the owner raised an
+            error other than a failed decomposition.
         workers: The ranks that exchange.
         runtime: The ranks.
-        watch: Counts what failed.
-        wire: That of `renew`.
+        watch: Counts failures.
+        wire: As in `renew`.
 
     Returns:
         The jobs that were stopped by an error.
@@ -226,9 +226,9 @@ def jobs_of(
     reads: Collection[Reads] = READS,
     replayed: bool = False,
 ) -> list[Job]:
-    """Return the jobs of the layers that this rank works for: neighbouring layers of one owner together.
+    """Return the jobs of the layers that this rank is a worker of, joining neighbouring layers of one owner.
 
-    Of tasks that replays go on with, a renewal does those that have never been done, and a replay the others.
+    Tasks with `Task.after_replay` are run by a renewal the first time, and by replays afterwards.
     """
     jobs: list[Job] = []
     for stack in stacks:
@@ -247,7 +247,7 @@ def jobs_of(
 
 
 def _append(jobs: list[Job], job: Job) -> None:
-    """Append `job`, or lengthen the last one by it where they are neighbours."""
+    """Append `job`, or join it with the last job if they are neighbours."""
     last = jobs[-1] if jobs else None
     if last and (last.owner, last.stack, last.task, last.stop) == (job.owner, job.stack, job.task, job.start):
         last.stop = job.stop
@@ -257,13 +257,13 @@ def _append(jobs: list[Job], job: Job) -> None:
 
 @dataclass
 class _Bucket:
-    """Results of one device and dtypes: those of each owner end to end, with whether each block succeeded.
+    """The results of one device and dtype: those of each owner, flat, and whether each block succeeded.
 
     Attributes:
-        device: Where they are.
+        device: The device.
         dtype: The dtype of decompositions.
-        wire: The dtype in which matrices travel.
-        jobs: For each worker which jobs are its.
+        wire: The dtype in which matrices are sent.
+        jobs: The jobs of each worker.
     """
 
     device: torch.device
@@ -272,16 +272,16 @@ class _Bucket:
     jobs: list[list[int]]
 
     def travels_narrow(self, spec: TensorSpec) -> bool:
-        """Return whether a tensor is among what travels in the dtype of the wire; vectors never travel narrow."""
+        """Return whether a tensor is sent in the dtype of the wire. Vectors never are."""
         return self.wire == self.dtype or len(spec.shape) > 1
 
 
 def _exchange(
     jobs: list[Job], success: list[list[float]], workers: Sequence[int], runtime: Communicator, wire: torch.dtype | None
 ) -> list[list[float]]:
-    """Share each owner's results with all workers, and return whether each block of each job succeeded."""
+    """Send each owner's results to all workers, and return whether each block of each job succeeded."""
     result = list(success)
-    runtime.subgroup(workers)  # made by all ranks together, also by those whose workers have nothing to share yet
+    runtime.subgroup(workers)  # collective on all ranks, also if some columns have nothing to share yet
     for bucket in _buckets(jobs, workers, wire):
         empty = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
         sizes, outputs = [], []
@@ -320,7 +320,7 @@ def _numel(output: tuple[Job, TensorSpec]) -> int:
 
 
 def _write(outputs: Sequence[tuple[Job, TensorSpec]], numbers: Tensor) -> None:
-    """Hold what has arrived of some tensors."""
+    """Store received tensors."""
     sizes = list(map(_numel, outputs))
     for (job, spec), values in zip(outputs, numbers[: sum(sizes)].split(sizes), strict=True):
         job.write(spec, values)

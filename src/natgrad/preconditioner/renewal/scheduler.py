@@ -1,10 +1,9 @@
-"""When is what captured and decomposed: a refresh rule, asked with the counters and measurements of a preconditioner.
+"""Decide by a refresh rule when statistics are captured and layers are decomposed.
 
-Decisions come from counters and numbers that are the same on all ranks that act on them. Every worker of a layer
-measures it for itself, on averages that are the same to the last bit, and decides at once. The other ranks receive the
-decision in the same step, with the preconditioned gradients, and act on it in the next. The seconds of a rule with a
-cap differ between ranks: they are summed over the ranks with the statistics. The host waits for the device only where a
-rule measures layers at a step in which renewals are due.
+All ranks that act on a decision derive it from equal numbers. Every worker of a layer measures it on averages that are
+identical to the last bit. The other ranks receive the decision in the same step, with the preconditioned gradients, and
+act on it in the next. The times of a rule with a cap differ between ranks, so they are summed over the ranks with the
+statistics. The host waits for the device only if a rule measures layers in a step in which renewals are due.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ class RefreshScheduler:
 
     Attributes:
         rule: The rule.
-        budget: The account of a rule with a cap; None: there is no cap.
-        stopped: The names of the layers that are not captured any more.
-        kept_parts: The parts that stay as they are, of the layers that `select_layers` has returned last: the keys of
-            the layers and the names of the parts.
+        budget: The credit of a rule with a cap. None: no cap.
+        stopped: The names of the layers that are no longer captured.
+        kept_parts: The parts that are not renewed, of the layers that `select_layers` last returned: pairs of layer
+            key and part name.
         now: Returns the time in seconds.
     """
 
     def __init__(self, rule: RefreshRule) -> None:
-        """Begin with no step seen."""
+        """Start before the first step."""
         self.rule = rule
         self.budget = None if rule.share is None else Budget(rule.share)
         self.stopped: frozenset[str] = frozenset()
@@ -69,13 +68,13 @@ class RefreshScheduler:
     # --- By counters ----------------------------------------------------------------------------------------------
 
     def due_statistics(self, progress: StepCounters) -> frozenset[Side]:
-        """Return the sides whose statistics the coming step captures."""
+        """Return the sides whose statistics the next step captures."""
         step, last = progress.step, progress.captured
         due = (side for side in SIDES if side not in last or self.rule.factors_due(step, last[side], side))
         return frozenset(due) if self._may_spend(step) else frozenset()
 
     def due_parts(self, progress: StepCounters) -> frozenset[Reads]:
-        """Return what the parts read that are to be renewed in this step: one side, the other, or both."""
+        """Return which parts are due in this step, by what they read: inputs, gradients or both."""
         step, last = progress.step, progress.renewed
         due = (reads for reads in READS if reads not in last or self.rule.inverses_due(step, last[reads], reads))
         return frozenset(due) if self._may_spend(step) else frozenset()
@@ -93,9 +92,9 @@ class RefreshScheduler:
     def select_layers(
         self, stacks: Sequence[BlockGroup], plan: Plan[str], usable: set[str], damping: float, progress: StepCounters
     ) -> set[str]:
-        """Decide on each layer; return the keys of those that this rank renews with its other workers.
+        """Decide on each layer, and return the keys of those to renew that this rank is a worker of.
 
-        Waits for the device where the rule measures layers.
+        Waits for the device if the rule measures layers.
 
         Args:
             stacks: All stacks.
@@ -105,7 +104,7 @@ class RefreshScheduler:
             progress: The step.
 
         Raises:
-            ValueError: if the rule returns something that is not a verdict on each layer.
+            ValueError: if the rule does not return a verdict on each layer.
         """
         criterion = self.rule.criterion
         if criterion is None:
@@ -122,7 +121,7 @@ class RefreshScheduler:
             self._apply_cap(self.budget, layers, plan, progress.step)
         for layer in layers:
             last, renewed = layer.state.last(layer.index), layer.outcome == RENEWED
-            # A layer that waits is compared with the same number at the next decision: it has yet to be renewed.
+            # A waiting layer keeps its reference for the next decision, because it has not been renewed.
             if layer.outcome != WAITING:
                 last = criterion.remember(layer.value, last, renewed=renewed)
             layer.state.note(layer.index, last, layer.outcome, layer.undamped)
@@ -137,14 +136,14 @@ class RefreshScheduler:
         return set(chosen)
 
     def end_renewal(self, stacks: Sequence[BlockGroup], plan: Plan[str], keys: Collection[str]) -> None:
-        """Note that renewing the layers of some `keys`, which `select_layers` has returned, has ended or failed."""
+        """Record the end of the renewal of the layers that `select_layers` returned."""
         for layer in layer_decisions(stacks, keys):
             work = self._work_shares.get(layer.key, 1.0) * plan.weights[layer.key]
             self._unsent.work += work / len(plan.seats[layer.key].workers)
             layer.state.end_renewal(layer.index, failed=any(layer.stack.failures.behind[layer.member.blocks]))
 
     def receive_decisions(self, stacks: Sequence[BlockGroup]) -> None:
-        """Apply the decisions that each layer's workers have sent in this step, if any; waits for the device then."""
+        """Apply the decisions that workers sent in this step. Waits for the device if there are any."""
         sent = [stack.decisions for stack in stacks if stack.decisions is not None and stack.decisions.is_sent]
         for decisions in sent:
             decisions.apply_received()
@@ -152,16 +151,16 @@ class RefreshScheduler:
             self.find_stopped(stacks)
 
     def find_stopped(self, stacks: Sequence[BlockGroup]) -> None:
-        """Find the layers that are not captured any more."""
+        """Update `stopped`."""
         self.stopped = frozenset(
             layer.member.layer.name for layer in layer_decisions(stacks) if layer.state.outcome(layer.index) == STOPPED
         )
 
     def _apply_cap(self, budget: Budget, layers: Sequence[LayerDecision], plan: Plan[str], step: int) -> None:
-        """Have those of the layers wait for which there is no time.
+        """Postpone the layers for which there is no credit.
 
-        Where each layer has one worker, a rank knows the changes of its own layers alone: it has the part of the credit
-        that is the part of its layers in all work.
+        If each layer has one worker, a rank only knows the changes of its own layers. It then uses the part of the
+        credit that its layers have in the total work.
         """
         self.read_times()
         due = [layer for layer in layers if layer.outcome == RENEWED and not layer.begins]
@@ -177,14 +176,14 @@ class RefreshScheduler:
             warnings.warn(
                 f"natgrad: solves alone take more than share={budget.share} of the time; next to nothing is renewed",
                 NatgradWarning,
-                stacklevel=6,  # past `_update`, `update`, `step` and its decorator
+                stacklevel=6,  # the caller of `step`
             )
 
-    # --- Seconds, of a rule with a cap ----------------------------------------------------------------------------
+    # --- Times, for a rule with a cap -----------------------------------------------------------------------------
 
     @contextmanager
     def timed(self, kind: Literal["fixed", "renewing"], spent: Callable[[], float]) -> Iterator[None]:
-        """Count the seconds of preconditioning that pass meanwhile as some of a kind.
+        """Count the seconds of preconditioning within the context.
 
         Args:
             kind: The field of `StepTimes`.
@@ -196,10 +195,10 @@ class RefreshScheduler:
             setattr(self._unsent, kind, getattr(self._unsent, kind) + spent() - before)
 
     def end_step(self, spent: float, aside: float = 0.0) -> None:
-        """Note that a step ends.
+        """Record the end of a step.
 
-        Of the first step the time outside preconditioning is not known: its cost counts, but it says nothing of what a
-        step takes. Seconds `aside` cost as much as if the steps had waited: more they cannot have cost them.
+        The cost of the first step counts, but not its duration, because the time before it is unknown. The seconds of
+        the thread count as if the steps had waited for it, an upper bound of their cost.
 
         Args:
             spent: The seconds of preconditioning so far.
@@ -218,11 +217,11 @@ class RefreshScheduler:
         self._step_ended, self._spent, self._aside = now, spent, aside
 
     def take_times(self, message: Literal["sums", "gradients"], plan: Plan[str]) -> list[float]:
-        """Return the seconds of this rank that are to be sent with a message, once; empty without a cap.
+        """Return the times of this rank to send with a message, once. Empty without a cap.
 
         Args:
-            message: What they would travel with: preconditioned gradients where no sums go to all ranks.
-            plan: Says which that is.
+            message: The message: "gradients" if the plan sends no sums to all ranks.
+            plan: The plan.
         """
         scattered = plan.columns > 1 and not any(seat.sums == "all" for seat in plan.seats.values())
         if self.budget is None or message != ("gradients" if scattered else "sums"):
@@ -231,14 +230,14 @@ class RefreshScheduler:
         return numbers
 
     def receive_times(self, times: Tensor | Sequence[float] | None) -> None:
-        """Take the seconds of all ranks, summed ``[7]``, where there are any."""
+        """Take the times of all ranks, summed ``[7]``, if there are any."""
         if isinstance(times, Tensor):
             self._unread.append(times.clone())
         elif times and self.budget is not None:
             self.budget.times.add(times)
 
     def read_times(self) -> None:
-        """Add up what was received, in order: the same to the last bit on ranks that read earlier, for a checkpoint."""
+        """Add up the received times in order, so that ranks that read at other steps get the same bits."""
         if self._unread:
             for times in torch.stack([tensor.to(self._unread[-1]) for tensor in self._unread]).tolist():
                 self.receive_times(times)
@@ -247,7 +246,7 @@ class RefreshScheduler:
     # --- Metrics and checkpoints ----------------------------------------------------------------------------------
 
     def metrics(self, stacks: Sequence[BlockGroup]) -> dict[str, float | Tensor]:
-        """Return the number of layers with each decision, and the share of time; each only where the rule has it."""
+        """Return the number of layers with each decision, and the share of time, if the rule has them."""
         found: dict[str, float | Tensor] = {}
         if self.selects_layers:
             outcomes = [layer.state.outcome(layer.index) for layer in layer_decisions(stacks)]
@@ -257,7 +256,7 @@ class RefreshScheduler:
         return found
 
     def state_dict(self, progress: StepCounters) -> dict[str, Any]:
-        """Return what a training that resumes needs beside what is kept of each layer."""
+        """Return the state that is not kept per layer."""
         state: dict[str, Any] = {}
         if self.rule.separate:
             state["captured"] = [progress.captured.get(side, -1) for side in SIDES]
@@ -270,10 +269,10 @@ class RefreshScheduler:
         return {"refresh": state} if state else {}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Check what `load_state_dict` reads; what another rule has left out may be missing.
+        """Check the state that `load_state_dict` reads. Parts that another rule did not save may be missing.
 
         Raises:
-            ValueError: if it is of another kind.
+            ValueError: if the state has another structure.
         """
         given = state.get("refresh", {})
         require(isinstance(given, Mapping), "state['refresh']", type(given).__name__, "a dict")
@@ -288,7 +287,7 @@ class RefreshScheduler:
         require(fits, "state['refresh']['budget']", budget, f"a number for each of {', '.join(wanted)}")
 
     def load_state_dict(self, state: Mapping[str, Any], progress: StepCounters, stacks: Sequence[BlockGroup]) -> None:
-        """Restore what `state_dict` returned and `check_state` has passed, after everything else is restored."""
+        """Restore what `state_dict` returned, after `check_state` and after everything else is restored."""
         given = state.get("refresh", {})
         if self.rule.separate and {"captured", "renewed"} <= given.keys():
             progress.captured = {side: step for side, step in zip(SIDES, given["captured"], strict=True) if step >= 0}
