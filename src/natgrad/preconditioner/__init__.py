@@ -1,4 +1,4 @@
-"""The preconditioner: reads as the algorithm, from gradients to natural gradients."""
+"""The preconditioner: from gradients to natural gradients."""
 
 from natgrad.preconditioner.preconditioner import Preconditioner as Preconditioner
 

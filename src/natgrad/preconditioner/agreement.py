@@ -1,4 +1,4 @@
-"""What has to be the same on all ranks."""
+"""Check that all ranks have the same model and settings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from natgrad.preconditioner.parts import Parts
 
 
 def check_reduction(model: nn.Module, runtime: Communicator, gradients: str) -> None:
-    """Check that all ranks leave it to the same to average gradients; collective under DistributedDataParallel.
+    """Check that `gradients` is equal on all ranks. Collective under ``DistributedDataParallel``.
 
-    It has to be known before the first backward pass: whose wrapper averages waits there for those whose wrapper does
-    not, and no step comes that could compare. Without a wrapper nothing is sent in that pass.
+    This must be known before the first backward pass: a rank whose wrapper averages would wait there for ranks whose
+    wrapper does not. Without a wrapper nothing is sent in that pass.
 
     Args:
         model: The model, whose communication hook is not yet replaced.
@@ -27,19 +27,19 @@ def check_reduction(model: nn.Module, runtime: Communicator, gradients: str) -> 
         gradients: The argument of that name.
 
     Raises:
-        NatgradError: on all ranks, if theirs differ.
+        NatgradError: on all ranks, if it differs.
     """
     if isinstance(model, DistributedDataParallel):
         _check_alike([{"gradients": own} for own in runtime.everywhere(gradients)])
 
 
 def check_agreement(parts: Parts, damping: float) -> None:
-    """Check that all ranks are about to do the same; collective. A rank without samples takes what "auto" has chosen.
+    """Check that all ranks have equal settings; collective. A rank without samples takes the choice of "auto".
 
-    What differs would show as messages that do not fit, a wait for what never comes, or ranks that drift apart.
+    Otherwise messages would not match, ranks would wait forever, or their parameters would differ.
 
     Args:
-        parts: Those of this rank.
+        parts: The components on this rank.
         damping: γ of the step.
 
     Raises:
@@ -60,12 +60,12 @@ def check_agreement(parts: Parts, damping: float) -> None:
 
 
 def _check_alike(settings: Sequence[Mapping[str, str]]) -> None:
-    """Check that the settings of all ranks are the same.
+    """Check that the settings of all ranks are equal.
 
     Raises:
-        NatgradError: if not, naming what differs, with the values.
+        NatgradError: if not, naming the settings that differ and their values.
     """
-    known = dict.fromkeys(name for own in settings for name in own)  # each rank has the options of its own curvatures
+    known = dict.fromkeys(name for own in settings for name in own)  # ranks may have different curvatures
     names = [name for name in known if len({own.get(name) for own in settings}) > 1]
     if names:
         first, other = next((settings[0], own) for own in settings if own != settings[0])
@@ -78,7 +78,7 @@ def _check_alike(settings: Sequence[Mapping[str, str]]) -> None:
 
 
 def _settings(parts: Parts, damping: float) -> dict[str, str]:
-    """Return, in words, what has to be the same beside the plan."""
+    """Return descriptions of the settings that must be equal, besides the plan."""
     progress, stacks = parts.progress, parts.stacks
     made = [(one.curvature, one.statistics, one.tasks) for one in stacks]
     kinds = [(type(c), type(c.likelihood), c.factor_decay, *tensors) for c, *tensors in made]
@@ -100,7 +100,7 @@ def _settings(parts: Parts, damping: float) -> dict[str, str]:
 
 
 def _options_of(curvatures: Iterable[Curvature]) -> dict[str, str]:
-    """Return the options of some curvatures, and of those that they wrap: of those of one type together."""
+    """Return the options of some curvatures and of those that they wrap, by type."""
     found: dict[str, set[str]] = {}
     waiting, known = list(curvatures), set[int]()
     while waiting:

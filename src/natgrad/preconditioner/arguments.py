@@ -1,4 +1,4 @@
-"""The preconditioner's arguments, checked before anything is touched."""
+"""Check the preconditioner's arguments before anything is changed."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def check_arguments(
     scaler: object,
     seed: object,
 ) -> None:
-    """Check the arguments of `natgrad.Preconditioner`, which describes them.
+    """Check the arguments of `natgrad.Preconditioner`.
 
     Raises:
-        ValueError: naming the first that is not allowed, its value and what is.
+        ValueError: naming the first that is not allowed, its value and the allowed values.
     """
     require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module")
     wrong = type(model).__name__
@@ -102,10 +102,10 @@ def check_arguments(
 
 
 def _check_reductions(reductions: Reductions, curvature: object, damping: object) -> None:
-    """Check that one reduction is known where only one can serve.
+    """Check that there is a single reduction where it is needed.
 
     Raises:
-        ValueError: if it is not, and labels are sampled, or damping goes by how the loss falls.
+        ValueError: if there are several, and labels are sampled or the damping follows the loss.
     """
     choices = curvature.values() if isinstance(curvature, Mapping) else [curvature]
     sampled = [choice for choice in choices if isinstance(choice, Curvature) and choice.likelihood is not None]
@@ -119,10 +119,10 @@ def _check_reductions(reductions: Reductions, curvature: object, damping: object
 
 
 def check_joined(model: nn.Module) -> None:
-    """Check that all ranks take all steps.
+    """Check that ``DistributedDataParallel.join()`` is not active.
 
     Raises:
-        NatgradError: within ``DistributedDataParallel.join()``, where ranks that have no more batches stop to call it.
+        NatgradError: if it is: ranks without further batches would not take part in the messages of `step`.
     """
     if isinstance(model, DistributedDataParallel) and model._join_config.enable:
         raise NatgradError(
@@ -135,10 +135,10 @@ def resolve_group(model: nn.Module, process_group: Any, mesh: Any) -> dist.Proce
     """Return the ranks that share the model: the wrapper's, else `process_group` or `mesh`, else the world.
 
     Returns:
-        The group, or None when ``torch.distributed`` is not in use.
+        The group. None if ``torch.distributed`` is not initialised.
 
     Raises:
-        ValueError: if both are given, one contradicts the wrapper, or this process is in neither.
+        ValueError: if both are given, if one contradicts the wrapper, or if this process is not in it.
     """
     require(process_group is None or mesh is None, "mesh", mesh, "left out when process_group is given")
     own = find_mesh(model)

@@ -1,4 +1,4 @@
-"""Whether ``preconditioner.step()`` comes between the backward pass and ``optimizer.step()``."""
+"""Check that ``preconditioner.step()`` comes between the backward pass and ``optimizer.step()``."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ if TYPE_CHECKING:
 
 
 class CallOrder:
-    """Watches the steps of a preconditioner's optimizer by a hook before them.
+    """Observes the steps of the optimizer with a hook that runs before them.
 
-    It reads what the host knows and never waits for a device. Neither the optimizer nor the hook keeps the
-    preconditioner alive.
+    It never waits for the device. Neither the optimizer nor the hook keeps the preconditioner alive.
     """
 
     def __init__(self, preconditioner: Preconditioner) -> None:
-        """Set the hook, if the preconditioner has an optimizer that can have one."""
+        """Register the hook, if the preconditioner has an optimizer that supports hooks."""
         self._preconditioner = weakref.ref(preconditioner)
-        self._used = (
-            WrittenGradients()
-        )  # the gradients that the optimizer has used although they were not preconditioned
+        self._used = WrittenGradients()  # gradients that the optimizer used although they were not preconditioned
         self._last_step, self._optimizer_steps = -1, 0
         self._warned_of_forgotten = self._warned_of_late = False
         own = weakref.ref(self)
@@ -39,7 +36,7 @@ class CallOrder:
             if order is not None:
                 order._before_optimizer_step(optimizer)
 
-        # A class of its own may be an Optimizer without having called its constructor: such a one has no hooks.
+        # A subclass of Optimizer that has not called its constructor has no hooks.
         optimizer = preconditioner.optimizer
         self._handle = (
             optimizer.register_step_pre_hook(look) if hasattr(optimizer, "_optimizer_step_pre_hooks") else None  # type: ignore[union-attr]
@@ -48,12 +45,12 @@ class CallOrder:
             weakref.finalize(self, self._handle.remove).atexit = False
 
     def detach(self) -> None:
-        """Take the hook off the optimizer."""
+        """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
 
     def check(self) -> None:
-        """Warn once if the optimizer has used the present gradients already; called by the step itself."""
+        """Warn once if the optimizer has already used the present gradients."""
         late, self._used = self._used.untouched(), WrittenGradients()
         if late and not self._warned_of_late:
             self._warned_of_late = True
@@ -61,7 +58,7 @@ class CallOrder:
                 "natgrad: preconditioner.step() comes after optimizer.step(), which has used the gradients as they "
                 "were: call backward(), then preconditioner.step(), then optimizer.step()",
                 NatgradWarning,
-                stacklevel=5,  # past `Preconditioner._begins`, `step` and its decorator
+                stacklevel=5,  # the caller of `step`
             )
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -76,11 +73,11 @@ class CallOrder:
                 "after each backward() and before each optimizer.step(); if these steps are the optimizer's on "
                 "purpose, as in a warm-up, all is well",
                 NatgradWarning,
-                stacklevel=4,  # past the hook and torch's wrapper of the step
+                stacklevel=4,  # the caller of the optimizer's step
             )
 
     def _are_new(self, preconditioner: Preconditioner) -> bool:
-        """Return whether a backward pass has made gradients since the preconditioner's last step."""
+        """Return whether a backward pass has written gradients since the preconditioner's last step."""
         step = preconditioner.parts.progress.step
         self._optimizer_steps = self._optimizer_steps + 1 if step == self._last_step else 1
         self._last_step = step
@@ -89,12 +86,12 @@ class CallOrder:
             return False
         if capture.backwards and capture.fills:
             return True
-        # In steps without statistics no hook sees the backward pass, only the forward pass. New tensors in ``.grad``
-        # come from a backward pass, and changed ones from clipping perhaps, but not before the optimizer's next step.
+        # In steps without statistics the hooks see the forward pass only. New tensors in ``.grad`` come from a
+        # backward pass; changed ones may come from clipping, but not before the optimizer's next step.
         return given.replaced() or (self._optimizer_steps > 1 and not given.untouched())
 
 
 def _changes_nothing(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether all learning rates are 0, as ``torch.distributed.checkpoint`` sets them to make a state exist."""
+    """Return whether all learning rates are 0, as in the step with which torch's checkpoints initialise a state."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return all(isinstance(rate, (int, float)) and rate == 0 for rate in rates)

@@ -1,8 +1,7 @@
-"""Which choices do not go together: one table, for every number of ranks.
+"""The table of incompatible choices.
 
-A combination of this table raises ``ValueError`` on several ranks. In one process it raises too where nothing could
-work even there; where one process is able to do it, `warn_of_combinations` warns, so that the error does not wait for
-the first run on several ranks.
+A combination in this table raises ``ValueError`` on several ranks. In one process it raises too, unless one process can
+do it: then `warn_of_combinations` warns, so that the problem shows before the first run on several ranks.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from natgrad.specs import Statistic
 
 @dataclass(frozen=True)
 class Choices:
-    """What one layer is preconditioned with.
+    """The choices for one layer.
 
     Attributes:
         layer: The layer.
         curvature: Its curvature.
-        placement: Where curvature is computed; "auto" goes with everything.
-        refresh: When statistics are captured and decomposed; None: not decided.
-        damping: The rule of γ; None: a number, or not decided.
+        placement: The placement. "auto" is compatible with everything.
+        refresh: The refresh rule. None: not checked.
+        damping: The damping rule. None: a number, or not checked.
     """
 
     layer: Layer
@@ -52,10 +51,10 @@ class Incompatibility:
 
     Attributes:
         argument: The argument of `natgrad.Preconditioner` that the error names.
-        holds: Whether choices are of this kind.
-        instead: What the argument must be instead; ``{curvature}``, ``{refresh}`` and ``{damping}`` stand for choices.
-        reason: Why the choices do not go together.
-        works_in_one_process: Whether only several ranks cannot do it.
+        holds: Returns whether the row applies to some choices.
+        instead: The allowed values of the argument; may contain ``{curvature}``, ``{refresh}`` and ``{damping}``.
+        reason: Why the choices are incompatible.
+        works_in_one_process: Whether one process can do it.
     """
 
     argument: str
@@ -65,7 +64,7 @@ class Incompatibility:
     works_in_one_process: bool = False
 
     def describe(self, choices: Choices) -> tuple[str, str]:
-        """Return the value of the argument, and in words what it must be instead and why."""
+        """Return the value of the argument, and the allowed values with the reason."""
         words = {
             "curvature": repr(choices.curvature),
             "refresh": repr(choices.refresh),
@@ -77,7 +76,7 @@ class Incompatibility:
 
 
 def _captures_for_others(choices: Choices) -> bool:
-    """Return whether ranks capture statistics of a layer of which they do not hold the decompositions."""
+    """Return whether ranks capture statistics of layers whose decompositions they do not hold."""
     rule = choices.placement.rule
     if rule.uses_own_samples:  # a layer's only worker captures alone, but lookups are summed over all ranks
         return choices.layer.form == "one-hot"
@@ -162,17 +161,17 @@ def check_combinations(
     damping: Control | None,
     ranks: int,
 ) -> None:
-    """Check that the choices for all layers go together.
+    """Check that the choices for all layers are compatible.
 
     Args:
         covered: The layers with their curvatures.
-        placement: Where curvature is computed.
-        refresh: When it is; None: not to be checked.
-        damping: γ; None: not to be checked.
-        ranks: How many ranks there are.
+        placement: The placement.
+        refresh: The refresh rule. None: not checked.
+        damping: γ. None: not checked.
+        ranks: The number of ranks.
 
     Raises:
-        ValueError: if the table has a row for them, unless one process can do it and `ranks` is 1.
+        ValueError: if a row of the table applies, unless `ranks` is 1 and one process can do it.
     """
     for choices, entry in _found(covered, placement, refresh, damping):
         value, allowed = entry.describe(choices)
@@ -186,14 +185,14 @@ def warn_of_combinations(
     damping: Control | None,
     ranks: int,
 ) -> None:
-    """Warn where one process does what several ranks would refuse; called by the constructor itself.
+    """Warn of combinations that work in one process only.
 
     Args:
-        covered: As of `check_combinations`.
-        placement: Likewise.
-        refresh: Likewise.
-        damping: Likewise.
-        ranks: Likewise.
+        covered: As in `check_combinations`.
+        placement: As in `check_combinations`.
+        refresh: As in `check_combinations`.
+        damping: As in `check_combinations`.
+        ranks: As in `check_combinations`.
     """
     for choices, entry in _found(covered, placement, refresh, damping):
         if ranks == 1 and entry.works_in_one_process:
@@ -213,7 +212,7 @@ def _found(
     refresh: RefreshRule | None,
     damping: Control | None,
 ) -> Iterator[tuple[Choices, Incompatibility]]:
-    """Yield the rows of the table that the choices meet, in its order, with the first layer of each."""
+    """Yield the rows of the table that apply, in order, each with the first layer concerned."""
     rule = None if damping is None else damping.rule
     every = [Choices(layer, curvature, placement, refresh, rule) for layer, curvature in covered]
     for entry in TABLE:

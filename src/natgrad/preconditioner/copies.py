@@ -1,4 +1,4 @@
-"""Copies of a preconditioner: its arguments and its state, on a copy of its model."""
+"""Copy a preconditioner: rebuild it on a copy of its model with the same arguments and state."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from natgrad.preconditioner import Preconditioner
 
 @dataclass(frozen=True)
 class Parts:
-    """What a preconditioner is rebuilt from.
+    """The data from which a preconditioner is rebuilt.
 
     Attributes:
         kind: Its class.
-        model: The model, which copies as far as modules do; its hooks are left behind.
-        arguments: Those of the constructor, without the model and the optimizer.
-        has_optimizer: Whether it was given the optimizer.
+        model: The model, without natgrad's hooks.
+        arguments: The arguments of the constructor, without the model and the optimizer.
+        has_optimizer: Whether it has an optimizer.
         state: Its state.
     """
 
@@ -36,7 +36,7 @@ class Parts:
 
 
 def parts(preconditioner: Preconditioner) -> tuple[Callable[[Optimizer, Parts], Preconditioner], Parts]:
-    """Return what makes a copy of a preconditioner, and of what.
+    """Return the function that rebuilds a preconditioner, and its argument.
 
     Raises:
         TypeError: if it belongs to a process group.
@@ -53,7 +53,7 @@ def parts(preconditioner: Preconditioner) -> tuple[Callable[[Optimizer, Parts], 
 
 
 def _obstacle(preconditioner: Preconditioner, model: nn.Module, arguments: Mapping[str, Any]) -> str:
-    """Return why a preconditioner cannot be copied; empty: it can."""
+    """Return why a preconditioner cannot be copied. Empty: it can."""
     if isinstance(model, DistributedDataParallel):
         return "of a model in DistributedDataParallel, which belongs to a process group"
     if find_mesh(model) is not None:
@@ -74,7 +74,7 @@ def rebuilt(optimizer: Optimizer, own: Parts) -> Preconditioner:
         own: The copies of its parts.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NatgradWarning)  # what there is to say the original has said
+        warnings.simplefilter("ignore", NatgradWarning)  # the original has warned already
         copy = own.kind(own.model, **own.arguments, optimizer=optimizer if own.has_optimizer else None)
     copy.load_state_dict(own.state)
     return copy

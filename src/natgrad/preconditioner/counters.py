@@ -1,4 +1,4 @@
-"""How far a training has come: steps, renewals, and the time they took."""
+"""Counters of steps and renewals, and the time they took."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _PHASES = ("capture", "reduce", "renew", "solve")
 
 @dataclass
 class StepCounters:
-    """What a preconditioner counts.
+    """The counters of a preconditioner.
 
     Attributes:
         step: Completed steps.
-        captured: For each side (`natgrad.refresh.Sides`) the step at which its statistics were renewed last.
-        renewed: For what reads one side, the other, or both, the step at which it was decomposed last.
+        captured: For each side (`natgrad.refresh.Sides`), the step of its last capture.
+        renewed: For parts that read one side, the other or both, the step of their last decomposition.
         damping: γ of the last step.
-        factor_updates: How often factors were renewed.
-        inverse_updates: How often they were decomposed.
+        factor_updates: The number of updates of the factors.
+        inverse_updates: The number of renewals.
         seconds: Host seconds by phase.
-        began: When the clock of `explain` started; 0: not yet.
+        began: When the clock of `explain` started. 0: not yet.
         ended: When the last step ended.
     """
 
@@ -44,7 +44,7 @@ class StepCounters:
 
     @property
     def last_factors(self) -> int | None:
-        """The step at which any factors were renewed last; None: never."""
+        """The step of the last capture. None: never."""
         return max(self.captured.values(), default=None)
 
     @last_factors.setter
@@ -53,7 +53,7 @@ class StepCounters:
 
     @property
     def last_inverses(self) -> int | None:
-        """The step at which any were decomposed last; None: never."""
+        """The step of the last renewal. None: never."""
         return max(self.renewed.values(), default=None)
 
     @last_inverses.setter
@@ -61,32 +61,32 @@ class StepCounters:
         self.renewed = {} if step is None else dict.fromkeys(READS, step)
 
     def renewed_factors(self, sides: Iterable[Side] = SIDES) -> None:
-        """Note that factors were renewed at this step, of some sides."""
+        """Record an update of the factors of some sides in this step."""
         self.captured |= dict.fromkeys(sides, self.step)
         self.factor_updates += 1
 
     def renewed_inverses(self, reads: Iterable[Reads] = READS) -> None:
-        """Note that factors were decomposed at this step, by those parts that read some sides."""
+        """Record a renewal in this step of the parts that read some sides."""
         self.renewed |= dict.fromkeys(reads, self.step)
         self.inverse_updates += 1
 
     @property
     def has_curvature(self) -> bool:
-        """Whether anything was ever captured, here or before a checkpoint: sums, or rows that renewals were made of."""
+        """Whether sums or rows have been captured, here or before a checkpoint."""
         return self.last_factors is not None or self.last_inverses is not None
 
     @property
     def updates(self) -> dict[str, int]:
-        """How often what was renewed."""
+        """The numbers of updates of factors and inverses."""
         return {"factor_updates": self.factor_updates, "inverse_updates": self.inverse_updates}
 
     def metrics(self, capturing: float) -> dict[str, float]:
-        """Return what is counted as plain numbers; `capturing` are the seconds that the hooks have taken."""
+        """Return the counters as numbers. `capturing`: the seconds spent in the hooks."""
         seconds = {f"seconds/{phase}": spent for phase, spent in (self.seconds | {"capture": capturing}).items()}
         return {"step": self.step, **self.updates, **seconds}
 
     def start_clock(self, layers: Iterable[Layer]) -> bool:
-        """Start the clock by which `explain` tells each layer's share of the time of a step; tell whether it stood."""
+        """Start the clock for the time shares in `explain`, and return whether it was stopped."""
         if self.began:
             return False
         self.began = self.ended = perf_counter()
@@ -96,7 +96,7 @@ class StepCounters:
 
     @contextmanager
     def phase(self, name: str, runtime: Communicator) -> Iterator[None]:
-        """Count the host seconds of a phase of the step, those spent in collectives as "reduce"."""
+        """Count the host seconds of a phase of the step; those in collectives count as "reduce"."""
         started, before = perf_counter(), runtime.seconds
         yield
         messages = runtime.seconds - before
@@ -104,7 +104,7 @@ class StepCounters:
         self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - started - messages
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed training goes on from, as plain numbers; -1 for never."""
+        """Return the counters that a resumed training needs, as numbers; -1 for never."""
         last = {"last_factors": self.last_factors, "last_inverses": self.last_inverses}
         return {
             "step": self.step,
@@ -113,7 +113,7 @@ class StepCounters:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, checked before."""
+        """Restore what `state_dict` returned, after it has been checked."""
         self.step = int(state["step"])
         self.last_factors, self.last_inverses = (
             None if state[name] < 0 else int(state[name]) for name in ("last_factors", "last_inverses")

@@ -1,4 +1,4 @@
-"""Which parameter has which curvature, and why the others have none."""
+"""Assign curvatures to parameters, with the reason for each parameter that has none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 @dataclass(frozen=True)
 class Left:
-    """A parameter that natgrad leaves to the optimizer, and why."""
+    """A parameter that is left to the optimizer, and the reason."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -28,12 +28,12 @@ class Left:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module stands in the model.
+    """The place of a module in the model.
 
     Attributes:
         name: Its qualified name, without the prefixes that wrappers add.
         module: The module.
-        parent: The module that holds it; None for the model itself.
+        parent: The module that contains it. None for the model itself.
     """
 
     name: str
@@ -41,19 +41,19 @@ class Place:
     parent: nn.Module | None
 
     def signature(self) -> tuple[object, ...]:
-        """Return what tells whether modules in it were replaced, and which of its own parameters are trained."""
+        """Return a value that changes if a submodule is replaced or a parameter is frozen or unfrozen."""
         return (*self.module._modules.values(), *(is_trained(self.module, leaf) for leaf in self.module._parameters))
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What is preconditioned and what is not.
+    """The preconditioned layers and the other parameters.
 
     Attributes:
         layers: The covered layers, in the order of the model.
         left: Every other parameter.
-        watched: The modules that, frozen, thawed or with others in them, would change the coverage.
-        order: The rank of each parameter, or part of one, in the order of the model, by name.
+        watched: The modules whose changes may change the coverage.
+        order: The position of each parameter, or part of one, in the model, by name.
     """
 
     layers: list[tuple[Layer, Curvature]]
@@ -62,8 +62,8 @@ class Coverage:
     order: dict[str, tuple[int, int]]
 
     def signature(self) -> list[tuple[object, ...]]:
-        """Return what the coverage depends on, as it is now."""
-        shared: dict[int, int] = {}  # which parameters are one: tied weights
+        """Return a value that changes if the coverage may have changed."""
+        shared: dict[int, int] = {}  # tied weights
         identities = [
             (shared.setdefault(id(parameter), len(shared)), tuple(parameter.shape))
             for place in self.watched
@@ -84,7 +84,7 @@ def places(model: nn.Module) -> Iterator[Place]:
 
 
 def cover(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None]) -> Coverage:
-    """Give each layer of `model` its curvature.
+    """Assign a curvature to each layer of `model`.
 
     Args:
         model: The model, unwrapped.
@@ -92,7 +92,7 @@ def cover(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None
             no match leave the layer to the optimizer.
 
     Returns:
-        The covered layers, and every other parameter with the reason why it is left out.
+        The layers with a curvature, and every other parameter with a reason.
     """
     every = list(places(model))
     found = [_find(place, curvature) for place in every if list(_own(place.module))]
@@ -139,7 +139,7 @@ def _find(place: Place, curvature: Curvature | Mapping[str, Curvature | None]) -
 
 
 def _claims(found: list[_Found]) -> list[list[tuple[_Found, Layer]]]:
-    """Return the layers of all modules, those that share a parameter together, in the order of the model."""
+    """Return the layers of all modules in the order of the model, grouped if they share a parameter."""
     groups: dict[tuple[int, str], list[tuple[_Found, Layer]]] = {}
     for one in found:
         for layer in one.layers:
@@ -152,7 +152,7 @@ def _claims(found: list[_Found]) -> list[list[tuple[_Found, Layer]]]:
 
 
 def _join(claims: list[tuple[_Found, Layer]], users: Mapping[int, set[str]]) -> tuple[Layer, Curvature] | str:
-    """Make one layer with its curvature of those that share parameters, or tell why they cannot be one."""
+    """Return one layer with its curvature for layers that share parameters, or why that is impossible."""
     layers = [layer for _, layer in claims]
     names = _listed(one.place.name for one, _ in claims)
     primary = next((one for one in layers if all(other is one or one.ties(other) for other in layers)), None)
@@ -174,7 +174,7 @@ def _join(claims: list[tuple[_Found, Layer]], users: Mapping[int, set[str]]) -> 
 
 
 def _cover(found: list[_Found]) -> list[tuple[Layer, Curvature]]:
-    """Return one layer with its curvature for each set of tied ones; the others' modules are told the reason."""
+    """Return one layer with its curvature for each group of tied ones. The other modules get a reason."""
     users: dict[int, set[str]] = {}
     for one in found:
         for parameter in _own(one.place.module):
@@ -199,7 +199,7 @@ def _own(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def warn_of_idle(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None], coverage: Coverage) -> None:
-    """Warn where patterns decide for nothing, or nothing is covered; called by the constructor itself."""
+    """Warn of patterns that apply to no module, and of models without covered layers."""
     idle = _idle_patterns(model, curvature)
     if idle or not coverage.layers:
         what = f"the patterns {idle} decide for no module" if idle else "no layer of the model is covered"
@@ -207,7 +207,7 @@ def warn_of_idle(model: nn.Module, curvature: Curvature | Mapping[str, Curvature
 
 
 def _idle_patterns(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None]) -> list[str]:
-    """Return the patterns that decide for no module with parameters: misspelt, or behind one that matches as much."""
+    """Return the patterns that apply to no module with parameters."""
     if isinstance(curvature, Curvature):
         return []
     names = [place.name for place in places(model) if place.module._parameters]

@@ -1,4 +1,4 @@
-"""The second half of a step's curvature: running averages and rows become what gradients are preconditioned with."""
+"""Decompose running averages and rows, the second part of updating curvature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from natgrad.refresh.rule import SIDES
 
 
 class Decompositions:
-    """Has what is due decomposed on its ranks, in the step or beside the steps."""
+    """Runs the decompositions that are due, in the step or in the background."""
 
     def __init__(self, parts: Parts) -> None:
         """Work on some parts."""
@@ -25,10 +25,10 @@ class Decompositions:
         return bool(self._parts.scheduler.due_parts(self._parts.progress))
 
     def collect(self, *, early: bool) -> None:
-        """Share and use what was decomposed beside the steps, if it is time.
+        """Exchange the results of decompositions in the background, if they are due.
 
         Args:
-            early: Whether to wait for it in any case.
+            early: Wait for them in any case.
         """
         parts = self._parts
         plan, keys = parts.structure.plan, parts.background.keys
@@ -42,22 +42,22 @@ class Decompositions:
                     parts.scheduler.end_renewal(parts.stacks, plan, keys)
 
     def end(self) -> None:
-        """End decompositions under way between two steps; the passes to come see what they have made."""
+        """End decompositions in progress, between two steps, so that the next passes use their results."""
         self.collect(early=True)
         capture = self._parts.capture
         if not self._parts.runtime.any(bool(capture.backwards)):
             capture.sums.note_basis_versions()
 
     def update(self, count: Count | None, damping: float, scale: float | Tensor) -> float:
-        """Decompose what is due on its ranks, and share the results; under "background" only begin to.
+        """Decompose what is due on its owners, and exchange the results. Under "background" only start.
 
         Args:
-            count: That of the step.
+            count: The argument of `step`.
             damping: γ of the step.
-            scale: What makes the gradients those of the mean loss.
+            scale: The factor that makes the gradients those of the mean loss.
 
         Returns:
-            γ, where a rule measures the Fisher as it is now by what it has found.
+            γ, which a damping rule may have changed after measuring the Fisher.
         """
         damping = self._measured(damping, scale)
         with self._parts.scheduler.timed("renewing", self._parts.spent):
@@ -101,7 +101,7 @@ class Decompositions:
                 parts.progress.renewed_inverses(reads)
 
     def _update_rows(self, count: Count | None, damping: float) -> bool:
-        """Select, gather and invert the rows of this step; tell whether any block was updated."""
+        """Select, gather and invert the rows of this step, and return whether any block was updated."""
         parts, capture = self._parts, self._parts.capture
         skips = capture.sums.skip_step
         if not (parts.keeps_rows and capture.rows_wanted) or (skips is not None and bool(skips)):

@@ -1,4 +1,4 @@
-"""What a layer asks of a placement, in numbers: the sizes that its curvature declares, in the dtypes of its tensors."""
+"""The sizes and costs of a layer for the planner, from the declarations of its curvature."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from natgrad.state.tensors import packed_shape, spec_dtype
 
 
 def work(layer: Layer, curvature: Curvature, precision: Precision) -> LayerDemand:
-    """Return what a layer asks for."""
+    """Return the sizes and costs of a layer."""
     sizes, n = (layer.outputs, layer.inputs), layer.blocks
     statistics, tasks, state = declarations(curvature, *sizes)
     replayed = replayed_statistics(statistics)
@@ -51,9 +51,9 @@ def _rows(curvature: Curvature, width: int) -> Rows | None:
 
 
 def _products(spec: TensorSpec) -> float:
-    """Return how many multiply-adds an element of the gradient meets in what a renewal has written.
+    """Return the multiply-adds per gradient element of preconditioning with one result.
 
-    It is multiplied once by each matrix, an inverse, and twice where that is not symmetric: by a basis and back.
+    One product with a symmetric matrix (an inverse), two with another one (into a basis and back).
     """
     square = len(spec.shape) > 1 and spec.shape[-1] == spec.shape[-2]
     return float(spec.shape[-1] * (1 if spec.symmetric else 2)) if square else 1.0

@@ -16,23 +16,20 @@ _SHORTER = 2
 
 
 class EpochWarnings:
-    """Follows the epochs of a `natgrad.Preconditioner`, and warns once of each mistake.
-
-    It counts on the host, and neither waits for the device nor for another rank.
-    """
+    """Counts the epochs of a `natgrad.Preconditioner`, and warns once of each mistake. Never waits."""
 
     def __init__(self, refresh: RefreshRule) -> None:
-        """Look for intervals of `refresh` that count epochs by a number of steps."""
+        """Find intervals of `refresh` that assume a number of steps per epoch."""
         self._intervals = {interval.steps_per_epoch: interval for interval in _counting(refresh)}
         self._steps = self._began = 0
 
     def step_ended(self, step: int, epoch: int, stacks: Iterable[Any]) -> None:
-        """Count a step; warn after the thousandth, if a curvature goes by epochs and the first has not ended.
+        """Count a step. Warn after the 1000th, if a curvature depends on epochs and the first has not ended.
 
         Args:
             step: Completed steps.
-            epoch: How many epochs were ended.
-            stacks: The layers, each with its `curvature`; read at that step alone.
+            epoch: The number of ended epochs.
+            stacks: The groups, each with its `curvature`; read in that step only.
         """
         self._steps += 1
         if step != PATIENCE or epoch:
@@ -48,12 +45,12 @@ class EpochWarnings:
             )
 
     def epoch_ended(self, step: int) -> None:
-        """Warn if the epoch that ends was far shorter than an interval expects.
+        """Warn if the epoch was much shorter than an interval assumes.
 
         Args:
             step: Completed steps.
         """
-        whole = step - self._steps == self._began  # not where a state was loaded in between
+        whole = step - self._steps == self._began  # no state was loaded in between
         steps, self._steps, self._began = self._steps, 0, step
         if not whole or not steps:
             return
@@ -68,7 +65,7 @@ class EpochWarnings:
 
 
 def _counting(schedule: object) -> Iterator[Any]:
-    """Yield what has a `steps_per_epoch` among the intervals of a rule, of each side and of rules that it contains."""
+    """Yield the intervals of a rule that have a `steps_per_epoch`, including sides and nested rules."""
     for value in getattr(schedule, "__dict__", {}).values():
         if isinstance(value, (RefreshRule, Sides)):
             yield from _counting(value)

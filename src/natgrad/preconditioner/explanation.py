@@ -1,4 +1,4 @@
-"""What is preconditioned, by whom, at what cost; and what is not, and why."""
+"""The table of `Preconditioner.explain`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ class Row:
     Attributes:
         parameter: Its qualified name.
         shape: Its shape.
-        curvature: What approximates its Fisher block; empty when it is left to the optimizer.
-        owners: The rank that does each part of its renewal; None: all do it.
-        share: Its layer's share of the work of a renewal, given on the layer's first parameter.
-        time: The share of the time of all steps so far that its layer's curvature took on this rank's host; likewise.
-            None before the second step.
-        bytes: What its layer keeps on this rank: factors and what is made of them; likewise.
-        reason: Why it is left to the optimizer; empty when it is preconditioned.
-        verdict: What the last decision of a rule of renewal was: "kept", "stopped" or "waiting"; empty where it was
-            renewed, or there is no rule.
-        preconditioned: Whether its layer's curvature has preconditioned it in any step of this object so far.
-        fallback: What has served its layer in place of fresh curvature in the last step; empty when nothing had to.
-        reduction: How the loss combines the terms of its layer, where that is not the same for all layers; else empty.
+        curvature: The approximation of its Fisher block. Empty if it is left to the optimizer.
+        owners: The owner of each part of its renewal. None: all ranks.
+        share: Its layer's share of the work of a renewal, on the layer's first parameter.
+        time: The share of all steps' time that its layer's curvature took on this rank's host, on the layer's first
+            parameter. None before the second step.
+        bytes: The bytes of curvature that this rank keeps for its layer, on the layer's first parameter.
+        reason: Why it is left to the optimizer. Empty if it is preconditioned.
+        verdict: The last decision of a refresh rule: "kept", "stopped" or "waiting". Empty: renewed, or no rule.
+        preconditioned: Whether its layer's curvature has preconditioned it in any step so far.
+        fallback: What served its layer instead of fresh curvature in the last step. Empty: nothing.
+        reduction: The reduction of its layer, if layers have different ones; else empty.
     """
 
     parameter: str
@@ -57,8 +56,8 @@ class Explanation(Printed):
     Attributes:
         rows: One for each parameter.
         covered: The share of all parameter elements that can be preconditioned.
-        preconditioned: The share of them that was, in any step of this object so far.
-        note: The state of the KL clip, and the placement.
+        preconditioned: The share of them that has been, in any step so far.
+        note: The KL clip and the placement, in words.
     """
 
     def __init__(self, rows: list[Row], note: str) -> None:
@@ -101,7 +100,7 @@ class Explanation(Printed):
         return table
 
     def __repr__(self) -> str:
-        """Say how much was preconditioned and how much is covered."""
+        """Show the covered and preconditioned shares."""
         return f"<Explanation of {len(self.rows)} parameters: {self._summary()}; {self.note}>"
 
     def _summary(self) -> str:
@@ -121,14 +120,14 @@ def explain(
     """Describe all parameters of a model.
 
     Args:
-        stacks: What is preconditioned.
-        coverage: What else there is, and the order of the model.
-        reasons: Why layers stay plain although they are covered, by their keys.
+        stacks: The groups of covered layers.
+        coverage: The other parameters, and the order of the model.
+        reasons: Why covered layers are not preconditioned, by layer key.
         plan: The owners.
-        seconds: What all steps have taken so far.
-        served: The keys of the layers that were preconditioned so far.
-        note: The state of the KL clip and the placement, in words.
-        reductions: Those of the layers; None: the same for all.
+        seconds: The time of all steps so far.
+        served: The keys of the layers that have been preconditioned.
+        note: The KL clip and the placement, in words.
+        reductions: The reductions of the layers. None: the same for all.
     """
     rows = []
     total = sum(task.cost * stack.size for stack in stacks for task in stack.tasks) or 1.0

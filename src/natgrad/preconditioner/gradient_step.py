@@ -1,4 +1,4 @@
-"""The gradients of a step: averaged, preconditioned, clipped and written back."""
+"""Average, precondition, clip and write back the gradients of a step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from natgrad.preconditioner.parts import Parts
 
 
 class GradientStep:
-    """Makes ``.grad`` the natural gradient."""
+    """Replaces ``.grad`` by the natural gradient."""
 
     def __init__(self, parts: Parts) -> None:
         """Work on some parts."""
         self._parts = parts
 
     def reduce(self, count: Count | None) -> tuple[float | Tensor, list[OwnedGradients]]:
-        """Average ``.grad`` over the ranks where that is natgrad's to do.
+        """Average ``.grad`` over the ranks with ``gradients="reduce"``.
 
         Returns:
-            What makes it the gradient of the mean loss; and where only the workers of the layers have the averages,
-            all gradients by owner.
+            The factor that makes it the gradient of the mean loss, and the gradients by owner if only the workers of
+            the layers have the averages.
         """
         parts, capture = self._parts, self._parts.capture
         samples, backwards = capture.number(count), len(capture.backwards)
@@ -38,8 +38,8 @@ class GradientStep:
 
         Args:
             damping: γ.
-            scale: What `reduce` has returned.
-            owned: Likewise.
+            scale: The factor that `reduce` returned.
+            owned: The gradients by owner that `reduce` returned.
         """
         parts, progress = self._parts, self._parts.progress
         with parts.scheduler.timed("fixed", parts.spent), progress.phase("solve", parts.runtime):
@@ -57,7 +57,7 @@ class GradientStep:
             parts.given.note(parts.stacks)
 
     def _share(self, gradients: Gradients, owned: list[OwnedGradients]) -> None:
-        """Give every rank the preconditioned gradients of all layers."""
+        """Send the preconditioned gradients of all layers to every rank."""
         parts, scheduler, plan = self._parts, self._parts.scheduler, self._parts.structure.plan
         scalars = scheduler.take_times("gradients", plan) if parts.capture.wanted else ()
         scheduler.receive_times(share(gradients, plan, parts.runtime, parts.watch, owned, scalars))

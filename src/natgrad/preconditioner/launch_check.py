@@ -1,4 +1,4 @@
-"""Launchers that have started several processes which do not know of each other."""
+"""Detect launchers that started several processes without a process group."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch.distributed as dist
 
 from natgrad.errors import NatgradWarning
 
-# Where launchers say how many processes they have started: Horovod, Open MPI, MPICH and Intel MPI, torchrun.
+# The variables with the number of processes: Horovod, Open MPI, MPICH and Intel MPI, torchrun.
 _SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
 
 
 def announced_ranks(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return by which variable a launcher says that there are several ranks, and how many; None: there is one.
+    """Return the variable in which a launcher announces several ranks, and their number. None: there is one.
 
     Args:
         environment: The environment variables of this process.
     """
     sizes = {name: _whole(environment.get(name)) for name in _SIZES}
     if "SLURM_PROCID" in environment:
-        # The tasks of an allocation are ranks unless the job step that this process belongs to has one task only.
+        # The tasks of an allocation are ranks, unless this process belongs to a job step with one task.
         step = environment.get("SLURM_STEP_NUM_TASKS")
         sizes["SLURM_NTASKS"] = 1 if step == "1" else _whole(environment.get("SLURM_NTASKS"))
     return next(((name, size) for name, size in sizes.items() if size > 1), None)
 
 
 def warn_of_missing_process_group() -> None:
-    """Warn where a launcher has started several ranks and there is no process group; called by the constructor itself.
+    """Warn if a launcher started several ranks and there is no process group.
 
-    Each of them would train a model of its own.
+    Each rank would train its own model.
     """
     if dist.is_available() and dist.is_initialized():
         return

@@ -1,4 +1,4 @@
-"""One optimizer out of two: for trainers and schedulers that know a single object."""
+"""One optimizer that preconditions and steps, for trainers and schedulers that take a single object."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.copies import parts
 from natgrad.preconditioner.second_pass import Reevaluation
 
-# So many layers a warning names.
+# The number of layers that a warning names.
 _NAMED = 5
 
 
 class PreconditionedOptimizer(Optimizer):
-    """Preconditions, then steps: a ``torch.optim.Optimizer`` that shares the inner one's groups and state.
+    """A ``torch.optim.Optimizer`` that preconditions and then steps, with the inner optimizer's groups and state.
 
     Attributes:
         optimizer: The inner optimizer.
         preconditioner: The preconditioner.
-        count: For token losses with masks, where nobody can tell `step`: how many positions of this rank count since
-            the last step (`natgrad.Preconditioner.step`). `step` and `zero_grad` set it back to None.
+        count: For token losses with masks, if the trainer cannot pass it to `step`: the number of positions on this
+            rank that count since the last step (`natgrad.Preconditioner.step`). `step` and `zero_grad` reset it.
     """
 
     count: Count | None
 
     def __init__(self, optimizer: Optimizer, preconditioner: Preconditioner) -> None:
-        """Join both.
+        """Combine both.
 
         Args:
             optimizer: Any optimizer.
             preconditioner: The preconditioner of the same model.
 
         Raises:
-            ValueError: if either is of another type, or they are not of the same model.
+            ValueError: if either has a wrong type, or they belong to different models.
         """
         fits = isinstance(optimizer, Optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
         allowed = "a torch.optim.Optimizer that steps without a closure"
@@ -62,8 +62,7 @@ class PreconditionedOptimizer(Optimizer):
             setattr(self, name, getattr(optimizer, name))
         self._patch_step_function()
 
-    # The groups, the state and the hooks of the latter are the inner optimizer's own, also after it has loaded a
-    # checkpoint.
+    # Groups, state and the hooks on it are those of the inner optimizer, also after it has loaded a checkpoint.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -99,21 +98,20 @@ class PreconditionedOptimizer(Optimizer):
         replay: Callable[[], Any] | None = None,
         count: Count | None = None,
     ) -> Any:
-        """Evaluate `closure`, if given, make ``.grad`` the natural gradient, and step.
+        """Evaluate `closure`, if given, replace ``.grad`` by the natural gradient, and step.
 
         Args:
-            closure: By torch's convention: clears the gradients, runs forward and backward, and returns the loss. For
-                curvatures that look at the batch again (`natgrad.KBFGS`) it is evaluated once more after the step, as
-                ``torch.optim.LBFGS`` does; what it logs, it logs twice.
-            replay: What `natgrad.Preconditioner.step` takes as its closure, which runs no backward pass; wins over
-                `closure` there.
-            count: What it takes as its count; None: the attribute of this name.
+            closure: Follows torch's convention: clears the gradients, runs forward and backward passes and returns the
+                loss. For curvatures with a second pass (`natgrad.KBFGS`) it is evaluated again after the step.
+            replay: The closure of `natgrad.Preconditioner.step`, which runs no backward pass. Used instead of `closure`
+                for the second pass.
+            count: The count of `natgrad.Preconditioner.step`. None: the attribute of this name.
 
         Returns:
-            What `closure` returned.
+            The value that `closure` returned.
 
         Raises:
-            ValueError: as `natgrad.Preconditioner.step`; then nothing was changed.
+            ValueError: as `natgrad.Preconditioner.step`. Nothing has been changed then.
         """
         loss = None
         if closure is not None:
@@ -127,13 +125,13 @@ class PreconditionedOptimizer(Optimizer):
         return loss
 
     def _is_loaders_step(self) -> bool:
-        """Return whether this step is one by which ``torch.distributed.checkpoint`` makes an optimizer's state exist.
+        """Return whether ``torch.distributed.checkpoint`` takes this step to initialise the optimizer's state.
 
-        It comes at a learning rate of zero, with new gradients of zero and no backward pass: nothing to precondition.
-        One rank may come alone, which is why nothing is asked of the others; in a step of a training all decide alike.
-        State and learning rates are the same on all ranks. Gradients that were averaged are zero on all of them or on
-        none (a sharded one is asked as a whole). Those that natgrad is yet to reduce differ, but there hooks see every
-        backward pass, and a rank without one has none, or the very ones that the last step has left.
+        Such a step has a learning rate of zero, new gradients of zero and no backward pass. One rank may take it alone,
+        so this method does not communicate; in a training step all ranks decide alike. State and learning rates are
+        equal on all ranks. Averaged gradients are zero on all ranks or on none (a sharded one is inspected as a whole).
+        Gradients that natgrad has yet to reduce differ, but then the hooks see every backward pass, and a rank without
+        one has no gradients or those that the last step left.
         """
         own = self.preconditioner
         if self.state or not own.parts.capture.idle or own.parts.given.remain():
@@ -144,7 +142,7 @@ class PreconditionedOptimizer(Optimizer):
         return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and forget what the backward passes that made them have shown."""
+        """Clear the gradients, and forget the statistics of their backward passes."""
         self.count = None
         self.preconditioner.discard()
         self.optimizer.zero_grad(set_to_none)
@@ -154,16 +152,16 @@ class PreconditionedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        """Return the inner optimizer's state with the preconditioner's beside it, under "preconditioner".
+        """Return the inner optimizer's state, with that of the preconditioner under "preconditioner".
 
-        ``torch.distributed.checkpoint.state_dict`` hands on the former only: save the latter beside it.
+        ``torch.distributed.checkpoint.state_dict`` only keeps the former: save the preconditioner beside it.
 
         Args:
-            gather: Collect the curvature of all ranks (collective): what one rank saves is then complete. Otherwise it
-                is what this rank holds, of its own layers alone where each layer has one worker or a few.
+            gather: Collect the curvature of all ranks (collective), so that one rank can save all of it. Otherwise the
+                state only contains the layers that this rank is a worker of.
 
         Warns:
-            NatgradWarning: once, where this rank's state is incomplete.
+            NatgradWarning: once, if this rank's state is incomplete.
         """
         plan = self.preconditioner.plan
         if not gather and plan.columns > 1 and not self._warned_of_incomplete:
@@ -180,17 +178,17 @@ class PreconditionedOptimizer(Optimizer):
         return {**self.optimizer.state_dict(), "preconditioner": self.preconditioner.state_dict(gather=gather)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore both states; the preconditioner's stays as it is where it is not among them.
+        """Restore both states. Without a "preconditioner" the preconditioner stays unchanged.
 
-        Layers whose curvature is missing, as in the file of one rank where each layer has one worker, begin anew at the
-        next step, on all ranks. Every rank calls it; it is collective where ranks work for some layers only.
+        Layers whose curvature is missing (in the file of one rank, if each layer has one worker) start again at the
+        next step, on all ranks. Call it on every rank; it is collective if ranks are workers of some layers only.
 
         Warns:
-            NatgradWarning: if curvature of layers is missing, naming them; or if all of it is, and the preconditioner
-                has none of its own yet.
+            NatgradWarning: if the curvature of some layers is missing, naming them; or if all of it is missing and the
+                preconditioner has none yet.
 
         Raises:
-            ValueError: if either has what is unknown or of another shape; then both are as they were.
+            ValueError: if either state has unknown entries or wrong shapes. Nothing has been changed then.
         """
         fits = isinstance(state_dict, Mapping) and state_dict.keys() >= {"state", "param_groups"}
         found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
@@ -213,14 +211,13 @@ class PreconditionedOptimizer(Optimizer):
         self.optimizer.load_state_dict(inner)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle with the model, as torch's optimizers do with their parameters; between two steps.
+        """Support copying and pickling together with the model, between two steps.
 
-        The copy has a preconditioner of its own, on the model's copy, with the same arguments and state. To train both
-        on, copy them together: ``copy.deepcopy((model, optimizer))``, and the ``GradScaler`` with them if there is one.
-        Hooks of the user are left out, as torch does.
+        The copy has its own preconditioner on the model's copy, with the same arguments and state. Copy both together:
+        ``copy.deepcopy((model, optimizer))``, and the ``GradScaler`` if there is one. The user's hooks are not copied.
 
         Raises:
-            TypeError: if the preconditioner belongs to a process group, which cannot be copied.
+            TypeError: if the preconditioner belongs to a process group.
         """
         return copied, (type(self), self.optimizer, *parts(self.preconditioner), self.count)
 
@@ -241,9 +238,9 @@ def copied(
     Args:
         kind: Its class.
         optimizer: The inner optimizer's copy.
-        rebuild: What makes the preconditioner's copy.
-        preconditioner: The copies of its parts.
-        count: The attribute of this name.
+        rebuild: Returns the preconditioner's copy.
+        preconditioner: The argument of `rebuild`.
+        count: The attribute `count`.
     """
     result = kind.__new__(kind)
     PreconditionedOptimizer.__init__(result, optimizer, rebuild(optimizer, preconditioner))
@@ -262,7 +259,7 @@ def _warn_of_restarted(keys: list[str]) -> None:
 
 
 def _group_sizes(state: object) -> list[int] | None:
-    """Return how many parameters each group of an optimizer's state holds, or None if it is no such state."""
+    """Return the number of parameters in each group of an optimizer's state. None: not such a state."""
     try:
         return [len(group["params"]) for group in state["param_groups"]]  # type: ignore[index]
     except (KeyError, TypeError):

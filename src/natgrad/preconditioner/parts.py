@@ -1,4 +1,4 @@
-"""What the phases of a step work on, and what they all ask."""
+"""The components of a preconditioner, shared by the phases of a step."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ from natgrad.state.block_group import BlockGroup
 
 @dataclass(kw_only=True)
 class Parts:
-    """The parts that a `natgrad.Preconditioner` is made of.
+    """The components of a `natgrad.Preconditioner`.
 
     Attributes:
         model: The model as the user calls it.
         root: The model without wrappers.
-        structure: The covered layers, their blocks, and who works for them.
+        structure: The covered layers, their blocks and their ranks.
         runtime: Sends messages.
         hooks: The hooks on the layers.
-        capture: What is made of what they report.
-        reductions: What the loss averages over.
+        capture: Collects statistics from what the hooks report.
+        reductions: The reduction of the loss for each layer.
         scaling: How the loss is scaled.
         damping: The damping of each step.
-        refresh: The rule of when curvature is recomputed.
-        scheduler: Asks the rule.
-        background: Decompositions beside the steps.
+        refresh: The refresh rule.
+        scheduler: Applies the rule.
+        background: Decompositions in the background.
         clip: The KL clip.
         given: The gradients that the last step wrote.
         second: The second pass over a batch.
         sampler: Draws labels.
         watch: Counts failures.
-        inspection: Finds layers that curvature does not describe.
+        inspection: Finds layers that are used in unexpected ways.
         progress: Counts steps.
-        epochs: What is known of the epochs.
+        epochs: The epochs, for HyLo.
         precision: The dtypes.
         reduces: Whether natgrad averages the gradients over the ranks.
-        seed: Of everything that is drawn.
+        seed: The seed of all random numbers.
     """
 
     model: nn.Module
@@ -86,57 +86,57 @@ class Parts:
 
     @property
     def stacks(self) -> list[BlockGroup]:
-        """The blocks."""
+        """The groups of blocks."""
         return self.structure.stacks
 
     @property
     def device(self) -> torch.device | None:
-        """Where the first parameter of the model is; None: it has none."""
+        """The device of the first parameter. None: the model has no parameters."""
         return next((parameter.device for parameter in self.root.parameters()), None)
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether any curvature is made of rows of samples."""
+        """Whether any curvature keeps rows of samples."""
         return any(stack.curvature.rows for stack in self.stacks)
 
     @property
     def sums_up(self) -> bool:
-        """Whether any curvature is made of sums over samples."""
+        """Whether any curvature sums over samples."""
         return any(not stack.curvature.rows for stack in self.stacks)
 
     @property
     def shares_work(self) -> bool:
-        """Whether ranks work for some layers only, and send each other what they have preconditioned."""
+        """Whether ranks are workers of some layers only, and exchange preconditioned gradients."""
         return self.structure.plan.columns > 1
 
     @property
     def renews_in_background(self) -> bool:
-        """Whether decompositions run beside the steps. The first ones never do."""
+        """Whether decompositions run in the background. The first ones never do."""
         return self.structure.plan.placement.rule.renews_in_background and self.progress.last_inverses is not None
 
     def agreed(self, flag: bool) -> bool:
-        """Return whether any rank says so, where ranks work for some layers only; else whether this one does."""
+        """Return `flag` of any rank if ranks are workers of some layers only, else that of this rank."""
         return self.runtime.any(flag) if self.shares_work else flag
 
     def spent(self) -> float:
-        """Return the seconds that preconditioning has taken so far."""
+        """Return the seconds of preconditioning so far."""
         return sum(self.progress.seconds.values()) + self.capture.seconds
 
     def damping_now(self) -> float:
-        """Return γ of the coming step.
+        """Return γ of the next step.
 
         Raises:
-            ValueError: if a schedule returns what is not allowed.
+            ValueError: if a schedule returns a value that is not allowed.
         """
         damping = self.damping.now(self.progress.step)
         check_damping([(one.curvature, one.factor) for one in self.stacks if one.replayed_statistics], damping)
         return damping
 
     def gains(self, count: Count | None) -> tuple[Mapping[str, float], float | Tensor]:
-        """Return what part of a layer's samples or tokens counts, and what captured gradients are multiplied by."""
+        """Return the part of each layer's samples or tokens that counts, and the factor of captured gradients."""
         return self.capture.shares(count), self.scaling.of_captured(len(self.capture.backwards))
 
     def layer_scale(self, layer: Layer) -> float | Tensor:
-        """Return what makes the gradient of a layer that of its mean loss, beside the scale of the other layers."""
+        """Return the factor that makes a layer's gradient that of its mean loss, in addition to the common scale."""
         of_sum = self.scaling.of_sum
         return of_sum if of_sum is not None and self.reductions.of(layer.name) == "sum" else 1.0

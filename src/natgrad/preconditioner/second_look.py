@@ -1,4 +1,4 @@
-"""What happens after the optimizer's step: a second pass over the batch, and damping by what the step has gained."""
+"""After the optimizer's step: a second pass over the batch, and damping by the change of the loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from natgrad.preconditioner.second_pass import Closure, Replay
 
 
 class SecondLook:
-    """Has the batch looked at again after the optimizer's step, where a curvature or a rule of damping needs it."""
+    """Evaluates the batch again after the optimizer's step, if a curvature or a damping rule needs it."""
 
     def __init__(self, parts: Parts) -> None:
         """Work on some parts."""
@@ -22,7 +22,7 @@ class SecondLook:
 
     @property
     def asked_by(self) -> str:
-        """Who needs the batch once more after this step; empty: nobody."""
+        """What needs the batch again after this step. Empty: nothing."""
         parts, capture = self._parts, self._parts.capture
         if not capture.backwards:
             return ""
@@ -33,11 +33,11 @@ class SecondLook:
         return type(first).__name__ if capture.wanted and first is not None else ""
 
     def prepare(self, count: Count | None, closure: Closure | None, before: int | None) -> None:
-        """Have the batch looked at again after the optimizer's step, if a curvature needs it.
+        """Schedule a second pass after the optimizer's step, if a curvature needs it.
 
         Args:
-            count: That of the step.
-            closure: Likewise.
+            count: The argument of `step`.
+            closure: The argument of `step`.
             before: The step at which statistics were updated before this one.
         """
         parts, progress, optimizer = self._parts, self._parts.progress, self._parts.clip.optimizer
@@ -52,7 +52,7 @@ class SecondLook:
 
     @torch.no_grad()
     def _replay(self, replay: Replay, damping: float | None) -> None:
-        """Run the second pass, and with a `damping` renew what goes on with what it shows."""
+        """Run the second pass. With a `damping` also run the tasks that use it."""
         parts = self._parts
         stacks = [stack for stack in parts.stacks if stack.replayed_statistics]
         views = [stack.showing(stack.replayed_statistics) for stack in stacks]
@@ -65,14 +65,14 @@ class SecondLook:
                 renew(stacks, plan, parts.runtime, keys, (), damping, parts.watch, wire, replayed=True)
 
     def quadratic_model(self, damping: float, scale: float | Tensor) -> Model | None:
-        """Return the model of the loss around the parameters as they are, if a rule compares this step with it."""
+        """Return the quadratic model of the loss at the present parameters, if a damping rule needs it in this step."""
         parts = self._parts
         if not parts.damping.tries(parts.progress.step):
             return None
         return Model.of(parts.stacks, parts.runtime, damping, scale)
 
     def compare(self, model: Model, closure: Closure | None, count: Count | None) -> None:
-        """Have the optimizer's coming step compared with its quadratic model."""
+        """Schedule the comparison of the optimizer's step with its quadratic model."""
         parts, capture, optimizer = self._parts, self._parts.capture, self._parts.clip.optimizer
         assert optimizer is not None  # checked when the preconditioner was built
         model.take_others(parts.root, parts.stacks, parts.runtime)
@@ -87,7 +87,7 @@ class SecondLook:
 
     @torch.no_grad()
     def _judge(self, model: Model, losses: Losses) -> None:
-        """Have the rule of damping learn how much of what the model promised the step has gained."""
+        """Update the damping rule with the actual and the predicted change of the loss."""
         self._compute(losses)
         parts = self._parts
         device = next(parameter.device for parameter in parts.root.parameters())

@@ -1,9 +1,8 @@
-"""The second pass over a batch, after the optimizer's step: what a curvature learns from the change (K-BFGS).
+"""The second pass over a batch after the optimizer's step, for K-BFGS.
 
-The optimizer calls the closure in the hook after its step. Each forward pass begins with the random numbers that it had
-the first time, so that dropout drops the same: the change is to be that of one function. (Where the model is compiled
-nobody sees its passes begin, and chance goes on.) Random numbers, buffers, training modes and ``.grad`` are afterwards
-as they were before. The pass goes down to the layers' outputs only; no gradient of a parameter is made.
+A hook after the optimizer's step calls the closure. Each forward pass starts with the random numbers of the first one,
+so that dropout is the same (not in compiled models, whose passes no hook sees). Random numbers, buffers, training modes
+and ``.grad`` stay unchanged. The backward pass computes gradients of the layers' outputs only, not of parameters.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Closure = Callable[[], Any]
 
 
 class Reevaluation:
-    """A closure by torch's convention: it clears the gradients and runs a backward pass of its own."""
+    """A closure that follows torch's convention: it clears the gradients and runs the backward pass."""
 
     def __init__(self, closure: Closure) -> None:
         """Wrap it."""
@@ -50,10 +49,10 @@ class Reevaluation:
 
 
 def check_second_pass(covered: Iterable[tuple[Layer, Curvature]], optimizer: object, damping: Control) -> None:
-    """Check what a curvature asks for that needs a second pass.
+    """Check the arguments for curvatures that need a second pass.
 
     Raises:
-        ValueError: without an optimizer, or with a damping of 1 or more.
+        ValueError: without an optimizer, or if the damping is 1 or more.
     """
     damping.check(optimizer)
     replayed = [(own, layer) for layer, own in covered if replayed_statistics(statistics_of(own, layer))]
@@ -66,10 +65,10 @@ def check_second_pass(covered: Iterable[tuple[Layer, Curvature]], optimizer: obj
 
 
 def check_damping(curvatures: Iterable[tuple[Curvature, float]], damping: float) -> None:
-    """Check the damping of a step, of curvatures with a second pass and a factor each.
+    """Check the damping of a step for curvatures with a second pass, each with a factor.
 
     Raises:
-        ValueError: if it is 1 or more where its root is a share (the double damping of K-BFGS).
+        ValueError: if it is 1 or more: the double damping of K-BFGS uses its root as a fraction.
     """
     for curvature, factor in curvatures:
         require(damping * factor < 1, "damping", damping * factor, f"a number below 1 with {curvature!r}")
@@ -79,22 +78,22 @@ class SecondPass:
     """Runs a closure in the hook that an optimizer calls after its step."""
 
     def __init__(self) -> None:
-        """Wait for nothing."""
+        """Start without a scheduled pass."""
         self._handle: Any = None
         self._act: Callable[[], None] | None = None
         self._told = False
 
     def begin(self, asks: str, closure: object, *, skips: bool) -> None:
-        """Begin a step: check its closure, and wait no more for the optimizer's last one.
+        """Begin a step: check its closure, and cancel the pass scheduled by the last step.
 
         Args:
-            asks: Who needs one now; empty: nobody.
-            closure: What `natgrad.Preconditioner.step` was given.
-            skips: Whether the optimizer's step may rightly be left out (``GradScaler``).
+            asks: What needs a second pass now. Empty: nothing.
+            closure: The argument of `natgrad.Preconditioner.step`.
+            skips: Whether a ``GradScaler`` may skip the optimizer's step.
 
         Raises:
-            ValueError: if `closure` cannot be called.
-            NatgradError: if there is none though one is needed now.
+            ValueError: if `closure` is not callable.
+            NatgradError: if it is missing although it is needed.
         """
         require(closure is None or callable(closure), "closure", describe(closure), "a function without arguments")
         if asks and closure is None:
@@ -108,11 +107,11 @@ class SecondPass:
                 "natgrad: the optimizer that the Preconditioner was given has not stepped since the last step(), and "
                 "the second pass over that batch was left out",
                 NatgradWarning,
-                stacklevel=4,  # past the decorator of `step`
+                stacklevel=4,  # the caller of `step`
             )
 
     def cancel(self) -> bool:
-        """Wait no more; tell whether a second pass was to come."""
+        """Cancel the scheduled pass, and return whether there was one."""
         if self._handle is not None:
             self._handle.remove()
         waited = self._act is not None
@@ -120,11 +119,11 @@ class SecondPass:
         return waited
 
     def await_step(self, optimizer: torch.optim.Optimizer, act: Callable[[], None]) -> None:
-        """Have `act` called once, after the optimizer's next step."""
+        """Call `act` once, after the optimizer's next step."""
         self._act = act
 
         def hook(*_: object) -> None:
-            # It is not removed here: the optimizer is going through its hooks.
+            # The hook is not removed here, because the optimizer is iterating over its hooks.
             waiting, self._act = self._act, None
             if waiting is not None:
                 waiting()
@@ -134,15 +133,15 @@ class SecondPass:
 
 @dataclass
 class Replay:
-    """What the second pass over a batch goes by, told before the optimizer's step.
+    """The data for the second pass over a batch, collected before the optimizer's step.
 
     Attributes:
-        closure: Returns the loss of the batch; None: this rank had none.
+        closure: Returns the loss of the batch. None: this rank had no batch.
         recorded: The forward passes of the first pass.
-        shown: By the ``id`` of a stack that this rank works for, what the first pass has shown of it.
-        shares: See `StatisticsBuffer.close`.
-        gain: Likewise.
-        scale: What the loss is scaled by.
+        shown: The summaries of the first pass, by the ``id`` of the groups that this rank is a worker of.
+        shares: The argument of `StatisticsBuffer.close`.
+        gain: The argument of `StatisticsBuffer.close`.
+        scale: The scale of the loss.
     """
 
     closure: Closure | None
@@ -163,7 +162,7 @@ class Replay:
         shares: Shares,
         scaling: Scaling,
     ) -> Replay:
-        """Take what the pass before the optimizer's step has shown; collective where parameters are sharded."""
+        """Collect the data before the optimizer's step. Collective if parameters are sharded."""
         own = [stack for stack in stacks if stack.replayed_statistics]
         P = _weights(own, runtime)
         shown = {
@@ -180,20 +179,20 @@ class Replay:
     def sums(
         self, model: nn.Module, views: list[BlockGroup], capture: Capture, hooks: Hooks, runtime: Communicator
     ) -> StatisticsBuffer:
-        """Look at the batch again; return the sums over all ranks.
+        """Run the second pass, and return the sums over all ranks.
 
         Args:
             model: The model, in its wrapper.
-            views: Stacks with what is to be seen as their statistics.
-            capture: What has seen the first pass.
-            hooks: Those on the model.
+            views: Groups with the replayed statistics.
+            capture: The capture of the first pass.
+            hooks: The hooks on the model.
             runtime: The ranks.
 
         Raises:
-            Exception: what the closure raises; on the other ranks a `NatgradError`. Of a sharded model these wait in
-                its own messages until this rank ends.
-            ValueError: if it returns no loss.
-            NatgradError: if it ran a backward pass, or its loss is of another batch.
+            Exception: an error of the closure; on the other ranks a `NatgradError`. With a sharded model the others
+                wait in its messages until this rank ends.
+            ValueError: if the closure does not return a loss.
+            NatgradError: if the closure ran a backward pass, or used another batch.
         """
         sums, error = StatisticsBuffer(views, fused=runtime.ranks > 1, kind="replay"), None
         with resharded(model) as sharded:
@@ -203,7 +202,7 @@ class Replay:
                 if sharded:
                     raise
                 error = raised
-        # The ranks meet before they send: whoever has raised would leave the others waiting.
+        # Agree before sending: a rank that raised would leave the others waiting.
         failed = runtime.any(error is not None) if runtime.ranks > 1 else error is not None
         if error is not None:
             raise error
@@ -216,7 +215,7 @@ class Replay:
     def _repeat(
         self, model: nn.Module, views: list[BlockGroup], sums: StatisticsBuffer, capture: Capture, hooks: Hooks
     ) -> None:
-        """Look at this rank's batch again."""
+        """Run this rank's forward and backward passes again."""
         if self.closure is None:
             return
         repetition = Repetition(self.recorded)
@@ -250,9 +249,9 @@ class Replay:
         watch: FailureCounters,
         runtime: Communicator,
     ) -> set[str]:
-        """Renew what the curvatures of `stacks` remember; return the keys of the layers of which all was finite.
+        """Update the state of the curvatures, and return the keys of the layers whose values were all finite.
 
-        Collective where parameters are sharded.
+        Collective if parameters are sharded.
         """
         origins = dict(zip(map(id, views), stacks, strict=True))
         P = _weights(stacks, runtime)
@@ -276,14 +275,14 @@ class Replay:
 
 
 def _weights(stacks: Sequence[BlockGroup], runtime: Communicator) -> dict[int, Tensor]:
-    """Return the parameters of the stacks that this rank works for as blocks ``[N, o, i]``, by the stack's ``id``."""
+    """Return the parameters of the groups that this rank is a worker of ``[N, o, i]``, by the group's ``id``."""
     rows, slots = Rows(runtime), [slot for stack in stacks for slot in slots_of(stack)]
     own = {id(slot): rows_of(slot.name, slot.parameter.detach(), rows.held(slot)) for slot in slots}
     return rows.whole([(stack, stack.role.seat.workers) for stack in stacks], own, "replay")
 
 
 def _whole_layers(flags: Sequence[tuple[BlockGroup, slice, Tensor]]) -> set[str]:
-    """Return the keys of the layers whose blocks all have a flag; waits once for each device."""
+    """Return the keys of the layers whose blocks are all flagged. Waits once for each device."""
     good: set[tuple[int, int]] = set()  # stacks and blocks
     for device in dict.fromkeys(flag.device for _, _, flag in flags):
         own = [entry for entry in flags if entry[2].device == device]

@@ -1,4 +1,4 @@
-"""Tell the user before a training begins that its renewals will be slow."""
+"""Warn before training that renewals will be slow."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SMALLER = 1024
 
 
 def renewal_seconds(plan: Plan[str]) -> float:
-    """Return the seconds that the decompositions of one renewal take on the rank that has most of them.
+    """Return the estimated seconds of one renewal's decompositions on the busiest rank.
 
-    They are those of one processor core, by ``plan.placement.link``: `Link.speed` multiply-adds a second. Threads are
-    not counted: much of an eigendecomposition is bound by memory, and one core was measured to take twice the estimate.
+    The estimate is for one processor core with ``plan.placement.link.speed`` multiply-adds per second. It ignores
+    threads, because eigendecompositions are largely bound by memory.
 
     Args:
         plan: The plan.
     """
     speeds = plan.placement.speeds or (1.0,) * plan.ranks
-    # The plan's weights are multiply-adds, or what a user has measured, in any unit.
+    # The plan's weights are multiply-adds, or measurements of the user in any unit.
     unit = sum(work.cost for work in plan.layers.values()) / (sum(plan.weights.values()) or 1.0)
     return plan.placement.link.work(max(plan.renewal(rank) / speeds[rank] for rank in range(plan.ranks)) * unit)
 

@@ -223,7 +223,7 @@ def _levels(start: list[int] | bool, inner: Tensor) -> Tensor:
 
 
 def _graft(norm: Tensor, square: Tensor) -> Tensor:
-    """Return the factor that gives gradients with squared norms `square` the average norm of V; 1 where there is none."""
+    """Return the factor that scales gradients with squared norms `square` to the average norm of V, 1 without one."""
     return torch.where((norm > 0) & (square > 0), norm / square.sqrt(), 1)
 
 
