@@ -51,13 +51,12 @@ class Capture:
     """Everything that the hooks of one preconditioner share.
 
     Attributes:
-        wanted: Whether the coming step needs sums.
-        rows_wanted: Whether it needs rows, where a curvature keeps them.
+        wanted: Whether the coming step needs sums; whether it needs rows, `rows` knows.
         again: Whether its passes are to be noticed in any case, for the forward ones will be repeated.
         sampling: Whether the backward pass under way differentiates a loss of sampled labels.
         replays: The layers whose curvature needs a replay, of those captured here.
         sums: The raw sums.
-        rows: The rows.
+        rows: The rows of layers whose statistics are gathered.
         seconds: Host seconds spent in the hooks.
         audit: Compares gradients with what the hooks see.
         ambiguous: What a differentiated forward pass since the last step was called with, where nothing has settled
@@ -80,7 +79,7 @@ class Capture:
         self._marks: weakref.WeakValueDictionary[int, LayerCall] = weakref.WeakValueDictionary()
         self._loss: int | None = None  # the last backward pass that turned out to be the loss's
         self._fills = False  # whether it writes into ``.grad``
-        self.wanted = self.rows_wanted = True
+        self.wanted = True
         self.sampling = self._replaying = self.again = False
         self.replays: set[str] = set()
         self._drew = False  # whether labels were sampled since the last step
@@ -190,14 +189,14 @@ class Capture:
         """Tell whether this rank is to capture a layer in the coming step."""
         if name not in self._captured:
             return False
-        return self.rows_wanted if self._layers[name][1].rows else self.wanted and self.sums.portion(name) is not None
+        return self.rows.wanted if name in self.rows.tallies else self.wanted and self.sums.portion(name) is not None
 
     def _draws(self, name: str) -> bool:
         """Tell whether gradients of sampled labels are wanted of a layer; its inputs are the same in any pass."""
         return self._layers[name][1].likelihood is not None and self.sums.portion(name) != "inputs"
 
     def _tally(self, name: str) -> SampleCount:
-        return (self.rows if self._layers[name][1].rows else self.sums).tallies[name]
+        return (self.rows if name in self.rows.tallies else self.sums).tallies[name]
 
     def warn_of_others(self) -> None:
         """Warn where another living preconditioner looks on at the same layers; called by the step itself."""
@@ -239,7 +238,7 @@ class Capture:
 
     def reset(self, *, wanted: bool, rows: bool, choice: Choice = WHOLE) -> None:
         """Begin the next step, which needs sums, those of a `choice`, or `rows`."""
-        self.wanted, self.rows_wanted, self._drew = wanted, rows, False
+        self.wanted, self.rows.wanted, self._drew = wanted, rows, False
         self.discard()
         self.sums.choose(choice if wanted else self.sums.choice)
         self._forward.script = Recording(self._root) if self.again or (wanted and self.replays) else None
@@ -272,7 +271,7 @@ class Capture:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Want statistics meanwhile, and know nothing of it afterwards; to be called between steps."""
-        before = partial(self.reset, wanted=self.wanted, rows=self.rows_wanted, choice=self.sums.choice)
+        before = partial(self.reset, wanted=self.wanted, rows=self.rows.wanted, choice=self.sums.choice)
         carried = self.audit.numbers if self.sums.carries else 0
         self.reset(wanted=True, rows=True)
         try:
@@ -455,10 +454,9 @@ class Capture:
         return self._reductions.single in ("mean", "sum") and not self._replaying
 
     def _flush(self, name: str) -> None:
-        _, curvature = self._layers[name]
         for one_hot, pooled in self._pooled.pop(name).items():
             inputs, gradients = pooled.rows(one_hot=one_hot)
-            if curvature.rows:
+            if name in self.rows.tallies:
                 self.rows.add(name, inputs.values[:, :, 0], gradients.values[:, :, 0], pooled.scale)
             else:
                 with full_products(pooled.inputs.device):

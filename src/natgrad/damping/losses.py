@@ -87,6 +87,6 @@ class Losses:
 def _unseen(capture: Capture, repetition: Repetition) -> Iterator[None]:
     """Have the hooks look at nothing but the beginnings of passes, which repeat those that were recorded."""
     forward = capture._forward
-    looking = aside(capture, wanted=False, rows_wanted=False, _counting=False, again=False)
-    with looking, aside(forward, began=forward.began, script=repetition):
+    looking = aside(capture, wanted=False, _counting=False, again=False)
+    with looking, aside(capture.rows, wanted=False), aside(forward, began=forward.began, script=repetition):
         yield

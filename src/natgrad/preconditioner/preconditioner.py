@@ -32,6 +32,7 @@ from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.coverage import cover, warn_of_idle
 from natgrad.preconditioner.decompositions import Decompositions
 from natgrad.preconditioner.epoch_warnings import EpochWarnings
+from natgrad.preconditioner.epochs import Epochs
 from natgrad.preconditioner.explanation import Explanation, explain
 from natgrad.preconditioner.gradient_step import GradientStep
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
@@ -42,7 +43,6 @@ from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.launch_check import warn_of_missing_process_group
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import Background, RefreshScheduler
-from natgrad.preconditioner.rows import Epochs, row_stacks
 from natgrad.preconditioner.second_look import SecondLook
 from natgrad.preconditioner.second_pass import Closure, SecondPass, check_second_pass
 from natgrad.preconditioner.slow_renewal import warn_of_slow_renewal
@@ -351,7 +351,7 @@ class Preconditioner:
 
         ``HyLo(method="switch")`` needs it, to sum up its gradients' norm over the ranks; others count epochs.
         """
-        self.parts.epochs.next(row_stacks(self.parts.stacks), self.parts.runtime)
+        self.parts.epochs.next(self.parts.stacks, self.parts.runtime)
         self._epoch_warnings.epoch_ended(self.parts.progress.step)
 
     def discard(self) -> None:
@@ -398,7 +398,7 @@ class Preconditioner:
             self._attach()
             parts.inspection.restart()
             # What the hooks have seen of other layers is gone, on all ranks: statistics stay due.
-            parts.capture.wanted = parts.capture.rows_wanted = False
+            parts.capture.wanted = parts.capture.rows.wanted = False
 
     def _compare_ranks(self, damping: float) -> None:
         """Check once, and after every change of the model, that all ranks are about to do the same."""
@@ -426,7 +426,7 @@ class Preconditioner:
         """Differentiate the loss of sampled labels, where the coming step needs any."""
         parts, capture = self.parts, self.parts.capture
         gradients = capture.wanted and "gradients" in capture.sums.choice.sides
-        wanted = (one.curvature for one in parts.stacks if (capture.rows_wanted if one.curvature.rows else gradients))
+        wanted = (one.curvature for one in parts.stacks if (capture.rows.wanted if one.gathered else gradients))
         likelihood = next((curvature.likelihood for curvature in wanted if curvature.likelihood is not None), None)
         if likelihood is not None:
             fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.requires_grad
@@ -471,7 +471,7 @@ class Preconditioner:
             "kl_scale": self.parts.clip.last,
             **self.parts.watch.metrics(),
             **self.parts.scheduler.metrics(self.parts.stacks),
-            **self.parts.epochs.metrics(row_stacks(self.parts.stacks)),
+            **self.parts.epochs.metrics(self.parts.stacks),
             "plain_layers": len(self.parts.inspection.reasons),
         }
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from natgrad.capture.reductions import Count
+from natgrad.capture.rows import Collected, Origin
 from natgrad.capture.sums import Choice, make_sums
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import fold
-from natgrad.preconditioner.rows import Collected, Origin, row_stacks
 
 
 class Statistics:
@@ -20,12 +20,11 @@ class Statistics:
         """Set the hooks on the layers as they are now."""
         parts = self._parts
         placement, wire = parts.structure.plan.placement, parts.precision.wire
-        summed = [stack for stack in parts.stacks if not stack.curvature.rows]
         riders = 0 if parts.scheduler.budget is None else parts.scheduler.budget.numbers
         names = [layer.name for layer, _ in parts.structure.coverage.layers]
-        sums = make_sums(summed, placement, parts.runtime, wire, parts.scaling.of_captured, riders, names)
+        sums = make_sums(parts.summed, placement, parts.runtime, wire, parts.scaling.of_captured, riders, names)
         origin = Origin(parts.runtime.rank, parts.runtime.ranks, not placement.rule.uses_own_samples)
-        rows = Collected(row_stacks(parts.stacks), wire if parts.runtime.ranks > 1 else None, origin)
+        rows = Collected(parts.gathered, wire if parts.runtime.ranks > 1 else None, origin)
         parts.capture.again = parts.damping.tries(parts.progress.step)
         parts.capture.attach(parts.stacks, sums, rows)
         self._carry_audit()
@@ -35,14 +34,13 @@ class Statistics:
         parts, scheduler, capture = self._parts, self._parts.scheduler, self._parts.capture
         scheduler.receive_decisions(parts.stacks)
         choice = Choice(scheduler.due_statistics(parts.progress), scheduler.stopped)
-        summed = [stack for stack in parts.stacks if not stack.curvature.rows]
         capture.again = parts.damping.tries(parts.progress.step)
         capture.reset(
-            wanted=any(choice.portion(member.layer.name, stack) for stack in summed for member in stack.members),
-            rows=parts.keeps_rows and "gradients" in scheduler.due_parts(parts.progress),
+            wanted=any(choice.portion(member.layer.name, stack) for stack in parts.summed for member in stack.members),
+            rows=bool(parts.gathered) and "gradients" in scheduler.due_parts(parts.progress),
             choice=choice,
         )
-        capture.audit.begin(parts.progress.step, captures=capture.wanted or capture.rows_wanted)
+        capture.audit.begin(parts.progress.step, captures=capture.wanted or capture.rows.wanted)
         self._carry_audit()
 
     def _carry_audit(self) -> None:

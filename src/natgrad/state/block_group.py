@@ -11,15 +11,23 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from natgrad.aside import aside
 from natgrad.curvature import Curvature
-from natgrad.curvature.base import computed_for, declarations, input_statistics, replayed_statistics
+from natgrad.curvature.base import (
+    computed_for,
+    declarations,
+    gathered,
+    input_statistics,
+    replayed_statistics,
+    summed,
+)
 from natgrad.distributed.fsdp import is_sharded
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.linalg.precision import Precision, at_least_float32
-from natgrad.specs import Statistic, Task, TensorSpec
+from natgrad.specs import ROWS, Statistic, Task, TensorSpec
 from natgrad.state.failures import FailureState
 from natgrad.state.pieces import even_pieces, within
 from natgrad.state.roles import RankRole
@@ -63,6 +71,8 @@ class BlockGroup:
         rungs: What is remembered of trouble.
         basis_version: For each block, how often running averages have begun anew (`Task.restarts`); it never goes back.
         statistics: What the curvature has summed over samples.
+        gathered: The statistics whose rows of samples are gathered instead, and held with what is made of them.
+        rows: How many rows those have (`natgrad.specs.ROWS`); 0 before the first renewal.
         tasks: The work of a renewal.
         memories: What the curvature keeps from step to step.
         input_statistics: The names of the statistics that can be collected apart, those of the inputs alone.
@@ -79,7 +89,8 @@ class BlockGroup:
         self.role, self.factor = role, factor
         self.curvature = curvature
         self.outputs, self.inputs = layers[0].outputs, layers[0].inputs
-        self.statistics, self.tasks, self.memories = declarations(curvature, self.outputs, self.inputs)
+        statistics, self.tasks, self.memories = declarations(curvature, self.outputs, self.inputs)
+        self.statistics, self.gathered, self.rows = summed(statistics), gathered(statistics), 0
         self.input_statistics = input_statistics(curvature, self.statistics)
         self.replayed_statistics = replayed_statistics(self.statistics)
         self.computed_for_capture = computed_for(self.statistics)
@@ -165,7 +176,7 @@ class BlockGroup:
                 "fresh": None,
             }
             decisions = None if self.decisions is None else self.decisions.fresh()
-            own = {"rungs": self.rungs.anew(), "early_weight": None, "decisions": decisions}
+            own = {"rungs": self.rungs.anew(), "early_weight": None, "decisions": decisions, "rows": 0}
             stack.enter_context(aside(self, good=good, ready=ready, **own, **kept))
             yield
 
@@ -191,8 +202,12 @@ class BlockGroup:
     def allocate_held(self) -> StateTensors:
         """Make the tensors that renewals write unless they exist, and return them."""
         if not self.held:
-            self.held = StateTensors(self._written(), self.size, self._solve_dtype, self.device)
+            self.held = self.draft(self.rows)
         return self.held
+
+    def draft(self, rows: int) -> StateTensors:
+        """Return memory for what a renewal with so many rows writes, with zeros in it."""
+        return StateTensors(self.written(rows), self.size, self._solve_dtype, self.device)
 
     def allocate_memory(self) -> StateTensors:
         """Make the tensors that outlive steps unless they exist, and return them."""
@@ -328,7 +343,7 @@ class BlockGroup:
             *((packed_shape(spec), spec_dtype(spec, factors)) for spec in self.statistics if self.role.keeps_averages),
             *(
                 (spec.shape, spec_dtype(spec, held))
-                for spec in (*self._written(), *self.memories)
+                for spec in (*self.written(self.rows), *self.memories)
                 if self.role.is_gradient_worker
             ),
         ]
@@ -345,28 +360,75 @@ class BlockGroup:
         for member in members:
             member.layer.seconds += seconds * (member.stop - member.start) / blocks
 
-    def _written(self) -> list[TensorSpec]:
-        return [spec for task in self.tasks for spec in task.writes]
+    @property
+    def _held_specs(self) -> list[TensorSpec]:
+        """What is held: what tasks write; gathered rows too, with the numbers that belong to them."""
+        numbers = (TensorSpec("samples", ()), TensorSpec("damping", ())) if self.gathered else ()
+        return [*self.gathered, *(spec for task in self.tasks for spec in task.writes), *numbers]
 
-    # What rows change, whose number the batch decides (`natgrad.preconditioner.rows`).
+    def written(self, rows: int) -> list[TensorSpec]:
+        """Return what renewals with so many rows write."""
+        return [spec.sized(rows) if spec.sized_by_batch else spec for spec in self._held_specs]
 
-    unsized: tuple[str, ...] = ()
-    """What of `held` has sizes that nobody knows before a batch."""
+    @property
+    def sized_by_batch(self) -> dict[str, TensorSpec]:
+        """What of `held` has a size that the batch decides."""
+        return {spec.name: spec for spec in self._held_specs if spec.sized_by_batch}
 
-    def written_like(self, own: Mapping[str, Tensor]) -> list[TensorSpec]:
-        """Return what renewals write, in such sizes as the state of a layer has."""
-        return self._written()
+    def rows_of(self, own: Mapping[str, Tensor]) -> int:
+        """Return how many rows the state of a layer has."""
+        first = own.get(self.gathered[0].name) if self.gathered else None
+        return first.shape[1] if isinstance(first, Tensor) and first.ndim == 3 else 0
 
     def make_room(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take memory for what the states of some layers hold."""
-        self.allocate_held()
+        """Take memory for the rows that the states of some layers hold."""
+        most = max(map(self.rows_of, states), default=0)
+        self._resize(most if len(states) == len(self.members) else max(most, self.rows))
 
-    def fitted(self, name: str, values: Tensor) -> Tensor:
-        """Return a tensor of a layer's state ``[n, ...]`` in the size that it is held in."""
-        return values
+    def fitted(self, name: str, values: Tensor, rows: int | None = None) -> Tensor:
+        """Return values ``[n, ...]`` of a tensor with so many rows (None: with `rows`): zeros are behind their own."""
+        spec = self.sized_by_batch.get(name)
+        if spec is None:
+            return values
+        missing = (self.rows if rows is None else rows) - values.shape[1]
+        return pad(values, [one for size in reversed(spec.shape) for one in (0, missing if size == ROWS else 0)])
 
-    def saw(self, W: Tensor, places: list[int] | None) -> None:
-        """Take notice of the gradients ``[n, o, i]`` of a step, of the blocks at `places`; None: of all."""
+    def _resize(self, rows: int) -> None:
+        if rows == self.rows:
+            return
+        before, kept, whole = self.held, min(rows, self.rows), slice(None)
+        self.rows, self.held = rows, StateTensors()
+        if not before:
+            return
+        fresh = self.allocate_held()
+        for spec in self._held_specs:
+            own = whole, *(slice(kept) if size == ROWS else whole for size in spec.shape)
+            fresh.write(spec.name, whole, self.fitted(spec.name, before.read(spec.name, whole)[own]))
+
+    def install(self, fresh: StateTensors, rows: int, fine: Mapping[LayerBlocks, list[bool]]) -> None:
+        """Hold what a renewal has made of the rows of some layers, where it is fine; other blocks keep what they had.
+
+        Args:
+            fresh: From `draft`, written.
+            rows: Its rows.
+            fine: For each block of those layers, whether it succeeded.
+        """
+        good = [False] * self.size
+        for member, flags in fine.items():
+            good[member.blocks] = flags
+        if all(good):
+            self.held, self.rows = fresh, rows
+        elif any(good):
+            self._resize(max(rows, self.rows))
+            held = self.allocate_held()
+            for block in (block for block, flag in enumerate(good) if flag):
+                own = slice(block, block + 1)
+                for name in fresh:
+                    held.write(name, own, self.fitted(name, fresh.read(name, own)))
+        for member, flags in fine.items():
+            for task in self.tasks:
+                self.renewed(task.name, member.start, flags)
+            self.rungs.conclude(range(member.start, member.stop))
 
     def restart(self, task: Task, start: int, success: Sequence[bool]) -> None:
         """Begin new running averages with what a task has made of the blocks from `start` on, where it succeeded."""

@@ -51,7 +51,7 @@ def snapshot(stacks: list[BlockGroup]) -> dict[str, dict[str, Any]]:
     What has no size before a batch is put into a tuple: ``torch.distributed.checkpoint`` loads tensors into those of a
     new model's state, which have to be of the right size; what is in a tuple comes as it was saved.
     """
-    unsized = {member.layer.key: stack.unsized for stack in stacks for member in stack.members}
+    unsized = {member.layer.key: stack.sized_by_batch for stack in stacks for member in stack.members}
     copies: dict[str, dict[str, Any]] = {}
     for key, own in blocks(stacks).items():
         whole = {name: tensor.cpu().clone() for name, tensor in own.items()}
@@ -154,7 +154,7 @@ def completed(
 
 def _averages(stack: BlockGroup) -> set[str] | None:
     """Return the names of a layer's running averages on this rank; None: they are of no use without the rest."""
-    if stack.memories or stack.restarting or stack.curvature.rows:
+    if stack.memories or stack.restarting or stack.gathered:
         return None
     return {"weight", *(spec.name for spec in stack.statistics)} if stack.role.keeps_averages else set()
 
@@ -226,7 +226,7 @@ def _shapes(
             if stack.role.keeps_averages:
                 shapes |= {"weight": (n,), **{spec.name: (n, *spec.shape) for spec in stack.statistics}}
             if stack.role.is_gradient_worker:
-                written = (*stack.written_like(given.get(member.layer.key, {})), *stack.memories)
+                written = (*stack.written(stack.rows_of(given.get(member.layer.key, {}))), *stack.memories)
                 shapes |= {"renewed": (n, len(stack.tasks)), **stack.rungs.shapes(n)}
                 shapes |= {spec.name: (n, *spec.shape) for spec in written}
             if shapes:

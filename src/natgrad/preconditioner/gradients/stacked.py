@@ -16,6 +16,7 @@ from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all
 from natgrad.linalg.joined import together
+from natgrad.preconditioner.epochs import add_gradients
 from natgrad.preconditioner.guard.fallback import Case, FallbackPolicy, Outcome
 from natgrad.preconditioner.guard.guard import FailureCounters, Trouble
 from natgrad.state.block_group import BlockGroup, LayerBlocks
@@ -93,7 +94,7 @@ class Entry:
                 sources.append(rows)
         if targets:  # other ranks expect a layer's result even where no rank has used it yet
             torch._foreach_copy_(targets, sources)
-        stack.saw(W, self.places())
+        add_gradients(stack, W, self.places())
         V = self._solved(W, damping)
         stack.charge(self.members, perf_counter() - started)
         return Case(stack, self.members, self.places(), W, V)

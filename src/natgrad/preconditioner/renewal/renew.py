@@ -232,7 +232,7 @@ def jobs_of(
     """
     jobs: list[Job] = []
     for stack in stacks:
-        if not stack.role.is_gradient_worker or stack.curvature.rows:
+        if not stack.role.is_gradient_worker or stack.gathered:
             continue
         for task in stack.tasks:
             if side_of(task.reads, stack.input_statistics) not in reads:

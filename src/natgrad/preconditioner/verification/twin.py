@@ -17,12 +17,12 @@ from natgrad.distributed import Communicator, Placement
 from natgrad.errors import NatgradWarning
 from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.epoch_warnings import EpochWarnings
+from natgrad.preconditioner.epochs import Epochs
 from natgrad.preconditioner.gradients.clip import Clip
 from natgrad.preconditioner.gradients.written import Unseen, WrittenGradients
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.renewal import Background, RefreshScheduler
-from natgrad.preconditioner.rows import Epochs
 from natgrad.preconditioner.second_pass import SecondPass
 from natgrad.preconditioner.structure import Structure
 from natgrad.refresh import Refresh

@@ -46,7 +46,7 @@ def verify(
             plain, epochs = plain_copy(root, dtype), preconditioner.parts.epochs
         owned, alone = _owned(preconditioner), twin(preconditioner, plain, replace(epochs, before=[]))
         if owned or (
-            preconditioner.parts.reduces and preconditioner.parts.keeps_rows
+            preconditioner.parts.reduces and preconditioner.parts.gathered
         ):  # each rank selects of its own rows
             every = {member.layer.name for stack in preconditioner.parts.stacks for member in stack.members}
             shown = owned or [every] * runtime.ranks
