@@ -272,12 +272,12 @@ def test_rows_can_be_gathered_by_a_curvature_of_ones_own():
     grads = []
     for curvature in (natgrad.SNGD(), OwnRows()):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).double()
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
         preconditioner = natgrad.Preconditioner(model, curvature, kl_clip=None, refresh=natgrad.Refresh(inverses=2))
         for _ in range(3):
             x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
             model.zero_grad()
-            torch.nn.functional.cross_entropy(model(x), y).backward()
+            cross_entropy(model(x), y).backward()
             preconditioner.step()
         grads.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(grads[1], grads[0])
@@ -295,4 +295,13 @@ def test_rows_can_be_gathered_by_a_curvature_of_ones_own():
 def test_other_rows_than_those_that_are_gathered_are_refused(attributes, match):
     curvature = type("Wrong", (OwnRows,), attributes)()
     with pytest.raises(ValueError, match=match):
-        natgrad.Preconditioner(torch.nn.Linear(2, 2), curvature)
+        natgrad.Preconditioner(nn.Linear(2, 2), curvature)
+
+
+def test_an_inverse_of_another_number_of_rows_is_refused():
+    attributes = {"compute": lambda self, task, averages, *_: ({"M": torch.ones(1, 2, 2)}, torch.ones(1).bool())}
+    model = nn.Linear(2, 2)
+    preconditioner = natgrad.Preconditioner(model, type("Wrong", (OwnRows,), attributes)(), kl_clip=None)
+    model(torch.randn(3, 2)).square().mean().backward()
+    with pytest.raises(natgrad.NatgradError, match="'M', not a tensor of"):
+        preconditioner.step()

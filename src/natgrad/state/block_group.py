@@ -368,7 +368,7 @@ class BlockGroup:
 
     def written(self, rows: int) -> list[TensorSpec]:
         """Return what renewals with so many rows write."""
-        return [spec.sized(rows) if spec.sized_by_batch else spec for spec in self._held_specs]
+        return [spec.sized(rows) for spec in self._held_specs]
 
     @property
     def sized_by_batch(self) -> dict[str, TensorSpec]:

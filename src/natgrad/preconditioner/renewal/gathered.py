@@ -20,6 +20,7 @@ from natgrad.linalg.joined import together
 from natgrad.linalg.products import full_products
 from natgrad.preconditioner.epochs import Epochs
 from natgrad.preconditioner.guard.guard import FailureCounters, Trouble
+from natgrad.preconditioner.renewal.renew import compute
 from natgrad.preconditioner.renewal.row_messages import gather, give
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.tensors import StateTensors
@@ -212,8 +213,9 @@ class RowRenewal:
             reads = {name: fresh.read(name, places)[:, :own].to(stack.work_dtype) for name in ("A", "G")}
             reads |= {"samples": torch.tensor(some[0].samples, dtype=torch.float64, device="cpu")}
             reads |= {} if chosen.Y is None else {"Y": chosen.Y}
+            (task,) = stack.tasks
             with full_products(stack.device):
-                written, fine = stack.curvature.compute("M", reads, damping)
+                written, fine = compute(stack.curvature, task, reads, damping, None, rows=own)
             M = written["M"]
             flags = (fine & chosen.fine & joined([one.finite for one in some], 0)).tolist()
         else:

@@ -116,8 +116,17 @@ def compute(
     averages: Mapping[str, Tensor],
     damping: float,
     previous: Mapping[str, Tensor] | None,
+    rows: int = 0,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return what `Curvature.compute` does; of a task that writes nothing, nothing, and that each block succeeded.
+
+    Args:
+        curvature: The curvature.
+        task: Its task.
+        averages: What the task reads.
+        damping: γ of this renewal.
+        previous: What it has written last.
+        rows: How many rows there are, where statistics are gathered.
 
     Raises:
         NatgradError: if a tensor that the task writes is missing or of another shape.
@@ -127,7 +136,8 @@ def compute(
         return {}, torch.ones(len(first), dtype=torch.bool, device=first.device)
     written, fine = curvature.compute(task.name, averages, damping, previous)
     for spec in task.writes:
-        wanted, found = (len(fine), *spec.shape), written[spec.name].shape if spec.name in written else "nothing"
+        wanted = len(fine), *spec.sized(rows).shape
+        found = written[spec.name].shape if spec.name in written else "nothing"
         if found != wanted:
             call = f"compute({task.name!r}) of {curvature!r}"
             raise NatgradError(f"{call} has returned {found} as {spec.name!r}, not a tensor of {wanted}")
