@@ -9,7 +9,7 @@ import natgrad
 ROOT = Path(natgrad.__file__).parent
 MOST = 10
 # Modules of the first level, beside which no package stands.
-SHARED = {"aside", "errors", "printed", "schedule", "specs", "versions"}
+SHARED = {"errors", "printed", "schedule", "specs", "versions"}
 
 
 def imported(path):

@@ -12,7 +12,7 @@ Schedule: TypeAlias = float | Callable[[int], float]
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Tell whether `value` is a finite number; a whole one beyond all floating point numbers is none."""
+    """Return whether `value` is a finite number; a whole one beyond all floating point numbers is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= float_info.max
 
 

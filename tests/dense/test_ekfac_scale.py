@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.capture.sampling.labels import LabelSampler
+from natgrad.capture.labels import LabelSampler
 from tests.dense import ekfac as dense_ekfac
 from tests.dense import reference as dense
 from tests.dense.test_scale import (

@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import replace
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 import natgrad
-from natgrad.aside import aside
 from natgrad.averaging import Nodes
 from natgrad.distributed import groups
 from natgrad.distributed.fsdp import whole
@@ -281,7 +281,7 @@ def test_drain(ranks):
 def hangs():
     """Rank 3 is busy with something else after its first step."""
     groups.forget(dist.group.WORLD)  # those of other tests wait longer
-    with aside(groups, timeout_of=lambda group: timedelta(seconds=2)):
+    with patch.object(groups, "timeout_of", lambda group: timedelta(seconds=2)):
         training = Training(Run(sizes=(2, 2), options={"batches_between": 2}))
         training.step()
     started = time.monotonic()

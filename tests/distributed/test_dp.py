@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from natgrad.capture import hooks
-from natgrad.capture.sampling.labels import LabelSampler
+from natgrad.capture import capture
+from natgrad.capture.labels import LabelSampler
 from tests.distributed.jobs import place
 from tests.distributed.test_placements import MODELS
 
@@ -245,7 +245,7 @@ def watch_what_hooks_keep(curvature):
     wrapped = DistributedDataParallel(model)
     preconditioner = case.preconditioner(wrapped, placement="dp")
     kept, uses = [], []
-    saved, use = hooks.Saved, hooks.LayerCall
+    saved, use = capture.Saved, capture.LayerCall
     for step in range(3):  # in which gradients are compared, on all ranks
         wrapped.zero_grad()
         [(x, y)] = case.inputs(step, dist.get_rank())
@@ -255,8 +255,10 @@ def watch_what_hooks_keep(curvature):
     wrapped.zero_grad()
     [(x, y)] = case.inputs(3, dist.get_rank())
     with (
-        mock.patch.object(hooks, "Saved", side_effect=lambda tensor: kept.append(tuple(tensor.shape)) or saved(tensor)),
-        mock.patch.object(hooks, "LayerCall", side_effect=lambda *a, **k: uses.append(a[0].name) or use(*a, **k)),
+        mock.patch.object(
+            capture, "Saved", side_effect=lambda tensor: kept.append(tuple(tensor.shape)) or saved(tensor)
+        ),
+        mock.patch.object(capture, "LayerCall", side_effect=lambda *a, **k: uses.append(a[0].name) or use(*a, **k)),
         mock.patch.object(torch.autograd, "grad", wraps=torch.autograd.grad) as differentiated,
     ):
         outputs = wrapped(x)

@@ -125,7 +125,7 @@ _add(
     "masked_inputs",
     "The inputs of masked tokens are summed into A although their output gradients are zero.",
     "dense/test_scale.py::test_masked_tokens_are_no_samples",
-    ("capture.hooks:Capture._observe", "rows = rows.masked(counted)", "pass"),
+    ("capture.capture:Capture._observe", "rows = rows.masked(counted)", "pass"),
 )
 _add(
     "bias_correction",
@@ -163,7 +163,7 @@ _add(
     "sum_loss",
     "A loss that sums over samples is taken for a mean: its output gradients are multiplied by the batch size.",
     "dense/test_scale.py",
-    ("capture.hooks:Capture._observe", 'self.sampling or reduction == "sum"', "self.sampling"),
+    ("capture.capture:Capture._observe", 'self._sampling or reduction == "sum"', "self._sampling"),
 )
 _add(
     "embedding_counts",
@@ -471,7 +471,7 @@ _add(
     "All ranks draw the labels of the sampled Fisher from the same random numbers.",
     "distributed/test_equality.py::test_every_rank_draws_its_own_labels",
     (
-        "capture.sampling.labels:LabelSampler._generator",
+        "capture.labels:LabelSampler._generator",
         "seed_of(self._seed, self._rank, step, draw)",
         "seed_of(self._seed, 0, step, draw)",
     ),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from natgrad.capture.pooled import Pooled
+from natgrad.capture.uses import Pooled
 from natgrad.layers.rows import DenseRows
 
 

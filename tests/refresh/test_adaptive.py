@@ -299,8 +299,8 @@ def test_what_is_found_unusable_is_renewed_whatever_was_said():
     training, states = run(natgrad.Adaptive(natgrad.TraceRule(upper=0.6, lower=0.5), factors=1, inverses=2), 8)
     assert verdicts(states[-1])["head.weight"] == STOPPED
     stack = next(s for s in training.preconditioner.parts.stacks if s.members[0].layer.key == "head.weight")
-    stack.rungs.suspected = True
-    stack.rungs.allocate_sunk(stack.device)[:] = True
+    stack.failures.suspected = True
+    stack.failures.allocate_invalid(stack.device)[:] = True
     training.step(batch(8))
     assert verdicts(training.preconditioner.state_dict())["head.weight"] == RENEWED
     training.step(batch(9))

@@ -8,8 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from natgrad import KFAC, Preconditioner
-from natgrad.capture.sums.sums import _zeros as alone
-from natgrad.specs import Statistic
 from natgrad.state import pieces
 from natgrad.state.block_group import BlockGroup
 from tests.every import EVERY, Training, batch
@@ -72,14 +70,3 @@ def test_renewals_read_a_few_blocks_at_a_time_and_of_what_balances_them_the_diag
         *({"A": (n, 21, 21), "G": (n, 20)} for n in blocks),
         *({"A": (n, 21), "G": (n, 20, 20)} for n in blocks),
     ]
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("size", [128, 129, 255, 256, 257])
-def test_rows_of_wide_sums_begin_as_far_apart_whatever_the_bias_adds(size):
-    spec = Statistic("A", (size, size), symmetric=True)
-    own = alone(torch.empty(0), 2, spec)
-    assert own.shape == (2, size, size)
-    assert own.stride(-1) == 1
-    assert own.stride(-2) == {128: 144, 129: 144, 255: 272, 256: 272, 257: 272}[size]
-    assert alone(torch.empty(0), 2, Statistic("A", (127, 127), symmetric=True)).is_contiguous()

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
+from natgrad.capture.sums import StatisticsBuffer
 from tests import device
 
 SAMPLED = natgrad.KFAC(fisher="sampled", likelihood="categorical")
@@ -122,15 +123,16 @@ def test_training_goes_on_as_if_nothing_had_been(curvature):
     assert torch.equal(*results)
 
 
-def test_what_is_wrong_is_found():
+def test_what_is_wrong_is_found(monkeypatch):
     _, _, preconditioner = training()
-    scale = preconditioner.parts.capture.sums.close
+    close, spoilt = StatisticsBuffer.close, []
 
-    def wrong(*args, **kwargs):
-        preconditioner.parts.capture.sums.of("5")["G"].mul_(1.1)
-        return scale(*args, **kwargs)
+    def wrong(self, *args, **kwargs):
+        if not spoilt:  # the first of both steps is that of all ranks together
+            spoilt.append(self.of("5")["G"].mul_(1.1))
+        return close(self, *args, **kwargs)
 
-    preconditioner.parts.capture.sums.close = wrong
+    monkeypatch.setattr(StatisticsBuffer, "close", wrong)
     report = preconditioner.verify(batch(), loss_of)
     rows = {row.layer: row for row in report.rows}
     assert rows["5"].factors == pytest.approx(0.1, rel=1e-3)

@@ -7,11 +7,12 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from natgrad.capture.uses import LayerCall
 from natgrad.distributed.fsdp import own_rows
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer, Slot
@@ -74,21 +75,13 @@ class _Taken:
     passes: int
 
 
-class LayerCall(Protocol):
-    """A use of a layer: see `natgrad.capture.uses.LayerCall`."""
-
-    layer: Layer
-    output: Tensor | None
-
-
 class GradientAudit:
     """Compares some gradients with the sums of the output gradients that the hooks have captured.
 
     A bias's gradient is the sum of the gradients of its layer's output; one row of a weight's is the sum of the
     inputs, times the gradients of one output. The sums are compared in the first three steps, and in one that captures
     statistics after each thousand steps. Where the ranks' gradients are averaged, the sums are averaged likewise: they
-    are at most 8 KiB, and travel with the statistics where the step sums these on all ranks. Nothing waits for the
-    device: the result is read in a later step.
+    are at most 8 KiB. Nothing waits for the device: the result is read in a later step.
     """
 
     def __init__(self, *, reduces: bool = False, divides: bool = True, off: bool = False) -> None:
@@ -113,11 +106,6 @@ class GradientAudit:
         self._taken: _Taken | None = None
         self._pending: _Comparison | None = None
 
-    @property
-    def numbers(self) -> int:
-        """How many numbers the ranks add up in this step; 0: none. The same on all ranks."""
-        return 2 * self._size if self._wanted and not self._reduces else 0
-
     def attach(self, layers: Sequence[Layer]) -> None:
         """Choose which layers are compared, the same on all ranks: those with a bias, else some without."""
         biases = [(layer, slot) for layer in layers for slot in _plain_slots(layer, "bias")]
@@ -140,11 +128,11 @@ class GradientAudit:
         self.forget()
 
     def wants(self, layer: str) -> bool:
-        """Tell whether the output gradients of a layer are to be added up in this step."""
+        """Return whether the output gradients of a layer are to be added up in this step."""
         return self._wanted and layer in self._entries
 
     def wants_inputs(self, layer: str) -> bool:
-        """Tell whether that takes the layer's inputs too."""
+        """Return whether that takes the layer's inputs too."""
         return self.wants(layer) and not self._entries[layer].of_bias
 
     @torch.no_grad()

@@ -89,11 +89,11 @@ class Reductions:
         return next(iter(kinds)) if len(kinds) == 1 and (not self.is_mapping or "*" in self._patterns) else None
 
     def has_tokens(self) -> bool:
-        """Tell whether the terms of any layer are tokens, or may turn out to be."""
+        """Return whether the terms of any layer are tokens, or may turn out to be."""
         return self.is_undecided or "tokens" in self._patterns.values() or self.of("") == "tokens"
 
     def mixes_sum(self, layers: Iterable[str]) -> bool:
-        """Tell whether the loss is a sum for some of these layers and a mean for others."""
+        """Return whether the loss is a sum for some of these layers and a mean for others."""
         return len({self.of(layer) == "sum" for layer in layers}) > 1
 
     def describe(self) -> str:
@@ -224,7 +224,7 @@ def _is_whole(number: object) -> bool:
 
 
 def _sees_positions(layer: Layer, inputs: Tensor) -> bool:
-    """Tell whether a layer's inputs are [batch, positions, features], of a layer with features last."""
+    """Return whether a layer's inputs are [batch, positions, features], of a layer with features last."""
     if layer.form == "one-hot" or isinstance(layer.module, _CHANNELS_FIRST) or not layer.batched(inputs):
         return False
     norm = isinstance(layer.module, (nn.LayerNorm, nn.RMSNorm))

@@ -1,4 +1,4 @@
-"""The uses of layers, and what they tell of the size of the loss."""
+"""The uses of layers, what they share in a backward pass, and the size of the loss that they show."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from natgrad.capture.model_hooks import Pass
 from natgrad.capture.reductions import Reduction, Reductions
 from natgrad.capture.saved import Saved
-from natgrad.capture.taps import Pass
 from natgrad.curvature import Curvature
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer
+from natgrad.layers.rows import DenseRows
 
 
 @dataclass(eq=False)
@@ -48,6 +49,39 @@ class LayerCall:
         if self.forward.first is None:
             self.forward.first = task
         return self.forward.first
+
+
+@dataclass
+class Pooled:
+    """The rows of all uses of a layer in one backward pass, summed over positions and uses (sharing by *reduce*).
+
+    Attributes:
+        task: The pass.
+        inputs: Their sum over positions ``[n, B, i]``.
+        gradients: The same ``[n, B, o]``.
+        positions: How many were summed.
+        scale: What makes the gradients those of per-sample losses.
+        rounding: Of the gradients before they were summed, where it is asked for (of layers with a second pass).
+    """
+
+    task: int
+    inputs: Tensor
+    gradients: Tensor
+    positions: int
+    scale: float
+    rounding: Tensor | None = None
+
+    def add(self, inputs: Tensor, gradients: Tensor, positions: int, rounding: Tensor | None) -> None:
+        """Add those of another use."""
+        self.inputs, self.gradients = self.inputs + inputs, self.gradients + gradients
+        self.positions += positions
+        if self.rounding is not None and rounding is not None:
+            self.rounding = self.rounding + rounding
+
+    def rows(self, *, one_hot: bool) -> tuple[DenseRows, DenseRows]:
+        """Return the mean of a and the sum of g over positions, in memory of their own as far as a goes."""
+        inputs = DenseRows((self.inputs / self.positions)[:, :, None], one_hot=one_hot)
+        return inputs, DenseRows(self.gradients[:, :, None], rounding=self.rounding)
 
 
 class Terms:
@@ -163,7 +197,7 @@ class LossTerms:
             terms.clear()
 
     def __contains__(self, task: int) -> bool:
-        """Tell whether the terms of a pass are settled."""
+        """Return whether the terms of a pass are settled."""
         return any(task in own.of_loss or task in own.of_drawn for own in (self._samples, *self._groups.values()))
 
     def settle(self, use: LayerCall, task: int, gradient: Tensor, *, drawn: bool) -> None:

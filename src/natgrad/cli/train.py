@@ -317,7 +317,7 @@ def _continuation(folder: Path) -> str:
 
 
 def _is_kept(folder: Path, result: Result) -> bool:
-    """Tell whether the end of a finished run was saved."""
+    """Return whether the end of a finished run was saved."""
     from natgrad.training.run import saved_step
 
     return saved_step(folder) == result.points[-1].step

@@ -27,7 +27,7 @@ class Training(Protocol):
     """What the choice of rows may hang on."""
 
     def critical(self, threshold: float) -> bool:
-        """Tell whether the gradients of this epoch change fast."""
+        """Return whether the gradients of this epoch change fast."""
 
 
 class Curvature(ABC):

@@ -148,7 +148,7 @@ class Blocks(Side):
         return (TensorSpec(f"inverse_{name}", shape, symmetric=True),)
 
     def eigenvalues(self, size: int) -> int:
-        """See `Side.eigenvalues`: with those of what pads the last block."""
+        """Return the number of eigenvalues, including those of the padding of the last block."""
         return self.count * self.length
 
     @override
@@ -171,7 +171,7 @@ class Blocks(Side):
         return factor.diagonal(dim1=-2, dim2=-1).sum((-2, -1))
 
     def mean_eigenvalue(self, factor: Tensor) -> Tensor:
-        """See `Side.mean_eigenvalue`: what pads the last block is no part of it."""
+        """Return the mean eigenvalue, without the padding of the last block."""
         return (factor if factor.ndim == 2 else self.diagonal(factor)).sum(-1) / self.size
 
     @override
@@ -184,7 +184,7 @@ class Blocks(Side):
         return computed, fine.view(len(factor), -1).all(-1)
 
     def off_diagonal(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Side.off_diagonal`: what was left out between the blocks is not part of it."""
+        """Return the norms within the blocks. What lies between blocks is not counted."""
         off, whole = linalg.off_diagonal(factor.flatten(0, 1), vectors.flatten(0, 1))
         return off.view(len(factor), -1).sum(-1), whole.view(len(factor), -1).sum(-1)
 

@@ -74,7 +74,7 @@ class Adaptation(ABC):
     gamma: float
 
     def tries(self, step: int) -> bool:
-        """Tell whether the step after `step` completed ones is to be compared with its quadratic model."""
+        """Return whether the step after `step` completed ones is to be compared with its quadratic model."""
         return False
 
     @property

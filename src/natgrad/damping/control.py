@@ -84,7 +84,7 @@ class Control:
         return Control(ByKind(self.now(step), norms=self._kinds.norms, layers=self._kinds.layers))
 
     def tries(self, step: int) -> bool:
-        """Tell whether the loss after this step is to be compared with the model of it."""
+        """Return whether the loss after this step is to be compared with the model of it."""
         return self._adaptation is not None and self._adaptation.tries(step)
 
     @property

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.aside import aside
-from natgrad.capture import Capture
-from natgrad.capture.again import Chance, Pass, Repetition, as_found
+from natgrad.capture.model_hooks import Forward, Hooks, Pass
+from natgrad.capture.repetition import Chance, Repetition, as_found
 from natgrad.distributed.fsdp import resharded
 from natgrad.errors import NatgradError, describe, require
 
@@ -39,7 +37,7 @@ class Losses:
         self._values: list[float] = []
         self._error: Exception | None = None
 
-    def compute(self, model: nn.Module, capture: Capture) -> None:
+    def compute(self, model: nn.Module, hooks: Hooks) -> None:
         """Compute the loss with the parameters as they are now; all else stays as it is found.
 
         Raises:
@@ -48,9 +46,10 @@ class Losses:
         if self._closure is None or self._error is not None:
             self._values.append(0.0)
             return
+        repeated = Forward(script=Repetition(self._recorded))
         with resharded(model) as sharded:
             try:
-                with as_found(model), _unseen(capture, Repetition(self._recorded)), torch.enable_grad():
+                with as_found(model), hooks.reporting_to(repeated), torch.enable_grad():
                     result = self._closure()
                 loss = result[0] if isinstance(result, tuple) and result else result
                 number = loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else loss
@@ -81,12 +80,3 @@ class Losses:
             raise NatgradError("the closure has raised an error on another rank, whose own output tells it")
         # Without a batch on any rank the change is 0.
         return change if self._summed or not weight else change / weight
-
-
-@contextmanager
-def _unseen(capture: Capture, repetition: Repetition) -> Iterator[None]:
-    """Have the hooks look at nothing but the beginnings of passes, which repeat those that were recorded."""
-    forward = capture._forward
-    looking = aside(capture, wanted=False, _counting=False, again=False)
-    with looking, aside(capture.rows, wanted=False), aside(forward, began=forward.began, script=repetition):
-        yield

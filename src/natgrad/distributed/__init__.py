@@ -1,4 +1,4 @@
-"""Where curvature is computed, and what travels: a pure planner, a thin layer over torch.distributed, and FSDP2."""
+"""Which rank computes what, and what is sent: placements, a plan, messages over torch.distributed, and FSDP2."""
 
 from natgrad.distributed.choice import make_plan, step_seconds
 from natgrad.distributed.communicator import Communicator, Work, flatten, unflatten

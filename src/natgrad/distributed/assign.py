@@ -1,4 +1,4 @@
-"""The seats of all layers, by longest processing time."""
+"""Assign layers to ranks, the longest work first."""
 
 from __future__ import annotations
 
@@ -26,33 +26,49 @@ def assign(
     seated: Mapping[Key, Assignment],
     cycle: Cycle,
 ) -> Plan[Key]:
-    """Place layers on ranks as `natgrad.distributed.make_plan` says; `placement` fits and is not "auto"."""
+    """Return the plan of one placement, as `natgrad.distributed.make_plan` describes.
+
+    Args:
+        placement: A placement that fits the number of ranks and is not "auto".
+        works: The demand of each layer, in the order of the model.
+        ranks: P.
+        seated: The assignments of layers that keep their workers.
+        cycle: The intervals.
+    """
     speeds = placement.speeds if placement.speeds is not None else (1.0,) * ranks
     columns = ranks // placement.workers(ranks)
-    members = [tuple(range(column, ranks, columns)) for column in range(columns)]
+    workers = [tuple(range(column, ranks, columns)) for column in range(columns)]
     seats = {key: Assignment((), {}, _sums(placement, work, ranks // columns)) for key, work in works.items()}
     note = f"placement {placement}"
-    bare: Plan[Key] = Plan(placement, ranks, columns, seats, works, weigh(placement, works, seats, cycle), note)
-    homes = _columns(bare, members, speeds, seated)
-    owners = _owners(bare, homes, members, speeds)
+    plan: Plan[Key] = Plan(placement, ranks, columns, seats, works, weigh(placement, works, seats, cycle), note)
+    column_of = _columns(plan, workers, speeds, seated)
+    owners = _owners(plan, column_of, workers, speeds)
     return replace(
-        bare, seats={key: replace(seat, workers=members[homes[key]], owners=owners[key]) for key, seat in seats.items()}
+        plan,
+        seats={key: replace(seat, workers=workers[column_of[key]], owners=owners[key]) for key, seat in seats.items()},
     )
 
 
 def weigh(
     placement: Placement, works: Mapping[Key, LayerDemand], seats: Mapping[Key, Assignment], cycle: Cycle
 ) -> dict[Key, float]:
-    """Return the work of each layer between two renewals: as measured, or as modelled, in the unit of the measured."""
+    """Return the work of each layer between two inverse refreshes.
+
+    Measured costs are used where there are any. Modelled ones are scaled to the unit of the measured ones.
+    """
     modelled = {key: work.cost + _construction(placement, key, work, seats[key], cycle) for key, work in works.items()}
-    measured = {key: placement.costs[str(key)] for key in works if str(key) in (placement.costs or {})}  # type: ignore[index]
+    costs = placement.costs or {}
+    measured = {key: costs[str(key)] for key in works if str(key) in costs}
     total = sum(modelled[key] for key in measured)
     unit = sum(measured.values()) / total if total else 1.0
     return {key: measured.get(key, work * unit) for key, work in modelled.items()}
 
 
 def _construction(placement: Placement, key: Key, work: LayerDemand, seat: Assignment, cycle: Cycle) -> float:
-    """Return the products that build a layer's factors, where only its worker does, as work of a decomposition."""
+    """Return the work of building a layer's factors, in multiply-adds of decompositions.
+
+    It is 0 where several ranks build them, since then every rank has the same share, and where positions are unknown.
+    """
     if placement.positions is None or seat.sums != "alone":
         return 0.0
     products = work.sums * placement.positions.get(str(key), 0.0) * cycle.inverses / cycle.factors
@@ -69,59 +85,59 @@ def _sums(placement: Placement, work: LayerDemand, workers: int) -> Destination:
 
 
 def _columns(
-    plan: Plan[Key], members: Sequence[Sequence[int]], speeds: Sequence[float], seated: Mapping[Key, Assignment]
+    plan: Plan[Key], workers: Sequence[Sequence[int]], speeds: Sequence[float], seated: Mapping[Key, Assignment]
 ) -> dict[Key, int]:
-    """Return the column of each layer."""
-    known = {tuple(own): column for column, own in enumerate(members)}
+    """Return the column of each layer: kept, chosen by the rule, in turn, or the one that is done first."""
+    known = {tuple(ranks): column for column, ranks in enumerate(workers)}
     kept = {key: known[seated[key].workers] for key in plan.seats if key in seated and seated[key].workers in known}
     rule = plan.placement.rule
-    chosen = rule.columns({str(key): work for key, work in plan.layers.items()}, len(members))
+    chosen = rule.columns({str(key): work for key, work in plan.layers.items()}, len(workers))
     for key in plan.seats:
         if key not in kept and str(key) in chosen:
             column = chosen[str(key)]
-            fits = isinstance(column, int) and 0 <= column < len(members)
-            require(fits, f"{rule.name}.columns()[{key!r}]", column, f"a whole number below {len(members)}")
+            fits = isinstance(column, int) and 0 <= column < len(workers)
+            require(fits, f"{rule.name}.columns()[{key!r}]", column, f"a whole number below {len(workers)}")
             kept[key] = column
     if plan.placement.owners == "round-robin":
-        return {key: kept.get(key, index % len(members)) for index, key in enumerate(plan.seats)}
-    homes, weights = dict(kept), plan.weights
-    load = _Load(range(len(members)), [sum(speeds[rank] for rank in own) for own in members])
-    # In this order whatever the order of the layers, for sums of rounded numbers depend on theirs.
+        return {key: kept.get(key, index % len(workers)) for index, key in enumerate(plan.seats)}
+    column_of, weights = dict(kept), plan.weights
+    load = _Load(range(len(workers)), [sum(speeds[rank] for rank in ranks) for ranks in workers])
+    # Sorted, since floating-point sums depend on the order and layers may come in another one.
     for key in _descending({key: weights[key] for key in kept}):
         load.add(kept[key], weights[key])
     for key in _descending({key: weight for key, weight in weights.items() if key not in kept}):
-        homes[key] = load.give(weights[key])
-    return homes
+        column_of[key] = load.give(weights[key])
+    return column_of
 
 
 def _owners(
-    plan: Plan[Key], homes: Mapping[Key, int], members: Sequence[Sequence[int]], speeds: Sequence[float]
+    plan: Plan[Key], column_of: Mapping[Key, int], workers: Sequence[Sequence[int]], speeds: Sequence[float]
 ) -> Owners[Key]:
-    """Return the owner of each part: the worker that will be done with it first, the largest parts first."""
+    """Return the owner of each task: the worker that is done with it first, the largest tasks first; or in turn."""
     placement = plan.placement
     weights = {(key, part): plan.weight(key, part) for key, work in plan.layers.items() for part in work.parts}
     owners: Owners[Key] = {key: {} for key in plan.layers}
-    loads = [_Load(own, [speeds[rank] for rank in own]) for own in members]
-    turns = [0] * len(members)
+    loads = [_Load(ranks, [speeds[rank] for rank in ranks]) for ranks in workers]
+    assigned = [0] * len(workers)
     for key, part in weights if placement.owners == "round-robin" else _descending(weights):
-        load, work, weight = loads[homes[key]], plan.layers[key], weights[key, part]
+        column, work, weight = column_of[key], plan.layers[key], weights[key, part]
+        load = loads[column]
         cheaper = placement.rule.decomposes_everywhere and _is_cheaper_everywhere(placement, work, part)
         if cheaper or part in work.everywhere:
             owners[key][part] = None
             load.add(slice(None), weight)
         elif placement.owners == "round-robin":
-            own = members[homes[key]]
-            owners[key][part] = own[turns[homes[key]] % len(own)]
-            turns[homes[key]] += 1
+            owners[key][part] = workers[column][assigned[column] % len(workers[column])]
+            assigned[column] += 1
         else:
             owners[key][part] = load.give(weight)
     return owners
 
 
 def _is_cheaper_everywhere(placement: Placement, work: LayerDemand, part: str) -> bool:
-    """Tell whether every rank decomposes a part sooner than it would receive the result (SPD-KFAC, section IV-B)."""
+    """Return whether every rank decomposes a part sooner than it would receive the result (SPD-KFAC, section IV-B)."""
     if work.rows is not None:
-        return False  # whose number, and with it the size, nobody knows before the batch
+        return False  # the batch decides the number of rows, and so the size of the result
     size = work.results.get(part, 0) * work.travels
     return placement.link.work(work.parts[part]) < placement.link.message(size)
 
@@ -131,18 +147,18 @@ def _descending(costs: Mapping[Key, float]) -> Iterable[Key]:
 
 
 class _Load:
-    """What each of some workers has to do so far."""
+    """The work that each worker has been given so far."""
 
     def __init__(self, workers: Sequence[int], speeds: Sequence[float]) -> None:
         self._workers, self._speeds = workers, np.array(speeds)
         self._work = np.zeros(len(workers))
 
     def add(self, index: int | slice, cost: float) -> None:
-        """Add to the work of one of them, or of some."""
+        """Add work to one worker, or to several."""
         self._work[index] += cost
 
     def give(self, cost: float) -> int:
-        """Give work to the one that will be done with it first, the first of equals, and return that one."""
+        """Give work to the worker that is done with it first, the first one of equals, and return that worker."""
         best = int(((self._work + cost) / self._speeds).argmin())
         self.add(best, cost)
         return self._workers[best]

@@ -1,4 +1,4 @@
-"""Which placement: the one asked for, or the cheapest by the model of what messages and work cost."""
+"""Choose a placement: the one asked for, or the cheapest by a model of communication and computation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from natgrad.errors import require
 
 Key = TypeVar("Key", bound=Hashable)
 
-# So many of the placements that cost the least a note names.
+# How many of the cheapest placements a plan's note names.
 _NAMED = 3
-# "comm-opt" is left only where that saves a tenth, which the model may err by: it alone has every rank hold all state.
+# Another placement replaces "comm-opt" only where it saves a tenth, which the model may err by: with "comm-opt" alone
+# every rank holds all state.
 _WORTH = 0.9
 
 
@@ -28,26 +29,27 @@ def make_plan(
     seated: Mapping[Key, Assignment] | None = None,
     cycle: Cycle | None = None,
 ) -> Plan[Key]:
-    """Place layers on ranks.
+    """Assign the layers to ranks.
 
-    Layers go to the columns, and the parts of a layer to the workers of its column, by descending cost, each to the
-    one that will be done with it first (longest processing time: within 4/3 of the best makespan among equally fast
-    ranks, Graham 1969, and twice the best among others, Gonzalez et al. 1977); with owners="round-robin" in turn.
-    Where all ranks are workers, A and G of a layer may be apart (Pauloski 2022, sections 4.2 and 4.3).
+    Layers go to columns of the grid of ranks, and the tasks of a layer to the workers of its column. Both go in order
+    of descending cost, each to the column or worker that is done with it first (longest processing time: within 4/3 of
+    the best makespan among equally fast ranks, Graham 1969, and twice the best among others, Gonzalez et al. 1977); or
+    in turn with owners="round-robin". Where a layer has several workers, A and G may be decomposed by different ones
+    (Pauloski 2022, sections 4.2 and 4.3).
 
     Args:
         placement: The options.
-        works: What each layer asks for, in the order of the model; the same on every rank.
+        works: The demand of each layer, in the order of the model; the same on every rank.
         ranks: P >= 1.
-        seated: The seats of layers that are to keep their workers.
-        cycle: How often factors and inverses are renewed, which "auto" and the balance of "dp" depend on.
+        seated: The assignments of layers that keep their workers.
+        cycle: The intervals of factors and inverses, which "auto" and the balance of "dp" depend on.
 
     Returns:
-        The plan; the same on every rank, since ties go to the lower rank and equal costs keep their order. Where no two
-        costs are equal, the order of `is_gradient_worker` matters to owners="round-robin" only.
+        The plan, the same on every rank: ties go to the lower rank, and equal costs keep their order. Where no two
+        costs are equal, the order of `works` matters to owners="round-robin" only.
 
     Raises:
-        ValueError: if an option does not fit the number of ranks, or a rank would hold more than the memory allows.
+        ValueError: if an option does not fit the number of ranks, or a rank would hold more than `Placement.memory`.
     """
     whole = isinstance(ranks, int) and not isinstance(ranks, bool)
     require(whole and ranks >= 1, "ranks", ranks, "a whole number >= 1")
@@ -62,22 +64,22 @@ def make_plan(
     if placement.name == "auto":
         return _cheapest(placement, works, ranks, seated or {}, cycle)
     plan = assign(placement, works, ranks, seated or {}, cycle)
-    # Layers that came later do not end a training.
+    # A training that is under way does not stop because a layer was added.
     _check_memory(placement, [] if seated else [plan])
     return plan
 
 
 def step_seconds(plan: Plan[Key], cycle: Cycle) -> float:
-    """Return the mean seconds of a step that a placement is answerable for, by the model of its `Link`.
+    """Return the mean seconds of a step that depend on the placement, by the model of its `Link`.
 
-    That is, on the rank that has most of it: messages, a latency for those that are under way at once and the bytes
-    that the rank sends or receives, whichever are more; decompositions; and products with the gradients. What all
-    placements share (the model's own passes, statistics, the wrapper's messages) is left out, and what runs beside it
-    is not told apart from what does not.
+    They are those of the busiest rank: messages (messages that are sent at the same time cost one latency together, and
+    the bytes that the rank sends or receives, whichever are more), decompositions, and products with the gradients.
+    What all placements share is left out: the model's passes, local statistics, and the wrapper's messages. Nothing is
+    assumed to overlap.
 
     Args:
         plan: The plan.
-        cycle: How often factors and inverses are renewed.
+        cycle: The intervals of factors and inverses.
     """
     exchanges, link = plan.exchanges(in_bytes=True), plan.placement.link
     factors = _message(exchanges["factors"], "factors", link)
@@ -88,7 +90,7 @@ def step_seconds(plan: Plan[Key], cycle: Cycle) -> float:
 
 
 def _message(exchanges: Iterable[Exchange], kind: str, link: Link) -> float:
-    """Return the seconds of messages of some kind that are under way at once, by the busiest rank."""
+    """Return the seconds of all messages of one kind, sent at the same time, on the busiest rank."""
     sent: dict[int, float] = {}
     received: dict[int, float] = {}
     for exchange in exchanges:
@@ -100,14 +102,14 @@ def _message(exchanges: Iterable[Exchange], kind: str, link: Link) -> float:
 
 
 def _decompositions(plan: Plan[Key]) -> float:
-    """Return the multiply-adds of a renewal on the rank that is done last, as if it were of speed 1."""
+    """Return the multiply-adds of an inverse refresh on the rank that finishes last, divided by its speed."""
     speeds = plan.placement.speeds or (1.0,) * plan.ranks
     unit = sum(work.cost for work in plan.layers.values()) / (sum(plan.weights.values()) or 1.0)
     return max(plan.renewal(rank) / speeds[rank] for rank in range(plan.ranks)) * unit
 
 
 def _products(plan: Plan[Key]) -> float:
-    """Return the seconds of preconditioning."""
+    """Return the seconds of preconditioning on the rank that finishes last."""
     speeds = plan.placement.speeds or (1.0,) * plan.ranks
     work = [0.0] * plan.columns
     for key in plan.seats:
@@ -116,18 +118,18 @@ def _products(plan: Plan[Key]) -> float:
 
 
 def _shards(plan: Plan[Key], row: Link) -> float:
-    """Return the seconds of giving preconditioned rows to the others of a row, where any layer is sharded."""
+    """Return the seconds of sending preconditioned rows within a row of the grid; 0 unless FSDP2 shards a layer."""
     if plan.columns == 1 or not any(layer.shards for layer in plan.layers.values()):
         return 0.0
     sizes = [0.0] * plan.columns
     for key, layer in plan.layers.items():
         sizes[plan.home(key)] += layer.gradients * layer.itemsize / (len(layer.shards) or 1)
     total, others = sum(sizes), plan.columns - 1
-    return row.message(max(max(others * own, total - own) for own in sizes))
+    return row.message(max(max(others * size, total - size) for size in sizes))
 
 
 def _collection(plan: Plan[Key]) -> float:
-    """Return the seconds of bringing the rows of sharded gradients to the workers, of shards of equal size."""
+    """Return the seconds of gathering sharded gradients on the workers, for shards of equal size."""
     sizes = [0.0] * plan.columns
     S = 1
     for key, layer in plan.layers.items():
@@ -136,7 +138,8 @@ def _collection(plan: Plan[Key]) -> float:
             sizes[plan.home(key)] += sum(layer.shards) * layer.itemsize
     if not any(sizes):
         return 0.0
-    # A rank has a share of each layer, for those of the S ranks of its copy that work for it; and lacks the others'.
+    # A rank sends its share of each layer to the layer's workers among the S ranks of its replica, and receives the
+    # shares of the other ranks for the layers that it works for.
     workers = max(1, S // plan.columns)
     sent = sum(sorted(sizes, reverse=True)[:S]) * workers / S - min(sizes) / S
     copy = plan.placement.link_of(plan.ranks, S)
@@ -144,25 +147,22 @@ def _collection(plan: Plan[Key]) -> float:
 
 
 def _reduction(plan: Plan[Key], cycle: Cycle) -> float:
-    """Return the seconds of summing the gradients: of a layer with one worker on that one only, of others on all."""
+    """Return the seconds of summing gradients: on each layer's worker where there is one, else on all ranks."""
     if not cycle.reduces or plan.ranks == 1:
         return 0.0
     sizes = [0] * plan.columns
     for key, layer in plan.layers.items():
         sizes[plan.home(key)] += layer.gradients * layer.itemsize
-    every = range(plan.ranks)
-    owned = Exchange("reduced", every, tuple(sizes), True)
-    return _message(
-        [owned if plan.columns == plan.ranks else Exchange("reduced", every, sum(sizes))],
-        "reduced",
-        plan.placement.link,
-    )
+    ranks = range(plan.ranks)
+    to_owners = Exchange("reduced", ranks, tuple(sizes), True)
+    exchange = to_owners if plan.columns == plan.ranks else Exchange("reduced", ranks, sum(sizes))
+    return _message([exchange], "reduced", plan.placement.link)
 
 
 def _cheapest(
     placement: Placement, works: Mapping[Key, LayerDemand], ranks: int, seated: Mapping[Key, Assignment], cycle: Cycle
 ) -> Plan[Key]:
-    """Return the plan of the placement that costs the least, of those that fit and train the same."""
+    """Return the plan of the cheapest placement that fits the memory and leaves the results unchanged."""
     plans = [assign(candidate, works, ranks, seated, cycle) for candidate in _candidates(placement, ranks)]
     if len(plans) == 1:
         _check_memory(placement, [] if seated else plans)
@@ -170,12 +170,12 @@ def _cheapest(
     fitting = [plan for plan in plans if placement.memory is None or _most_held(plan) <= placement.memory]
     _check_memory(placement, [] if fitting else plans)
     seconds = [step_seconds(plan, cycle) for plan in fitting]
-    priced = sorted((own, index) for index, own in enumerate(seconds))
+    priced = sorted((cost, index) for index, cost in enumerate(seconds))
     if fitting[0].columns == 1 and priced[0][0] > _WORTH * seconds[0]:
         priced.sort(key=lambda price: price[1] > 0)
     best = fitting[priced[0][1]]
-    prices = [f"{fitting[index].placement} {_in_words(own)}" for own, index in priced]
-    # The user knows comm-opt, whatever its rank among the others.
+    prices = [f"{fitting[index].placement} {_in_words(cost)}" for cost, index in priced]
+    # Always named, as the best-known placement.
     rest = prices[1:_NAMED] + [price for price in prices[_NAMED:] if price.startswith("comm-opt")]
     note = f"placement {prices[0]} a step by the model" + (f" ({', '.join(rest)})" if rest else "")
     if len(fitting) < len(plans):
@@ -185,7 +185,7 @@ def _cheapest(
 
 
 def _candidates(placement: Placement, ranks: int) -> Iterator[Placement]:
-    """Yield the placements whose results are those of one process at every step, whatever their cost."""
+    """Yield the placements that give the results of one process at every step."""
     yield replace(placement, name="comm-opt")
     if ranks == 1:
         return
@@ -197,7 +197,7 @@ def _candidates(placement: Placement, ranks: int) -> Iterator[Placement]:
 
 
 def _check_memory(placement: Placement, plans: list[Plan[Key]]) -> None:
-    """Check that a rank may hold what one of some plans asks of it; of none nothing is asked."""
+    """Check that the plan with the smallest demand fits `placement.memory`; without plans, check nothing."""
     if placement.memory is None or not plans:
         return
     least = min(plans, key=_most_held)

@@ -1,13 +1,13 @@
-"""The messages that ranks exchange: standard collectives on flat buckets, whose bytes are counted.
+"""The messages between ranks: standard collectives on flat buckets, with their bytes counted.
 
-All messages of the library are of five kinds: a sum on all ranks, sums that go to their owners, results that owners
-share, rows that all ranks gather, and rows that change hands without a sum.
+The library sends five kinds of messages: sums for all ranks, sums for their owners, results that owners share, rows
+that all ranks gather, and rows that move to other ranks without a sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -15,32 +15,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from natgrad.aside import aside
 from natgrad.distributed import groups
 from natgrad.distributed.slices import Slices
 from natgrad.distributed.wire import WireFormat, cut, narrower
 from natgrad.errors import NatgradError
 
-# Numbers of one owner: values that may travel narrow, and counters that never do.
+# The numbers of one owner: values, which may be sent in a narrow dtype, and counters, which never are.
 Owned = tuple[Tensor, Tensor]
 
 
 class Work:
-    """A message under way.
+    """A message that is being sent.
 
     Attributes:
-        whole: Whether waiting for it sends nothing more, so that one rank may do so alone.
+        whole: Whether `wait` sends nothing more, so that one rank may call it alone.
     """
 
     def __init__(
         self, runtime: Communicator, work: dist.Work | None = None, finish: Callable[[], None] | None = None
     ) -> None:
-        """Wrap the `work` to wait for, and what all ranks have to `finish` together afterwards."""
+        """Wrap the `work` to wait for, and a function that all ranks call afterwards to `finish` together."""
         self._runtime, self._work, self._finish = runtime, work, finish
         self.whole = finish is None
 
     def wait(self) -> None:
-        """Wait until the result is there; a second time there is nothing to wait for."""
+        """Wait until the result is there; a second call does nothing."""
         if self._work is not None:
             with self._runtime.talking():
                 self._work.wait()
@@ -50,13 +49,13 @@ class Work:
         self.whole = True
 
     def drop(self) -> None:
-        """Wait until the message may be forgotten; all ranks leave out alike what would follow it."""
+        """Wait until the message may be freed, and leave its result unfinished; all ranks must do so alike."""
         self._finish = None
         self.wait()
 
 
 class Communicator:
-    """Messages within one process group; with a single rank every call is free.
+    """The messages within one process group; with a single rank nothing is sent.
 
     Attributes:
         group: The process group; None: this process alone.
@@ -66,7 +65,7 @@ class Communicator:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Join `group`; communicates nothing."""
+        """Wrap `group`, without communication."""
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.ranks = dist.get_world_size(group) if group is not None else 1
@@ -74,28 +73,24 @@ class Communicator:
         self._sent: dict[str, float] = {}
         self._known: dict[groups.Key, dist.ProcessGroup | None] = {}
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Leave what is sent meanwhile uncounted."""
-        return aside(self, _sent=dict(self._sent), seconds=self.seconds)
-
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by kind of message."""
         return {kind: round(sent) for kind, sent in self._sent.items()}
 
     def count(self, kinds: Mapping[str, float], weight: float = 1.0) -> None:
-        """Count `weight` bytes for each element of some kinds that this rank has sent."""
+        """Count `weight` bytes as sent by this rank for each element, by kind of message."""
         for kind, elements in kinds.items():
             self._sent[kind] = self._sent.get(kind, 0.0) + elements * weight
 
     @contextmanager
     def talking(self) -> Iterator[None]:
-        """Count the seconds of collectives; where one fails, say what has probably happened.
+        """Measure the host seconds of a collective, and explain its failure.
 
-        Every collective of this library is called within. A rank that waits for one that has stopped is told when the
-        connection breaks, at the latest after the timeout of its process group.
+        Every collective of natgrad is called within. Where another rank has stopped, the backend raises when the
+        connection breaks, at the latest after the timeout of the process group.
 
         Raises:
-            NatgradError: in place of the backend's error, which it is raised from.
+            NatgradError: from the backend's error.
         """
         started = perf_counter()
         try:
@@ -104,7 +99,7 @@ class Communicator:
             groups.forget(self.group)
             raise NatgradError(
                 f"rank {self.rank} of {self.ranks} could not exchange its message: another rank has probably stopped, "
-                f"and its own error tells why; {error}"
+                f"and its own error says why; {error}"
             ) from error
         finally:
             self.seconds += perf_counter() - started
@@ -112,11 +107,13 @@ class Communicator:
     # --- Process groups -----------------------------------------------------------------------------------------
 
     def subgroup(self, ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup | None:
-        """Return the group of some ranks, this one among them; made once, by all ranks together, each its own.
+        """Return the process group of some ranks, including this one.
+
+        The first call for a group is collective over all ranks, each of which asks for the group that it is in.
 
         Args:
-            ranks: The ranks, in rising order.
-            purpose: What it is for; groups of the same ranks for different purposes have queues of their own.
+            ranks: The ranks, ascending.
+            purpose: Groups of the same ranks with different purposes have queues of their own.
         """
         key = tuple(ranks), purpose
         if self.group is None or (len(key[0]) == self.ranks and not purpose):
@@ -129,13 +126,13 @@ class Communicator:
 
     @property
     def background(self) -> dist.ProcessGroup | None:
-        """A group of all ranks whose messages do not stand in the queue of others; made once, by all together."""
+        """A group of all ranks whose messages do not wait for those of other groups; the first access is collective."""
         return self.subgroup(range(self.ranks), "background")
 
     # --- Objects and numbers ------------------------------------------------------------------------------------
 
     def everywhere(self, value: Any) -> list[Any]:
-        """Return what each rank has, anything picklable with its tensors on the host; collective."""
+        """Return the value of each rank, any picklable object whose tensors are on the host; collective."""
         found: list[Any] = [value]
         if self.ranks > 1:
             found *= self.ranks
@@ -144,11 +141,11 @@ class Communicator:
         return found
 
     def any(self, flag: bool) -> bool:
-        """Tell whether any rank says so; this waits."""
+        """Return whether any rank says so; this waits."""
         return self.totals([float(flag)], "counters")[0] > 0
 
     def totals(self, numbers: Sequence[float], kind: str) -> list[float]:
-        """Return some numbers summed over the ranks in float32, counted as of some kind; this waits."""
+        """Return numbers summed over the ranks in float32, counted as one kind; synchronizes."""
         if self.ranks == 1:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float32, device=groups.device_of(self.group))
@@ -159,26 +156,25 @@ class Communicator:
     # --- A sum on all ranks -------------------------------------------------------------------------------------
 
     def sum_(self, message: Tensor, kinds: dict[str, int], wire: torch.dtype | None = None) -> None:
-        """Sum `message` over the ranks, in place: 2 (P - 1) / P of its elements are sent by each.
+        """Sum `message` over the ranks, in place; each rank sends 2 (P - 1) / P of its elements.
 
         Args:
-            message: A contiguous vector of the same size on every rank.
-            kinds: How many of its elements are of which kind, for `traffic`.
-            wire: The dtype in which all but its last elements travel, "counters" and what is audited, if narrower than
-                their own.
+            message: A contiguous vector, of the same size on every rank.
+            kinds: The number of its elements of each kind, for `traffic`. "counters" are its last elements.
+            wire: The dtype in which all but the counters are sent, if narrower than the message's.
         """
         self.post_sum(message, kinds, wire, self.group).wait()
 
     def post_sum(
         self, message: Tensor, kinds: dict[str, int], wire: torch.dtype | None, group: dist.ProcessGroup | None
     ) -> Work:
-        """Begin what `sum_` does: `message` is not to be touched until what is returned was waited for.
+        """Start `sum_`; `message` must not be used until the result has been waited for.
 
         Args:
             message: As in `sum_`.
             kinds: As in `sum_`.
             wire: As in `sum_`.
-            group: In whose queue the message stands: that of the ranks, or `background`.
+            group: The group in whose queue the message stands: `group` or `background`.
         """
         if self.ranks > 1 and narrower(wire, message.dtype) != message.dtype:
             return self._post_narrow(message, kinds, narrower(wire, message.dtype), group)
@@ -196,15 +192,12 @@ class Communicator:
         The sum of a piece is rounded once, by the rank that made it, which keeps what the others receive: all ranks
         end with the same bits.
         """
-        kind, audited = next(iter(kinds)), kinds.get("audit", 0)
-        counters = kinds.get("counters", 0) + audited
+        kind, counters = next(iter(kinds)), kinds.get("counters", 0)
         halves = message.split([len(message) - counters, counters])
         narrow, wide = (cut(half, self.ranks) for half in halves)
         layout = WireFormat(wide=wide.shape[1], narrow=narrow.shape[1], dtype=message.dtype, wire=wire)
         counted = layout.wide * message.element_size()
-        own = {"audit": audited * message.element_size() / self.ranks} if audited else {}
-        rest = {kind: layout.payload - counted, "counters": counted - sum(own.values())}
-        self.count({**rest, **own}, 2 * (self.ranks - 1))
+        self.count({kind: layout.payload - counted, "counters": counted}, 2 * (self.ranks - 1))
         sent = layout.empty(self.ranks, message.device)
         layout.write(sent, wide, [narrow])
         arrived = torch.empty_like(sent)
@@ -224,15 +217,16 @@ class Communicator:
         return Work(self, scattered, finish)
 
     def post_sum_as(self, message: Tensor, kinds: dict[str, int], wire: torch.dtype) -> Work:
-        """Begin to sum what `message` is in a dtype: no rank waits for more than that the others have begun.
+        """Start to sum `message` in a narrow dtype, by one collective.
 
-        (In a narrow dtype `post_sum` rounds less where there are many ranks, but sends more when it is waited for.) Two
-        ranks gather their numbers, and sum them in the message's dtype; of more the partial sums are rounded, too.
+        `post_sum` with a narrow dtype rounds less where there are many ranks, but sends again when it is waited for, so
+        that ranks wait for each other. Here two ranks gather their rounded numbers and sum them in the message's dtype;
+        with more ranks the partial sums are rounded, too.
 
         Args:
-            message: As in `sum_`; what travels is rounded, what stays is not until the sum is there.
+            message: As in `sum_`; its values stay exact until the sum replaces them.
             kinds: As in `sum_`.
-            wire: The dtype, narrower than the message's or its own.
+            wire: The dtype, the message's or a narrower one.
         """
         codes = message.to(wire)
         self.count(kinds, codes.element_size() * 2 * (self.ranks - 1) / self.ranks)
@@ -251,16 +245,17 @@ class Communicator:
     def reduce_to_owners(
         self, values: Sequence[Tensor], counters: Sequence[Tensor], kind: str, wire: torch.dtype | None = None
     ) -> Owned:
-        """Return the sums, over all ranks, of the numbers that this rank owns.
+        """Return the sums over all ranks of the numbers that this rank owns.
 
-        A reduce-scatter of even slices, each of which begins with numbers of its own rank; then the surplus of ranks
-        that own more than a slice holds goes to them (`Slices`). Sums are made in the dtype of the numbers.
+        A reduce-scatter of even slices, each of which begins with numbers that its own rank owns; then the surplus of
+        ranks that own more than a slice holds is sent to them (`Slices`). Sums are made in the dtype of the numbers.
 
         Args:
-            values: For each rank what this one adds to its sums: vectors of one dtype, at least float32, on one device.
-            counters: The same of numbers that never travel narrow.
-            kind: What the values are counted as; the counters are "counters".
-            wire: The dtype in which values travel, if narrower than their own.
+            values: For each owner the numbers that this rank adds: vectors of one dtype, at least float32, on one
+                device.
+            counters: The same for numbers that are never sent in a narrow dtype.
+            kind: The kind that the values are counted as; counters are counted as "counters".
+            wire: The dtype in which values are sent, if narrower than their own.
 
         Returns:
             The sums of the values and of the counters.
@@ -270,7 +265,7 @@ class Communicator:
         rows = layout.empty(self.ranks, values[0].device)
         own = values[0], counters[0]
         for index, pair in enumerate(zip(narrow.cut(values), wide.cut(counters), strict=True)):
-            own = pair if index == rank else own  # as exact as it is: it need not travel
+            own = pair if index == rank else own  # not sent, and so not rounded
             layout.write(rows[index : index + 1], pair[1][None], [pair[0][None]])
         self._count(layout, kind, self.ranks - 1)
         own = self._reduce_scatter(rows, layout, own)
@@ -295,17 +290,18 @@ class Communicator:
         ranks: Sequence[int],
         wire: torch.dtype | None = None,
     ) -> list[Owned]:
-        """Give what each of some ranks owns to all of them: `reduce_to_owners` the other way round, without sums.
+        """Return the numbers that each of some ranks owns, on all of these ranks.
 
-        The surplus of ranks that own more than an even slice is spread over the slices of others; then all ranks
-        gather the slices. An owner keeps what the others receive, so that all ranks end with the same bits.
+        This reverses `reduce_to_owners`, without sums.         The surplus of ranks that own more than an even
+        slice moves to the slices of others; then all ranks gather the slices. An owner keeps the rounded values that
+        the others receive, so that all ranks end with the same bits.
 
         Args:
             own: The values and counters of this rank, vectors of one dtype, at least float32, on one device.
-            sizes: How many values and counters each of the ranks owns.
-            kind: What the values are counted as; the counters are "counters".
-            ranks: Those that take part, this one among them, in rising order.
-            wire: The dtype in which values travel, if narrower than their own.
+            sizes: The number of values and of counters that each of the ranks owns.
+            kind: The kind that the values are counted as; counters are counted as "counters".
+            ranks: The ranks that take part, including this one, ascending.
+            wire: The dtype in which values are sent, if narrower than their own.
 
         Returns:
             The values and counters of each of the ranks.
@@ -334,10 +330,10 @@ class Communicator:
         return list(zip(narrow.join(list(all_values)), wide.join(list(all_counters)), strict=True))
 
     def _reduce_scatter(self, rows: Tensor, layout: WireFormat, own: Owned) -> Owned:
-        """Return the sums of the slice of this rank, of which `own` is what it adds itself.
+        """Return the sums of this rank's slice; `own` is what this rank adds to it.
 
-        Gloo's reduce-scatter sends as many bytes as an all-reduce, and cannot sum numbers that are narrower than what
-        they are summed in: there the slices change hands, and each rank sums its own.
+        Gloo's reduce-scatter sends as many bytes as an all-reduce, and every reduce-scatter sums in the dtype that it
+        sends. In these cases ranks exchange their slices, and each sums its own.
         """
         if layout.lossless and rows.device.type == "cuda":
             summed = torch.empty_like(rows[:1])
@@ -360,7 +356,7 @@ class Communicator:
         kind: str,
         group: dist.ProcessGroup | None,
     ) -> list[Owned]:
-        """Send each rank of a group a run of values and counters, and receive one of these `sizes` from each."""
+        """Send values and counters to each rank of a group, and receive those of the given `sizes` from each."""
         sent, splits = [], []
         for values, counters in runs:
             own = layout.resized(values=len(values), counters=len(counters))
@@ -388,15 +384,15 @@ class Communicator:
         counted = layout.wide * layout.dtype.itemsize
         self.count({kind: layout.payload - counted, "counters": counted}, copies)
 
-    # --- Rows that all ranks gather, and rows that change hands -------------------------------------------------
+    # --- Rows that all ranks gather, and rows that move to other ranks ------------------------------------------
 
     def gather(self, message: Tensor, kinds: dict[str, int], group: dist.ProcessGroup | None) -> Tensor:
-        """Collect the messages of all S ranks of `group`, in its order: each sends (S - 1) times its elements.
+        """Return the messages of all S ranks of `group`, in its order; each rank sends (S - 1) times its elements.
 
         Args:
             message: A contiguous vector, of the same size on every rank.
-            kinds: How many of its elements are of which kind, for `traffic`.
-            group: Some of the ranks.
+            kinds: The number of its elements of each kind, for `traffic`.
+            group: A process group of some of the ranks.
 
         Returns:
             ``[S, n]``.
@@ -411,15 +407,12 @@ class Communicator:
     def redistribute(
         self, outgoing: Sequence[Tensor], sizes: Sequence[int], *, ranks: Sequence[int] | None = None
     ) -> list[Tensor]:
-        """Send a vector to each of some ranks, and receive one from each; the caller counts them.
+        """Send a vector to each of some ranks, and return the one received from each; the caller counts the bytes.
 
         Args:
-            outgoing: What each of `ranks` is sent, vectors of one dtype and device.
-            sizes: How many numbers come from each.
-            ranks: Those that take part, this one among them, in rising order; None: all.
-
-        Returns:
-            The vectors that came from each.
+            outgoing: The vector for each of `ranks`, of one dtype and device.
+            sizes: The number of elements that arrive from each.
+            ranks: The ranks that take part, including this one, ascending; None: all.
         """
         group = self.subgroup(range(self.ranks) if ranks is None else ranks)
         sent = torch.cat(list(outgoing))
@@ -429,10 +422,10 @@ class Communicator:
         return list(arrived.split(list(sizes)))
 
     def broadcast_(self, messages: Iterable[tuple[int, Tensor, dict[str, int]]]) -> None:
-        """Send each message from its owner to all others, all at once: the owner sends (P - 1) times its elements.
+        """Send messages from their owners to all other ranks, in place; an owner sends (P - 1) times its elements.
 
         Args:
-            messages: Triples of the owner's rank, the message, and its elements by kind.
+            messages: Triples of the owner's rank, the message, and the number of its elements of each kind.
         """
         works = []
         for owner, message, kinds in messages if self.ranks > 1 else ():
@@ -460,7 +453,7 @@ def _size(run: slice) -> int:
 
 
 def _write(message: Tensor, *addends: Tensor) -> None:
-    """Write the sum of narrow numbers, in the message's own dtype."""
+    """Write the sum of narrow tensors into `message`, in its dtype."""
     if addends[0] is not message:
         message.copy_(addends[0])
     for addend in addends[1:]:
@@ -468,17 +461,17 @@ def _write(message: Tensor, *addends: Tensor) -> None:
 
 
 def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | None, **options: Any) -> Any:
-    """Collect the messages of all ranks: torch's call, by the name that it has in this version."""
+    """Gather the messages of all ranks into `arrived`, by whichever name torch has for it."""
     return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(arrived, message, group=group, **options)
 
 
 def _sum_rows(summed: Tensor, rows: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sum each rank's row there: torch's call, by the name that it has in this version."""
+    """Reduce-scatter `rows`, one for each rank, by whichever name torch has for it."""
     getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(summed, rows, group=group)
 
 
 def flatten(tensors: list[Tensor]) -> Tensor:
-    """Return one contiguous message that holds `tensors` end to end."""
+    """Return one contiguous vector with the elements of `tensors`."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 

@@ -1,4 +1,4 @@
-"""What messages and work cost, as far as placements ask: pure functions of sizes."""
+"""Model what messages and computation cost: pure functions of sizes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from natgrad.schedule import is_number
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A message of n bytes takes ``latency + n / bandwidth`` seconds, work of c multiply-adds ``c`` over its speed.
+    """The cost of messages and of computation.
 
-    The defaults are those of one core of a server, gloo and a 10 Gbit/s network.
+    A message of n bytes takes ``latency + n / bandwidth`` seconds; c multiply-adds take c divided by the speed. The
+    defaults are for one core of a server, gloo and a 10 Gbit/s network.
 
     Attributes:
-        latency: α in seconds, with what the host does for a message.
+        latency: α in seconds, including what the host does for a message.
         bandwidth: Bytes a second, 1 / β.
         speed: Multiply-adds of decompositions a second: d³ for the inverse of a factor of size d, 5 d³ for its
             eigenvectors.
@@ -48,12 +49,12 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cycle:
-    """How often what travels does.
+    """The intervals that costs depend on.
 
     Attributes:
-        factors: Steps between two captures of statistics.
-        inverses: Steps between two renewals.
-        reduces: Whether gradients are summed over the ranks here, at every step, and not by the model's wrapper.
+        factors: Steps between two factor refreshes.
+        inverses: Steps between two inverse refreshes.
+        reduces: Whether natgrad, and not the model's wrapper, sums the gradients over the ranks at every step.
 
     Raises:
         ValueError: unless both intervals are finite numbers >= 1.

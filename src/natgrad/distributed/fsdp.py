@@ -1,8 +1,8 @@
-"""FSDP2 (``fully_shard``): parameters and gradients whose rows are spread over ranks as DTensors.
+"""FSDP2 (``fully_shard``): parameters and gradients whose rows are spread over ranks, as DTensors.
 
-Between steps a sharded model shows DTensors; within a forward or backward pass of its modules FSDP2 puts whole plain
-copies in their place, in the dtype that it computes in. The functions here take plain tensors, too: of these each rank
-holds all rows. So the rest of the library need not ask whether a model is sharded.
+Between steps the parameters of a sharded model are DTensors. Within a forward or backward pass FSDP2 replaces them by
+whole plain tensors, in the dtype that it computes in. The functions here also accept plain tensors, of which each rank
+holds all rows, so that the rest of the library need not ask whether a model is sharded.
 
 FSDP: Zhao et al. 2023, arXiv 2304.11277.
 """
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-# Rows of a parameter, contiguous: the first one's index, and the rows end to end.
+# Consecutive rows of a parameter: the index of the first, and the rows as one contiguous tensor.
 Piece = tuple[int, Tensor]
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Tell whether `tensor` is a DTensor, without the import of a module that most users never need."""
+    """Return whether `tensor` is a DTensor, without the import of a module that most users never need."""
     return hasattr(tensor, "placements")
 
 
@@ -47,7 +47,7 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 
 
 def reshard(modules: Iterable[nn.Module]) -> bool:
-    """Have FSDP2 show the sharded parameters, which it leaves gathered after some passes (an evaluation, for one).
+    """Have FSDP2 restore the sharded parameters, which it leaves gathered after some passes, such as an evaluation.
 
     Returns:
         Whether FSDP2 shards any of the `modules`.
@@ -61,12 +61,12 @@ def reshard(modules: Iterable[nn.Module]) -> bool:
 
 @contextmanager
 def resharded(model: nn.Module) -> Iterator[bool]:
-    """Run passes of a model beside those of the training: its shards are shown before and after them.
+    """Run extra passes of a model within, with its parameters sharded before and after.
 
-    FSDP2 may leave whole parameters, in which the next pass would not see what the optimizer has done to the shards.
+    FSDP2 may leave parameters gathered; the next pass would then not see the optimizer's update of the shards.
 
     Yields:
-        Whether FSDP2 shards any module. Then a rank that raises must end: the others wait for it in the model's passes.
+        Whether FSDP2 shards any module. If so, a rank that raises must exit: the others wait for it in the passes.
     """
     sharded = reshard(model.modules())
     try:
@@ -76,7 +76,7 @@ def resharded(model: nn.Module) -> Iterator[bool]:
 
 
 def owners(model: nn.Module) -> dict[nn.Module, FSDPModule]:
-    """Return, for each module that FSDP2 shards, that one around it whose parameters its own are gathered with."""
+    """Return the nearest sharded module at or around each module: FSDP2 gathers their parameters together."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     found: dict[str, Any] = {}
     for path, module in model.named_modules() if fsdp else ():
@@ -86,16 +86,16 @@ def owners(model: nn.Module) -> dict[nn.Module, FSDPModule]:
 
 
 def unshard(owner: FSDPModule | None, parameter: nn.Parameter) -> None:
-    """Have FSDP2 gather a parameter now, unless it has: before the hook of its own that would."""
+    """Have FSDP2 gather a sharded parameter now, before its own hook would."""
     if owner is not None and is_sharded(parameter):
         owner.unshard()
 
 
 def check_model(model: nn.Module) -> None:
-    """Check that DTensors among the parameters come from ``fully_shard``.
+    """Check that all DTensors among the parameters come from ``fully_shard``.
 
     Raises:
-        ValueError: naming a parameter of another origin, or FSDP's first version.
+        ValueError: naming another DTensor, or FSDP's first version.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     first = fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
@@ -108,7 +108,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_layers(layers: Iterable[Layer]) -> None:
-    """Check that the parameters of `layers` are spread as is known here.
+    """Check that the parameters of `layers` are sharded in a supported way.
 
     Raises:
         ValueError: naming the first that is not.
@@ -120,10 +120,10 @@ def check_layers(layers: Iterable[Layer]) -> None:
 
 
 def find_mesh(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh that the parameters of `model` are spread over; None: no parameter is sharded.
+    """Return the mesh that the parameters of `model` are sharded over; None: no parameter is sharded.
 
     Raises:
-        ValueError: if they are spread over different ranks.
+        ValueError: if they are sharded over different ranks.
     """
     meshes: dict[tuple[int, ...], tuple[str, DeviceMesh]] = {}
     for name, parameter in model.named_parameters():
@@ -135,30 +135,27 @@ def find_mesh(model: nn.Module) -> DeviceMesh | None:
 
 
 def mesh_group(
-    own: DeviceMesh, process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+    model_mesh: DeviceMesh, process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> dist.ProcessGroup | None:
-    """Return the group of all ranks of a mesh, of whatever dimension.
+    """Return the process group of all ranks of a mesh of any dimension, made if there is none yet.
 
     Args:
-        own: The mesh that the model is sharded over.
-        process_group: The user's choice of the group, or None.
-        mesh: The user's word on the mesh, or None.
-
-    Returns:
-        The group; a new one where there is none yet, as of a two-dimensional mesh of a part of the world.
+        model_mesh: The mesh that the model is sharded over.
+        process_group: The group that the user gave, or None.
+        mesh: The mesh that the user gave, or None.
 
     Raises:
-        ValueError: if the user's are other ranks.
+        ValueError: if the user gave other ranks.
     """
-    ranks = _ranks(own)
+    ranks = _ranks(model_mesh)
     allowed = f"left out, or of the ranks over which FSDP2 shards: {ranks}"
     require(mesh is None or _ranks(mesh) == ranks, "mesh", mesh, allowed)
     if process_group is not None:
         agrees = sorted(dist.get_process_group_ranks(process_group)) == list(ranks)
         require(agrees, "process_group", process_group, allowed)
         return process_group
-    if own.ndim == 1:
-        return own.get_group()
+    if model_mesh.ndim == 1:
+        return model_mesh.get_group()
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     return subgroup_of_world(ranks)
@@ -169,7 +166,7 @@ def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def plain_copy(root: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Return a copy of `root` with whole parameters, without wrappers, compilation and hooks of FSDP2."""
+    """Return a copy of `root` with whole parameters, without compilation and without FSDP2's classes and hooks."""
     memo: dict[int, Any] = {}
     for parameter in root.parameters():
         memo[id(parameter)] = nn.Parameter(whole(parameter), requires_grad=parameter.requires_grad)
@@ -194,26 +191,26 @@ def plain_copy(root: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 class _Absent:
-    """Stands in for FSDP2's state in a copy."""
+    """Takes the place of FSDP2's state in a copy."""
 
 
 # --- Tensors ------------------------------------------------------------------------------------------------------
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, in place: its shard, or of a plain tensor all."""
+    """Return the part of a tensor that this rank holds, without a copy: its shard, or a plain tensor itself."""
     shard: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return shard
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor with the rows of all ranks; collective if it is sharded."""
+    """Return a copy of a tensor with all rows; collective if it is sharded."""
     gathered: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return gathered.detach().clone()
 
 
 def own_rows(name: str, tensor: Tensor) -> Piece:
-    """Return the rows of a parameter or gradient that this rank holds, in place."""
+    """Return the rows of a parameter or gradient that this rank holds, without a copy."""
     if not is_sharded(tensor):
         return 0, tensor
     spread, rows = Spread.of(name, tensor), tensor.to_local()
@@ -222,19 +219,19 @@ def own_rows(name: str, tensor: Tensor) -> Piece:
 
 
 def held_rows(slot: Slot, rows: range) -> Tensor | None:
-    """Return some of the rows of ``.grad`` that this rank holds, in place; None: there is no gradient."""
+    """Return some of the rows of ``.grad`` that this rank holds, without a copy; None: there is no gradient."""
     gradient = slot.parameter.grad
     return None if gradient is None else rows_of(slot.name, gradient, rows)
 
 
 def rows_of(name: str, tensor: Tensor, rows: range) -> Tensor:
-    """Return some of the rows of a tensor that this rank holds, in place."""
+    """Return some of the rows of a tensor that this rank holds, without a copy."""
     start, held = own_rows(name, tensor)
     return held[rows.start - start : rows.stop - start] if len(rows) else held[:0]
 
 
 def first_copy(name: str, tensor: Tensor, rank: int) -> Tensor | None:
-    """Return what this rank holds of the first copy of a tensor that there is on the ranks; None: nothing."""
+    """Return this rank's part of the first replica of a tensor among the ranks; None: it has none."""
     if not is_sharded(tensor):
         return tensor if rank == 0 else None
     spread, place = Spread.of(name, tensor), tensor.device_mesh.get_coordinate()
@@ -244,12 +241,12 @@ def first_copy(name: str, tensor: Tensor, rank: int) -> Tensor | None:
 
 
 def copies(name: str, parameter: Tensor, ranks: int) -> float:
-    """Return how many of all `ranks` hold the same rows of a parameter as this one."""
+    """Return how many of `ranks` ranks hold the same rows of a parameter as this one."""
     return ranks / (Spread.of(name, parameter).ranks if is_sharded(parameter) else 1)
 
 
 def shard_group(name: str, tensor: Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks that share the rows of a tensor; None: each holds all of them.
+    """Return the process group that a tensor is sharded over; None: each rank holds all rows.
 
     Raises:
         ValueError: if it is sharded otherwise than by rows.
@@ -261,7 +258,7 @@ def shard_group(name: str, tensor: Tensor) -> dist.ProcessGroup | None:
 
 
 def match(layer: Layer, slot: Slot, tensor: Tensor, blocks: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Match what this rank holds of a tensor shaped as a parameter with its place in the blocks of its layer.
+    """Return this rank's part of a tensor shaped as a parameter, with its place in the blocks of the layer.
 
     Args:
         layer: The layer.
@@ -270,7 +267,7 @@ def match(layer: Layer, slot: Slot, tensor: Tensor, blocks: Tensor) -> Iterable[
         blocks: The parameter's columns of the blocks ``[n, o, ...]``.
 
     Returns:
-        Equally shaped views of `tensor` and of `blocks`.
+        Views of `tensor` and of `blocks`, of equal shapes.
     """
     if not is_sharded(tensor):
         return [layer.align(slot, tensor, blocks)]
@@ -278,19 +275,19 @@ def match(layer: Layer, slot: Slot, tensor: Tensor, blocks: Tensor) -> Iterable[
 
 
 def pairs(layer: Layer, slot: Slot, pieces: Iterable[Piece], blocks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Match some rows of a parameter with their places in the blocks of its layer; nothing is copied.
+    """Yield rows of a parameter with their places in the blocks of the layer, without copies.
 
     Args:
         layer: The layer.
         slot: The parameter.
-        pieces: Those rows.
-        blocks: Its columns of the blocks ``[n, o, ...]``.
+        pieces: The rows.
+        blocks: The parameter's columns of the blocks ``[n, o, ...]``.
 
     Yields:
-        Equally shaped views of the pieces and of `blocks`.
+        Views of the pieces and of `blocks`, of equal shapes.
     """
     shape = slot.parameter.shape
-    whole = torch.empty(shape, device="meta")  # only its strides matter: they tell which view of the rows is whose
+    whole = torch.empty(shape, device="meta")  # only shapes, strides and offsets of its views are used
     row = max(1, math.prod(shape[1:]))
     laid, places = layer.align(slot, whole, blocks)
     for start, piece in pieces:
@@ -301,7 +298,15 @@ def pairs(layer: Layer, slot: Slot, pieces: Iterable[Piece], blocks: Tensor) -> 
 
 
 def _cut(laid: Tensor, places: Tensor, row: int, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Restrict a view of a contiguous parameter, and `places` with it, to rows `start` to `stop` of `row` elements."""
+    """Yield the parts of a view of a contiguous parameter that lie in some of its rows.
+
+    Args:
+        laid: The view.
+        places: A tensor of the same shape, cut likewise.
+        row: The number of elements of a row.
+        start: The first row.
+        stop: The row after the last.
+    """
     along = [axis for axis in range(laid.ndim) if laid.shape[axis] > 1 and laid.stride(axis) >= row]
     axis = max(along, key=laid.stride, default=None)
     first = laid.storage_offset() // row
@@ -310,7 +315,7 @@ def _cut(laid: Tensor, places: Tensor, row: int, start: int, stop: int) -> Itera
             yield laid, places
         return
     step = laid.stride(axis) // row
-    if len(along) > 1:  # the rows are laid along several axes, such as groups and their inputs
+    if len(along) > 1:  # the rows lie along several axes, such as groups and their inputs
         for part, place in zip(laid.unbind(axis), places.unbind(axis), strict=True):
             yield from _cut(part, place, row, start, stop)
         return
@@ -320,7 +325,10 @@ def _cut(laid: Tensor, places: Tensor, row: int, start: int, stop: int) -> Itera
 
 
 def shares(layer: Layer) -> tuple[tuple[int, ...], int]:
-    """Return the elements of a layer's sharded parameters that each shard has (none: ()), and those of its others."""
+    """Return the number of elements of a layer's parameters on each shard, and of those that are not sharded.
+
+    The former is empty where no parameter is sharded.
+    """
     held: list[list[int]] = []
     replicated = 0
     for slot in layer.slots:
@@ -341,14 +349,14 @@ def shares(layer: Layer) -> tuple[tuple[int, ...], int]:
 
 @dataclass(frozen=True)
 class Spread:
-    """How the rows of one DTensor are spread, as ``torch.chunk`` does.
+    """How the rows of a DTensor are spread over ranks, as ``torch.chunk`` does it.
 
     Attributes:
-        group: Those ranks that share the rows.
+        group: The ranks that share the rows; None: each rank holds all of them.
         ranks: S, their number.
-        rank: This process's among them.
-        shape: The shape of the whole.
-        mesh: The ranks of the model.
+        rank: This process's rank among them.
+        shape: The shape of the whole tensor.
+        mesh: The mesh of the tensor.
         axis: The dimension of the mesh along which ranks share the rows; None: each holds all of them.
     """
 
@@ -361,14 +369,14 @@ class Spread:
 
     @classmethod
     def of(cls, name: str, tensor: DTensor) -> Spread:
-        """Read it off `tensor`.
+        """Return that of `tensor`.
 
         Raises:
-            ValueError: unless it is sharded by rows over one dimension of its mesh at most, and else replicated.
+            ValueError: unless it is sharded by rows over one dimension of its mesh at most, and otherwise replicated.
         """
         mesh, placements = tensor.device_mesh, tensor.placements
         split = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
-        # By name: a strided shard, as tensor parallelism makes, is of another class.
+        # By name: the strided shards of tensor parallelism have a class of their own.
         rows = all(type(placements[axis]).__name__ == "Shard" and placements[axis].is_shard(0) for axis in split)
         allowed = "placements that are Shard(0) once and else Replicate, as fully_shard makes; or leave its layer out"
         require(rows and len(split) <= 1, name, placements, allowed)
@@ -385,19 +393,19 @@ class Spread:
 
 
 class Holders:
-    """Which rows each rank holds of the parameters of layers, as long as these stay where they are.
+    """Looks up which rank holds which rows of parameters, while their meshes stay the same.
 
-    A copy of the model is spread over S ranks: all of them, or under HSDP those of one replica.
+    A replica of the model is spread over S ranks: all of them, or fewer under HSDP.
     """
 
     def __init__(self, runtime: Communicator) -> None:
-        """Look nothing up yet."""
+        """Start with an empty cache."""
         self._runtime = runtime
         self._spreads: dict[int, tuple[Spread, list[tuple[int, tuple[int, ...]]]]] = {}
         self._seats: dict[tuple[int, int | None], list[tuple[int, tuple[int, ...]]]] = {}
 
     def rows(self, slot: Slot, rank: int) -> range:
-        """Return the rows of a parameter, or of the part that belongs to its layer, that `rank` holds."""
+        """Return the rows that `rank` holds of a parameter, or of the part of it that belongs to the layer."""
         whole = range(slot.parameter.shape[0])[slice(None) if slot.rows is None else slot.rows]
         if not is_sharded(slot.parameter):
             return whole
@@ -407,17 +415,17 @@ class Holders:
         return range(start, max(start, min(whole.stop, spread.start(shard + 1))))
 
     def peers(self, slot: Slot, rank: int) -> list[int]:
-        """Return the ranks that together hold one copy of a sharded parameter, `rank` among them, first rows first."""
+        """Return the ranks of the same replica of a sharded parameter as `rank`, in the order of their rows."""
         _, seats = self._look_up(slot)
         return sorted((peer for peer in range(len(seats)) if seats[peer][1] == seats[rank][1]), key=seats.__getitem__)
 
     def together(self, slot: Slot, rank: int, other: int) -> bool:
-        """Tell whether two ranks hold parts of the same copy of a sharded parameter."""
+        """Return whether two ranks hold parts of the same copy of a sharded parameter."""
         _, seats = self._look_up(slot)
         return seats[rank][1] == seats[other][1]
 
     def _look_up(self, slot: Slot) -> tuple[Spread, list[tuple[int, tuple[int, ...]]]]:
-        """Return how a parameter is spread, and of each rank which rows and which copy it holds."""
+        """Return how a parameter is spread, and for each rank its shard and its replica."""
         key = id(slot.parameter)
         if key not in self._spreads:
             assert is_sharded(slot.parameter)
@@ -445,16 +453,16 @@ def collect_rows(
     runtime: Communicator,
     kind: str,
 ) -> dict[int, list[Piece]]:
-    """Give some ranks all rows of what is sharded as parameters are; nothing happens to the others.
+    """Send all rows of sharded parameters, or of tensors shaped like them, to some ranks.
 
     Args:
-        wanted: Parameters, or parts of them, and who is to have the rows; the same on every rank.
+        wanted: Parameters, or parts of them, with the ranks that receive the rows; the same on every rank.
         of: Returns rows that this rank holds, in the parameter's dtype.
         runtime: The ranks.
-        kind: What is counted.
+        kind: The kind that the bytes are counted as.
 
     Returns:
-        The rows by the parameter's ``id``.
+        The rows, by the ``id`` of the parameter; those of plain parameters are not included.
     """
     holders = Holders(runtime)
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Slot, tuple[int, ...]]]] = {}
@@ -476,7 +484,7 @@ def _collect(
     kind: str,
     gathered: dict[int, list[Piece]],
 ) -> None:
-    """Add the rows of parameters of one device and dtype to those `gathered`."""
+    """Add the rows of parameters of one device and dtype to `gathered`."""
     outgoing: list[list[Tensor]] = [[nothing] for _ in range(runtime.ranks)]
     places: list[list[tuple[int, int, int]]] = [[] for _ in range(runtime.ranks)]
     for slot, receivers in slots:

@@ -1,4 +1,4 @@
-"""Process groups of some of the ranks: made by them together, once, and kept as long as the group of all ranks."""
+"""Make process groups of some of the ranks once, on all ranks together, and keep them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Its ranks within the whole group, and what it is for: messages of one purpose do not wait for those of another.
+# The ranks, numbered within the whole group, and the purpose: each purpose has a queue of messages of its own.
 Key = tuple[tuple[int, ...], str]
-# Whether a rank has a group already, and the least number that torch may name a new one by.
+# Whether a rank has the group already, and the least number by which torch may name a new one.
 Offer = tuple[bool, int]
 
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Key, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-# By the world the highest number that a group was named by: one that is gone has left its addresses behind.
+# By world the highest number used so far: the addresses of a destroyed group stay in the store, so no number returns.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def offer(whole: dist.ProcessGroup, key: Key) -> Offer:
-    """Return what the other ranks have to know before `subgroup`."""
+    """Return what the other ranks must know before `subgroup` is called."""
     return key in _kept.get(whole, {}), max(_group_count(), _numbers.get(_world(), -1) + 1)
 
 
 def subgroup(whole: dist.ProcessGroup, key: Key, offers: Sequence[Offer]) -> dist.ProcessGroup:
-    """Return a group of some ranks of `whole`, a new one unless all of them have it; collective.
+    """Return a group of some ranks of `whole`: the kept one if all of them have it, else a new one; collective.
 
     Args:
         whole: The group of all ranks.
-        key: Which group this rank wants, and is in.
-        offers: What `offer` has returned on each rank of `whole`, each for the group that it wants.
+        key: The group that this rank wants, which contains it.
+        offers: The result of `offer` on each rank of `whole`, each for the group that the rank wants.
     """
     known = _kept.setdefault(whole, {})
     ranks, _ = key
@@ -40,14 +40,14 @@ def subgroup(whole: dist.ProcessGroup, key: Key, offers: Sequence[Offer]) -> dis
 
 
 def forget(group: dist.ProcessGroup | None) -> None:
-    """Use no group that is a part of one, or beside it, again: after an error queues hold what nobody receives."""
+    """Drop the kept subgroups of `group`, or of the one that it is part of: after an error their queues are stuck."""
     for whole, known in list(_kept.items()):
         if whole is group or group in known.values():
             known.clear()
 
 
 def subgroup_of_world(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return the group of some ranks of the world, made by them together."""
+    """Return the group of some ranks of the world, which make it together."""
     known, key = _kept.setdefault(_world(), {}), (tuple(ranks), "mesh")
     if key not in known:
         group = dist.new_group(list(ranks), use_local_synchronization=True)
@@ -64,9 +64,9 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return how long a group waits; None: as long as its backend does by default.
+    """Return the timeout of a group; None: the default of its backend.
 
-    Torch gives a new group the backend's default instead of the timeout of the group that it is a part of.
+    Torch gives a new subgroup the backend's default and not the timeout of the whole group.
     """
     options = getattr(group._get_backend(device_of(group)), "options", None)
     timeout: timedelta | None = getattr(options, "_timeout", None)
@@ -76,8 +76,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 def _make(ranks: list[int], like: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
     """Make a group of some ranks of the world.
 
-    Torch names a group that its members alone make by how many groups a process is in. Ranks that are in different
-    numbers of the user's groups would wait for each other under different names: those in fewer make spare ones.
+    Only members take part, so torch names the group by the number of groups that a process is in. Members in different
+    numbers of the user's groups would wait under different names: those in fewer first make spare groups.
     """
     backend, timeout = dist.get_backend(like), timeout_of(like)
     spare = [

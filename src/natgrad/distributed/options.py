@@ -1,4 +1,4 @@
-"""Which placement, and its options."""
+"""The options of a placement."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ _LINK = Link()
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where curvature is computed, and what travels.
+    """Which rank computes what, and what is sent.
 
-    The *workers* of a layer hold what its renewals make and precondition its gradients; the others receive the result
-    at every step.
+    The *workers* of a layer hold its decompositions and precondition its gradient. The other ranks receive the
+    preconditioned gradient at every step.
 
-    - "comm-opt" (Pauloski 2022, sections 4.2 and 4.3): all ranks are workers; factors are summed over all, each is
-      decomposed by one rank, and the results are sent to all.
+    - "comm-opt" (Pauloski 2022, sections 4.2 and 4.3): all ranks are workers. Factors are summed over all ranks, one
+      rank decomposes each, and the results are sent to all.
     - "mem-opt": each layer has one worker. "hybrid" (KAISA, Pauloski 2021): a `fraction` of the ranks.
-    - "reduce-scatter" (Osawa 2019): as "mem-opt", but factors travel to their worker only.
-    - "dp" (DP-KFAC, Zhang 2022): as "mem-opt", but a layer's only worker builds its factors, of its own samples.
-    - "pipelined" (after SPD-KFAC, Shi 2021): as "comm-opt", but factors leave during the backward pass, under
-      ``DistributedDataParallel``, and those that are decomposed sooner than sent are decomposed by every rank.
-    - "background": as "comm-opt", but renewals happen beside the steps that follow, which go on with what there is.
-    - "auto": of "comm-opt", "hybrid" of every fraction, "mem-opt" and "reduce-scatter", which train alike, the one
-      whose step costs the least by the model of its `link`; "comm-opt" unless another saves a tenth. It is chosen once,
-      by the intervals of the first step.
+    - "reduce-scatter" (Osawa 2019): as "mem-opt", but factors are sent to their worker only.
+    - "dp" (DP-KFAC, Zhang 2022): as "mem-opt", but the worker builds a layer's factors from its own samples.
+    - "pipelined" (after SPD-KFAC, Shi 2021): as "comm-opt", but factors are sent during the backward pass, under
+      ``DistributedDataParallel``, and every rank decomposes those that take less time to decompose than to send.
+    - "background": as "comm-opt", but decompositions run during the steps that follow, which use the last results.
+    - "auto": the one of "comm-opt", "hybrid" with every fraction, "mem-opt" and "reduce-scatter" (all have the same
+      results) whose step costs least by the model of `link`; "comm-opt" unless another one saves a tenth. It is chosen
+      once, by the intervals of the first step.
 
     Attributes:
-        name: Which; also one that `natgrad.register_placement` knows, or a `natgrad.PlacementRule` itself.
-        fraction: Of the ranks that are workers of a layer ("hybrid" only), in (0, 1]. Where it is no divisor of the
-            number of ranks, the one nearest to it is taken.
-        owners: "balanced": work goes to the least-loaded rank, the largest first; "round-robin": in turn.
-        speeds: How fast each rank is compared with the others, the same on every rank, as all that is measured has to
-            be; None: all alike.
-        costs: Measured work by a layer's key, in any unit, the same on every rank; what is not measured is modelled.
-        positions: Positions that each layer sees in a rank's batch (samples × positions of a sample), by its key, the
-            same on every rank: "dp" then balances the products that build factors, too, and not decompositions alone.
-        bucket: The most bytes of the factors of several layers that leave together ("pipelined"); in a small model they
-            are an eighth of all.
-        staleness: Steps after which what a renewal has made is used ("background"), by all ranks alike; sooner where
-            inverses are due again.
-        memory: Bytes of curvature that a rank may hold between two steps: "auto" keeps to it, what is asked for by name
-            and holds more is an error. None: any.
-        link: What messages and work cost, the same on every rank; "auto" chooses by it.
-        nodes: How many nodes the ranks are on, equally many consecutive ones on each.
-        inside: What messages cost among ranks of one node, where that is not what `link` says; None: the same.
+        name: One of the names above, one registered with `natgrad.register_placement`, or a `natgrad.PlacementRule`.
+        fraction: The fraction of the ranks that work for a layer ("hybrid" only), in (0, 1]. The number of workers is
+            the divisor of the number of ranks that is nearest to it.
+        owners: "balanced": work goes to the least loaded rank, the largest first; "round-robin": in turn.
+        speeds: The relative speed of each rank; None: all alike. Like all measured values, the same on every rank.
+        costs: Measured work by a layer's key, in any unit, the same on every rank; that of other layers is modelled.
+        positions: The number of positions (samples × positions of a sample) that each layer sees in a rank's batch, by
+            its key, the same on every rank. With it "dp" also balances the work of building factors, and not
+            decompositions alone.
+        bucket: The most bytes of factors that are sent together ("pipelined"). A message holds at most an eighth of all
+            factors where that is less, but always at least one layer.
+        staleness: The number of steps after which all ranks use the results of decompositions in the background
+            ("background"); they use them sooner where inverses are due again.
+        memory: The most bytes of curvature that a rank may hold between two steps. "auto" chooses accordingly; any
+            other placement that holds more is an error. None: no limit.
+        link: The cost of messages and computation, the same on every rank; "auto" chooses by it.
+        nodes: The number of nodes, each with the same number of consecutive ranks.
+        inside: The cost of messages within a node; None: that of `link`.
 
     Raises:
         ValueError: if one of them is not allowed.
@@ -95,7 +95,7 @@ class Placement:
         require(fits, "inside", self.inside, "a Link, where there is more than one of `nodes`, or None")
 
     def link_of(self, ranks: int, width: int) -> Link:
-        """Return what messages cost among `width` consecutive ranks of P = `ranks`, the first a multiple of that."""
+        """Return the cost of messages among `width` consecutive ones of P = `ranks`, the first a multiple of it."""
         within = ranks // self.nodes % width == 0
         return self.inside if within and self.inside is not None else self.link
 
@@ -103,7 +103,7 @@ class Placement:
         """Return how many of P = `ranks` are workers of a layer.
 
         Raises:
-            ValueError: if the rule does not say a divisor of P.
+            ValueError: if the rule does not return a divisor of P.
         """
         count = self.rule.workers(ranks)
         fits = _is_whole(count) and count >= 1 and ranks % count == 0
@@ -112,7 +112,7 @@ class Placement:
 
     @property
     def rule(self) -> PlacementRule:
-        """What it is; that of "comm-opt" for "auto", until a plan has chosen."""
+        """The placement rule; for "auto" that of "comm-opt", until a plan has chosen."""
         return rule_of(self.name, self.fraction)
 
     def __str__(self) -> str:
@@ -122,7 +122,7 @@ class Placement:
 
 
 def resolve(placement: object) -> Placement:
-    """Return the options that a name such as "mem-opt" or "hybrid:0.5", or a rule, stands for, or those given.
+    """Return the options for a name such as "mem-opt" or "hybrid:0.5", or for a rule; options are returned unchanged.
 
     Raises:
         ValueError: if `placement` is none of these.

@@ -1,4 +1,4 @@
-"""Who does what, and what travels: a pure function of sizes, testable without processes."""
+"""Which rank does what, and what is sent: a pure function of sizes, testable without processes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ Moment = Literal["factors", "inverses", "step"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What a layer asks for of which rows of samples travel, as many as the batch decides.
+    """The rows of samples that a layer sends in place of sums (SNGD, HyLo); the batch decides their number.
 
     Attributes:
-        width: Elements of a sample's rows, of inputs and of output gradients, in all blocks.
-        share: How many samples each rank selects: a function of those of all ranks, the most of any, and the ranks.
-        linked: Whether a selection may bring along what links it to the rows left out (HyLo's Y).
+        width: The elements of one sample's rows of inputs and of output gradients, in all blocks.
+        share: Returns how many samples each rank selects, from the number of samples on all ranks, the largest number
+            on any rank, and the number of ranks.
+        linked: Whether a selection may come with a matrix that links it to the rows left out (HyLo's Y).
     """
 
     width: int
@@ -37,26 +38,26 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDemand:
-    """What a layer asks for.
+    """The work, messages and memory of a layer.
 
     Attributes:
-        parts: The work of each part of a renewal, in multiply-adds.
-        sums: Elements of its statistics as they travel (triangles).
-        replayed: Elements of what a second pass over the batch shows.
-        everywhere: Those parts that every worker does for itself.
-        results: Elements of what each part makes, as they travel.
-        rows: Where rows travel in place of sums.
+        parts: The work of each task, in multiply-adds.
+        sums: Elements of its statistics as they are sent (triangles of symmetric matrices).
+        replayed: Elements of the statistics of a second pass over the batch.
+        everywhere: The tasks that every worker runs for itself.
+        results: Elements of the result of each task as they are sent.
+        rows: The rows of samples, where these are sent in place of sums.
         gradients: Elements of its gradient.
-        shards: Of its sharded parameters, how many elements each of the S shards has; empty: none is sharded.
+        shards: Elements of its sharded parameters on each of the S shards; empty: none is sharded.
         replicated: Elements of its other parameters, where some are sharded.
-        blocks: How many blocks it has, each of which succeeds or fails by itself.
+        blocks: The number of its blocks, each of which succeeds or fails by itself.
         solve: The work of preconditioning its gradient, in multiply-adds of matrix products.
-        averages: Bytes that those keep who receive its sums.
-        held: Bytes that its workers keep of what its renewals make.
-        itemsize: Bytes of each element of its gradient as it travels.
-        wire: Bytes of each element of its sums and results as they travel; None: the same.
-        alone: Whether the samples of one rank alone make up statistics; those of tables do not, most of whose rows a
-            rank does not look up.
+        averages: Bytes of its running averages.
+        held: Bytes of the results of its tasks on a worker.
+        itemsize: Bytes of each element of its gradient as it is sent.
+        wire: Bytes of each element of its sums and results as they are sent; None: the same.
+        alone: Whether the samples of one rank suffice for its statistics. For embedding tables they do not, since a
+            rank looks up few of the rows.
     """
 
     parts: Mapping[str, float]
@@ -78,12 +79,12 @@ class LayerDemand:
 
     @property
     def cost(self) -> float:
-        """The work of all parts."""
+        """The work of all tasks."""
         return sum(self.parts.values())
 
     @property
     def travels(self) -> int:
-        """Bytes of each element of sums and results as they travel."""
+        """Bytes of each element of sums and results as they are sent."""
         return self.itemsize if self.wire is None else self.wire
 
 
@@ -92,10 +93,10 @@ class Assignment:
     """The ranks of one layer.
 
     Attributes:
-        workers: Those that hold what its renewals make, in rising order.
-        owners: For each part the worker that does it; None: every worker does it for itself.
-        sums: Who receives the sums: "all" ranks, or the only "worker"; or it sums "alone", of its own samples. Rows of
-            samples go to each "worker", or nowhere.
+        workers: The ranks that hold the layer's decompositions and precondition its gradient, ascending.
+        owners: For each task the worker that runs it; None: every worker runs it for itself.
+        sums: Where the statistics are summed: on "all" ranks or on the only "worker"; or "alone": the worker uses its
+            own samples. Rows of samples are sent to each "worker", or not at all.
     """
 
     workers: tuple[int, ...]
@@ -103,20 +104,20 @@ class Assignment:
     sums: Literal["all", "worker", "alone"] = "all"
 
     def renewers(self, part: str) -> tuple[int, ...]:
-        """Return the workers that do a part."""
+        """Return the workers that run a task."""
         owner = self.owners[part]
         return self.workers if owner is None else (owner,)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A message on flat buckets.
+    """A collective on a flat bucket.
 
     Attributes:
-        kind: What it is counted as.
-        ranks: Those that take part.
-        sizes: How many elements all of them sum; or how many each of them owns.
-        reduces: Whether owners receive sums; else they share what they have.
+        kind: The kind that its bytes are counted as.
+        ranks: The ranks that take part.
+        sizes: The number of elements of an all-reduce; or how many elements each rank owns.
+        reduces: With owners, whether they receive sums; else they share their elements.
     """
 
     kind: str
@@ -135,7 +136,7 @@ class Exchange:
 
     @property
     def elements(self) -> int:
-        """The elements of the bucket."""
+        """The number of elements of the bucket."""
         return self.sizes if isinstance(self.sizes, int) else sum(self.sizes)
 
     def sent(self, rank: int) -> float:
@@ -157,19 +158,19 @@ class Exchange:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Printed, Generic[Key]):
-    """The seats of all layers on a grid of ranks (KAISA): rank = row q + column.
+    """The assignment of all layers on a grid of P ranks (KAISA): rank = row · q + column.
 
-    The workers of a layer are a column; each of them sends the preconditioned gradients to the others of its row.
-    ``str()`` prints who does what and what travels, as a table that Rich renders too.
+    The workers of a layer are a column; each of them sends the preconditioned gradient to the others of its row.
+    ``str()`` prints each rank's work and the messages, as a table that Rich renders too.
 
     Attributes:
-        placement: What was asked for; never "auto".
+        placement: The placement; never "auto".
         ranks: P.
         columns: q.
-        seats: For each layer.
-        layers: What each asks for.
-        weights: The work by which each was placed: measured, or that of its parts.
-        note: Which placement it is and, if "auto" has chosen it, why.
+        seats: The assignment of each layer.
+        layers: The demand of each layer.
+        weights: The work of each layer by which it was placed: measured or modelled.
+        note: The name of the placement and, if "auto" has chosen it, why.
     """
 
     placement: Placement
@@ -190,7 +191,7 @@ class Plan(Printed, Generic[Key]):
         return range(rank % self.columns, self.ranks, self.columns)
 
     def server(self, key: Key, rank: int) -> int:
-        """Return the worker of a layer that gives `rank` the preconditioned gradients: itself, if it is one."""
+        """Return the worker of a layer that sends `rank` the preconditioned gradient: itself, if it is one."""
         return rank - rank % self.columns + self.home(key)
 
     def home(self, key: Key) -> int:
@@ -198,34 +199,34 @@ class Plan(Printed, Generic[Key]):
         return self.seats[key].workers[0] % self.columns
 
     def is_gradient_worker(self, key: Key, rank: int) -> bool:
-        """Tell whether `rank` is a worker of a layer."""
+        """Return whether `rank` is a worker of a layer."""
         return self.server(key, rank) == rank
 
     def keeps_averages(self, key: Key, rank: int) -> bool:
-        """Tell whether `rank` receives the sums of a layer, and keeps their running averages."""
+        """Return whether `rank` receives the sums of a layer, and keeps their running averages."""
         return self.seats[key].sums == "all" or self.is_gradient_worker(key, rank)
 
     def captures(self, key: Key, rank: int) -> bool:
-        """Tell whether the samples of `rank` count in the sums of a layer."""
+        """Return whether the samples of `rank` count in the sums of a layer."""
         return self.seats[key].sums != "alone" or self.is_gradient_worker(key, rank)
 
     def traffic(self, samples: int | Sequence[int] | None = None) -> dict[Moment, dict[str, int]]:
-        """Return the elements that all ranks together send, by kind of message.
+        """Return the number of elements that all ranks together send, by kind of message.
 
         Symmetric matrices count as triangles, an all-reduce of n elements as 2 (P - 1) n, one copy of n elements as n.
-        "factors" is what one refresh of the factors sends, "inverses" one of the inverses, "step" every step; counters
-        travel with them, and a refresh of the factors has the "replay" of a second pass follow.
-        Beside them, once in a training, a count or two find out whether there is curvature and whether tables serve as
-        heads. Gradients that the model's wrapper averages are not counted. Those that it shards (FSDP2) go to the
-        workers by rows; rank r has the shard r mod S.
+        "factors" is sent by one factor refresh, "inverses" by one inverse refresh, "step" at every step. Each includes
+        counters; "factors" includes the "replay" of a second pass over the batch.
+
+        Not included are a few counters once in a training, and gradients that the model's wrapper averages. Gradients
+        that FSDP2 shards are sent to the workers by rows; rank r has the shard r mod S.
 
         Args:
-            samples: Those of a batch, over all ranks and evenly so, or those of each rank. They decide how many "rows"
-                are sent, and how large what is made of them; None: these are left out. HyLo that switches counts as in
-                a critical epoch, in which it sends more.
+            samples: The number of samples of a batch, spread evenly over the ranks, or the number on each rank. It
+                decides how many "rows" are sent and how large the kernels built from them are; None: both are left out.
+                HyLo that switches counts as in a critical epoch, in which it sends more.
 
         Raises:
-            ValueError: if `samples` is none of those.
+            ValueError: if `samples` is none of these.
         """
         found: dict[Moment, dict[str, int]] = {
             "factors": {"factors": 0, "counters": 0},
@@ -251,11 +252,13 @@ class Plan(Printed, Generic[Key]):
     def exchanges(
         self, samples: int | Sequence[int] | None = None, *, in_bytes: bool = False
     ) -> dict[Moment, list[Exchange]]:
-        """Return the messages on flat buckets: sums, results and preconditioned gradients; no rows, nothing sharded.
+        """Return the collectives on flat buckets: sums, results and preconditioned gradients.
+
+        Rows of samples and sharded gradients are not included.
 
         Args:
             samples: As in `traffic`.
-            in_bytes: Give the sizes of all but counters in bytes as they travel instead of elements.
+            in_bytes: Whether sizes are in bytes instead of elements, except for those of counters.
 
         Raises:
             ValueError: as `traffic`.
@@ -306,7 +309,7 @@ class Plan(Printed, Generic[Key]):
     def _results(
         self, widths: Mapping[Key, int], local: Sequence[int], *, gathers: bool
     ) -> tuple[list[int], list[int]]:
-        """Return how much each rank shares of what tasks make, and for how many blocks these may fail.
+        """Return the elements of results that each rank shares, and the number of blocks whose success it reports.
 
         Args:
             widths: The size of an element of each layer.
@@ -331,25 +334,25 @@ class Plan(Printed, Generic[Key]):
         return rows.share(float(sum(local)), max(local), self.ranks)
 
     def _local(self, samples: int | Sequence[int] | None) -> Sequence[int]:
-        """Return how many samples each rank has; nothing where that is not told."""
+        """Return the number of samples on each rank; empty where it is unknown."""
         if samples is None:
             return ()
-        P, own = self.ranks, samples
-        if isinstance(own, int) and not isinstance(own, bool):
-            own = [own // P + (rank < own % P) for rank in range(P)]
-        fits = isinstance(own, Sequence) and len(own) == P and all(isinstance(one, int) and one >= 0 for one in own)
-        allowed = f"None, a whole number >= 1, or one of each of the {P} ranks"
-        require(fits and sum(own) > 0, "samples", samples, allowed)  # type: ignore[arg-type]
-        return own  # type: ignore[return-value]
+        P, local = self.ranks, samples
+        if isinstance(local, int) and not isinstance(local, bool):
+            local = [local // P + (rank < local % P) for rank in range(P)]
+        fits = isinstance(local, Sequence) and len(local) == P and all(isinstance(n, int) and n >= 0 for n in local)
+        allowed = f"None, a whole number >= 1, or a whole number >= 0 for each of the {P} ranks"
+        require(fits and sum(local) > 0, "samples", samples, allowed)  # type: ignore[arg-type]
+        return local  # type: ignore[return-value]
 
     def _rows_sent(self, local: Sequence[int]) -> dict[str, int]:
-        """Return what a renewal of rows sends, besides what is made of them."""
+        """Return the elements that a renewal of rows sends, beside the kernels."""
         P, n = self.ranks, self.ranks // self.columns
         found: dict[str, int] = {}
         for key, layer in self.layers.items():
             if layer.rows is None or self.seats[key].sums == "alone":
                 continue
-            # To all ranks how many rows and samples each has; to the workers whether blocks are finite.
+            # To all ranks the number of rows and of samples; to the workers whether each block is finite.
             found["counters"] = found.get("counters", 0) + P * (P - 1) * 2 + n * (P - 1) * layer.blocks
             if local:
                 share = self._selected(key, local)
@@ -359,32 +362,32 @@ class Plan(Printed, Generic[Key]):
 
     @cached_property
     def _is_sharded(self) -> bool:
-        """Whether FSDP2 shards any layer: then gradients travel by rows."""
+        """Whether FSDP2 shards any layer; then gradients are sent by rows."""
         return any(layer.shards for layer in self.layers.values())
 
     @property
     def _served(self) -> int:
-        """How many ranks are given the preconditioned gradient of a layer."""
+        """The number of ranks that receive the preconditioned gradient of a layer."""
         return self.ranks - self.ranks // self.columns
 
     def _shards_sent(self, key: Key) -> int:
-        """Return the elements that a step sends of a layer whose parameters are sharded, to its workers and back."""
+        """Return the elements that a step sends for a sharded layer, to its workers and back."""
         layer, served = self.layers[key], set(range(self.ranks)) - set(self.seats[key].workers)
         S = len(layer.shards)
         return self._lacked(key) + sum(layer.shards[rank % S] + layer.replicated for rank in served)
 
     def _lacked(self, key: Key) -> int:
-        """Return the elements of sharded parameters that the workers of a layer do not hold, all workers together."""
+        """Return the elements of a layer's sharded parameters that its workers do not hold, summed over workers."""
         shards = self.layers[key].shards
         return sum(sum(shards) - shards[worker % len(shards)] for worker in self.seats[key].workers)
 
     def held(self, rank: int) -> int:
-        """Return the bytes of running averages and of what renewals have made that `rank` keeps."""
+        """Return the bytes of running averages and decompositions that `rank` keeps."""
         return self._held[rank % self.columns]
 
     @cached_property
     def _held(self) -> list[int]:
-        """Those of the ranks of each column."""
+        """The same for each column."""
         held = [sum(self.layers[key].averages for key, seat in self.seats.items() if seat.sums == "all")] * self.columns
         for key, seat in self.seats.items():
             received = 0 if seat.sums == "all" else self.layers[key].averages
@@ -392,7 +395,7 @@ class Plan(Printed, Generic[Key]):
         return held
 
     def renewal(self, rank: int) -> float:
-        """Return the work of a renewal that `rank` does, in the unit of `weights`."""
+        """Return the work of an inverse refresh on `rank`, in the unit of `weights`."""
         return self._renewals[rank]
 
     @cached_property
@@ -407,7 +410,7 @@ class Plan(Printed, Generic[Key]):
         return [own + everywhere[rank % self.columns] for rank, own in enumerate(renewals)]
 
     def weight(self, key: Key, part: str) -> float:
-        """Return the work of a part of a layer, in the unit of `weights`."""
+        """Return the work of a task of a layer, in the unit of `weights`."""
         return self.weights[key] * self.layers[key].parts[part] / (self.layers[key].cost or 1.0)
 
     @override
@@ -415,5 +418,5 @@ class Plan(Printed, Generic[Key]):
         return render(self)
 
     def __repr__(self) -> str:
-        """Say which it is."""
+        """Return the placement and the numbers of layers and ranks."""
         return f"<Plan {self.placement}: {len(self.seats)} layers on {self.ranks} ranks>"

@@ -1,4 +1,4 @@
-"""Placements: how many ranks work for a layer, where its statistics go, and which ranks these are."""
+"""Placement rules: how many ranks work for a layer, which ones, and where its statistics are summed."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from natgrad.schedule import is_number
 if TYPE_CHECKING:
     from natgrad.distributed.plan import LayerDemand
 
-# Where the statistics of a layer are summed: on "all" ranks, on its only "worker", or nowhere, where the worker goes
-# by its own samples "alone".
+# Where the statistics of a layer are summed over the ranks: on "all" ranks, or on its only "worker". "alone": they are
+# not; the only worker uses those of its own samples.
 Destination: TypeAlias = Literal["all", "worker", "alone"]
 
 
 class PlacementRule:
-    """A placement: the base class of those that natgrad has, and of a user's own.
+    """A placement: the base class of natgrad's and of a user's own.
 
     P ranks form a grid of ``workers(P)`` rows and ``P / workers(P)`` columns. Each layer belongs to a column, whose
-    ranks are its workers: they hold what its decompositions make, share them out among each other, precondition its
-    gradient, and send the result to the other ranks of their rows (Pauloski 2021, KAISA).
+    ranks are its workers. They share its decompositions, precondition its gradient, and send the result to the other
+    ranks of their rows (KAISA, Pauloski 2021).
 
     Attributes:
-        name: By which messages and `natgrad.Preconditioner.explain` call it.
-        all_ranks_work: Whether every rank is a worker of every layer, however many there are.
-        uses_own_samples: Whether the statistics of a layer may be those of one rank's samples, so that training differs
-            from that of one process.
-        sends_during_backward: Whether statistics leave during the backward pass; only where all ranks work.
-        renews_in_background: Whether decompositions run beside the steps that follow; only where all ranks work.
-        decomposes_everywhere: Whether every rank decomposes for itself what it would receive later than that takes.
+        name: The name in messages and in `natgrad.Preconditioner.explain`.
+        all_ranks_work: Whether every rank is a worker of every layer, for any number of ranks.
+        uses_own_samples: Whether the statistics of a layer may be those of one rank's samples, so that results differ
+            from those of one process.
+        sends_during_backward: Whether statistics are sent during the backward pass; needs `all_ranks_work`.
+        renews_in_background: Whether decompositions run during the steps that follow; needs `all_ranks_work`.
+        decomposes_everywhere: Whether every rank runs those decompositions that take less time than receiving the
+            result.
     """
 
     name: str = "own"
@@ -48,21 +49,25 @@ class PlacementRule:
         return ranks
 
     def sums(self, layer: LayerDemand) -> Destination:
-        """Return where the statistics of a layer are summed: "all", or with one worker a layer "worker" or "alone"."""
+        """Return where the statistics of a layer are summed.
+
+        Returns:
+            "all", or where each layer has one worker "worker" or "alone".
+        """
         return "all"
 
     def columns(self, layers: Mapping[str, LayerDemand], columns: int) -> Mapping[str, int]:
-        """Return the columns of some layers; the others go to the least loaded ones, the largest first.
+        """Return the columns of some layers. The others go to the least loaded columns, the largest first.
 
         Args:
-            layers: What each layer asks for, by its key, in the order of the model.
-            columns: How many there are.
+            layers: The demand of each layer, by its key, in the order of the model.
+            columns: The number of columns.
         """
         return {}
 
 
 class CommOpt(PlacementRule):
-    """All ranks are workers; each decomposition is done by one of them (Pauloski 2022, sections 4.2 and 4.3)."""
+    """All ranks are workers; one of them runs each decomposition (Pauloski 2022, sections 4.2 and 4.3)."""
 
     name = "comm-opt"
 
@@ -89,7 +94,7 @@ class ReduceScatter(MemOpt):
 
 
 class DataParallel(MemOpt):
-    """Each layer has one worker, which builds its statistics of its own samples (DP-KFAC, Zhang 2022)."""
+    """Each layer has one worker, which uses the statistics of its own samples (DP-KFAC, Zhang 2022)."""
 
     name = "dp"
     uses_own_samples = True
@@ -104,7 +109,7 @@ class Hybrid(PlacementRule):
     """A fraction of the ranks are workers of a layer (KAISA, Pauloski 2021).
 
     Attributes:
-        fraction: Of the ranks, in (0, 1]; where it is no divisor of their number, the one nearest to it is taken.
+        fraction: The fraction, in (0, 1]. The number of workers is the nearest divisor of the number of ranks.
     """
 
     fraction: float
@@ -123,7 +128,7 @@ class Hybrid(PlacementRule):
 
 
 class Pipelined(CommOpt):
-    """As "comm-opt", but statistics leave during the backward pass (after SPD-KFAC, Shi 2021)."""
+    """As "comm-opt", but statistics are sent during the backward pass (after SPD-KFAC, Shi 2021)."""
 
     name = "pipelined"
     sends_during_backward = True
@@ -131,7 +136,7 @@ class Pipelined(CommOpt):
 
 
 class Background(CommOpt):
-    """As "comm-opt", but decompositions run beside the steps that follow (after PS-KFAC, Ba et al. 2017)."""
+    """As "comm-opt", but decompositions run during the steps that follow (after PS-KFAC, Ba et al. 2017)."""
 
     name = "background"
     renews_in_background = True
@@ -148,21 +153,21 @@ _RULES: dict[str, Callable[[], PlacementRule]] = {
 
 
 def names() -> list[str]:
-    """Return the names that a placement can be chosen by: those of natgrad, then the registered ones."""
+    """Return all names of placements: those of natgrad, then the registered ones."""
     return ["auto", "comm-opt", "mem-opt", "hybrid", *[name for name in _RULES if name not in ("comm-opt", "mem-opt")]]
 
 
 def register_placement(name: str, make: Callable[[], PlacementRule]) -> None:
-    """Register a placement, so that ``Preconditioner(model, placement=name)`` takes it; an instance needs none.
+    """Register a placement, so that ``Preconditioner(model, placement=name)`` accepts its name.
 
-    Every process that builds the preconditioner has to register it.
+    Every process that builds the preconditioner has to register it. An instance can be given without registration.
 
     Args:
         name: The name, without a colon.
-        make: Returns the rule when called without arguments, as a class does whose options have defaults.
+        make: A function without arguments that returns the rule, such as a class whose options have defaults.
 
     Raises:
-        ValueError: if `name` is not text, or is taken, or `make` cannot be called.
+        ValueError: if `name` is not text or is taken, or `make` cannot be called.
     """
     require(isinstance(name, str) and name and ":" not in name, "name", name, "a text without a colon")
     require(callable(make), "make", make, "a subclass of natgrad.PlacementRule, or a function that returns an instance")
@@ -172,10 +177,10 @@ def register_placement(name: str, make: Callable[[], PlacementRule]) -> None:
 
 
 def rule_of(name: str | PlacementRule, fraction: float | None) -> PlacementRule:
-    """Return the rule of a name, or the rule that is given in place of one; "auto" has that of "comm-opt".
+    """Return the rule with a name, or `name` itself if it is a rule; for "auto" that of "comm-opt".
 
     Raises:
-        ValueError: if there is none of this name, or the fraction does not fit it.
+        ValueError: if there is no such rule, or the fraction does not fit it.
     """
     if name == "hybrid":
         fits = is_number(fraction) and 0 < (fraction or 0) <= 1

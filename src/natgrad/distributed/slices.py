@@ -1,4 +1,4 @@
-"""How a bucket with numbers of several owners is cut into even slices: a pure function of sizes."""
+"""Cut a bucket with numbers of several owners into even slices: a pure function of sizes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _NOTHING = slice(0, 0)
 
 @dataclass(frozen=True)
 class Slices:
-    """Even slices of a bucket, one for each of P ranks, whatever each of them owns.
+    """Even slices of a bucket, one for each of P ranks, whatever number of elements each rank owns.
 
-    Slice r begins with numbers that rank r owns. Ranks that own more than a slice holds have their surplus in slices
-    of others, in rising order of owners and ranks; only that is sent twice.
+    Slice r begins with numbers that rank r owns. The surplus of ranks that own more than a slice holds fills the slices
+    of others, in ascending order of owners and of ranks; only the surplus is sent twice.
 
     Attributes:
-        sizes: How many numbers each rank owns.
+        sizes: The number of elements that each rank owns.
     """
 
     sizes: tuple[int, ...]
 
     @cached_property
     def length(self) -> int:
-        """The numbers of a slice, with zeros at the end of some: ``ceil(n / P)``."""
+        """The length of a slice, ``ceil(n / P)``; shorter ones are padded with zeros."""
         return -(-sum(self.sizes) // len(self.sizes))
 
     @cached_property
     def _surplus(self) -> dict[tuple[int, int], tuple[slice, slice]]:
-        """By owner and rank the places of a run among the owner's numbers and in the slice of the rank."""
+        """By owner and rank, the position of a run among the owner's numbers and in the slice of the rank."""
         found: dict[tuple[int, int], tuple[slice, slice]] = {}
         rank, filled = 0, min(self.sizes[0], self.length)
         for owner, size in enumerate(self.sizes):
@@ -54,26 +54,26 @@ class Slices:
         return not self._surplus
 
     def first(self, rank: int) -> slice:
-        """Return the places of a rank's own numbers in its slice, which are the same among all that it owns."""
+        """Return the position of a rank's own numbers in its slice, which is also that among all its numbers."""
         return slice(0, min(self.sizes[rank], self.length))
 
     def of_owner(self, owner: int, rank: int) -> slice:
-        """Return which of an owner's numbers are in the slice of another rank."""
+        """Return the part of an owner's numbers that is in the slice of another rank."""
         return self._run(owner, rank)[0]
 
     def in_slice(self, owner: int, rank: int) -> slice:
-        """Return where in the slice of a rank the surplus of another owner lies."""
+        """Return the position of an owner's surplus in the slice of another rank."""
         return self._run(owner, rank)[1]
 
     def _run(self, owner: int, rank: int) -> tuple[slice, slice]:
         return self._surplus.get((owner, rank), (_NOTHING, _NOTHING))
 
     def sent(self, rank: int) -> int:
-        """Return how many numbers a rank sends when they are reduced to their owners, and receives when shared."""
+        """Return how many numbers a rank sends in a reduction to owners, or receives when owners share."""
         return self._even + self._leaving[rank]
 
     def received(self, rank: int) -> int:
-        """Return how many numbers a rank receives when they are reduced to their owners, and sends when shared."""
+        """Return how many numbers a rank receives in a reduction to owners, or sends when owners share."""
         return self._even + max(0, self.sizes[rank] - self.length)
 
     @property
@@ -88,10 +88,10 @@ class Slices:
         return leaving
 
     def cut(self, vectors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the slices ``[length]`` of the numbers of all owners.
+        """Yield the slices ``[length]``.
 
         Args:
-            vectors: Those of each owner, end to end.
+            vectors: The numbers of each owner.
         """
         owners: list[list[int]] = [[] for _ in self.sizes]
         for owner, rank in self._surplus:
@@ -100,7 +100,7 @@ class Slices:
             yield self.fill([vector[self.first(rank)], *(vectors[o][self.of_owner(o, rank)] for o in owners[rank])])
 
     def fill(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return a slice ``[length]`` that begins with some parts."""
+        """Return the concatenation of `parts`, padded with zeros to a slice ``[length]``."""
         whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         return whole if len(whole) == self.length else pad(whole, (0, self.length - len(whole)))
 

@@ -1,4 +1,4 @@
-"""A plan as a table: who does what, and what travels."""
+"""A plan as a table: what each rank does, and what is sent."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.table import Table
 if TYPE_CHECKING:
     from natgrad.distributed.plan import Plan
 
-# More ranks than these are summarised; of more parts than these a rank's first are named.
+# Tables with more ranks are summarised; of a rank with more tasks the first ones are named.
 _RANKS = 16
 _NAMED = 4
 _MOMENTS = {"factors": "a factor refresh", "inverses": "an inverse refresh", "step": "a step"}
 
 
 def render(plan: Plan[Any]) -> Table:
-    """Return what each rank does and keeps, and below it the elements of all messages by kind."""
+    """Return the work and memory of each rank, and below them the elements of all messages by kind."""
     table = Table.grid(padding=(1, 0))
     table.add_row(_ranks(plan))
     table.add_row(_messages(plan))
@@ -60,7 +60,7 @@ def _ranks(plan: Plan[Any]) -> Table:
 
 
 def _parts(plan: Plan[Any]) -> list[str]:
-    """Return in words what each rank renews."""
+    """Return the tasks of each rank, in words."""
     own: list[list[str]] = [[] for _ in range(plan.ranks)]
     for key, seat in plan.seats.items():
         for part in seat.owners:
@@ -96,5 +96,5 @@ def _mean(values: list[float]) -> float:
 
 
 def mebibytes(size: float) -> str:
-    """Return a number of bytes in words."""
+    """Return a number of bytes in MiB, in words."""
     return f"{size / 2**20:,.2f} MiB"

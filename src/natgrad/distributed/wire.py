@@ -1,6 +1,6 @@
-"""Messages as bytes: numbers that travel narrow beside those that never do.
+"""Messages as bytes: numbers in a narrow dtype beside numbers in their own.
 
-A message has R rows, one for each rank that it goes to or comes from.
+A message has R rows, one for each rank that it is sent to or comes from.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch.nn.functional import pad
 from natgrad.linalg.narrow import power_of_two
 
 _GROUP = 512
-"""Elements that share a scale: its four bytes add 0.4 % to theirs."""
+"""Elements that share a scale, whose four bytes add 0.4 % to the message."""
 _TOP = 15
 
 
 @dataclass(frozen=True, kw_only=True)
 class WireFormat:
-    """A row of a message: `wide` numbers of `dtype`, then the scales of float16 codes, then `narrow` codes.
+    """The format of a row: `wide` numbers of `dtype`, the scales of float16 values, then `narrow` numbers of `wire`.
 
     Attributes:
-        wide: How many numbers travel as they are.
-        narrow: How many travel in `wire`.
-        dtype: The dtype of all of them before and after.
-        wire: The dtype of the codes. Those in float16 are divided by a power of two for each `_GROUP` of them.
+        wide: How many numbers are sent as they are.
+        narrow: How many are sent in `wire`.
+        dtype: The dtype of all numbers before and after.
+        wire: The dtype of the narrow ones. In float16 each `_GROUP` of them is divided by a power of two.
     """
 
     wide: int
@@ -37,17 +37,17 @@ class WireFormat:
 
     @property
     def lossless(self) -> bool:
-        """Whether all numbers arrive as they were."""
+        """Whether all numbers arrive exactly."""
         return self.wire == self.dtype
 
     @property
     def size(self) -> int:
-        """The bytes of a row; a multiple of 8, so that rows are aligned."""
+        """The bytes of a row, padded to a multiple of 8, so that rows are aligned."""
         return -(-self.payload // 8) * 8
 
     @property
     def payload(self) -> int:
-        """The bytes of a row but those that align the next one."""
+        """The bytes of a row without padding."""
         return self._offset + self.narrow * self.wire.itemsize
 
     def empty(self, rows: int, device: torch.device) -> Tensor:
@@ -60,7 +60,7 @@ class WireFormat:
         Args:
             message: ``[R, size]``.
             wide: ``[R, wide]``.
-            narrow: Tensors ``[R, n]`` that follow each other.
+            narrow: Tensors ``[R, n]``, whose concatenation is ``[R, narrow]``.
         """
         self._wide(message).copy_(wide)
         codes = self._codes(message)
@@ -70,11 +70,11 @@ class WireFormat:
             scales = power_of_two(grouped, _TOP)
             self._scales(message).copy_(scales)
             codes.copy_((grouped / scales[..., None]).flatten(1)[:, : self.narrow])
-        elif narrow:  # what is renewed may be vectors alone
+        elif narrow:  # a message may have wide numbers alone
             torch._foreach_copy_(codes.split([piece.shape[1] for piece in narrow], 1), list(narrow))
 
     def read(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers of a message, ``[R, wide]`` and ``[R, narrow]``: views of it where no code is narrower."""
+        """Return ``[R, wide]`` and ``[R, narrow]`` of a message: views of it where `wire` is `dtype`."""
         codes = self._codes(message).to(self.dtype)
         if self._groups:
             scales = self._scales(message).to(self.dtype).repeat_interleave(_GROUP, 1)
@@ -82,7 +82,7 @@ class WireFormat:
         return self._wide(message), codes
 
     def resized(self, *, values: int, counters: int) -> WireFormat:
-        """Return the layout of other numbers of these dtypes: `values` narrow ones and `counters` wide ones."""
+        """Return the format for `values` narrow and `counters` wide numbers of the same dtypes."""
         return replace(self, wide=counters, narrow=values)
 
     @property
@@ -104,11 +104,11 @@ class WireFormat:
 
 
 def narrower(wire: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers of `dtype` travel: `wire` if it is narrower."""
+    """Return the dtype in which numbers of `dtype` are sent: `wire` if it is narrower."""
     return wire if wire is not None and wire.itemsize < dtype.itemsize else dtype
 
 
 def cut(vector: Tensor, pieces: int) -> Tensor:
-    """Return a vector as equal rows ``[pieces, n]``, zeros at its end."""
+    """Return a vector as equal rows ``[pieces, n]``, padded with zeros."""
     size = -(-len(vector) // pieces)
     return pad(vector, (0, pieces * size - len(vector))).view(pieces, size)

@@ -130,7 +130,7 @@ def reason_for(module: nn.Module, leaf: str) -> str:
 
 
 def is_known(module: nn.Module) -> bool:
-    """Tell whether a layer type exists for `module`."""
+    """Return whether a layer type exists for `module`."""
     return _base(module) is not None
 
 
@@ -141,5 +141,5 @@ def _base(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _differs(kind: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Tell whether a subclass computes something else than `base`."""
+    """Return whether a subclass computes something else than `base`."""
     return any(getattr(kind, each, None) is not getattr(base, each, None) for each in ("forward", "_conv_forward"))

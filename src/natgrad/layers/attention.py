@@ -60,7 +60,7 @@ class _SequenceFirst(LinearLayer):
         return inputs.shape[1] if self.batched(inputs) else 1
 
     def rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> tuple[Rows, Rows]:
-        """See `Layer.rows`: samples first, as everywhere else."""
+        """Return the rows with samples first."""
         gradients = gradients.reshape(*inputs.shape[:-1], gradients.shape[-1])
         if self.batched(inputs):
             inputs, gradients = inputs.transpose(0, 1), gradients.transpose(0, 1)

@@ -163,7 +163,7 @@ class Layer(ABC):
         return self.slots[0].label
 
     def ties(self, other: Layer) -> bool:
-        """Tell whether the rows of `other`, which shares parameters with this layer, are rows of this one's blocks."""
+        """Return whether the rows of `other`, which shares parameters with this layer, are rows of its blocks."""
         alike = [(layer.blocks, [slot.identity for slot in layer.slots]) for layer in (self, other)]
         return type(self) is type(other) and alike[0] == alike[1]
 
@@ -195,7 +195,7 @@ class Layer(ABC):
 
     @abstractmethod
     def batched(self, inputs: Tensor) -> bool:
-        """Tell whether `inputs` have a batch dimension, by this layer's own layout."""
+        """Return whether `inputs` have a batch dimension, by this layer's own layout."""
 
     def samples(self, inputs: Tensor) -> int:
         """Return how many samples `inputs` seem to hold: the length of the first dimension, or 1 without a batch."""
@@ -223,7 +223,7 @@ Maker = Callable[[str, nn.Module], "Sequence[Layer] | str"]
 
 
 def is_trained(module: nn.Module, leaf: str) -> bool:
-    """Tell whether a parameter of `module` is trained."""
+    """Return whether a parameter of `module` is trained."""
     # Not as an attribute: to read one that is computed may change its state (spectral norm).
     parameter = module._parameters.get(leaf)
     return parameter is not None and parameter.requires_grad and not is_lazy(parameter)

@@ -83,12 +83,12 @@ class KernelRows(Rows):
         return self.of(self.maps[start:stop], bias=self.bias)
 
     def squares(self) -> Tensor:
-        """See `Rows.squares`: box sums of the squared maps."""
+        """Return the sums of squares: box sums of the squared maps."""
         squares = self.of(sum_squares(self.maps, 0)[None], bias=False).pool()[:, 0]
         return with_constant(squares, self.samples * self.positions) if self.bias else squares
 
     def narrow(self, start: int, stop: int) -> Rows:
-        """See `Rows.narrow`: the rows of those channels that the columns belong to."""
+        """Return the rows of the channels that the columns belong to."""
         size, channels = prod(self.kernel_size), self.channels
         first, last = start // size, -(-stop // size)
         if first >= channels:
@@ -129,20 +129,20 @@ class PatchRows(KernelRows):
         )
 
     def pool(self) -> Tensor:
-        """See `Rows.pool`: a box sum for each offset of the kernel, no patch is built."""
+        """Return the sums over positions: a box sum for each kernel offset, without building patches."""
         spatial = tuple(range(2, self.maps.ndim))
         sums = torch.stack([sum_up(view, spatial) for view in self._offsets()], -1)  # [B, C, kernel]
         pooled = sums.unflatten(1, (self.groups, -1)).flatten(2).transpose(0, 1)
         return with_constant(pooled, self.positions) if self.bias else pooled
 
     def dense(self) -> Tensor:
-        """See `Rows.dense`: im2col, for those who need each row."""
+        """Return all patches (im2col)."""
         patches = torch.stack([view.flatten(2) for view in self._offsets()], 2)  # [B, C, kernel, T]
         rows = patches.unflatten(1, (self.groups, -1)).flatten(2, 3).permute(1, 0, 3, 2)
         return with_constant(rows, 1) if self.bias else rows
 
     def outer(self, gradients: Tensor) -> Tensor:
-        """See `Rows.outer`: of patches as they lie, and the constant 1 apart."""
+        """Return the outer products, computing the column of the constant 1 separately."""
         patches = torch.stack([view.flatten(2) for view in self._offsets()], 2).to(gradients.dtype)
         by_group = patches.unflatten(1, (self.groups, -1)).flatten(2, 3)  # [B, n, i, T]
         products = (gradients.transpose(0, 1).mT @ by_group.mT).transpose(0, 1)

@@ -34,7 +34,7 @@ class EmbeddingLayer(Layer):
     form = "one-hot"
 
     def batched(self, inputs: Tensor) -> bool:
-        """See `Layer.batched`: anything but a single id."""
+        """Return whether the input is more than a single id."""
         return inputs.ndim > 0
 
     @override
@@ -52,7 +52,7 @@ class EmbeddingLayer(Layer):
         return OneHotRows(ids, self.outputs, None if padding is None else ids.ne(padding))
 
     def gradient_rows(self, gradients: Tensor, samples: int) -> Rows:
-        """See `Layer.gradient_rows`; a tied linear layer may have a bias, to which an embedding adds nothing."""
+        """Return the output gradients, with zeros for the bias of a tied linear layer."""
         matrix = gradients.reshape(-1, gradients.shape[-1])
         beyond = self.inputs - matrix.shape[1]
         return MatrixRows(F.pad(matrix, (0, beyond)) if beyond else matrix, samples)
@@ -75,12 +75,12 @@ class OneHotRows(Rows):
         out.diagonal(dim1=-2, dim2=-1).add_(self.squares(), alpha=scale)
 
     def squares(self) -> Tensor:
-        """See `Rows.squares`: how often each column was picked."""
+        """Return how often each column was looked up."""
         weights = self._weights().view(1, -1)
         return weights.new_zeros(1, self.size).index_add_(1, self.ids.flatten(), weights)
 
     def pool(self) -> Tensor:
-        """See `Rows.pool`: as large as the logits of a language model."""
+        """Return the counts of each sample, a tensor as large as the logits of a language model."""
         weights = self._weights()
         return weights.new_zeros(1, self.samples, self.size).scatter_add_(2, self.ids[None], weights[None])
 

@@ -59,7 +59,7 @@ class HiddenLayer(LinearLayer):
         return [self.revealing.reveal(self.module, self.part, tap)]
 
     def rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> tuple[Rows, Rows]:
-        """See `Layer.rows`: forwards add a batch dimension, or leave it to the shape of the inputs."""
+        """Return the rows, giving the gradients the leading dimensions of the inputs."""
         return super().rows(inputs, gradients.reshape(*inputs.shape[:-1], gradients.shape[-1]), samples)
 
 

@@ -15,12 +15,12 @@ class LinearLayer(Layer):
     """One block; what stands between the batch and the features are positions."""
 
     def ties(self, other: Layer) -> bool:
-        """See `Layer.ties`: an embedding looks up rows of the weight."""
+        """Return whether `other` uses the same weight, also as an embedding that looks up its rows."""
         table = other.form == "one-hot" and self.weight and other.slots[0].identity == self.slots[0].identity
         return table or super().ties(other)
 
     def batched(self, inputs: Tensor) -> bool:
-        """See `Layer.batched`: anything but a single vector."""
+        """Return whether the input is more than a single vector."""
         return inputs.ndim > 1
 
     @override
@@ -50,7 +50,7 @@ class Conv1DLayer(LinearLayer):
         self._place_slots()
 
     def ties(self, other: Layer) -> bool:
-        """See `Layer.ties`: the rows that an embedding looks up are columns here."""
+        """Return whether `other` uses the same weight. No embedding does: its rows would be columns here."""
         return Layer.ties(self, other)
 
     @override

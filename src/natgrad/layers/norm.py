@@ -41,7 +41,7 @@ class NormLayer(Layer):
         return gradients.numel() // self.outputs
 
     def rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> tuple[Rows, Rows]:
-        """See `Layer.rows`: a is 1, and g holds the gradients of the coefficients, g·x̂ and g."""
+        """Return a = 1 and, as g, the gradients of the coefficients: g·x̂ and g."""
         ones = DenseRows(gradients.new_ones(1, samples, 1, 1))
         g = self.gradient_rows(gradients, samples).dense()
         # Not out of place: the product may take the memory of x̂, which is as large as the input.
@@ -49,12 +49,12 @@ class NormLayer(Layer):
         return ones, CoefficientRows(products, g if self.bias else None)
 
     def input_rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> Rows:
-        """See `Layer.input_rows`: the normalised input ``[1, B, T, C]``, in at least float32."""
+        """Return the normalised input ``[1, B, T, C]``, in at least float32."""
         full = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
         return self._arrange(self._normalise(full), samples)
 
     def gradient_rows(self, gradients: Tensor, samples: int) -> Rows:
-        """See `Layer.gradient_rows`: ``[1, B, T, C]``."""
+        """Return the output gradients ``[1, B, T, C]``."""
         return self._arrange(gradients, samples)
 
     @abstractmethod
@@ -72,7 +72,7 @@ class LayerNormLayer(NormLayer):
     module: nn.LayerNorm | nn.RMSNorm
 
     def batched(self, inputs: Tensor) -> bool:
-        """See `Layer.batched`: anything but a single sample of the normalised shape."""
+        """Return whether the input is more than a single sample of the normalised shape."""
         return inputs.ndim > len(self.module.normalized_shape)
 
     def _normalise(self, inputs: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class ChannelNormLayer(NormLayer):
     """A norm whose channels are the second dimension; what follows them are positions."""
 
     def batched(self, inputs: Tensor) -> bool:
-        """See `Layer.batched`: group and batch norm take nothing else."""
+        """Return True: group and batch norm only take batches."""
         return True
 
     def _arrange(self, values: Tensor, samples: int) -> Rows:
@@ -120,7 +120,7 @@ class BatchNormLayer(ChannelNormLayer):
         self._running: tuple[Tensor, Tensor] | None = None  # the mean and the variance of an evaluation
 
     def current(self) -> Layer:
-        """See `Layer.current`: by the time of its gradient, mode and running statistics may be others."""
+        """Return a layer with the present mode and running statistics, which may have changed by the backward pass."""
         mean, variance = (self.module._buffers[name] for name in ("running_mean", "running_var"))
         if self.module.training or mean is None or variance is None:
             return self

@@ -44,7 +44,7 @@ class TransposedConvolutionLayer(ConvolutionLayer):
         self._place_slots()
 
     def align(self, slot: Slot, tensor: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Layer.align`: the weight is ``[n c, o, *kernel]``."""
+        """Match the weight ``[n c, o, *kernel]`` with its blocks."""
         if slot.leaf != "weight":
             return super().align(slot, tensor, blocks)
         own = tensor.unflatten(0, (self.blocks, -1))
@@ -113,7 +113,7 @@ class PhaseRows(KernelRows):
         return PhaseRows(maps, self._module, self._spatial, bias=bias)
 
     def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        """See `Rows.add_gram_`: offsets of different phases never meet, so that their blocks are zero."""
+        """Add the Gram matrix. Blocks of offsets of different phases are zero, because these never overlap."""
         if overwrite:
             out.zero_()
         width = prod(self._patch)
@@ -144,7 +144,7 @@ class PhaseRows(KernelRows):
         return with_constant(sums, self.positions) if self.bias else sums
 
     def dense(self) -> Tensor:
-        """See `Rows.dense`: most of it zeros where the stride is above 1."""
+        """Return all rows. With a stride above 1 most entries are zero."""
         patches = self.maps.new_zeros(self.groups, self.samples, *self._spatial, *self._patch)
         for rows, phases in zip(self._rows, self._phases.values(), strict=True):
             own = self._patches_only(rows.dense())

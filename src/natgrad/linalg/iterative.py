@@ -203,7 +203,7 @@ class Warm:
 
 
 def _tests(device: torch.device, count: int, size: int) -> bool:
-    """Tell whether a test costs little beside decomposing its matrices from scratch."""
+    """Return whether a test costs little beside decomposing its matrices from scratch."""
     return not on_host(device) or size >= (_SMALL if count >= _MANY else _MIDDLE)
 
 

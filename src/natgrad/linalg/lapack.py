@@ -90,7 +90,7 @@ def symmetric(matrices: Tensor) -> Tensor:
 
 
 def collide(columns: int, dtype: torch.dtype) -> bool:
-    """Tell whether the columns of matrices with so many, one row behind the other, share a few lines of a cache."""
+    """Return whether the columns of matrices with so many, one row behind the other, share a few lines of a cache."""
     return columns * dtype.itemsize % _COLLIDE == 0
 
 

@@ -12,9 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from natgrad.curvature import Curvature
 from natgrad.distributed import Communicator
 from natgrad.errors import NatgradError
-from natgrad.preconditioner.counters import StepCounters
-from natgrad.preconditioner.structure import Structure
-from natgrad.state.block_group import BlockGroup
+from natgrad.preconditioner.parts import Parts
 
 
 def check_reduction(model: nn.Module, runtime: Communicator, gradients: str) -> None:
@@ -35,23 +33,24 @@ def check_reduction(model: nn.Module, runtime: Communicator, gradients: str) -> 
         _check_alike([{"gradients": own} for own in runtime.everywhere(gradients)])
 
 
-def check_agreement(runtime: Communicator, structure: Structure, progress: StepCounters, **options: object) -> None:
-    """Check that all ranks are about to do the same; collective.
+def check_agreement(parts: Parts, damping: float) -> None:
+    """Check that all ranks are about to do the same; collective. A rank without samples takes what "auto" has chosen.
 
     What differs would show as messages that do not fit, a wait for what never comes, or ranks that drift apart.
 
     Args:
-        runtime: The ranks.
-        structure: The layers and the plan of this rank.
-        progress: How far it has come.
-        **options: The others, whose text is compared.
+        parts: Those of this rank.
+        damping: γ of the step.
 
     Raises:
         NatgradError: on all ranks, if their models, options or progress differ.
     """
-    if runtime.ranks == 1:
+    if parts.runtime.ranks == 1:
         return
-    found = runtime.everywhere((structure.digest(), _settings(structure.stacks, progress, options)))
+    nearest = parts.runtime.everywhere(parts.reductions.nearest)
+    if parts.reductions.is_undecided:
+        parts.reductions.nearest = next((each for each in nearest if each is not None), None)
+    found = parts.runtime.everywhere((parts.structure.digest(), _settings(parts, damping)))
     if any(plan != found[0][0] for plan, _ in found):
         raise NatgradError(
             "the ranks have made different plans: their models or curvatures differ, or the options of "
@@ -78,8 +77,9 @@ def _check_alike(settings: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def _settings(stacks: Sequence[BlockGroup], progress: StepCounters, options: dict[str, object]) -> dict[str, str]:
+def _settings(parts: Parts, damping: float) -> dict[str, str]:
     """Return, in words, what has to be the same beside the plan."""
+    progress, stacks = parts.progress, parts.stacks
     made = [(one.curvature, one.statistics, one.tasks) for one in stacks]
     kinds = [(type(c), type(c.likelihood), c.factor_decay, *tensors) for c, *tensors in made]
     return {
@@ -87,7 +87,15 @@ def _settings(stacks: Sequence[BlockGroup], progress: StepCounters, options: dic
         "curvature": f"{crc32(repr(kinds).encode()):08x}",
         "dtypes": str([str(one.dtype) for one in stacks]),
         **_options_of({id(one.curvature): one.curvature for one in stacks}.values()),
-        **{name: str(value) for name, value in options.items()},
+        "damping": str(damping),
+        "rule": parts.damping.settings,
+        "kl_clip": str(parts.clip.bound),
+        "reduction": parts.reductions.describe(),
+        "gradients": "reduce" if parts.reduces else "averaged",
+        "scaling": parts.scaling.describe(),
+        "refresh": str(parts.refresh.settings(progress.step)),
+        "precision": str(parts.precision),
+        "guard": str(parts.watch.guard),
     }
 
 

@@ -80,7 +80,7 @@ class CallOrder:
             )
 
     def _are_new(self, preconditioner: Preconditioner) -> bool:
-        """Tell whether a backward pass has made gradients since the preconditioner's last step."""
+        """Return whether a backward pass has made gradients since the preconditioner's last step."""
         step = preconditioner.parts.progress.step
         self._optimizer_steps = self._optimizer_steps + 1 if step == self._last_step else 1
         self._last_step = step
@@ -95,6 +95,6 @@ class CallOrder:
 
 
 def _changes_nothing(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether all learning rates are 0, as ``torch.distributed.checkpoint`` sets them to make a state exist."""
+    """Return whether all learning rates are 0, as ``torch.distributed.checkpoint`` sets them to make a state exist."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return all(isinstance(rate, (int, float)) and rate == 0 for rate in rates)

@@ -77,7 +77,7 @@ class Incompatibility:
 
 
 def _captures_for_others(choices: Choices) -> bool:
-    """Tell whether ranks capture statistics of a layer of which they do not hold the decompositions."""
+    """Return whether ranks capture statistics of a layer of which they do not hold the decompositions."""
     rule = choices.placement.rule
     if rule.uses_own_samples:  # a layer's only worker captures alone, but lookups are summed over all ranks
         return choices.layer.form == "one-hot"

@@ -21,13 +21,8 @@ class EpochWarnings:
     It counts on the host, and neither waits for the device nor for another rank.
     """
 
-    def __init__(self, refresh: RefreshRule | None) -> None:
-        """Look for intervals that count epochs by a number of steps.
-
-        Args:
-            refresh: When curvature is renewed; None: nothing is to be warned of.
-        """
-        self._silent = refresh is None
+    def __init__(self, refresh: RefreshRule) -> None:
+        """Look for intervals of `refresh` that count epochs by a number of steps."""
         self._intervals = {interval.steps_per_epoch: interval for interval in _counting(refresh)}
         self._steps = self._began = 0
 
@@ -40,7 +35,7 @@ class EpochWarnings:
             stacks: The layers, each with its `curvature`; read at that step alone.
         """
         self._steps += 1
-        if step != PATIENCE or epoch or self._silent:
+        if step != PATIENCE or epoch:
             return
         waiting = next((one.curvature for one in stacks if getattr(one.curvature, "switches", False)), None)
         if waiting is not None:

@@ -76,7 +76,7 @@ class Epochs:
             self.decayed = self.decayed or any(now <= then / 2 and then > 0 for now, then in pairs)
 
     def critical(self, threshold: float) -> bool:
-        """Tell whether the gradients of this epoch change fast."""
+        """Return whether the gradients of this epoch change fast."""
         if self.epoch < 2 or self.decayed or len(self.norms) < 2:
             return True
         older, newer = self.norms

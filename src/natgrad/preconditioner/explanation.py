@@ -134,7 +134,7 @@ def explain(
     total = sum(task.cost * stack.size for stack in stacks for task in stack.tasks) or 1.0
     for stack in stacks:
         work = sum(task.cost for task in stack.tasks)
-        fallbacks = stack.rungs.fallbacks
+        fallbacks = stack.failures.fallbacks
         for member in stack.members:
             layer = member.layer
             if layer.key in reasons:

@@ -45,8 +45,8 @@ class GradientStep:
         with parts.scheduler.timed("fixed", parts.spent), progress.phase("solve", parts.runtime):
             measures = progress.step == (progress.last_factors if parts.summed else progress.last_inverses)
             skips = parts.capture.sums.skip_step
-            ladder = FallbackPolicy(parts.watch.guard, measures=measures, skip_step=skips, step=progress.step)
-            gradients = Gradients.take(parts.stacks, ladder, exchanged=parts.shares_work)
+            fallback = FallbackPolicy(parts.watch.guard, measures=measures, skip_step=skips, step=progress.step)
+            gradients = Gradients.take(parts.stacks, fallback, exchanged=parts.shares_work)
             gradients.solve(damping, parts.runtime)
             if parts.shares_work:
                 self._share(gradients, owned)

@@ -127,7 +127,7 @@ class PreconditionedOptimizer(Optimizer):
         return loss
 
     def _is_loaders_step(self) -> bool:
-        """Tell whether this step is one by which ``torch.distributed.checkpoint`` makes an optimizer's state exist.
+        """Return whether this step is one by which ``torch.distributed.checkpoint`` makes an optimizer's state exist.
 
         It comes at a learning rate of zero, with new gradients of zero and no backward pass: nothing to precondition.
         One rank may come alone, which is why nothing is asked of the others; in a step of a training all decide alike.

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.capture import Capture
+from natgrad.capture.labels import LabelSampler
+from natgrad.capture.model_hooks import Hooks
 from natgrad.capture.reductions import Count, Reductions
-from natgrad.capture.sampling.labels import LabelSampler
 from natgrad.damping import Control
 from natgrad.distributed import Communicator
 from natgrad.layers import Layer
@@ -38,7 +39,8 @@ class Parts:
         root: The model without wrappers.
         structure: The covered layers, their blocks, and who works for them.
         runtime: Sends messages.
-        capture: The hooks on the layers.
+        hooks: The hooks on the layers.
+        capture: What is made of what they report.
         reductions: What the loss averages over.
         scaling: How the loss is scaled.
         damping: The damping of each step.
@@ -62,6 +64,7 @@ class Parts:
     root: nn.Module
     structure: Structure
     runtime: Communicator
+    hooks: Hooks
     capture: Capture
     reductions: Reductions
     scaling: Scaling
@@ -112,7 +115,7 @@ class Parts:
         return self.structure.plan.placement.rule.renews_in_background and self.progress.last_inverses is not None
 
     def agreed(self, flag: bool) -> bool:
-        """Tell whether any rank says so, where ranks work for some layers only; else whether this one does."""
+        """Return whether any rank says so, where ranks work for some layers only; else whether this one does."""
         return self.runtime.any(flag) if self.shares_work else flag
 
     def spent(self) -> float:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from natgrad.capture import Capture
 from natgrad.capture.audit import GradientAudit
 from natgrad.capture.ddp import listen
+from natgrad.capture.labels import LabelSampler
+from natgrad.capture.model_hooks import Hooks
 from natgrad.capture.reductions import LEFT_OUT, Count, Reduction, Reductions
-from natgrad.capture.sampling.labels import LabelSampler
 from natgrad.curvature import KFAC, Curvature
 from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control, Damping, TrustRegion
@@ -55,11 +56,11 @@ from natgrad.state import state as states
 
 
 class Preconditioner:
-    """Turns ``.grad`` into the natural gradient, in place, between ``loss.backward()`` and ``optimizer.step()``.
+    """Replaces ``.grad`` by the natural gradient, in place, between ``loss.backward()`` and ``optimizer.step()``.
 
     Attributes:
-        curvature: That of the layers, as given, or the default.
-        parts: What it is made of, for natgrad's own modules; no part of the public interface.
+        curvature: The `Curvature` of the layers, or the mapping of patterns to curvatures.
+        parts: The internal components. Not part of the public interface.
 
     Example:
         >>> preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(), optimizer=optimizer, damping=3e-3)
@@ -90,58 +91,63 @@ class Preconditioner:
         scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
     ) -> None:
-        """Cover the layers of `model`; no tensors are made before the first step, nor messages sent but one under DDP.
+        """Find the layers of `model` and attach hooks to them. Tensors are allocated in the first step.
+
+        Under ``DistributedDataParallel`` the ranks compare `gradients` in one message; otherwise nothing is sent.
 
         Args:
-            model: The model, plain, in ``DistributedDataParallel`` or sharded by FSDP2 (``fully_shard``) before.
-            curvature: What approximates the Fisher: one `Curvature` for all layers that it has a form for (default
-                ``KFAC()``), or a mapping from fnmatch patterns of module names to curvatures, of which the first match
-                wins; None as a value leaves a layer to the optimizer.
-            optimizer: Where the KL clip reads the learning rates, live. A step of it with gradients that were never
-                preconditioned is warned of. Not ``torch.optim.LBFGS``, which evaluates its closure within a step.
-            damping: γ: a number above 0, a callable of the step, or one of `natgrad.damping`. None: the curvature's
-                own ``default_damping``, 0.1 for `natgrad.SNGD`, `natgrad.HyLo` and `natgrad.RankOne`, 1e-3 for the
-                others; in a mapping each layer has that of its curvature, and ``metrics()["damping"]`` is that of the
-                first.
-            kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16), or a `natgrad.TrustRegion`; None: off. Without
-                an optimizer the default is off too, and a value given is an error.
-            reduction: How the loss combines its terms: "mean" over samples, "tokens" over all positions, "sum". Samples
-                are the first dimension of the first tensor that the model is called with, also inside tuples and dicts,
-                so put samples first, not time; a list of images, as torchvision's detection models take, holds one
-                sample each. Where the model itself is not called (``model.loss(x)``), or with no such tensor, they are
-                those that the layer nearest to the loss saw. Positions are those of the layer nearest to the loss;
-                where the loss takes others (of logits resized, or of a head that some tokens skip), tell `step` the
-                ``count``. "auto": "tokens" where the layer nearest to the loss sees [batch, positions, features] and is
-                no convolution, else "mean"; `explain` says which.
+            model: The model: plain, in ``DistributedDataParallel``, or sharded by FSDP2 (``fully_shard``) beforehand.
+            curvature: The approximation of the Fisher. One `Curvature` applies to all layers that it supports (default:
+                ``KFAC()``). A mapping assigns curvatures by fnmatch patterns of module names; the first match wins, and
+                None leaves a layer to the optimizer.
+            optimizer: The KL clip reads the current learning rates from it. natgrad warns if it steps with gradients
+                that were not preconditioned. Not ``torch.optim.LBFGS``, which runs its closure inside a step.
+            damping: γ: a number above 0, a callable of the step, or a rule from `natgrad.damping`. None: the
+                ``default_damping`` of each layer's curvature, which is 0.1 for `natgrad.SNGD`, `natgrad.HyLo` and
+                `natgrad.RankOne` and 1e-3 for the others. ``metrics()["damping"]`` then shows that of the first.
+            kl_clip: κ, the bound on lr² ν² VᵀFV (Pauloski 2022, eq. 16), or a `natgrad.TrustRegion`. None: off. Without
+                an optimizer the default is off, and an explicit value is an error.
+            reduction: How the loss combines its terms: "mean" over samples, "tokens" over all positions, or "sum" over
+                samples.
 
-                A loss of several terms takes a mapping from fnmatch patterns of module names to these words; the first
-                match wins, and layers without a match have "mean". A layer with n rows r sees the loss as
-                L = (1/n) Σ_r ℓ_r, and its g_r = n ∂L/∂s_r is the derivative of ℓ_r by its output s_r. With "mean" the
-                rows are the n samples. With "tokens" they are the n positions that the layers of the same pattern see,
-                or as many as ``count`` says; those whose gradient is zero are left out of the factors. With "sum"
-                L = Σ_r ℓ_r over samples. So a head sees the rows of its own term alone, and a trunk, with "mean", each
-                sample with its part of all terms.
-            refresh: When statistics are captured and decomposed: `natgrad.Refresh`, `natgrad.Adaptive`,
-                `natgrad.Capped`, another `natgrad.RefreshRule`, or the name of a registered one.
-            placement: Where curvature is computed and what travels: a name, as "comm-opt" or "hybrid:0.5", or a
-                `natgrad.Placement`, which tells them all.
-            precision: The dtypes of factors, of messages and of solves.
-            process_group: The ranks, if the model's wrapper does not say; default: the world.
-            mesh: A one-dimensional ``DeviceMesh`` in place of `process_group`, or that of FSDP2.
-            guard: How far numerical trouble is tolerated.
-            gradients: "averaged": ``.grad`` is averaged over the ranks already (``DistributedDataParallel``, FSDP2).
-                "reduce": natgrad averages it, weighted by samples; under ``DistributedDataParallel`` its communication
-                hook is replaced. Where a layer has one worker, its gradient goes to that one only, during the backward
-                pass, and comes back preconditioned: as many bytes in all as without natgrad.
-            accumulation: With K backward passes a step, whether the user divides the loss by K ("mean") or not ("sum").
-            scaler: The ``GradScaler`` whose scale the loss carries.
-            seed: Of the labels drawn for the sampled Fisher; every rank draws its own.
+                Samples are counted in the first dimension of the first tensor that the model is called with, also
+                inside tuples and dicts. So put samples first, not time. A list of images, as torchvision's detection
+                models take, counts one sample for each. If the model itself is not called (``model.loss(x)``) or is
+                called without a tensor, samples are counted in the input of the layer nearest to the loss. Positions
+                are always counted there. If the loss uses other positions (resized logits, a head that skips tokens),
+                pass `step` their ``count``.
+
+                "auto" chooses "tokens" if the layer nearest to the loss sees [batch, positions, features] and is not a
+                convolution, else "mean". `explain` shows the choice.
+
+                For a loss of several terms, pass a mapping from fnmatch patterns of module names to these words. The
+                first match wins; layers without a match use "mean". A layer with n rows r sees the loss as
+                L = (1/n) Σ_r ℓ_r, and g_r = n ∂L/∂s_r is the derivative of ℓ_r with respect to its output s_r. With
+                "mean" the rows are the n samples. With "tokens" they are the n positions that the layers of the same
+                pattern see, or ``count`` of them; positions with zero gradient are left out of the factors. With "sum"
+                L = Σ_r ℓ_r over samples. So a head sees only the rows of its own term, and a trunk with "mean" sees
+                each sample with its part of all terms.
+            refresh: When statistics are captured and decomposed: a `natgrad.Refresh`, `natgrad.Adaptive`,
+                `natgrad.Capped` or other `natgrad.RefreshRule`, or the name of a registered rule.
+            placement: Which ranks compute curvature and what they communicate: a name such as "comm-opt" or
+                "hybrid:0.5", or a `natgrad.Placement`, whose documentation lists the names.
+            precision: The dtypes of factors, messages and solves.
+            process_group: The ranks, if the model has no wrapper that determines them. Default: the world.
+            mesh: A one-dimensional ``DeviceMesh`` instead of `process_group`, or the mesh of FSDP2.
+            guard: How natgrad reacts to numerical failures.
+            gradients: "averaged": ``.grad`` is already averaged over the ranks (``DistributedDataParallel``, FSDP2).
+                "reduce": natgrad averages it in `step`, weighted by samples, and replaces the communication hook of
+                ``DistributedDataParallel``. If a layer has one worker, its gradient is sent to that rank only and comes
+                back preconditioned: as many bytes in total as without natgrad.
+            accumulation: With K backward passes per step, whether the loss is divided by K ("mean") or not ("sum").
+            scaler: The ``GradScaler`` that scales the loss.
+            seed: Seed of the labels drawn for the sampled Fisher. Each rank draws different labels.
 
         Raises:
-            ValueError: if an argument is not allowed; before anything was touched or communicated.
-            NatgradError: on all ranks, if under ``DistributedDataParallel`` they differ in `gradients`.
+            ValueError: if an argument is not allowed. Raised before the model is changed or a message is sent.
+            NatgradError: on all ranks, if `gradients` differs between the ranks of ``DistributedDataParallel``.
         """
-        # For copies; the default bound is recognised by its identity, which a copy does not keep.
+        # Kept for copies. The default bound is recognised by identity, which a copy would lose.
         given = {name: value for name, value in locals().items() if value is not USUAL_BOUND}
         self._arguments = {name: given[name] for name in given.keys() - {"self", "model", "optimizer"}}
         curvature = KFAC() if curvature is None else curvature
@@ -180,8 +186,9 @@ class Preconditioner:
         noticed = reductions.has_tokens() or any(
             replayed_statistics(statistics_of(own, layer)) for layer, own in covered
         )
-        counting = scaling.counts or (where.rule.uses_own_samples and noticed)
+        counts_samples = scaling.counts or (where.rule.uses_own_samples and noticed)
         audit = GradientAudit(reduces=reduces, divides=accumulation == "mean")
+        capture = Capture(root, reductions=reductions, counts_samples=counts_samples, audit=audit)
         self.parts = Parts(
             model=model,
             root=root,
@@ -197,7 +204,8 @@ class Preconditioner:
                 factor=control.factor,
             ),
             runtime=runtime,
-            capture=Capture(root, reductions=reductions, counting=counting, audit=audit),
+            hooks=Hooks(capture.forward),
+            capture=capture,
             reductions=reductions,
             scaling=scaling,
             damping=control,
@@ -225,28 +233,29 @@ class Preconditioner:
         warn_of_combinations(*choices)
         warn_of_missing_process_group()
         warn_of_slow_renewal(structure.plan, structure.coverage.layers)
-        # Last, for the warning may be an error.
+        # Last, because the user may turn the warning into an error.
         check_reduction(model, runtime, gradients)
         if reduces:
             take_over_reduction(model)
         elif where.rule.sends_during_backward and runtime.ranks > 1:
-            listen(model, self.parts.capture.reduced)
+            listen(model, self.parts.hooks.reduced)
         self._order = CallOrder(self)
         self._attach()
 
-    # --- The life of a step -------------------------------------------------------------------------------------
+    # --- Training -----------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, outputs: Tensor, mask: Tensor | None = None) -> None:
-        """Run ``loss.backward()``, after the pass of sampled labels where the Fisher is sampled and due.
+        """Run ``loss.backward()``. If sampled statistics are due, first differentiate the loss of sampled labels.
 
         Args:
-            loss: The loss of the true labels, scaled as the user likes; its gradients are what ``.grad`` becomes.
-            outputs: What the likelihood describes: the model's output, from which `loss` was computed.
-            mask: Which positions count (bool), of the leading dimensions of `outputs`, with classes last; None: all.
+            loss: The loss of the true labels, a scalar, scaled if a ``GradScaler`` is used. It alone determines
+                ``.grad``.
+            outputs: The model's output from which `loss` was computed, as the likelihood describes it.
+            mask: bool, of the shape of `outputs` without the classes: which positions count. None: all.
 
         Raises:
-            ValueError: if `loss` is no scalar with a graph, or `outputs` does not fit the likelihood, or `mask` not
-                `outputs`; then no gradient was touched.
+            ValueError: if `loss` is not a scalar with a graph, or if `outputs` or `mask` does not have the expected
+                shape. No gradient has been changed then.
         """
         fits = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
         require(fits, "loss", describe(loss), "a scalar tensor with a graph")
@@ -255,26 +264,28 @@ class Preconditioner:
 
     @torch.no_grad()
     def step(self, closure: Closure | int | None = None, *, count: int | Mapping[str, int] | None = None) -> None:
-        """Make ``.grad`` the natural gradient.
+        """Replace ``.grad`` by the natural gradient.
 
-        Call it after ``backward`` (and ``scaler.unscale_``), before the user's own clipping and ``optimizer.step()``.
-        Gradients that the last call wrote and nobody has touched since stay as they are, with a warning.
+        Call it after ``backward`` (and ``scaler.unscale_``), before gradient clipping and ``optimizer.step()``. If
+        ``.grad`` still holds what the last call wrote, it stays unchanged, with a warning.
 
         Args:
-            closure: For curvatures that look at the batch again after the optimizer's step (`natgrad.KBFGS`): returns
-                its loss (or loss first), with accumulation the sum of all, and runs no backward pass; an int: `count`.
-            count: For token losses with masks: how many positions of this rank counted since the last step, for all
-                layers with "tokens" or by patterns of module names (first match wins; no match: all positions).
-                Where the model was called with a list that may hold samples or inputs: how many samples there were.
+            closure: For curvatures that evaluate the batch again after the optimizer's step (`natgrad.KBFGS`). It
+                returns the loss, or a tuple that begins with it, and runs no backward pass. With accumulation it
+                returns the sum over all micro-batches. An int is taken as `count`.
+            count: With "tokens": the number of positions on this rank that counted in the loss since the last step,
+                for all such layers or by patterns of module names (the first match wins; no match: all positions). If
+                the model was called with a list whose entries may be samples or inputs: the number of samples.
 
         Raises:
-            ValueError: if `closure` or `count` is of another kind, `count` given with another reduction than "tokens",
-                or left out where the number of samples is ambiguous, or a schedule returns what is not allowed; then
-                nothing was changed.
-            NatgradError: without ``backward`` of this object where sampled labels are due, or a closure where one is;
-                without ``scaler.unscale_``; within ``DistributedDataParallel.join()``; after `detach`; if a rank stops.
-            CurvatureError: if a layer has been in trouble for longer than the guard allows, or a renewal in the
-                background has raised an error on any rank.
+            ValueError: if `closure` or `count` has a wrong type, if `count` is given without "tokens" or missing where
+                the number of samples is ambiguous, or if a schedule returns a value that is not allowed. Nothing has
+                been changed then.
+            NatgradError: if the sampled Fisher is due and `backward` of this object was not called; if a closure is
+                due and missing; if ``scaler.unscale_`` was not called; within ``DistributedDataParallel.join()``;
+                after `detach`; if another rank stopped.
+            CurvatureError: if a layer has failed more often in a row than the guard allows, or if a decomposition in
+                the background raised an error on any rank.
         """
         closure, count = (None, closure) if isinstance(closure, int) else (closure, count)
         parts, progress = self.parts, self.parts.progress
@@ -311,10 +322,10 @@ class Preconditioner:
         self._epoch_warnings.step_ended(progress.step, parts.epochs.epoch, parts.stacks)
 
     def _check_step(self, count: Count | None, closure: Closure | None) -> None:
-        """Check that a step may begin; `step` tells what is raised."""
+        """Check that a step may begin. Raises what `step` documents."""
         parts, capture = self.parts, self.parts.capture
         counts_samples = capture.was_open and capture.ambiguous is None and parts.reductions.single != "tokens"
-        if not (counts_samples and isinstance(count, int)):  # it was asked for in another step, and is not needed
+        if not (counts_samples and isinstance(count, int)):  # an earlier step needed a count, this one does not
             parts.reductions.check_count(count, capture.layers, capture.positions, capture.ambiguous)
         if self._detached:
             raise NatgradError("step() after detach(): build another Preconditioner, and load the state of this one")
@@ -327,51 +338,50 @@ class Preconditioner:
         parts.second.begin(self._second_look.asked_by, closure, skips=parts.scaling.skips)
 
     def _begins(self, damping: float) -> bool:
-        """Warn of a step without gradients of its own, and tell whether there is anything to do."""
+        """Warn if no backward pass precedes this step, and return whether there is anything to do."""
         parts, capture, progress = self.parts, self.parts.capture, self.parts.progress
         self._order.check()
-        # Where natgrad reduces, a rank without samples has no backward pass.
+        # With gradients="reduce" a rank without samples has no backward pass, and still takes part.
         if capture.idle and not (parts.reduces and parts.runtime.ranks > 1):
             self._unseen.check(parts.stacks, begins=not progress.has_curvature)
-        # A rank without samples has no backward pass, and where natgrad reduces it takes part all the same.
         if not parts.reduces and capture.idle and parts.given.untouched():
-            # Past the decorator of `step`.
+            # The decorator of `step` adds a stack frame.
             warnings.warn("natgrad: step() without a backward pass since the last one", NatgradWarning, stacklevel=4)
             return False
         if parts.runtime.ranks == 1 and not capture.backwards and not progress.has_curvature:
-            return False  # a checkpoint loader's step, before any forward
+            return False  # torch's checkpoint loaders step before any forward pass
         if progress.start_clock(layer for layer, _ in parts.structure.coverage.layers):
             capture.warn_of_others()
-            self._compare_ranks(damping)
+            check_agreement(parts, damping)
         parts.reductions.warn_of_default()
         return True
 
     def next_epoch(self) -> None:
-        """Tell that an epoch has ended: between two steps, on every rank.
+        """Mark the end of an epoch. Call it on every rank, between two steps.
 
-        ``HyLo(method="switch")`` needs it, to sum up its gradients' norm over the ranks; others count epochs.
+        ``HyLo(method="switch")`` needs it: it then sums the norm of its gradients over the ranks (collective).
         """
         self.parts.epochs.next(self.parts.stacks, self.parts.runtime)
         self._epoch_warnings.epoch_ended(self.parts.progress.step)
 
     def discard(self) -> None:
-        """Forget the backward passes since the last step, whose gradients were thrown away.
+        """Forget the statistics of the backward passes since the last step.
 
-        Where ``zero_grad`` has set all ``.grad`` to None before the next pass or step this happens by itself. It is to
-        be called under FSDP2 and with ``zero_grad(set_to_none=False)``: after another model's loss was differentiated
-        through this one (GANs), after the first pass of SAM, and after attacks that call ``backward``.
+        Call it if the gradients of these passes are discarded: after a pass of another model's loss through this one
+        (GANs), after the first pass of SAM, and after adversarial attacks that call ``backward``. It happens
+        automatically if ``zero_grad`` sets all ``.grad`` to None, except under FSDP2.
         """
         self.parts.capture.discard()
 
     def detach(self) -> None:
-        """Take every hook off the model, for good: for what does not bear them, as ``torch.jit.script``.
+        """Remove all hooks from the model permanently, for example before ``torch.jit.script``.
 
-        It happens by itself when this object is deleted. Afterwards `step` raises a `natgrad.NatgradError`; the state
-        may still be saved. The communication hooks of ``gradients="reduce"`` and of "pipelined" stay: torch cannot
-        remove them.
+        Deleting this object does the same. Afterwards `step` raises a `natgrad.NatgradError`; `state_dict` still works.
+        The communication hooks of ``gradients="reduce"`` and "pipelined" remain, because torch cannot remove them.
         """
         self.parts.second.cancel()
         self._order.detach()
+        self.parts.hooks.detach(self.parts.root)
         self.parts.capture.detach()
         self.parts.background.close(self.parts.progress)
         self._detached = True
@@ -379,16 +389,17 @@ class Preconditioner:
     # --- The model ----------------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        """Set the hooks on the layers as they are now."""
+        """Attach hooks to the present layers."""
         parts = self.parts
         if not self._detached:
             self._statistics.attach()
+            parts.hooks.attach(parts.root, [member.layer for stack in parts.stacks for member in stack.members])
         parts.scheduler.find_stopped(parts.stacks)
         parts.watch.forget()
         parts.progress.began = parts.progress.ended = 0.0
 
     def _follow_model(self) -> None:
-        """Follow what has happened to the model's parameters since."""
+        """Adapt to parameters that were moved, frozen or replaced since the last step."""
         parts = self.parts
         if parts.structure.move():
             parts.watch.forget()
@@ -397,48 +408,23 @@ class Preconditioner:
         if parts.structure.follow(lambda: self._decompositions.collect(early=True)):
             self._attach()
             parts.inspection.restart()
-            # What the hooks have seen of other layers is gone, on all ranks: statistics stay due.
+            # The hooks lost the statistics of this step on all ranks, so these stay due.
             parts.capture.wanted = parts.capture.rows.wanted = False
 
-    def _compare_ranks(self, damping: float) -> None:
-        """Check once, and after every change of the model, that all ranks are about to do the same."""
-        parts = self.parts
-        if parts.runtime.ranks > 1:
-            found = parts.runtime.everywhere(parts.reductions.nearest)
-            if parts.reductions.is_undecided:  # a rank without a backward pass takes it from another
-                parts.reductions.nearest = next((each for each in found if each is not None), None)
-        check_agreement(
-            parts.runtime,
-            parts.structure,
-            parts.progress,
-            damping=damping,
-            rule=parts.damping.settings,
-            kl_clip=parts.clip.bound,
-            reduction=parts.reductions.describe(),
-            gradients="reduce" if parts.reduces else "averaged",
-            scaling=parts.scaling.describe(),
-            refresh=parts.refresh.settings(parts.progress.step),
-            precision=parts.precision,
-            guard=parts.watch.guard,
-        )
-
     def _differentiate_sampled(self, outputs: Tensor, mask: Tensor | None) -> None:
-        """Differentiate the loss of sampled labels, where the coming step needs any."""
-        parts, capture = self.parts, self.parts.capture
-        gradients = capture.wanted and "gradients" in capture.sums.choice.sides
-        wanted = (one.curvature for one in parts.stacks if (capture.rows.wanted if one.gathered else gradients))
-        likelihood = next((curvature.likelihood for curvature in wanted if curvature.likelihood is not None), None)
+        """Differentiate the loss of sampled labels, if the next step needs their statistics."""
+        parts, likelihood = self.parts, self._statistics.likelihood
         if likelihood is not None:
             fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.requires_grad
             require(fits, "outputs", describe(outputs), "a tensor with samples first and a graph")
             score = parts.sampler.score(likelihood, outputs.detach(), mask, parts.progress.step)
-            capture.sampled_pass(outputs, score)
+            parts.capture.sampled_pass(outputs, score)
 
     def __reduce__(self) -> NoReturn:
-        """Refuse copies: their hooks would be those of the original."""
+        """Refuse to copy: the copy's hooks would be those of the original."""
         raise TypeError("a Preconditioner is neither copied nor pickled: build one for the copy, and load its state")
 
-    # --- What the user may ask ----------------------------------------------------------------------------------
+    # --- Inspection ---------------------------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -446,24 +432,24 @@ class Preconditioner:
         return self.parts.clip.optimizer
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that are preconditioned."""
+        """Return an iterator over the parameters that are preconditioned."""
         return (slot.parameter for layer, _ in self.parts.structure.coverage.layers for slot in layer.slots)
 
     @property
     def has_curvature(self) -> bool:
-        """Whether statistics were ever captured, here or before a checkpoint."""
+        """Whether statistics have been captured, here or before a checkpoint."""
         return self.parts.progress.has_curvature
 
     @property
     def saw_backward(self) -> bool:
-        """Whether a backward pass of this rank since the last step was noticed; some steps need to notice none."""
+        """Whether the hooks saw a backward pass on this rank since the last step. Not all steps need one."""
         return bool(self.parts.capture.backwards)
 
     def metrics(self) -> dict[str, float | Tensor]:
-        """Return a flat dict of plain numbers and lazy tensors; nothing waits for the device until one is read.
+        """Return a flat dict of numbers and device tensors. Reading a tensor may synchronize with the device.
 
-        Skipped factors and failed decompositions are of layers that this rank keeps, "fallbacks/..." of all.
-        With SNGD and HyLo there are the "epoch", the "rows" in use, and whether "kid" has chosen them.
+        Skipped factors and failed decompositions are counted over the layers that this rank keeps, "fallbacks/..." over
+        all layers. SNGD and HyLo add the "epoch", the number of "rows" in use, and whether "kid" selected them.
         """
         return {
             **self.parts.progress.metrics(self.parts.capture.seconds),
@@ -478,14 +464,15 @@ class Preconditioner:
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by kind of message.
 
-        "rows" are of SNGD and HyLo, "replay" of second passes, "audit" of gradients that are compared.
+        "rows": of SNGD and HyLo. "replay": statistics of a second pass over the batch. "audit": gradients that
+        are compared between ranks.
         """
         return {"factors": 0, "inverses": 0, "gradients": 0, "counters": 0, **self.parts.runtime.traffic()}
 
     def explain(self) -> Explanation:
-        """Tell each parameter's curvature, owners and cost, or why it is left to the optimizer.
+        """Return a table: each parameter's curvature, ranks and cost, or why it is left to the optimizer.
 
-        It tells too what was preconditioned so far. Waits for the device.
+        The table also shows what has been preconditioned so far. Synchronizes with the device.
         """
         structure, seconds = self.parts.structure, self.parts.progress.ended - self.parts.progress.began
         reasons, note = self.parts.inspection.reasons, self.parts.clip.describe()
@@ -500,53 +487,56 @@ class Preconditioner:
 
     @property
     def plan(self) -> Plan[str]:
-        """Who does and holds what, and what travels: a table that ``print`` and Rich show."""
+        """The assignment of layers to ranks, their memory and messages. ``print`` and Rich show it as a table."""
         return self.parts.structure.plan
 
     def verify(
         self, batch: Any, loss_fn: Callable[[nn.Module, Any], Any], *, dtype: torch.dtype | None = None
     ) -> Verification:
-        """Compare this placement and wrapper with the plain computation, on this model and this process group.
+        """Compare the distributed computation with a single-process one, on this model and process group.
 
-        A first step from no curvature, with the present damping, is done twice: by all ranks together, and by each rank
-        alone on a whole, unwrapped copy of the model with the batches of all ranks. Dropout is off and norms use their
-        running statistics meanwhile; sampled labels are the same for both. Under "dp" the plain computation, too, makes
-        each layer's factors of its owner's batch; of rows (HyLo) it selects what each rank does, unless rounding tips
-        the choice. Collective: every rank calls it, when no step is under way. All stays as it was: parameters,
-        gradients, optimizer, buffers, generators, factors, counters. It takes a second model's memory on every rank.
+        Both do a first step without earlier curvature, with the present damping: all ranks together, and each rank
+        alone on an unwrapped copy of the model with the batches of all ranks. Dropout is off and norm layers use their
+        running statistics. Both use the same sampled labels. Under "dp" the single process also builds each layer's
+        factors from its owner's batch. With HyLo it selects the rows that each rank selects, unless rounding changes
+        the selection.
+
+        Collective: call it on every rank, between two steps. Parameters, gradients, optimizer, buffers, generators,
+        factors and counters stay unchanged. Each rank needs memory for a second model.
 
         Args:
-            batch: What this rank gives to `loss_fn`: a tensor, or tensors in tuples, lists and dicts, samples first;
-                the number of samples may differ between ranks.
+            batch: This rank's argument for `loss_fn`: a tensor, or tensors in tuples, lists and dicts, samples first.
+                Ranks may have different numbers of samples.
             loss_fn: A function of model and batch that returns the loss, or (loss, outputs) if labels are sampled.
-            dtype: That of the plain computation; None: the model's. In float64 rounding shows as a difference too.
+            dtype: The dtype of the single-process computation. None: the model's. In float64 the differences include
+                the rounding of the model's dtype.
 
         Returns:
-            The largest relative difference per layer; ``worst`` is the largest of all.
+            The largest relative difference of each layer, and the largest of all as ``worst``.
 
         Raises:
-            ValueError: if an argument is not allowed, or backward passes wait for their step.
+            ValueError: if an argument is not allowed, or if a backward pass has not been followed by `step`.
         """
         return verify(self, self.parts.model, batch, loss_fn, dtype)
 
     # --- State --------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        """Return a copy of the state, on the host and keyed by the qualified names of parameters.
+        """Return a copy of the state on the host, keyed by the qualified names of parameters.
 
-        It is that of the model as it is now. Training may go on while it is written (``dcp.async_save``), and a load
-        into it that breaks off, of a truncated file say, leaves the preconditioner as it was.
+        The copy is independent: training may continue while it is written (``dcp.async_save``), and a failed load into
+        it leaves the preconditioner unchanged.
 
-        Under "background" a training resumes bit by bit unless a renewal is under way, which a state without `gather`
-        leaves out: the first step after a load begins it anew, on all ranks alike. So it is with sums under way in a
-        narrow dtype, of which the averages then lack one update. `gather` ends both first; with a staleness above 1
-        this training then uses the results sooner than it would have, and EKFAC measures in new bases a step sooner.
+        Under "background" training resumes bit by bit, unless a decomposition is in progress and `gather` is False.
+        Such a decomposition is not saved; the first step after loading starts it again on all ranks. Sums that are
+        being sent in a narrow dtype are not saved either, so the averages lack one update. With `gather` both are
+        completed first. Then, with a staleness above 1, this training uses the results earlier than it otherwise would.
 
         Args:
-            gather: Collect the blocks of all ranks (collective). Under "comm-opt" every rank holds all of them.
+            gather: Collect the blocks of all ranks (collective). Under "comm-opt" every rank already holds all blocks.
 
         Returns:
-            Nested dicts of plain numbers, tensors and, where a batch decides their size (rows), tensors in tuples.
+            Nested dicts of numbers and tensors. Tensors whose size depends on the batch (rows) are in tuples.
         """
         self.parts.scheduler.receive_times(self.parts.background.fold(self.parts.watch, alone=not gather))
         if gather:
@@ -566,15 +556,15 @@ class Preconditioner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, also from another number of ranks; every rank calls it.
+        """Restore a state that `state_dict` returned, possibly on another number of ranks. Call it on every rank.
 
         Raises:
-            ValueError: if blocks are missing, unknown or of another shape; then nothing was changed.
+            ValueError: if blocks are missing, unknown or have another shape. Nothing has been changed then.
         """
         self._load(state)
 
     def _load(self, state: Mapping[str, Any], *, partial: bool = False) -> list[str]:
-        """Restore a state; with `partial` (collective) blocks that it lacks begin anew, whose keys are returned."""
+        """Restore a state. With `partial` (collective), restart the blocks that it lacks and return their keys."""
         parts = self.parts
         self._follow_model()
         restarted: list[str] = []

@@ -29,8 +29,8 @@ class SecondLook:
         if parts.damping.tries(parts.progress.step):
             return parts.damping.name
         replayed = (stack.curvature for stack in parts.stacks if stack.replayed_statistics)
-        needed = capture.wanted and parts.second.needed(parts.stacks)
-        return type(next(replayed)).__name__ if needed else ""
+        first = next(replayed, None)
+        return type(first).__name__ if capture.wanted and first is not None else ""
 
     def prepare(self, count: Count | None, closure: Closure | None, before: int | None) -> None:
         """Have the batch looked at again after the optimizer's step, if a curvature needs it.
@@ -41,7 +41,8 @@ class SecondLook:
             before: The step at which statistics were updated before this one.
         """
         parts, progress, optimizer = self._parts, self._parts.progress, self._parts.clip.optimizer
-        if optimizer is None or progress.last_factors != progress.step or not parts.second.needed(parts.stacks):
+        replayed = any(stack.replayed_statistics for stack in parts.stacks)
+        if optimizer is None or progress.last_factors != progress.step or not replayed:
             return
         shares = parts.gains(count)[0]
         replay = Replay.of(parts.stacks, parts.capture, parts.runtime, closure, shares=shares, scaling=parts.scaling)
@@ -56,7 +57,7 @@ class SecondLook:
         stacks = [stack for stack in parts.stacks if stack.replayed_statistics]
         views = [stack.showing(stack.replayed_statistics) for stack in stacks]
         with parts.progress.phase("replay", parts.runtime):
-            sums = replay.sums(parts.model, views, parts.capture, parts.runtime)
+            sums = replay.sums(parts.model, views, parts.capture, parts.hooks, parts.runtime)
         with parts.progress.phase("renew", parts.runtime):
             keys = replay.learn(stacks, sums, views, parts.watch, parts.runtime)
             if damping is not None:
@@ -82,7 +83,7 @@ class SecondLook:
 
     def _compute(self, losses: Losses) -> None:
         with self._parts.progress.phase("replay", self._parts.runtime):
-            losses.compute(self._parts.model, self._parts.capture)
+            losses.compute(self._parts.model, self._parts.hooks)
 
     @torch.no_grad()
     def _judge(self, model: Model, losses: Losses) -> None:

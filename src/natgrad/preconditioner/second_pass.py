@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.capture import Capture
-from natgrad.capture.again import Chance, Pass, Repetition, as_found
+from natgrad.capture.model_hooks import Hooks, Pass
+from natgrad.capture.repetition import Chance, Repetition, as_found
 from natgrad.capture.sums import StatisticsBuffer
 from natgrad.capture.sums.messages import Shares
 from natgrad.curvature import Curvature
@@ -77,16 +78,11 @@ def check_damping(curvatures: Iterable[tuple[Curvature, float]], damping: float)
 class SecondPass:
     """Runs a closure in the hook that an optimizer calls after its step."""
 
-    def __init__(self, *, off: bool = False) -> None:
-        """Wait for nothing; `off` ones never do."""
-        self._off = off
+    def __init__(self) -> None:
+        """Wait for nothing."""
         self._handle: Any = None
         self._act: Callable[[], None] | None = None
         self._told = False
-
-    def needed(self, stacks: Iterable[BlockGroup]) -> bool:
-        """Tell whether any curvature needs it."""
-        return not self._off and any(stack.replayed_statistics for stack in stacks)
 
     def begin(self, asks: str, closure: object, *, skips: bool) -> None:
         """Begin a step: check its closure, and wait no more for the optimizer's last one.
@@ -182,14 +178,15 @@ class Replay:
         return cls(closure if passes else None, capture.recorded(), shown, shares, gain, scaling.of_loss)
 
     def sums(
-        self, model: nn.Module, views: Sequence[BlockGroup], capture: Capture, runtime: Communicator
+        self, model: nn.Module, views: list[BlockGroup], capture: Capture, hooks: Hooks, runtime: Communicator
     ) -> StatisticsBuffer:
         """Look at the batch again; return the sums over all ranks.
 
         Args:
             model: The model, in its wrapper.
             views: Stacks with what is to be seen as their statistics.
-            capture: The hooks.
+            capture: What has seen the first pass.
+            hooks: Those on the model.
             runtime: The ranks.
 
         Raises:
@@ -201,7 +198,7 @@ class Replay:
         sums, error = StatisticsBuffer(views, fused=runtime.ranks > 1, kind="replay"), None
         with resharded(model) as sharded:
             try:
-                self._repeat(model, sums, capture)
+                self._repeat(model, views, sums, capture, hooks)
             except Exception as raised:
                 if sharded:
                     raise
@@ -216,14 +213,18 @@ class Replay:
         sums.travel(runtime, None)
         return sums
 
-    def _repeat(self, model: nn.Module, sums: StatisticsBuffer, capture: Capture) -> None:
+    def _repeat(
+        self, model: nn.Module, views: list[BlockGroup], sums: StatisticsBuffer, capture: Capture, hooks: Hooks
+    ) -> None:
         """Look at this rank's batch again."""
         if self.closure is None:
             return
         repetition = Repetition(self.recorded)
-        with as_found(model), capture.replay(sums, repetition), torch.enable_grad():
-            self._differentiate(self.closure(), sums, capture)
-            passes = [forward.batch for forward in repetition.passes if forward.first in capture.backwards]
+        replay = capture.replaying(views, sums, repetition)
+        with as_found(model), hooks.reporting_to(replay.forward), torch.enable_grad():
+            self._differentiate(self.closure(), sums, replay)
+        replay.finish()
+        passes = [forward.batch for forward in repetition.passes if forward.first in replay.backwards]
         expected = [forward.batch for forward, _ in self.recorded]
         if expected and passes != expected:
             raise NatgradError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from natgrad.capture.reductions import Count
 from natgrad.capture.rows import Collected, Origin
-from natgrad.capture.sums import Choice, make_sums
+from natgrad.capture.sums import BucketedStatistics, Choice, StatisticsBuffer
+from natgrad.curvature.likelihood import Likelihood
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import fold
 
@@ -17,49 +18,64 @@ class Statistics:
         self._parts = parts
 
     def attach(self) -> None:
-        """Set the hooks on the layers as they are now."""
+        """Begin to capture what the layers show, as they are now."""
         parts = self._parts
         placement, wire = parts.structure.plan.placement, parts.precision.wire
-        riders = 0 if parts.scheduler.budget is None else parts.scheduler.budget.numbers
-        names = [layer.name for layer, _ in parts.structure.coverage.layers]
-        sums = make_sums(parts.summed, placement, parts.runtime, wire, parts.scaling.of_captured, riders, names)
         origin = Origin(parts.runtime.rank, parts.runtime.ranks, not placement.rule.uses_own_samples)
         rows = Collected(parts.gathered, wire if parts.runtime.ranks > 1 else None, origin)
-        parts.capture.again = parts.damping.tries(parts.progress.step)
-        parts.capture.attach(parts.stacks, sums, rows)
-        self._carry_audit()
+        parts.capture.records_passes = parts.damping.tries(parts.progress.step)
+        parts.capture.attach(parts.stacks, self._buffer(), rows)
+
+    def _buffer(self) -> StatisticsBuffer:
+        """Return the sums of all layers, in the messages of the placement."""
+        parts, placement = self._parts, self._parts.structure.plan.placement
+        stacks, shared = parts.summed, parts.runtime.ranks > 1
+        riders = parts.scheduler.budget.numbers if parts.scheduler.budget is not None and shared else 0
+        if not (placement.rule.sends_during_backward and shared):
+            return StatisticsBuffer(stacks, fused=shared, riders=riders)
+        return BucketedStatistics(
+            stacks,
+            names=[layer.name for layer, _ in parts.structure.coverage.layers],
+            bucket=placement.bucket,
+            runtime=parts.runtime,
+            wire=parts.precision.wire,
+            gain=parts.scaling.of_captured,
+            riders=riders,
+        )
 
     def choose_next(self) -> None:
         """Tell the hooks what the coming step needs."""
         parts, scheduler, capture = self._parts, self._parts.scheduler, self._parts.capture
         scheduler.receive_decisions(parts.stacks)
         choice = Choice(scheduler.due_statistics(parts.progress), scheduler.stopped)
-        capture.again = parts.damping.tries(parts.progress.step)
+        capture.records_passes = parts.damping.tries(parts.progress.step)
         capture.reset(
             wanted=any(choice.portion(member.layer.name, stack) for stack in parts.summed for member in stack.members),
             rows=bool(parts.gathered) and "gradients" in scheduler.due_parts(parts.progress),
             choice=choice,
         )
         capture.audit.begin(parts.progress.step, captures=capture.wanted or capture.rows.wanted)
-        self._carry_audit()
-
-    def _carry_audit(self) -> None:
-        """Let what is audited in the coming step travel with its statistics, unless these are folded in a later one."""
-        capture = self._parts.capture
-        capture.sums.carry(capture.audit.numbers if capture.wanted and not self._parts.renews_in_background else 0)
 
     def compare_gradients(self) -> None:
-        """Compare ``.grad`` with what the hooks have seen, in some steps: at once, or when the statistics arrive."""
-        parts, audit, sums = self._parts, self._parts.capture.audit, self._parts.capture.sums
+        """Compare ``.grad`` with what the hooks have seen, in some steps."""
+        parts, audit = self._parts, self._parts.capture.audit
         ranks = 1 if parts.reduces else parts.runtime.ranks
         with parts.progress.phase("reduce", parts.runtime):
             passes = len(parts.capture.backwards)
-            numbers = sums.extra = audit.take(parts.scaling.of_loss, step=parts.progress.step, passes=passes)
-            if numbers is None or (sums.carries and parts.capture.wanted):
+            numbers = audit.take(parts.scaling.of_loss, step=parts.progress.step, passes=passes)
+            if numbers is None:
                 return
             if ranks > 1:
                 parts.runtime.sum_(numbers, {"audit": len(numbers)})
             audit.compare(numbers, ranks)
+
+    @property
+    def likelihood(self) -> Likelihood | None:
+        """What the coming step draws labels from, before the loss is differentiated; None: it needs none."""
+        parts, capture = self._parts, self._parts.capture
+        sums = capture.wanted and "gradients" in capture.sums.choice.sides
+        wanted = (one.curvature for one in parts.stacks if (capture.rows.wanted if one.gathered else sums))
+        return next((curvature.likelihood for curvature in wanted if curvature.likelihood is not None), None)
 
     def update(self, count: Count | None) -> None:
         """Sum the statistics over the ranks, and update the running averages; under "background" one step later."""
@@ -76,8 +92,6 @@ class Statistics:
                 parts.background.post(parts.stacks, sums, parts.runtime, parts.progress, parts.inspection, wire)
                 return
             sums.travel(parts.runtime, wire)
-            if sums.carries and sums.extra is not None:
-                capture.audit.compare(sums.extra, parts.runtime.ranks)
             parts.scheduler.receive_times(sums.heard)
             if "gradients" in sides:
                 parts.inspection.look(parts.stacks, sums, parts.runtime)

@@ -121,7 +121,7 @@ class Structure:
         Raises:
             NatgradError: if the model was sharded meanwhile.
         """
-        if not self._changed():
+        if not self.is_outdated:
             return False
         before()
         self._build_anew()
@@ -133,14 +133,27 @@ class Structure:
         Raises:
             NatgradError: as `follow`.
         """
-        if not self._changed():
+        if not self.is_outdated:
             return self
-        twin = copy(self)
-        twin._seated = dict(self._seated)
-        twin._build_anew()
-        return twin
+        other = copy(self)
+        other._seated = dict(self._seated)
+        other._build_anew()
+        return other
 
-    def _changed(self) -> bool:
+    def without_state(self) -> Structure:
+        """Return one of the same layers, on the same ranks, whose blocks have no tensors yet."""
+        other = copy(self)
+        other._seated = dict(self._seated)
+        other._build()
+        return other
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether parameters were moved, frozen, thawed or replaced since it was built.
+
+        Raises:
+            NatgradError: if the model was sharded meanwhile.
+        """
         if reshard(place.module for place in self.coverage.watched) and not self._sharded:
             raise NatgradError("the model was sharded after its Preconditioner was built: call fully_shard before")
         return self.coverage.signature() != self._signature

@@ -28,7 +28,7 @@ def trained(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Tell whether a module normalises: batch, layer, RMS, group and instance norm."""
+    """Return whether a module normalises: batch, layer, RMS, group and instance norm."""
     return isinstance(module, NORMS)
 
 

@@ -1,9 +1,8 @@
-"""The tensors of all blocks of equal size, stored as one."""
+"""All blocks of equal size with one curvature, stored as one tensor for each statistic and result."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from math import prod
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from natgrad.aside import aside
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import (
     computed_for,
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerBlocks:
-    """A layer's place in its stack: blocks ``start`` to ``stop``."""
+    """The place of a layer in its block group: blocks ``start`` to ``stop``."""
 
     layer: Layer
     start: int
@@ -59,33 +57,36 @@ class BlockGroup:
         outputs: o.
         inputs: i.
         members: The layers.
-        averages: Running averages of the statistics ``[N, *shape]``; empty before the first capture.
+        size: N.
+        averages: Running averages of the statistics ``[N, *shape]``; empty before the first factor refresh.
         weight: The bias correction ``1 - dᵏ`` of each block's running averages ``[N]``.
-        early_weight: That of those of the inputs alone, where these have intervals of their own: they are `apart`.
-        decisions: What is kept of the decisions of a refresh rule on the layers; None: it makes none.
-        held: What the last renewal made ``[N, *shape]``; empty before the first.
-        memory: What the curvature keeps from step to step ``[N, *shape]``; empty before the first solve.
-        fresh: Whether the last update of the averages renewed each block ``[N]``; None: before the first.
-        good: For each task and block, whether `held` has a result of it.
-        ready: For each member, whether `held` is complete.
-        rungs: What is remembered of trouble.
-        basis_version: For each block, how often running averages have begun anew (`Task.restarts`); it never goes back.
-        statistics: What the curvature has summed over samples.
-        gathered: The statistics whose rows of samples are gathered instead, and held with what is made of them.
-        rows: How many rows those have (`natgrad.specs.ROWS`); 0 before the first renewal.
-        tasks: The work of a renewal.
-        memories: What the curvature keeps from step to step.
-        input_statistics: The names of the statistics that can be collected apart, those of the inputs alone.
-        replayed_statistics: The names of those that a second pass over a batch accumulates again.
-        computed_for_capture: The names of what is held that accumulating them reads.
-        role: What this rank has to do with its layers.
-        factor: What γ is multiplied by for them.
+        early_weight: That of the statistics of inputs alone, where these are `apart`.
+        apart: Whether statistics of inputs alone have an interval of their own.
+        decisions: The decisions of a refresh rule on the layers; None: there is no such rule.
+        held: The results of the tasks ``[N, *shape]``; empty before the first inverse refresh.
+        memory: The state that the curvature keeps from step to step ``[N, *shape]``; empty before it is first used.
+        fresh: Whether the last update of the averages changed each block ``[N]``, where a second pass over the batch
+            reads it; None: there was no update.
+        good: For each task and block, whether `held` has a result.
+        ready: For each layer, whether `held` is complete.
+        failures: The failures of its blocks.
+        basis_version: For each block, how often its running averages have started again (`Task.restarts`).
+        statistics: The statistics of the curvature that are summed.
+        gathered: The statistics whose rows are gathered; they are held with the results.
+        rows: The number of their rows (`natgrad.specs.ROWS`); 0 before the first renewal.
+        tasks: The tasks of the curvature.
+        memories: The specs of `memory`.
+        input_statistics: The names of the statistics of inputs alone.
+        replayed_statistics: The names of those that a second pass over the batch accumulates again.
+        computed_for_capture: The names of the results that accumulating statistics reads.
+        role: What this rank does for the layers.
+        factor: The factor on the damping γ for this group.
     """
 
     def __init__(
         self, curvature: Curvature, layers: list[Layer], precision: Precision, role: RankRole, factor: float = 1.0
     ) -> None:
-        """Lay out the blocks of `layers`; no tensor is made."""
+        """Lay out the blocks of `layers`, without allocating tensors."""
         self.role, self.factor = role, factor
         self.curvature = curvature
         self.outputs, self.inputs = layers[0].outputs, layers[0].inputs
@@ -112,25 +113,25 @@ class BlockGroup:
         self.fresh: Tensor | None = None
         self.good = {task.name: [False] * self.size for task in self.tasks}
         self.ready = [False] * len(self.members)
-        self.rungs = FailureState((task.name for task in self.tasks), self.size)
+        self.failures = FailureState((task.name for task in self.tasks), self.size)
         self.basis_version = [0] * self.size
 
-    # Read off the model every time, which may be moved after this was built.
+    # Not cached: the model may be moved after this was built.
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are; as long as they have no data (meta), the host, for a state may be loaded before."""
+        """The device of the parameters; the host for the meta device, so that a state can be loaded before the data."""
         device = self._parameter.device
         return device if device.type != "meta" else torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which statistics are summed: that in which they are kept, at least float32."""
+        """The dtype in which statistics are summed: that of the running averages, at least float32."""
         return at_least_float32(self._precision.factor_dtype(self._parameter))
 
     @property
     def work_dtype(self) -> torch.dtype:
-        """The dtype of decompositions, and of gradients as they are preconditioned: at least float32."""
+        """The dtype of decompositions and of preconditioning: at least float32."""
         return at_least_float32(self._solve_dtype)
 
     @property
@@ -141,16 +142,16 @@ class BlockGroup:
     def _parameter(self) -> Tensor:
         parameter = self.members[0].layer.slots[0].parameter
         if is_sharded(parameter):
-            # Within a forward or backward pass FSDP2 puts a copy in its place, whose dtype may be another.
+            # Within a forward or backward pass FSDP2 replaces it by a plain tensor, which may have another dtype.
             self._settled = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         return parameter if self._settled is None else self._settled
 
     def follow(self) -> bool:
-        """Move all tensors to where the parameters are now; tell whether they were elsewhere."""
+        """Move all tensors to where the parameters are; return whether they were elsewhere."""
         place = self.device, self.dtype
         before, self._place = self._place, place
         if before not in (None, place):
-            self.rungs.to(self.work_dtype, self.device)
+            self.failures.to(self.work_dtype, self.device)
         if self.weight is None or (self.weight.device, self.weight.dtype) == place:
             return before not in (None, place)
         self.weight = self.weight.to(self.device, self.dtype)
@@ -161,27 +162,8 @@ class BlockGroup:
             self.decisions.to(self.work_dtype, self.device)
         return True
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Be without curvature meanwhile, and as before afterwards."""
-        good, ready = {part: [False] * self.size for part in self.good}, [False] * len(self.ready)
-        with ExitStack() as stack:
-            for member in self.members:
-                stack.enter_context(aside(member.layer, seconds=0.0))
-            kept = {
-                "averages": StateTensors(),
-                "weight": None,
-                "held": StateTensors(),
-                "memory": StateTensors(),
-                "fresh": None,
-            }
-            decisions = None if self.decisions is None else self.decisions.fresh()
-            own = {"rungs": self.rungs.anew(), "early_weight": None, "decisions": decisions, "rows": 0}
-            stack.enter_context(aside(self, good=good, ready=ready, **own, **kept))
-            yield
-
     def allocate_averages(self) -> Tensor:
-        """Make the running averages unless they exist, and return the weights."""
+        """Allocate the running averages unless they exist, and return the bias corrections."""
         if self.weight is None:
             self.weight = torch.zeros(self.size, dtype=self.dtype, device=self.device)
             self.early_weight = self.weight.clone() if self.apart else None
@@ -195,12 +177,12 @@ class BlockGroup:
         return [weight for weight in (self.weight, self.early_weight) if weight is not None]
 
     def weight_of(self, statistic: str) -> Tensor | None:
-        """Return the bias correction of a statistic's running averages ``[N]``; None: there are none."""
+        """Return the bias correction of a statistic ``[N]``; None: there are no running averages."""
         early = self.early_weight is not None and statistic in self.input_statistics
         return self.early_weight if early else self.weight
 
     def allocate_held(self) -> StateTensors:
-        """Make the tensors that renewals write unless they exist, and return them."""
+        """Allocate the results of tasks unless they exist, and return them."""
         if not self.held:
             self.held = self.draft(self.rows)
         return self.held
@@ -210,7 +192,7 @@ class BlockGroup:
         return StateTensors(self.written(rows), self.size, self._solve_dtype, self.device)
 
     def allocate_memory(self) -> StateTensors:
-        """Make the tensors that outlive steps unless they exist, and return them."""
+        """Allocate the curvature's state unless it exists, and return it."""
         if not self.memory:
             self.memory = StateTensors(self.memories, self.size, self._solve_dtype, self.device)
         return self.memory
@@ -218,34 +200,37 @@ class BlockGroup:
     def corrected(
         self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Return what tasks read of some blocks: bias-corrected running averages in their dtype, and memory.
+        """Return what tasks read of some blocks: bias-corrected running averages and state, in the dtype of tasks.
 
-        Of those that are to be `diagonal` there is the diagonal.
+        Args:
+            blocks: The blocks.
+            names: The statistics and tensors of the state.
+            diagonal: The statistics of which the diagonal is returned.
         """
         averages = unpacked(self.snapshot(blocks, names, diagonal), self.statistics, diagonal)
         return {**averages, **self.remembered(blocks, names)}
 
     def remembered(self, blocks: slice | Tensor, names: Collection[str]) -> dict[str, Tensor]:
-        """Return what of some names is kept from step to step, of some blocks, in the dtype of gradients."""
+        """Return some tensors of the curvature's state for some blocks, in the dtype of gradients."""
         own = [spec.name for spec in self.memories if spec.name in names]
         return {name: self.allocate_memory().read(name, blocks).to(self.work_dtype) for name in own}
 
     def computed(self, blocks: slice | Tensor) -> dict[str, Tensor]:
-        """Return what renewals have made of some blocks."""
+        """Return the results of the tasks for some blocks."""
         return self._made(self.held, blocks, self.work_dtype)
 
     def _made(self, names: Iterable[str], blocks: slice | Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return some of what renewals have made, in a dtype unless the curvature takes any."""
+        """Return some results for some blocks, in `dtype` unless the curvature accepts narrow ones."""
         made = {name: self.held.read(name, blocks) for name in names}
         return made if self.curvature.takes_narrow else {name: own.to(dtype) for name, own in made.items()}
 
     def live_averages(self, blocks: slice | Tensor) -> dict[str, Tensor]:
-        """Return the averages that preconditioning some blocks reads."""
+        """Return the running averages of some blocks that preconditioning reads."""
         names = tuple(one.name for one in self.statistics if one.used_by_precondition)
         return self.corrected(blocks, names) if names else {}
 
     def solve(self, blocks: slice | Tensor, W: Tensor, damping: float) -> Tensor:
-        """Return the preconditioned gradients of some blocks; what is remembered of finite ones is renewed by them."""
+        """Return the preconditioned gradients of some blocks, and update the curvature's state by the finite ones."""
         pieces = even_pieces(len(W), W[:1].nbytes, self.device)
         if len(pieces) == 1:
             return self._solve(blocks, W, damping)
@@ -264,7 +249,7 @@ class BlockGroup:
         return self.curvature.precondition(computed, averages, known, W, damping * self.factor)
 
     def fisher_product(self, D: Tensor) -> Tensor:
-        """Return F D ``[N, o, i]``, without damping; zero for layers without usable curvature."""
+        """Return F D ``[N, o, i]``, without damping; zero where no usable result exists."""
         names = self.curvature.fisher_product_reads
         if names is None or not any(self.ready):
             return torch.zeros_like(D)
@@ -275,12 +260,12 @@ class BlockGroup:
         for member, flag in zip(self.members, self.ready, strict=True):
             if not flag:
                 product[member.blocks] = 0
-        if self.rungs.sunk is not None:
-            product.masked_fill_(self.rungs.sunk[:, None, None], 0)
+        if self.failures.invalid is not None:
+            product.masked_fill_(self.failures.invalid[:, None, None], 0)
         return product
 
     def diagonal(self, blocks: slice | Tensor, damping: float) -> Tensor | None:
-        """Return the damped diagonal of the Fisher of some blocks ``[n, o, i]``; None: their curvature knows none."""
+        """Return the damped diagonal of the Fisher ``[n, o, i]`` of some blocks; None: it is not available."""
         names = self.curvature.diagonal_reads
         if names is None or self.weight is None:
             return None
@@ -291,19 +276,26 @@ class BlockGroup:
     def rewrite(
         self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor
     ) -> None:
-        """Put what is `fresh` into the memory of some blocks, and among what is `known` of it, where `fine` ``[n]``."""
+        """Write new tensors of the curvature's state for some blocks.
+
+        Args:
+            blocks: The blocks.
+            known: The current values, which are replaced likewise.
+            fresh: The new values.
+            fine: Which of the blocks take them ``[n]``.
+        """
         for name, values in fresh.items():
             known[name] = torch.where(along(fine, values.ndim - 1), values, known[name])
             self.memory.write(name, blocks, known[name])
 
     def seen_by(self, member: LayerBlocks) -> dict[str, Tensor] | None:
-        """Return what of `held` a capture of a layer looks at; None where that is not complete."""
+        """Return the results that accumulating a layer's statistics reads; None: they are incomplete."""
         if not self.ready[self.members.index(member)]:
             return None
         return self._made(self.computed_for_capture, member.blocks, self.dtype)
 
     def previous(self, task: Task, blocks: slice) -> dict[str, Tensor] | None:
-        """Return what a task has made of some blocks last, if it needs it; None: not of all of them."""
+        """Return the last results of a task for some blocks; None: it does not need them, or some are missing."""
         if not (task.needs_previous and all(self.good[task.name][blocks])):
             return None
         return {spec.name: self.held.read(spec.name, blocks).to(self.work_dtype) for spec in task.writes}
@@ -311,7 +303,7 @@ class BlockGroup:
     def snapshot(
         self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Return the averages that `corrected` does in memory of their own, packed."""
+        """Return copies of the running averages as `corrected` does, packed."""
         result = {}
         for spec in self.statistics:
             if spec.name in names:
@@ -323,7 +315,7 @@ class BlockGroup:
         return result
 
     def note(self, blocks: slice, fine: Tensor) -> None:
-        """Note which of some blocks an update of the averages renewed, where a replay asks."""
+        """Record which of some blocks an update of the averages changed, where a second pass reads it."""
         if self.replayed_statistics:
             self.fresh = (
                 torch.zeros(self.size, dtype=torch.bool, device=self.device) if self.fresh is None else self.fresh
@@ -331,13 +323,13 @@ class BlockGroup:
             self.fresh[blocks] = fine
 
     def showing(self, names: tuple[str, ...]) -> BlockGroup:
-        """Return a stack of the same layers with some of the statistics only."""
+        """Return a shallow copy with some of the statistics only."""
         other = copy(self)
         other.statistics = tuple(spec for spec in self.statistics if spec.name in names)
         return other
 
     def bytes_per_block(self) -> int:
-        """Return what this rank keeps for one block, factors and what is made of them."""
+        """Return the bytes that this rank keeps for one block: running averages, results and state."""
         factors, held = (f(self._parameter) for f in (self._precision.factor_dtype, self._precision.solve_dtype))
         kept = [
             *((packed_shape(spec), spec_dtype(spec, factors)) for spec in self.statistics if self.role.keeps_averages),
@@ -355,7 +347,7 @@ class BlockGroup:
         return (member.stop - member.start) * self.outputs * self.inputs
 
     def charge(self, members: Sequence[LayerBlocks], seconds: float) -> None:
-        """Share the host seconds of work on some layers out among them, by their blocks."""
+        """Add host seconds to some layers, in proportion to their blocks."""
         blocks = sum(member.stop - member.start for member in members)
         for member in members:
             member.layer.seconds += seconds * (member.stop - member.start) / blocks
@@ -428,10 +420,10 @@ class BlockGroup:
         for member, flags in fine.items():
             for task in self.tasks:
                 self.renewed(task.name, member.start, flags)
-            self.rungs.conclude(range(member.start, member.stop))
+            self.failures.conclude(range(member.start, member.stop))
 
     def restart(self, task: Task, start: int, success: Sequence[bool]) -> None:
-        """Begin new running averages with what a task has made of the blocks from `start` on, where it succeeded."""
+        """Start running averages again for the blocks from `start` on where a task that restarts them has succeeded."""
         if not task.restarts:
             return
         blocks = [block for block, fine in enumerate(success, start=start) if fine]
@@ -441,28 +433,31 @@ class BlockGroup:
             self.averages[name][blocks] = 0
 
     def outlived(self, versions: Sequence[int], blocks: slice) -> Tensor | None:
-        """Tell which of some blocks have begun new running averages since they were of some versions; None: none."""
+        """Return which of some blocks have started again since the given versions ``[n]``; None: none."""
         changed = [before != now for before, now in zip(versions[blocks], self.basis_version[blocks], strict=True)]
         return tensor_on(self.device, changed) if any(changed) else None
 
     @property
     def restarting(self) -> set[str]:
-        """The statistics whose running averages may begin anew."""
+        """The names of the statistics whose running averages may start again."""
         return {name for task in self.tasks for name in task.restarts}
 
     def renewed(self, part: str, start: int, success: list[bool], *, forget: bool = False) -> None:
-        """Note what `held` of a part is good from block `start` on; a failure leaves the last good one in place."""
+        """Record which results of a task exist for the blocks from `start` on.
+
+        After a failure the last good result stays in use. With `forget` (a loaded state), `success` alone decides.
+        """
         good = self.good[part]
         for block, fine in enumerate(success, start=start):
             good[block] = fine or (good[block] and not forget)
         if not forget:
-            self.rungs.renewed(part, start, success)
+            self.failures.renewed(part, start, success)
         self.ready = [all(all(good[member.blocks]) for good in self.good.values()) for member in self.members]
 
 
 def unpacked(
     averages: Mapping[str, Tensor], statistics: Sequence[Statistic], diagonal: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Return what `BlockGroup.snapshot` has packed as whole matrices."""
+    """Return the averages of `BlockGroup.snapshot` as whole matrices, and `diagonal` ones as they are."""
     own = {spec.name: spec for spec in statistics if spec.name in averages}
     return {name: averages[name] if name in diagonal else unpack(averages[name], spec) for name, spec in own.items()}

@@ -1,4 +1,4 @@
-"""How far the curvature of each block of a stack is from fresh, and what it takes to go on without it."""
+"""Failures of the curvature of each block: how often its renewal failed, and what serves it meanwhile."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from natgrad.linalg import tensor_on
 from natgrad.linalg.joined import joined, write_
 
-# What was seen of a block's statistics since its last renewal: nothing, what is not finite alone, or some that are.
+# Which statistics a block had since its last renewal: 0 none, _BAD only non-finite ones, _FINE also finite ones.
 _BAD, _FINE = 1, 2
 
 _STATISTICS = "statistics"
 
 
-class Rung(IntEnum):
-    """What made the last update of a layer, from the best down; `PLAIN` ones never had any curvature to fail."""
+class Level(IntEnum):
+    """What preconditioned a layer in a step, the best first. `PLAIN`: the layer has had no curvature yet."""
 
     PLAIN = 0
     FRESH = 1
@@ -27,63 +27,65 @@ class Rung(IntEnum):
     GRAFTED = 4
 
     def __str__(self) -> str:
-        """Say it in words; nothing where all is well."""
-        words = {Rung.STALE: "last good", Rung.DIAGONAL: "diagonal", Rung.GRAFTED: "plain gradient, norm grafted"}
+        """Return a description, empty for `PLAIN` and `FRESH`."""
+        words = {Level.STALE: "last good", Level.DIAGONAL: "diagonal", Level.GRAFTED: "plain gradient, norm grafted"}
         return words.get(self, "")
 
 
 class FailureState:
-    """What a stack of N blocks remembers of trouble; a worker of its layers keeps it.
+    """The failures of the N blocks of a group, kept by the workers of its layers.
 
     Attributes:
-        behind: For each block how many renewals in a row brought nothing new: its decomposition failed, or all its
-            statistics since the one before were not finite.
-        norm: A running average of ‖V‖ ``[N]``, 0 before the first; None: of no block.
-        sunk: Whether what the last good renewal has made of a block was found to be unusable ``[N]``; None: never.
-        suspected: Whether the host knows of any sunk block.
-        last: Of the last step the keys of layers, and their rungs ``[m]``; None: none fell back.
+        behind: For each block, how many renewals in a row failed: the decomposition failed, or all statistics since the
+            renewal before were non-finite.
+        norm: Running average of ‖V‖ ``[N]``, 0 before the first step. None: not allocated.
+        invalid: Blocks whose current inverse gave a non-finite or non-descent direction ``[N]`` (bool). Cleared by the
+            next successful decomposition. None: not allocated.
+        suspected: Whether the host has seen that a block is `invalid`.
+        last: The keys of layers and their levels ``[m]`` in the last step. None: all were fresh.
     """
 
     def __init__(self, parts: Iterable[str], size: int) -> None:
-        """Begin without trouble."""
+        """Begin without failures.
+
+        Args:
+            parts: The names of the tasks.
+            size: N.
+        """
         self._failures = {part: [0] * size for part in (_STATISTICS, *parts)}
         self.behind = [0] * size
         self.norm: Tensor | None = None
-        self.sunk: Tensor | None = None
+        self.invalid: Tensor | None = None
         self.suspected = False
         self.last: tuple[list[str], Tensor] | None = None
         self._seen: Tensor | None = None
-
-    def anew(self) -> FailureState:
-        """Return those of the same blocks without trouble."""
-        return FailureState([part for part in self._failures if part != _STATISTICS], len(self.behind))
 
     # --- Renewals -----------------------------------------------------------------------------------------------
 
     @staticmethod
     def saw(some: Sequence[tuple[FailureState, slice]], fine: Tensor, bad: Tensor) -> None:
-        """Note which blocks of some stacks had statistics that are finite, and which had others.
+        """Record which blocks had finite statistics and which had non-finite ones.
 
         Args:
-            some: What these stacks remember, and which of their blocks.
-            fine: Those that had finite ones, end to end ``[n]``.
-            bad: Those that had others ``[n]``.
+            some: The failure states of some groups, with the blocks of each; n blocks in all.
+            fine: Blocks that had finite statistics ``[n]`` (bool).
+            bad: Blocks that had non-finite ones ``[n]`` (bool).
         """
-        places = [(rungs._allocate_seen(fine.device), blocks) for rungs, blocks in some]
+        places = [(state._allocate_seen(fine.device), blocks) for state, blocks in some]
         known = joined([seen[blocks] for seen, blocks in places])
         news = torch.add(bad.to(known.dtype) * _BAD, fine.to(known.dtype), alpha=_FINE)
         write_(places, torch.maximum(known, news))
 
     def renewed(self, part: str, start: int, success: Sequence[bool]) -> None:
-        """Note which decompositions of a part, from block `start` on, have succeeded."""
+        """Record which decompositions of a task succeeded, for the blocks from `start` on."""
         failures = self._failures[part]
         for block, fine in enumerate(success, start=start):
             failures[block] = 0 if fine else failures[block] + 1
-        if self.sunk is not None:
-            self.sunk[start : start + len(success)] &= ~tensor_on(self.sunk.device, success)
+        if self.invalid is not None:
+            self.invalid[start : start + len(success)] &= ~tensor_on(self.invalid.device, success)
 
     def conclude(self, blocks: Iterable[int]) -> None:
-        """End a renewal of some blocks."""
+        """End a renewal of some blocks: update `behind`."""
         if self._seen is not None:
             own, failures = sorted(set(blocks)), self._failures[_STATISTICS]
             for block, seen in zip(own, self._seen[own].tolist(), strict=True):
@@ -102,14 +104,14 @@ class FailureState:
 
     # --- Steps --------------------------------------------------------------------------------------------------
 
-    def allocate_sunk(self, device: torch.device) -> Tensor:
-        """Make `sunk` unless it exists, and return it."""
-        if self.sunk is None:
-            self.sunk = torch.zeros(len(self.behind), dtype=torch.bool, device=device)
-        return self.sunk
+    def allocate_invalid(self, device: torch.device) -> Tensor:
+        """Return `invalid`, allocating it if needed."""
+        if self.invalid is None:
+            self.invalid = torch.zeros(len(self.behind), dtype=torch.bool, device=device)
+        return self.invalid
 
     def allocate_norm(self, like: Tensor) -> Tensor:
-        """Make `norm` unless it exists, and return it."""
+        """Return `norm`, allocating it if needed."""
         if self.norm is None:
             self.norm = like.new_zeros(len(self.behind))
         return self.norm
@@ -117,35 +119,35 @@ class FailureState:
     def to(self, dtype: torch.dtype, device: torch.device) -> None:
         """Move all tensors."""
         self.norm = None if self.norm is None else self.norm.to(device, dtype)
-        self.sunk, self._seen = (None if own is None else own.to(device) for own in (self.sunk, self._seen))
+        self.invalid, self._seen = (None if own is None else own.to(device) for own in (self.invalid, self._seen))
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """What served layers in place of fresh curvature in the last step, in words by their keys."""
+        """What served layers in the last step instead of fresh curvature: a description by layer key."""
         if self.last is None:
             return {}
-        keys, rungs = self.last
-        return {key: str(Rung(int(rung))) for key, rung in zip(keys, rungs.tolist(), strict=True)}
+        keys, levels = self.last
+        return {key: str(Level(int(level))) for key, level in zip(keys, levels.tolist(), strict=True)}
 
     # --- State --------------------------------------------------------------------------------------------------
 
     def shapes(self, count: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of what `state` returns of so many blocks."""
+        """Return the shapes of the tensors that `state` returns for `count` blocks."""
         return {"norm": (count,), "ladder": (count, 3 + len(self._failures))}
 
     def state(self, blocks: slice) -> dict[str, Tensor]:
-        """Return all there is to know of some blocks: `norm`, and all else as whole numbers."""
+        """Return the state of some blocks for a checkpoint: `norm`, and everything else as integers."""
         count = len(self.behind[blocks])
-        norm, sunk, seen = (
+        norm, invalid, seen = (
             torch.zeros(count, device="cpu") if own is None else own[blocks].cpu()
-            for own in (self.norm, self.sunk, self._seen)
+            for own in (self.norm, self.invalid, self._seen)
         )
         known = torch.full((count,), self.suspected, device="cpu")
         failures = (torch.tensor(own[blocks], device="cpu") for own in self._failures.values())
-        return {"norm": norm, "ladder": torch.stack([own.int() for own in (known, sunk, seen, *failures)], 1)}
+        return {"norm": norm, "ladder": torch.stack([own.int() for own in (known, invalid, seen, *failures)], 1)}
 
     def load(self, start: int, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """Restore what `state` returned of the blocks from `start` on.
+        """Restore what `state` returned, for the blocks from `start` on.
 
         Args:
             start: The first block.
@@ -153,10 +155,10 @@ class FailureState:
             dtype: That of `norm`.
             device: That of all tensors.
         """
-        norm, (known, sunk, seen, *failures) = state["norm"], state["ladder"].cpu().unbind(1)
+        norm, (known, invalid, seen, *failures) = state["norm"], state["ladder"].cpu().unbind(1)
         blocks = slice(start, start + len(norm))
         self.allocate_norm(torch.empty(0, dtype=dtype, device=device))[blocks] = norm.to(device, dtype)
-        self.allocate_sunk(device)[blocks] = sunk.to(device, torch.bool)
+        self.allocate_invalid(device)[blocks] = invalid.to(device, torch.bool)
         self._allocate_seen(device)[blocks] = seen.to(device, torch.int8)
         self.suspected = self.suspected or bool(known.any())
         for own, counts in zip(self._failures.values(), failures, strict=True):

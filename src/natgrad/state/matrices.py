@@ -1,4 +1,4 @@
-"""Parameters, and what is shaped as they are, as the blocks of stacks."""
+"""Parameters, and tensors shaped as they are, as the blocks of a group."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from natgrad.state.block_group import BlockGroup, LayerBlocks
 
 
 def stacked(stack: BlockGroup, of: Callable[[Slot], Tensor | None]) -> Tensor:
-    """Return what there is `of` each parameter of a stack, none of them sharded, as blocks ``[N, o, i]``.
+    """Return a tensor for each parameter of a block group as blocks ``[N, o, i]``, in the dtype of solves.
 
-    It is a tensor shaped as the parameter; None counts as zero. The blocks are in the dtype of solves.
+    Args:
+        stack: The block group, none of whose parameters is sharded.
+        of: Returns the tensor, shaped as the parameter; None counts as zero.
     """
     B = torch.zeros(stack.size, stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
     targets, sources = [], []
@@ -30,10 +32,10 @@ def stacked(stack: BlockGroup, of: Callable[[Slot], Tensor | None]) -> Tensor:
 
 
 def assembled(stack: BlockGroup, pieces: Mapping[int, Iterable[Piece]]) -> Tensor:
-    """Return rows of what is shaped as the parameters of a stack as blocks ``[N, o, i]``; the others are zero.
+    """Return rows of tensors shaped as a group's parameters as blocks ``[N, o, i]``; other rows are zero.
 
     Args:
-        stack: The stack.
+        stack: The block group.
         pieces: The rows, by the ``id`` of the parameter.
     """
     B = torch.zeros(stack.size, stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
@@ -49,12 +51,12 @@ def assembled(stack: BlockGroup, pieces: Mapping[int, Iterable[Piece]]) -> Tenso
 
 
 def parameters(stack: BlockGroup) -> Tensor:
-    """Return the parameters of a stack, none of them sharded, as blocks ``[N, o, i]``."""
+    """Return the parameters of a block group, none of them sharded, as blocks ``[N, o, i]``."""
     return stacked(stack, lambda slot: slot.parameter)
 
 
 def places(members: list[LayerBlocks], stacked: Tensor) -> Iterator[tuple[Layer, Slot, Tensor]]:
-    """Yield each parameter with its columns of `stacked`."""
+    """Yield each parameter of some layers with its columns of their blocks."""
     start = 0
     for member in members:
         stop = start + member.stop - member.start

@@ -1,4 +1,4 @@
-"""What refresh rules measure of stacks: numbers of their running averages, one for each unit of each layer."""
+"""The measures of refresh rules: numbers computed from running averages, for each layer or each of its factors."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from natgrad.refresh.rule import By, Measure
 from natgrad.specs import Statistic
 from natgrad.state.block_group import BlockGroup
 
-# About so many elements are read at a time.
+# The number of elements that are read at a time, about.
 _CHUNK = 2**22
 
 
 @dataclass(frozen=True)
 class Unit:
-    """The part of a layer on which one decision is made.
+    """The part of a layer for which one decision is made.
 
     Attributes:
-        parts: The names of its parts (`natgrad.Task`).
-        statistics: What they read.
+        parts: The names of its tasks (`natgrad.Task`).
+        statistics: The statistics that they read.
     """
 
     parts: frozenset[str]
@@ -35,10 +35,10 @@ class Unit:
 
 
 def units(stack: BlockGroup, by: By) -> list[Unit]:
-    """Return what of the layers of a stack is decided on separately.
+    """Return the units of the layers of a group.
 
-    By "layer" that is one unit. By "factor" the parts that read the same statistics are one: A and G are decided on
-    separately where each has a part of its own.
+    By "layer" there is one. By "factor" tasks that read the same statistics form one: A and G are separate where each
+    has a task of its own.
     """
     found: list[Unit] = []
     for task in stack.tasks:
@@ -53,38 +53,37 @@ def units(stack: BlockGroup, by: By) -> list[Unit]:
 
 
 def measurable(curvature: Curvature, statistics: Collection[Statistic], measure: Measure | None) -> bool:
-    """Return whether layers with a curvature of such statistics can be measured so: rows have no running averages."""
+    """Return whether a measure is available for a curvature of such statistics: gathered ones have no averages."""
     needed = {"trace": curvature.trace_reads is not None, "basis": curvature.off_diagonal_reads}
     return not gathered(statistics) and bool(needed.get(measure or "nothing", True))
 
 
 def measured(stack: BlockGroup, measure: Measure, by: By = "layer") -> Tensor:
-    """Return a number for each unit of each layer of a stack ``[U, M]``, of its running averages as they are now.
+    """Return a measure of the current running averages for each unit of each layer ``[U, M]``; nan where not available.
 
     Args:
-        stack: The stack, which has averages; for "basis" also results of renewals, for "drift" `BlockGroup.decisions`.
-        measure: What is measured (`natgrad.RefreshRule`); a trace is that without damping. What cannot be measured is
-            nan.
-        by: What its units are.
+        stack: The block group, which has averages; "basis" also needs results of tasks, "drift" `BlockGroup.decisions`.
+        measure: The measure (`natgrad.RefreshRule`); a trace is without damping.
+        by: What a unit is.
     """
     return _MEASURES[measure](stack, units(stack, by))
 
 
 def _trace(stack: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
-    """``tr F`` of all blocks of a layer."""
+    """Return ``tr F`` of each layer."""
     curvature, names = stack.curvature, stack.curvature.trace_reads or ()
     traces = [curvature.trace(stack.corrected(blocks, names), stack.outputs) for blocks in _pieces(stack, names)]
     return _by_layer(stack, torch.cat(traces))[None]
 
 
 def _norm(stack: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
-    """``Π ‖X‖`` over the statistics X that renewals read."""
+    """Return ``Π ‖X‖`` over the statistics X that tasks read."""
     squares = _squares_of(stack, stack.snapshot)
     return torch.stack([square.sqrt() for square in squares.values()]).prod(0)[None]
 
 
 def _drift(stack: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
-    """The largest ``‖X - X_last‖ / ‖X_last‖`` of the statistics X that renewals read."""
+    """Return the largest ``‖X - X_last‖ / ‖X_last‖`` of the statistics X that tasks read."""
     state = stack.decisions
     assert state is not None
 
@@ -103,7 +102,7 @@ def _drift(stack: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
 
 
 def _basis(stack: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
-    """The largest ``‖offdiag(Qᵀ X Q)‖ / ‖X‖`` of the factors X with eigenvectors Q."""
+    """Return the largest ``‖offdiag(Qᵀ X Q)‖ / ‖X‖`` of the factors X with eigenvectors Q."""
     curvature, names, found = stack.curvature, stack.curvature.off_diagonal_reads or (), []
     with full_products(stack.device):
         for blocks in _pieces(stack, names):
@@ -112,7 +111,7 @@ def _basis(stack: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
             found.append(torch.stack([torch.stack(pair) for pair in pairs]))  # [factors, 2, n]
     off, whole = torch.cat(found, -1).unbind(1)
     shares = [_by_layer(stack, left_out) / _by_layer(stack, all_) for left_out, all_ in zip(off, whole, strict=True)]
-    # Where factors are made of several statistics, any of these stands for them: all are in one unit.
+    # A factor made of several statistics is named by any of them: all are in one unit.
     return _largest(stack_units, [(name, share.sqrt()) for name, share in zip(names, shares, strict=False)])
 
 
@@ -125,7 +124,7 @@ _MEASURES: Mapping[Measure, Callable[[BlockGroup, Sequence[Unit]], Tensor]] = {
 
 
 def _largest(stack_units: Sequence[Unit], found: Sequence[tuple[str, Tensor]]) -> Tensor:
-    """Return the largest of what was `found` of the statistics of each unit ``[U, M]``; nan where there is nothing."""
+    """Return the largest value among the statistics of each unit ``[U, M]``; nan where there is none."""
     rows = []
     for unit in stack_units:
         values = [numbers for name, numbers in found if name in unit.statistics]
@@ -134,7 +133,7 @@ def _largest(stack_units: Sequence[Unit], found: Sequence[tuple[str, Tensor]]) -
 
 
 def _squares_of(stack: BlockGroup, read: Callable[[slice, tuple[str, ...]], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the squared Frobenius norms over the blocks of each layer ``[M]``, of packed tensors that are read."""
+    """Return the squared Frobenius norm of each statistic over the blocks of each layer ``[M]``."""
     assert stack.decisions is not None
     names = stack.decisions.names
     pieces: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -147,7 +146,7 @@ def _squares_of(stack: BlockGroup, read: Callable[[slice, tuple[str, ...]], Mapp
 
 
 def _squares(spec: Statistic, packed: Tensor) -> Tensor:
-    """Return ``‖X‖²`` of each block ``[n]``; what is off the diagonal of a triangle counts twice."""
+    """Return ``‖X‖²`` of each block ``[n]``; elements off the diagonal of a triangle count twice."""
     squares = packed.reshape(len(packed), -1).square().sum(1)
     if not spec.symmetric:
         return squares
@@ -156,14 +155,14 @@ def _squares(spec: Statistic, packed: Tensor) -> Tensor:
 
 
 def _by_layer(stack: BlockGroup, values: Tensor) -> Tensor:
-    """Sum numbers of blocks ``[N]`` over the blocks of each layer ``[M]``."""
+    """Return the sum of ``[N]`` over the blocks of each layer ``[M]``."""
     if len(stack.members) == stack.size:
         return values
     return torch.stack([values[member.blocks].sum() for member in stack.members])
 
 
 def _pieces(stack: BlockGroup, names: tuple[str, ...]) -> Iterator[slice]:
-    """Yield the blocks that are read at a time."""
+    """Yield the blocks to read at a time."""
     numel = sum(prod(spec.shape) for spec in stack.statistics if spec.name in names)
     step = max(1, _CHUNK // max(1, numel))
     for start in range(0, stack.size, step):

@@ -1,4 +1,4 @@
-"""How many blocks of a stack are solved for at once."""
+"""The number of blocks that are preconditioned at once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from natgrad.linalg.device import by_device
 
-# Bytes of a tensor of the blocks that are worked on at once. A GPU wants few calls; a CPU what its caches hold, and
-# memory no larger than the holes that activations leave behind.
+# Bytes of a tensor of the blocks that are worked on at once. A GPU is fastest with few calls; a CPU with tensors that
+# fit its caches and the memory that activations have freed.
 _CPU, _OTHER = 2**21, 2**26
 
 

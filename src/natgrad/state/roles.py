@@ -1,4 +1,4 @@
-"""What one rank has to do with the layers of a stack."""
+"""What one rank does for the layers of a block group."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from natgrad.distributed import Assignment, Plan
 
 @dataclass(frozen=True)
 class RankRole:
-    """What a rank has to do with some layers, all of which have the same workers.
+    """What a rank does for some layers, all of which have the same workers.
 
     Attributes:
-        seat: Their workers, and where their sums go; without owners.
-        server: The worker that gives this rank their preconditioned gradients.
-        is_gradient_worker: Whether it is this rank itself.
-        keeps_averages: Whether this rank receives their sums, and keeps their running averages.
-        captures: Whether its samples count in them.
+        seat: Their workers, and where their statistics are summed; without owners.
+        server: The worker that sends this rank the preconditioned gradients.
+        is_gradient_worker: Whether this rank is a worker.
+        keeps_averages: Whether this rank receives the sums, and keeps their running averages.
+        captures: Whether the samples of this rank count in the sums.
     """
 
     seat: Assignment
@@ -27,7 +27,7 @@ class RankRole:
 
     @classmethod
     def of(cls, plan: Plan[str], key: str, rank: int) -> RankRole:
-        """Read it off a plan."""
+        """Return the role of a rank for a layer of a plan."""
         seat = plan.seats[key]
         return cls(
             seat=Assignment(seat.workers, {}, seat.sums),
@@ -39,5 +39,5 @@ class RankRole:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What is equal for layers whose blocks may be stored together."""
+        """A key that is equal for layers whose blocks may be stored together."""
         return self.seat.workers, self.seat.sums

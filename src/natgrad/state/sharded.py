@@ -1,8 +1,8 @@
-"""What FSDP2 has sharded: each rank has some rows of the parameters of a layer, and of what is shaped as they are.
+"""Parameters that FSDP2 shards: each rank holds some rows of them, and of tensors shaped as they are.
 
-Sums over elements are sums over rows. Only for a product with the Fisher block of a layer does one rank, which accounts
-for the layer, need all rows, and for its mean outputs each worker. Of several copies of a model (HSDP) that counts in a
-sum which has a part on the rank that accounts for the layer.
+Sums over elements are computed on the ranks that hold the rows. All rows are gathered only for products with a Fisher
+block, on one rank for each layer (its accountant), and on the workers for a second pass over the batch. With several
+replicas of the model (HSDP), only the replica that the accountant belongs to counts in sums.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from natgrad.state.matrices import assembled
 
 
 def slots_of(stack: BlockGroup) -> Sequence[Slot]:
-    """Return the parameters of a stack, or the parts of them that are its."""
+    """Return the parameters of a block group, or the parts of them that belong to it."""
     return [slot for member in stack.members for slot in member.layer.slots]
 
 
 def has_shards(stack: BlockGroup) -> bool:
-    """Tell whether any parameter of a stack is sharded."""
+    """Return whether any parameter of a stack is sharded."""
     return any(is_sharded(slot.parameter) for slot in slots_of(stack))
 
 
 class Rows:
-    """Which rows of the parameters of some stacks are whose."""
+    """Which rank holds which rows of the parameters of some block groups."""
 
     def __init__(self, runtime: Communicator) -> None:
-        """Look nothing up yet."""
+        """Start with an empty cache."""
         self._runtime, self._holders = runtime, Holders(runtime)
 
     def held(self, slot: Slot) -> range:
@@ -40,33 +40,33 @@ class Rows:
         return self._holders.rows(slot, self._runtime.rank)
 
     def counts(self, slot: Slot, accountant: int) -> bool:
-        """Tell whether this rank's rows are of the copy that counts, which an `accountant` has a part of."""
+        """Return whether this rank's rows are of the copy that counts, which an `accountant` has a part of."""
         if not is_sharded(slot.parameter):
             return accountant == self._runtime.rank
         return self._holders.together(slot, accountant, self._runtime.rank)
 
     def own(self, stack: BlockGroup, values: Mapping[int, Tensor]) -> Tensor:
-        """Return what this rank has as blocks ``[N, o, i]``, zero elsewhere.
+        """Return the rows of this rank as blocks ``[N, o, i]``, zero elsewhere.
 
         Args:
-            stack: The stack.
-            values: Its rows, by the ``id`` of the slot.
+            stack: The block group.
+            values: The rows, by the ``id`` of the slot.
         """
         return assembled(stack, self._pieces(slots_of(stack), values))
 
     def whole(
         self, stacks: Iterable[tuple[BlockGroup, Sequence[int]]], values: Mapping[int, Tensor], kind: str
     ) -> dict[int, Tensor]:
-        """Bring the rows of all ranks together; collective.
+        """Gather the rows of all ranks on some of them; collective.
 
         Args:
-            stacks: Stacks, each with the ranks that are to have all of its rows.
-            values: The rows of this rank in the dtype of the parameters, by the ``id`` of the slot; there need be none
-                of a copy that no such rank has a part of.
-            kind: What they are counted as.
+            stacks: Block groups, each with the ranks that receive all of its rows.
+            values: The rows of this rank in the dtype of the parameters, by the ``id`` of the slot; those of a replica
+                without a receiving rank may be left out.
+            kind: The kind that the bytes are counted as.
 
         Returns:
-            Of the stacks of which this rank has all rows the blocks ``[N, o, i]``, by the ``id`` of the stack.
+            Blocks ``[N, o, i]`` of the groups that this rank receives, by the ``id`` of the group.
         """
         wanted = [(stack, tuple(receivers)) for stack, receivers in stacks]
         slots = [(slot, receivers) for stack, receivers in wanted for slot in slots_of(stack)]

@@ -1,4 +1,4 @@
-"""The state of curvature, keyed by the qualified name of the parameter."""
+"""The state of curvature in checkpoints, keyed by the qualified name of the parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "epochs
 
 
 def blocks(stacks: list[BlockGroup]) -> Blocks:
-    """Return the tensors of this rank's blocks, even before the first step; views where they are kept as they are."""
+    """Return the tensors of this rank's blocks, even before the first step; views where they are stored alike."""
     result: Blocks = {}
     for stack in stacks:
         for member in stack.members:
@@ -37,7 +37,7 @@ def blocks(stacks: list[BlockGroup]) -> Blocks:
                 }
                 good = [[stack.good[task.name][block] for task in stack.tasks] for block in _range(member)]
                 own["renewed"] = torch.tensor(good, device="cpu")
-                own |= stack.rungs.state(member.blocks)
+                own |= stack.failures.state(member.blocks)
             if stack.decisions is not None:
                 own |= stack.decisions.state(member)
             if own:
@@ -46,10 +46,10 @@ def blocks(stacks: list[BlockGroup]) -> Blocks:
 
 
 def snapshot(stacks: list[BlockGroup]) -> dict[str, dict[str, Any]]:
-    """Copy blocks to the host, where neither training nor a load that breaks off can reach them.
+    """Return copies of `blocks` on the host.
 
-    What has no size before a batch is put into a tuple: ``torch.distributed.checkpoint`` loads tensors into those of a
-    new model's state, which have to be of the right size; what is in a tuple comes as it was saved.
+    Tensors whose size a batch decides are put into tuples. ``torch.distributed.checkpoint`` loads tensors into those of
+    a new model's state, which must have the right size, but loads the contents of tuples as they were saved.
     """
     unsized = {member.layer.key: stack.sized_by_batch for stack in stacks for member in stack.members}
     copies: dict[str, dict[str, Any]] = {}
@@ -60,11 +60,11 @@ def snapshot(stacks: list[BlockGroup]) -> dict[str, dict[str, Any]]:
 
 
 def union(given: Blocks, counted: dict[str, int], runtime: Communicator) -> tuple[Blocks, dict[str, int]]:
-    """Return the blocks of all ranks, on the host of each, and the highest of their counters; collective."""
-    mine = {key: own for key, own in given.items() if "renewed" in own}  # workers have all that is kept of a layer
+    """Return the blocks of all ranks, on each rank's host, and the highest value of each counter; collective."""
+    mine = {key: own for key, own in given.items() if "renewed" in own}  # workers hold the complete state of a layer
     found = runtime.everywhere((mine, counted))
     whole: Blocks = {}
-    for own, _ in reversed(found):  # the first to have something wins
+    for own, _ in reversed(found):  # the lowest rank wins
         for key, tensors in own.items():
             whole[key] = {**whole.get(key, {}), **tensors}
     return whole, {name: max(own[name] for _, own in found) for name in counted}
@@ -73,12 +73,12 @@ def union(given: Blocks, counted: dict[str, int], runtime: Communicator) -> tupl
 def checked(
     state: Mapping[str, Any], stacks: list[BlockGroup], counters: Mapping[str, Mapping[str, int]]
 ) -> Mapping[str, Any]:
-    """Return `state` without the tuples of `snapshot`, having checked that it is complete and fits the model.
+    """Return `state` without the tuples of `snapshot`, after checking that it is complete and fits the model.
 
     Args:
-        state: What is to be loaded.
-        stacks: All stacks.
-        counters: For each field that holds counters, such as it is now.
+        state: The state to load.
+        stacks: All block groups.
+        counters: The current value of each field that holds counters.
 
     Raises:
         ValueError: naming what is missing, unknown or of another shape.
@@ -117,18 +117,18 @@ def checked(
 def completed(
     state: Mapping[str, Any], stacks: list[BlockGroup], runtime: Communicator | None
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Fill in what a state lacks of the model's blocks, so that these begin anew.
+    """Add blocks that a state lacks, as zeros, so that they start anew.
 
-    Where only the results of decompositions are missing, as of other ranks' layers under "mem-opt", the running
-    averages stay as they were saved.
+    Where only the results of tasks are missing, as for other ranks' layers under "mem-opt", the running averages stay
+    as they were saved.
 
     Args:
-        state: What is to be loaded; not yet checked.
-        stacks: All stacks.
-        runtime: The ranks that are to do the same (collective); None: those that load a state all lack the same.
+        state: The state to load, not checked yet.
+        stacks: All block groups.
+        runtime: The ranks, which start the same blocks anew (collective); None: every rank's state lacks the same.
 
     Returns:
-        The state, and the keys of the blocks that begin anew, those of all ranks.
+        The state, and the keys of the blocks that start anew on any rank.
     """
     state = _unpacked(state)
     given = state.get("blocks") if isinstance(state, Mapping) else None
@@ -153,14 +153,14 @@ def completed(
 
 
 def _averages(stack: BlockGroup) -> set[str] | None:
-    """Return the names of a layer's running averages on this rank; None: they are of no use without the rest."""
+    """Return the names of a layer's running averages on this rank; None: they cannot be used without the rest."""
     if stack.memories or stack.restarting or stack.gathered:
         return None
     return {"weight", *(spec.name for spec in stack.statistics)} if stack.role.keeps_averages else set()
 
 
 def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[BlockGroup]) -> None:
-    """Copy checked blocks into the stacks; blocks that are not given stay as they are."""
+    """Copy checked blocks into the block groups; blocks that are not given stay as they are."""
     for stack in stacks:
         loaded = [given[member.layer.key] for member in stack.members if given.get(member.layer.key)]
         if loaded and stack.role.is_gradient_worker:
@@ -181,7 +181,7 @@ def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[BlockGroup])
                 flags = own["renewed"].tolist()
                 for column, task in enumerate(stack.tasks):
                     stack.renewed(task.name, member.start, [bool(row[column]) for row in flags], forget=True)
-                stack.rungs.load(member.start, own, stack.work_dtype, stack.device)
+                stack.failures.load(member.start, own, stack.work_dtype, stack.device)
             if stack.decisions is not None:
                 stack.decisions.restore(member, own)
             for tensors in kept:
@@ -190,7 +190,7 @@ def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[BlockGroup])
 
 
 def fitting(given: Blocks, stacks: list[BlockGroup]) -> Blocks:
-    """Return those blocks of `given` whose shapes are still right."""
+    """Return the blocks of `given` whose shapes still fit."""
     wanted = _shapes(stacks, given)
     return {
         key: own
@@ -200,7 +200,7 @@ def fitting(given: Blocks, stacks: list[BlockGroup]) -> Blocks:
 
 
 def _unpacked(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what is within the tuples of `snapshot`; what is no state stays as it is."""
+    """Return a state without the tuples of `snapshot`; anything that is not a state is returned unchanged."""
     if not (isinstance(state, Mapping) and isinstance(state.get("blocks"), Mapping)):
         return state
     found = {
@@ -227,7 +227,7 @@ def _shapes(
                 shapes |= {"weight": (n,), **{spec.name: (n, *spec.shape) for spec in stack.statistics}}
             if stack.role.is_gradient_worker:
                 written = (*stack.written(stack.rows_of(given.get(member.layer.key, {}))), *stack.memories)
-                shapes |= {"renewed": (n, len(stack.tasks)), **stack.rungs.shapes(n)}
+                shapes |= {"renewed": (n, len(stack.tasks)), **stack.failures.shapes(n)}
                 shapes |= {spec.name: (n, *spec.shape) for spec in written}
             if shapes:
                 wanted[member.layer.key] = shapes
@@ -237,7 +237,7 @@ def _shapes(
 def _remembered(
     stacks: list[BlockGroup], given: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the shapes of what is kept of decisions on layers; layers without it begin anew."""
+    """Return the shapes of the tensors of decisions on layers; layers for which any is missing start anew."""
     found = {}
     for stack in stacks:
         if stack.decisions is None:

@@ -1,4 +1,4 @@
-"""Tensors of stacked blocks that are kept in a narrower dtype than they are computed in."""
+"""Tensors of blocks that are stored in a narrower dtype than they are computed in."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from natgrad.linalg.narrow import power_of_two, round_stochastically
 from natgrad.linalg.precision import at_least_float32
 from natgrad.specs import TensorSpec
 
-# Float16 is scaled to magnitudes below 2¹⁴: all of its range is left to small ones, and a carry cannot overflow.
+# Float16 values are scaled below 2¹⁴: small values keep all of its range, and rounding up cannot overflow.
 _TOP = 14
 
 
 class StateTensors(dict[str, Tensor]):
     """A tensor ``[N, *shape]`` for each spec: matrices in a dtype that may be narrow, vectors in at least float32.
 
-    In float16 a block is kept divided by a power of two of its own, which only `read` and `write` know.
+    In float16 each block is stored divided by a power of two, which `read` and `write` apply.
 
     Attributes:
-        dtype: That of the matrices.
-        packed: Which are kept as their lower triangles alone (see `packed_shape`).
+        dtype: The dtype of the matrices.
+        packed: The names of the tensors that are stored as lower triangles (see `packed_shape`).
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class StateTensors(dict[str, Tensor]):
         *,
         pack: bool = False,
     ) -> None:
-        """Make N = `size` blocks of zeros; with `pack` the symmetric matrices among them are packed."""
+        """Allocate N = `size` blocks of zeros; with `pack`, symmetric matrices are packed."""
         super().__init__()
         self.dtype = dtype
         self.packed = {spec.name for spec in specs if pack and spec.symmetric}
@@ -49,11 +49,11 @@ class StateTensors(dict[str, Tensor]):
                 self._scales[spec.name] = torch.ones(size, device=device)
 
     def read(self, name: str, blocks: slice | Tensor) -> Tensor:
-        """Return some blocks of a tensor: float16 ones in float32, others as they are kept; views for a slice of these.
+        """Return some blocks of a tensor: float16 ones in float32, others as they are stored (views, for a slice).
 
         Args:
             name: The tensor.
-            blocks: Which, as a slice or as indices.
+            blocks: The blocks, as a slice or as indices.
         """
         own = self[name][blocks]
         return own.float().mul_(along(self._scales[name][blocks], own.ndim - 1)) if name in self._scales else own
@@ -65,9 +65,9 @@ class StateTensors(dict[str, Tensor]):
 
         Args:
             name: The tensor.
-            blocks: Which, as a slice or as indices.
-            values: Finite numbers ``[n, *shape]``, packed where `packed` says so.
-            generator: The source of chance where rounding to a narrow dtype is stochastic; None: to the nearest.
+            blocks: The blocks, as a slice or as indices.
+            values: Finite numbers ``[n, *shape]``, packed if the tensor is in `packed`.
+            generator: The generator for stochastic rounding to a narrow dtype; None: round to nearest.
         """
         target = self[name]
         if name in self._scales:
@@ -84,15 +84,15 @@ class StateTensors(dict[str, Tensor]):
         return unpack(own, self._specs[name]) if name in self.packed else own
 
     def write_whole(self, name: str, blocks: slice, values: Tensor) -> None:
-        """Write some blocks of a tensor, of whole ``[n, *shape]``."""
+        """Write some blocks of a tensor from whole ``[n, *shape]``."""
         self.write(name, blocks, pack(values, self._specs[name]) if name in self.packed else values)
 
     def narrow(self, name: str) -> bool:
-        """Tell whether a tensor is kept in fewer than 32 bits."""
+        """Return whether a tensor is kept in fewer than 32 bits."""
         return self[name].dtype.itemsize < 4
 
     def to(self, dtype: torch.dtype, device: torch.device) -> StateTensors:
-        """Return the same in another dtype or elsewhere."""
+        """Return a copy in another dtype or on another device."""
         moved = StateTensors(list(self._specs.values()), self._size, dtype, device, pack=bool(self.packed))
         for name in self:
             moved.write(name, slice(None), self.read(name, slice(None)).to(device))
@@ -100,12 +100,12 @@ class StateTensors(dict[str, Tensor]):
 
 
 def packed_shape(spec: TensorSpec) -> tuple[int, ...]:
-    """Return the shape in which a block of `spec` is summed, sent and averaged: of symmetric matrices a triangle."""
+    """Return the shape in which a block of `spec` is summed, sent and averaged: a symmetric matrix is a triangle."""
     return (*spec.shape[:-2], triangle.length(spec.shape[-1])) if spec.symmetric else spec.shape
 
 
 def pack(whole: Tensor, spec: TensorSpec, out: Tensor | None = None) -> Tensor:
-    """Return blocks ``[n, *spec.shape]``, of which lower triangles suffice, as ``[n, *packed_shape(spec)]``."""
+    """Return blocks ``[n, *spec.shape]`` as ``[n, *packed_shape(spec)]``, reading lower triangles only."""
     if not spec.symmetric:
         return whole if out is None else out.copy_(whole)
     flat = None if out is None else out.view(-1, out.shape[-1])
@@ -113,14 +113,14 @@ def pack(whole: Tensor, spec: TensorSpec, out: Tensor | None = None) -> Tensor:
 
 
 def unpack(packed: Tensor, spec: TensorSpec) -> Tensor:
-    """Undo `pack`."""
+    """Return the blocks ``[n, *spec.shape]`` that `pack` packed."""
     if not spec.symmetric:
         return packed
     return triangle.unpack(packed.reshape(-1, packed.shape[-1]), spec.shape[-1]).view(len(packed), *spec.shape)
 
 
 def diagonals(packed: Tensor, spec: TensorSpec) -> Tensor:
-    """Return the diagonals ``[n, d]``, in an order of their own, of symmetric matrices; of others all entries."""
+    """Return the diagonals ``[n, d]`` of packed symmetric matrices, in any order; of other tensors all elements."""
     if spec.symmetric:
         packed = triangle.diagonals(packed.reshape(-1, packed.shape[-1]), spec.shape[-1])
         return packed.view(-1, spec.numel // spec.shape[-1])
@@ -128,10 +128,10 @@ def diagonals(packed: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def spec_dtype(spec: TensorSpec, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the tensor of `spec` is kept among those in `dtype`."""
+    """Return the dtype in which the tensor of `spec` is stored among matrices in `dtype`."""
     return dtype if len(spec.shape) > 1 and not spec.at_least_float32 else at_least_float32(dtype)
 
 
 def along(scale: Tensor, dims: int) -> Tensor:
-    """Return a number for each block ``[N]`` so that it multiplies tensors ``[N, ...]`` of `dims` more dimensions."""
+    """Return one number for each block ``[N]`` with `dims` more dimensions, to multiply tensors ``[N, ...]``."""
     return scale.view(-1, *[1] * dims)

@@ -63,7 +63,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 
 
 def wraps(name: str) -> bool:
-    """Tell whether the model is to be wrapped over the ranks of its node."""
+    """Return whether the model is to be wrapped over the ranks of its node."""
     return name != "classic"
 
 

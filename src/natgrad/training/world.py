@@ -107,7 +107,7 @@ def join(device: Device) -> Iterator[World]:
 
 
 def launched() -> bool:
-    """Tell whether a launcher (torchrun, or our own) started this process as one of its ranks."""
+    """Return whether a launcher (torchrun, or our own) started this process as one of its ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

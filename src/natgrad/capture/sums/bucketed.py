@@ -122,10 +122,6 @@ class BucketedStatistics(StatisticsBuffer):
             for message in messages
         ]
 
-    @property
-    def _first_carrier(self) -> Bucket | None:
-        return self._messages[-1] if self._messages else None
-
     # --- In the backward pass -----------------------------------------------------------------------------------
 
     def ready(self, parameters: Iterable[Tensor], *, first: bool) -> list[str]:
@@ -204,7 +200,6 @@ class BucketedStatistics(StatisticsBuffer):
     def travel(self, runtime: Communicator, wire: torch.dtype | None) -> None:
         """Send the closed messages, and wait for all; see `StatisticsBuffer.travel`."""
         self._may_leave = True
-        self._load()
         posted = [self._post(self._messages[index]) for index in self._staying]
         once = self._gain(1)
         for index, departure in self._departures.items():
@@ -214,7 +209,6 @@ class BucketedStatistics(StatisticsBuffer):
         self._departures.clear()
         for each in posted:
             each.wait()
-        self._unload()
 
     def reset(self) -> None:
         """Begin anew; what has left since the last step was of passes that are thrown away."""

@@ -108,7 +108,6 @@ class Bucket:
         places: In which piece each is.
         role: What this rank has to do with all of its layers.
         kind: What its sums are counted as.
-        extra: How many audited numbers travel at its very end in this step alone; changed while nothing is allocated.
     """
 
     def __init__(self, pieces: list[Piece], kind: str = "factors", riders: int = 0) -> None:
@@ -119,7 +118,7 @@ class Bucket:
             kind: What its sums are counted as.
             riders: How many numbers that are none of a layer travel behind the counters.
         """
-        self._riders, self.extra = riders, 0
+        self._riders = riders
         self.pieces, self.role, self.kind = pieces, pieces[0].stack.role, kind
         self.places = {member.layer.name: index for index, piece in enumerate(pieces) for member in piece.members}
         self._counters = 2 * len(self.places) + riders
@@ -137,7 +136,7 @@ class Bucket:
         if self.buffer is not None:
             return self.buffer
         first = self.pieces[0].stack
-        self.buffer = torch.empty(self.numel + self.extra, dtype=first.dtype, device=first.device)
+        self.buffer = torch.empty(self.numel, dtype=first.dtype, device=first.device)
         offset = 0
         for index, piece in enumerate(self.pieces):
             size, tensors = piece.blocks.stop - piece.blocks.start, {}
@@ -159,14 +158,13 @@ class Bucket:
 
     def halves(self) -> tuple[Tensor, Tensor]:
         """Return the sums and the counters, as vectors."""
-        sums, counters = self.allocate().split([self.numel - self._counters, self._counters + self.extra])
+        sums, counters = self.allocate().split([self.numel - self._counters, self._counters])
         return sums, counters
 
     @property
     def kinds(self) -> dict[str, int]:
         """How many of its elements are of which kind."""
-        kinds = {self.kind: self.numel - self._counters, "counters": self._counters}
-        return {**kinds, "audit": self.extra} if self.extra else kinds
+        return {self.kind: self.numel - self._counters, "counters": self._counters}
 
     def arrived(self) -> Iterator[Arrived]:
         """Yield the sums of each piece, with the counters."""
@@ -314,5 +312,5 @@ def _correct(
 
 
 def _drawn(stack: BlockGroup) -> bool:
-    """Tell whether labels are sampled, which know nothing of the loss, its scale and its mean."""
+    """Return whether labels are sampled, which know nothing of the loss, its scale and its mean."""
     return stack.curvature.likelihood is not None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from natgrad.capture.sums.choice import WHOLE, Choice
 from natgrad.capture.sums.messages import (
     Arrived,
     Bucket,
@@ -21,16 +21,37 @@ from natgrad.capture.sums.messages import (
 )
 from natgrad.distributed import Communicator, Work
 from natgrad.linalg.device import on_host
-from natgrad.linalg.lapack import collide
-from natgrad.specs import Statistic
+from natgrad.refresh.rule import SIDES, Side
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.tensors import pack
 
-# Columns from which on rows of whole matrices are set apart, and what their distance is a multiple of.
-_WIDE, _STEP = 128, 16
-
 # What `StatisticsBuffer.close` is given, by the number of backward passes.
 Gain = Callable[[int], "float | Tensor"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is collected of all that curvatures declare.
+
+    Attributes:
+        sides: Of the inputs (`BlockGroup.input_statistics`), of what needs gradients, or both.
+        without: The names of the layers of which nothing is.
+    """
+
+    sides: frozenset[Side] = frozenset(SIDES)
+    without: frozenset[str] = frozenset()
+
+    def portion(self, layer: str, stack: BlockGroup) -> Portion | None:
+        """Return the portion of the statistics of a layer; None: nothing."""
+        if layer in self.without or not self.sides:
+            return None
+        if len(self.sides) == len(SIDES):
+            return "whole"
+        portion: Portion = "inputs" if "inputs" in self.sides else "rest"
+        return portion if portion_of(stack, portion) else None
+
+
+WHOLE = Choice()
 
 
 class Accumulate(Protocol):
@@ -53,8 +74,6 @@ class StatisticsBuffer:
         choice: What is collected.
         rider: What this rank has to say beside its sums.
         basis_version: `BlockGroup.basis_version` as they were when this step began, by the ``id`` of the stack.
-        extra: What travels with the first message to all ranks in this step alone, after `carry` has made room for it;
-            after `travel` it is the sum over the ranks.
     """
 
     def __init__(self, stacks: Sequence[BlockGroup], *, fused: bool, kind: str = "factors", riders: int = 0) -> None:
@@ -69,8 +88,6 @@ class StatisticsBuffer:
         stacks = [stack for stack in stacks if stack.role.captures or stack.role.keeps_averages]
         self._fused, self._kind, self._riders = fused, kind, riders
         self.rider: Sequence[float] = ()
-        self.extra: Tensor | None = None
-        self._carrier: Bucket | None = None
         self._members = {member.layer.name: (stack, member) for stack in stacks for member in stack.members}
         self.tallies = {name: SampleCount() for name in self._members}
         self._filled: set[str] = set()  # the layers whose sums are initialised
@@ -114,26 +131,6 @@ class StatisticsBuffer:
         """Return which statistics of a layer are collected; None: none, or there are no sums of it."""
         return self._portions.get(layer)
 
-    def carry(self, numbers: int) -> None:
-        """Make room for so many numbers in `extra` until the next call, where they can travel; before hooks have run.
-
-        The same on all ranks.
-        """
-        if self._carrier is not None:
-            self._carrier.extra = 0
-        self._carrier = self._first_carrier if numbers and self._fused else None
-        if self._carrier is not None:
-            self._carrier.extra = numbers
-
-    @property
-    def _first_carrier(self) -> Bucket | None:
-        return next((message for message in self._messages if message.role.seat.sums == "all"), None)
-
-    @property
-    def carries(self) -> bool:
-        """Whether there is room for `extra`."""
-        return self._carrier is not None
-
     def _arrange(self, messages: list[Bucket]) -> None:
         """Collect in these messages from now on."""
         self._messages = messages
@@ -170,7 +167,7 @@ class StatisticsBuffer:
         views, (stack, member) = self._views(layer), self._members[layer]
         specs = portion_of(stack, self._portions[layer])
         like = next(iter(views.values()))
-        whole = {spec.name: _zeros(like, member.stop - member.start, spec) for spec in specs}
+        whole = {spec.name: like.new_zeros(member.stop - member.start, *spec.shape) for spec in specs}
         accumulate(whole)
         for spec in specs:
             if layer in self._filled:
@@ -190,7 +187,6 @@ class StatisticsBuffer:
             wire: The dtype in which sums travel, if narrower than their own.
         """
         to_workers: dict[object, list[Bucket]] = {}
-        self._load()
         for message in self._messages:
             assert message.buffer is not None
             if message.role.seat.sums == "all":
@@ -199,7 +195,6 @@ class StatisticsBuffer:
                 to_workers.setdefault((message.buffer.dtype, message.buffer.device), []).append(message)
         for messages in to_workers.values():
             self._reduce_to_workers(messages, runtime, wire)
-        self._unload()
 
     def _reduce_to_workers(self, messages: list[Bucket], runtime: Communicator, wire: torch.dtype | None) -> None:
         """Sum messages of one dtype and device on the one worker of each."""
@@ -212,16 +207,6 @@ class StatisticsBuffer:
             if message.role.server == runtime.rank:
                 for half, result in zip(message.halves(), summed, strict=True):
                     half.copy_(result)
-
-    def _load(self) -> None:
-        """Write `extra` behind the message that carries it."""
-        if self._carrier is not None and self.extra is not None:
-            self._carrier.allocate()[self._carrier.numel :] = self.extra
-
-    def _unload(self) -> None:
-        """Read `extra` from the message that has carried it."""
-        if self._carrier is not None and self.extra is not None:
-            self.extra = self._carrier.allocate()[self._carrier.numel :].clone()
 
     def post(self, runtime: Communicator, wire: torch.dtype | None) -> list[Work]:
         """Begin what `travel` does, in a queue of its own; only where all ranks receive all sums."""
@@ -285,17 +270,3 @@ class StatisticsBuffer:
 def _destination(stack: BlockGroup) -> tuple[object, ...]:
     seat = stack.role.seat
     return seat.sums, None if seat.sums == "all" else seat.workers
-
-
-def _zeros(like: Tensor, blocks: int, spec: Statistic) -> Tensor:
-    """Return zeros ``[blocks, *shape]`` for the whole sums of one layer.
-
-    Rows of wide matrices begin as far apart in those of 256 columns as in those of 257, so that products write both in
-    the same way (`natgrad.layers.gram.rows`), and so that columns do not `collide` in caches.
-    """
-    columns = spec.shape[-1] if spec.symmetric and on_host(like) else 0
-    if columns < _WIDE:
-        return like.new_zeros(blocks, *spec.shape)
-    apart = _STEP * (columns // _STEP + 1)
-    apart += _STEP if collide(apart, like.dtype) else 0
-    return like.new_zeros(blocks, *spec.shape[:-1], apart)[..., :columns]

@@ -45,7 +45,7 @@ class Clip:
         self.bound = bound if optimizer is not None else None
         self.last: float | Tensor = 1.0
 
-    def twin(self, copies: Mapping[int, nn.Parameter]) -> Clip:
+    def for_copies(self, copies: Mapping[int, nn.Parameter]) -> Clip:
         """Return a new clip with the present learning rates for copies of parameters, by the ``id`` of these."""
         if isinstance(self.bound, TrustRegion) and self.optimizer is not None:
             return Clip(copied(self.optimizer, copies), self.bound)

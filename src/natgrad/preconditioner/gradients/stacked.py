@@ -50,8 +50,8 @@ class Entry:
     Attributes:
         stack: The stack.
         members: The layers.
-        ladder: What serves those whose curvature has failed.
-        ready: Whether they have curvature: all, none, or the rung of each block's layer ``[N]``, above 0 where it has.
+        fallback: Replaces what is unsound.
+        ready: Whether they have curvature: all, none, or the level of each block's layer ``[N]``, above 0 where it has.
         plain: Whether any of them may have none.
         V: Preconditioned gradients ``[N, o, i]``, once solved; the raw ones W where there is no curvature yet.
         shares: In place of V, where the parameters are sharded and this rank does not work for the layers: what it
@@ -61,7 +61,7 @@ class Entry:
 
     stack: BlockGroup
     members: list[LayerBlocks]
-    ladder: FallbackPolicy
+    fallback: FallbackPolicy
     ready: bool | Tensor = False
     plain: bool = True
     V: Tensor = field(init=False)
@@ -69,8 +69,8 @@ class Entry:
     inner: Tensor = field(init=False)
 
     def settle(self, outcome: Outcome) -> None:
-        """Note what the ladder has made of the preconditioned gradients."""
-        self.V, self.inner, self.ready, self.plain = outcome.V, outcome.inner, outcome.rungs, outcome.plain
+        """Take the gradients after the fallbacks."""
+        self.V, self.inner, self.ready, self.plain = outcome.V, outcome.inner, outcome.levels, outcome.plain
 
     def solved(self, damping: float, gathered: Mapping[int, list[Piece]]) -> Case:
         """Return the raw gradients and what curvature makes of them; a missing one of two (weight, bias) is zero.
@@ -167,13 +167,13 @@ class Gradients:
         self.entries = entries
 
     @classmethod
-    def take(cls, stacks: list[BlockGroup], ladder: FallbackPolicy, *, exchanged: bool) -> Gradients:
+    def take(cls, stacks: list[BlockGroup], fallback: FallbackPolicy, *, exchanged: bool) -> Gradients:
         """Find every layer with a ``.grad``; all layers where results are to be exchanged, so that ranks agree."""
         entries = []
         for stack in stacks:
             members = [member for member in stack.members if exchanged or _has_gradient(member)]
             if members:
-                entries.append(Entry(stack, members, ladder))
+                entries.append(Entry(stack, members, fallback))
         return cls(entries)
 
     def solve(self, damping: float, runtime: Communicator) -> None:
@@ -187,7 +187,8 @@ class Gradients:
         for bucket in self._buckets():
             gathered = _collect(bucket, runtime)
             for some in alike([entry for entry in bucket if entry.stack.role.is_gradient_worker]):
-                outcomes = some[0].ladder.descend([entry.solved(damping, gathered) for entry in some], damping)
+                cases = [entry.solved(damping, gathered) for entry in some]
+                outcomes = some[0].fallback.replace_unsound(cases, damping)
                 for entry, outcome in zip(some, outcomes, strict=True):
                     entry.settle(outcome)
             del gathered  # before the next are there
@@ -228,7 +229,7 @@ class Gradients:
         watch.saw_gradients(
             [Trouble(entry.stack, entry.where, own) for entry, own in zip(self.entries, bad, strict=True)]
         )
-        watch.saw_rungs([(entry.stack, entry.members, entry.told()) for entry in self.entries])
+        watch.saw_levels([(entry.stack, entry.members, entry.told()) for entry in self.entries])
 
     def give(self) -> None:
         """Write the preconditioned gradients into ``.grad``, in place."""

@@ -33,17 +33,17 @@ class WrittenGradients:
         ]
 
     def remain(self) -> bool:
-        """Tell whether any of them is still in its place, whatever was written into it since."""
+        """Return whether any of them is still in its place, whatever was written into it since."""
         return any(known() is not None and known() is slot.parameter.grad for slot, known, _ in self._versions)
 
     def replaced(self) -> bool:
-        """Tell whether any gradient is a new tensor, or there was no step yet."""
+        """Return whether any gradient is a new tensor, or there was no step yet."""
         return not self._versions or any(
             slot.parameter.grad is not None and known() is not slot.parameter.grad for slot, known, _ in self._versions
         )
 
     def untouched(self) -> bool:
-        """Tell whether there are any, and all of them are still what they were."""
+        """Return whether there are any, and all of them are still what they were."""
         return bool(self._versions) and all(
             (gradient := known()) is not None and gradient is slot.parameter.grad and gradient._version == version
             for slot, known, version in self._versions

@@ -1,8 +1,9 @@
-"""What becomes of a gradient whose curvature has failed: fresh, last good, diagonal, plain with a grafted norm.
+"""Fallbacks for gradients whose curvature failed: the last good one, its diagonal, or the plain gradient's direction.
 
-A step takes each block from the highest rung that its renewals allow. Where the preconditioned gradient V is not finite
-though the gradient W is, or ⟨V, W⟩ is not above 0, as positive definite curvature makes it, the block goes down in the
-same step, and stays down until its next good renewal. A W that is not finite itself gives no update.
+In each step a block uses the best `Level` that its renewals allow. If the preconditioned gradient V is not finite
+although the gradient W is, or if ⟨V, W⟩ is not positive although the curvature is positive definite, the block falls
+back to a lower level in the same step and stays there until its next successful renewal. A non-finite W gives no
+update.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from natgrad.linalg.device import on_host
 from natgrad.linalg.joined import joined, parted, write_
 from natgrad.preconditioner.guard.guard import Guard
 from natgrad.state.block_group import BlockGroup, LayerBlocks
-from natgrad.state.failures import Rung
+from natgrad.state.failures import Level
 
-# The weight of the old in the running average of ‖V‖, which has a sample for each renewal of factors.
+# Weight of the old value in the running average of ‖V‖, which is updated when factors are.
 _DECAY = 0.9
 
-# Where looking makes the host wait, it looks once in so many steps.
+# On an accelerator the host looks for invalid blocks once in so many steps, because it has to wait for the device.
 _PATIENCE = 32
 
-# From so many elements on, a CPU's inner products are quickest one by one.
+# From this number of elements on, inner products on a CPU are computed one by one.
 _LONG = 8192
 
 
@@ -40,7 +41,7 @@ class Case:
         members: The layers.
         places: Their blocks in the stack; None: all of it.
         W: Their gradients ``[N, o, i]``.
-        V: What curvature makes of them; W where there is none.
+        V: The preconditioned gradients; W where there is no curvature yet.
     """
 
     stack: BlockGroup
@@ -57,29 +58,29 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step makes of some gradients.
+    """The gradients of some layers after the fallbacks.
 
     Attributes:
-        V: Preconditioned ``[N, o, i]``.
+        V: Preconditioned gradients ``[N, o, i]``.
         inner: ⟨V, W⟩ ``[N]``; not finite where W is not.
-        rungs: The `Rung` of each block's layer ``[N]``; True: all `FRESH`, False: all `PLAIN`.
+        levels: The `Level` of each block's layer ``[N]``; True: all `FRESH`, False: all `PLAIN`.
         plain: Whether any of them may be `PLAIN`.
     """
 
     V: Tensor
     inner: Tensor
-    rungs: bool | Tensor
+    levels: bool | Tensor
     plain: bool = True
 
 
 @dataclass(frozen=True)
 class FallbackPolicy:
-    """The ladder in one step.
+    """Replaces unsound preconditioned gradients in one step.
 
     Attributes:
-        guard: What the user allows.
-        measures: Whether ‖V‖ is to be remembered: in steps that renew factors, beside which it costs nothing.
-        skip_step: Whether the optimizer leaves this step out, a lazy bool; None: it does not.
+        guard: The user's settings.
+        measures: Whether to update the running average of ‖V‖, as in steps that update factors.
+        skip_step: Device bool: the GradScaler skips this step. None without a scaler.
         step: Completed steps.
     """
 
@@ -88,7 +89,7 @@ class FallbackPolicy:
     skip_step: Tensor | None = None
     step: int = 0
 
-    def descend(self, cases: Sequence[Case], damping: float) -> list[Outcome]:
+    def replace_unsound(self, cases: Sequence[Case], damping: float) -> list[Outcome]:
         """Replace what is not sound among the preconditioned gradients of some layers.
 
         Args:
@@ -103,7 +104,7 @@ class FallbackPolicy:
                 ready = (
                     start
                     if isinstance(start, bool)
-                    else tensor_on(case.W.device, [min(rung, 1) for rung in start], case.W.dtype)
+                    else tensor_on(case.W.device, [min(level, 1) for level in start], case.W.dtype)
                 )
                 outcomes[index] = Outcome(case.V, dots(case.V, case.W), ready, plain=ready is not True)
             else:
@@ -119,25 +120,25 @@ class FallbackPolicy:
 
         Args:
             cases: The gradients.
-            starts: For each the rungs of its blocks as its renewals allow, not all `PLAIN`; True: all `FRESH`.
+            starts: For each case, the best level that renewals allow each block, not all `PLAIN`; True: all `FRESH`.
             damping: γ.
         """
         waits = not on_host(cases[0].W)
-        states, places = [case.stack.rungs for case in cases], [case.blocks for case in cases]
+        states, places = [case.stack.failures for case in cases], [case.blocks for case in cases]
         for case in cases:
-            case.stack.rungs.suspected = self._suspects(case.stack, eager=not waits)
+            case.stack.failures.suspected = self._suspects(case.stack, eager=not waits)
         inners = [dots(case.V, case.W) for case in cases]
         inner, square = joined(inners), joined([dots(case.W, case.W) for case in cases])
         levels = joined([_levels(start, own) for start, own in zip(starts, inners, strict=True)])
         finite = square < math.inf
-        natural = finite & ((levels == Rung.FRESH) | (levels == Rung.STALE))
-        known = [(own.allocate_sunk(inner.device), blocks) for own, blocks in zip(states, places, strict=True)]
-        invalid = joined([sunk[blocks] for sunk, blocks in known])
+        natural = finite & ((levels == Level.FRESH) | (levels == Level.STALE))
+        known = [(state.allocate_invalid(inner.device), blocks) for state, blocks in zip(states, places, strict=True)]
+        invalid = joined([flags[blocks] for flags, blocks in known])
         invalid = invalid | (natural & ~_is_sound(inner, square, definite=cases[0].stack.curvature.positive_definite))
         write_(known, invalid)
         if self.measures:
             self._measure(cases, natural & ~invalid)
-        lost = (natural & invalid) | (finite & (levels == Rung.DIAGONAL))
+        lost = (natural & invalid) | (finite & (levels == Level.DIAGONAL))
         # The diagonal is made where the host knows that it is needed: it may look at once where that does not wait.
         lacking = waits or bool(lost.any())
         if not lacking and all(start is True for start in starts):
@@ -146,56 +147,56 @@ class FallbackPolicy:
         outcomes = []
         split = (parted(vector, inners) for vector in (inner, square, lost, levels))
         for case, start, product, norms, gone, level in zip(cases, starts, *split, strict=True):
-            V, served, rungs = case.V, product, level
+            V, served, reached = case.V, product, level
             if lacking:
-                failing = case.stack.rungs.suspected or (not isinstance(start, bool) and Rung.DIAGONAL in start)
+                failing = case.stack.failures.suspected or (not isinstance(start, bool) and Level.DIAGONAL in start)
                 other, own, lower = self._fallback(case, norms, damping, diagonal=failing or not waits)
                 V = torch.where(gone[:, None, None], other, V)
-                served, rungs = torch.where(gone, own, product), torch.where(gone, lower, level)
-            outcomes.append(Outcome(V, served, _worst(rungs, case.members), plain=start is not True))
+                served, reached = torch.where(gone, own, product), torch.where(gone, lower, level)
+            outcomes.append(Outcome(V, served, _worst(reached, case.members), plain=start is not True))
         return outcomes
 
     def _start(self, stack: BlockGroup, members: list[LayerBlocks]) -> bool | list[int]:
-        """Return the rung that each block begins on, as its renewals allow; True: all `FRESH`, False: all `PLAIN`."""
-        behind, patience = stack.rungs.behind, self.guard.patience
+        """Return the best level that the renewals of each block allow; True: all `FRESH`, False: all `PLAIN`."""
+        behind, patience = stack.failures.behind, self.guard.patience
         ready = [stack.ready[stack.members.index(member)] for member in members]
         if not any(behind) and (all(ready) or not any(ready)):
             return all(ready)
-        rungs: list[int] = []
+        levels: list[int] = []
         for member, complete in zip(members, ready, strict=True):
             own = behind[member.blocks]
             if not complete:
                 tried = any(own) and self.guard.ladder
-                rungs += [Rung.DIAGONAL if tried else Rung.PLAIN] * len(own)
+                levels += [Level.DIAGONAL if tried else Level.PLAIN] * len(own)
                 continue
             allowed = math.inf if patience is None else patience
-            rungs += [Rung.FRESH if not n else Rung.STALE if n <= allowed else Rung.DIAGONAL for n in own]
-        return rungs if any(rungs) else False
+            levels += [Level.FRESH if not n else Level.STALE if n <= allowed else Level.DIAGONAL for n in own]
+        return levels if any(levels) else False
 
     def _suspects(self, stack: BlockGroup, *, eager: bool) -> bool:
-        """Tell whether the host knows of any block that has failed."""
-        sunk = stack.rungs.sunk
-        if sunk is None:
+        """Return whether the host knows of any block that has failed."""
+        invalid = stack.failures.invalid
+        if invalid is None:
             return False
-        return bool(sunk.any()) if eager or self.step % _PATIENCE == 0 else stack.rungs.suspected
+        return bool(invalid.any()) if eager or self.step % _PATIENCE == 0 else stack.failures.suspected
 
     def _fallback(self, case: Case, square: Tensor, damping: float, *, diagonal: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return V, ⟨V, W⟩ and rungs of the two lowest: the diagonal where it can and `diagonal` asks."""
+        """Return V, ⟨V, W⟩ and the level of the two lowest fallbacks: the diagonal if `diagonal` and available."""
         stack, blocks, W = case.stack, case.blocks, case.W
-        scale = _graft(stack.rungs.allocate_norm(W)[blocks], square)
-        V, inner, rungs = W * scale[:, None, None], square * scale, torch.full_like(square, Rung.GRAFTED)
+        scale = _graft(stack.failures.allocate_norm(W)[blocks], square)
+        V, inner, levels = W * scale[:, None, None], square * scale, torch.full_like(square, Level.GRAFTED)
         D = stack.diagonal(blocks, damping) if diagonal else None
         if D is None:
-            return V, inner, rungs
+            return V, inner, levels
         upper = W / D
         own = dots(upper, W)
         fine = (own >= 0) & (own < math.inf)
         V = torch.where(fine[:, None, None], upper, V)
-        return V, torch.where(fine, own, inner), torch.where(fine, float(Rung.DIAGONAL), rungs)
+        return V, torch.where(fine, own, inner), torch.where(fine, float(Level.DIAGONAL), levels)
 
     def _measure(self, cases: Sequence[Case], natural: Tensor) -> None:
         """Remember the norms of preconditioned gradients, of the blocks that are `natural` ``[N]``."""
-        norms = [(case.stack.rungs.allocate_norm(case.V), case.blocks) for case in cases]
+        norms = [(case.stack.failures.allocate_norm(case.V), case.blocks) for case in cases]
         seen = joined([torch.linalg.vector_norm(case.V, dim=(1, 2)) for case in cases])
         before = joined([known[blocks] for known, blocks in norms])
         after = torch.where(before > 0, torch.lerp(seen, before, _DECAY), seen)
@@ -215,9 +216,9 @@ def _is_sound(inner: Tensor, square: Tensor, *, definite: bool) -> Tensor:
 
 
 def _levels(start: list[int] | bool, inner: Tensor) -> Tensor:
-    """Return the rung ``[N]`` that each block begins on; True: all `FRESH`."""
+    """Return the level ``[N]`` at which each block starts; True: all `FRESH`."""
     if isinstance(start, bool):
-        return torch.full_like(inner, Rung.FRESH)
+        return torch.full_like(inner, Level.FRESH)
     return tensor_on(inner.device, start, inner.dtype)
 
 
@@ -237,10 +238,10 @@ def dots(X: Tensor, Y: Tensor) -> Tensor:
     return torch.stack(list(map(torch.dot, X, Y)))  # MKL's batched product takes 5 to 8 times as long
 
 
-def _worst(rungs: Tensor, members: list[LayerBlocks]) -> Tensor:
-    """Return for each block ``[N]`` the lowest rung of its layer, which stands for all of the layer."""
+def _worst(levels: Tensor, members: list[LayerBlocks]) -> Tensor:
+    """Return for each block ``[N]`` the worst level of its layer."""
     counts = [member.stop - member.start for member in members]
-    if len(counts) == len(rungs):
-        return rungs
-    worst = torch.stack([own.amax() for own in rungs.split(counts)])
-    return worst.repeat_interleave(tensor_on(rungs.device, counts), output_size=len(rungs))
+    if len(counts) == len(levels):
+        return levels
+    worst = torch.stack([own.amax() for own in levels.split(counts)])
+    return worst.repeat_interleave(tensor_on(levels.device, counts), output_size=len(levels))

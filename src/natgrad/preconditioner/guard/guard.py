@@ -14,7 +14,7 @@ from natgrad.linalg.device import known_all, on_host
 from natgrad.linalg.joined import joined, together, write_
 from natgrad.preconditioner.guard.served import Served
 from natgrad.state.block_group import BlockGroup, LayerBlocks
-from natgrad.state.failures import Rung
+from natgrad.state.failures import Level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,9 @@ class Guard:
 
 
 _FALLBACKS = {
-    "fallbacks/stale": Rung.STALE,
-    "fallbacks/diagonal": Rung.DIAGONAL,
-    "fallbacks/grafted": Rung.GRAFTED,
+    "fallbacks/stale": Level.STALE,
+    "fallbacks/diagonal": Level.DIAGONAL,
+    "fallbacks/grafted": Level.GRAFTED,
 }
 _KINDS = ("skipped_factors", "skipped_gradients", "failed_decompositions", *_FALLBACKS)
 _FACTORS, _REPLAY, _DECOMPOSITION, _HEARD = "factors", "replay", "decomposition of ", "curvature"
@@ -114,26 +114,26 @@ class FailureCounters:
         bad = ~torch.tensor(success, device="cpu")
         self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", [Trouble(stack, blocks, bad)])
 
-    def saw_rungs(self, seen: Sequence[tuple[BlockGroup, list[LayerBlocks], bool | Tensor]]) -> None:
+    def saw_levels(self, seen: Sequence[tuple[BlockGroup, list[LayerBlocks], bool | Tensor]]) -> None:
         """Count layers by what served them in this step, and remember it.
 
         Args:
-            seen: Stacks, some of their layers, and the rungs of these ``[m]``; a bool: none of them fell back.
+            seen: Stacks, some of their layers, and the levels of these ``[m]``; a bool: none of them fell back.
         """
         fallen = []
-        self.served.note([(members, rungs) for _, members, rungs in seen])
-        for stack, members, rungs in seen:
-            stack.rungs.last = None
-            if isinstance(rungs, Tensor) and not known_all(rungs <= Rung.FRESH):
-                stack.rungs.last = [member.layer.key for member in members], rungs
-                fallen.append(rungs)
-        for some in together(fallen, lambda rungs: (rungs.device, rungs.dtype)):
+        self.served.note([(members, levels) for _, members, levels in seen])
+        for stack, members, levels in seen:
+            stack.failures.last = None
+            if isinstance(levels, Tensor) and not known_all(levels <= Level.FRESH):
+                stack.failures.last = [member.layer.key for member in members], levels
+                fallen.append(levels)
+        for some in together(fallen, lambda levels: (levels.device, levels.dtype)):
             own = joined(some)
             if own.device not in self._fallen:
-                levels = tensor_on(own.device, list(_FALLBACKS.values()), own.dtype)[:, None]
-                self._fallen[own.device] = levels, torch.zeros(len(levels), dtype=torch.int64, device=own.device)
-            levels, counts = self._fallen[own.device]
-            counts += (own == levels).sum(1)
+                fallbacks = tensor_on(own.device, list(_FALLBACKS.values()), own.dtype)[:, None]
+                self._fallen[own.device] = fallbacks, torch.zeros(len(fallbacks), dtype=torch.int64, device=own.device)
+            fallbacks, counts = self._fallen[own.device]
+            counts += (own == fallbacks).sum(1)
 
     def trouble(self, stack: BlockGroup) -> Tensor:
         """Return how often in a row the curvature of each layer of a stack could not be renewed ``[M]``."""

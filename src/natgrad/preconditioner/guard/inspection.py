@@ -26,9 +26,8 @@ _NAMED = 5
 class Inspection:
     """Finds the covered layers that are not used as their modules use them: their gradients stay plain."""
 
-    def __init__(self, *, silent: bool = False) -> None:
-        """Begin with no suspicion; `silent` ones only keep the gradients plain."""
-        self._silent = silent
+    def __init__(self) -> None:
+        """Begin with no suspicion."""
         self._looked = self._late = False
         self._misused: set[str] = set()
         self._uncalled: set[str] = set()
@@ -107,7 +106,7 @@ class Inspection:
     def _warn(self, keys: set[str], why: str) -> None:
         news = sorted(keys - self._told)
         self._told |= keys
-        if news and not self._silent:
+        if news:
             names = ", ".join(news[:_NAMED]) + (f" and {len(news) - _NAMED} more" if len(news) > _NAMED else "")
             message = f"natgrad leaves the gradients of {names} as they are: {why}; see explain()"
             warnings.warn(message, NatgradWarning, stacklevel=5)  # past `report`, `step` and its decorator
@@ -118,7 +117,7 @@ def _tables(stacks: Iterable[BlockGroup]) -> Iterator[tuple[BlockGroup, LayerBlo
 
 
 def _strays(table: Layer, lookups: Tensor) -> Tensor:
-    """Tell whether rows of a table's gradient that this rank holds are not zero, though others alone were looked up.
+    """Return whether rows of a table's gradient that this rank holds are not zero, though others alone were looked up.
 
     Args:
         table: The layer.
@@ -135,6 +134,6 @@ def _strays(table: Layer, lookups: Tensor) -> Tensor:
 
 
 def _has_gradient(layer: Layer) -> bool:
-    """Tell whether any gradient of a layer is not zero, of the rows that this rank holds, and all are finite."""
+    """Return whether any gradient of a layer is not zero, of the rows that this rank holds, and all are finite."""
     gradients = [slot.parameter.grad for slot in layer.slots if slot.parameter.grad is not None]
     return any(0 < float(local(gradient).abs().sum(dtype=torch.float32)) < math.inf for gradient in gradients)

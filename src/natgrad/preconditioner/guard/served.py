@@ -8,7 +8,7 @@ from torch import Tensor
 
 from natgrad.linalg.joined import joined, together
 from natgrad.state.block_group import LayerBlocks
-from natgrad.state.failures import Rung
+from natgrad.state.failures import Level
 
 
 class Served:
@@ -27,20 +27,20 @@ class Served:
         """Note what served layers in a step; nothing waits for an accelerator.
 
         Args:
-            seen: Layers, and the rung of each ``[m]``; True: all are fresh, False: all are plain.
+            seen: Layers, and the level of each ``[m]``; True: all are fresh, False: all are plain.
         """
         told: list[tuple[list[str], Tensor]] = []
-        for members, rungs in seen:
+        for members, levels in seen:
             keys = [member.layer.key for member in members]
-            if rungs is False or self._known.issuperset(keys):
+            if levels is False or self._known.issuperset(keys):
                 continue
-            if rungs is True:
+            if levels is True:
                 self._known.update(keys)
             else:
-                told.append((keys, rungs))
+                told.append((keys, levels))
         for some in together(told, lambda one: (one[1].device, one[1].dtype)):
-            every, rungs = tuple(key for keys, _ in some for key in keys), joined([rungs for _, rungs in some])
-            flags = (rungs >= Rung.FRESH) & (rungs <= Rung.STALE)
+            every, levels = tuple(key for keys, _ in some for key in keys), joined([levels for _, levels in some])
+            flags = (levels >= Level.FRESH) & (levels <= Level.STALE)
             self._flags[every] = self._flags[every] | flags if every in self._flags else flags
 
     def keys(self) -> set[str]:

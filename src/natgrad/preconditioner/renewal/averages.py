@@ -37,7 +37,7 @@ def fold(sums: StatisticsBuffer | Departed, watch: FailureCounters, seed: int) -
         told = seen if sums.skip_step is None else seen & ~sums.skip_step.to(seen.device)
         fine = told & finite
         _average(pieces, parted(fine, samples), sums, seed)
-        FailureState.saw([(piece.stack.rungs, piece.blocks) for piece in pieces], fine, told & ~finite)
+        FailureState.saw([(piece.stack.failures, piece.blocks) for piece in pieces], fine, told & ~finite)
         bad = parted(seen & ~finite, samples)
         watch.saw_factors([Trouble(one.stack, one.blocks, own) for one, own in zip(pieces, bad, strict=True)])
         renewed = fine.any() if renewed is None else renewed | fine.any().to(renewed.device)

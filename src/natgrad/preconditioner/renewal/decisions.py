@@ -94,9 +94,11 @@ class LayerDecision:
     @property
     def begins(self) -> bool:
         """Whether there is nothing to go on with: it was never renewed as a whole, or that was found unusable."""
-        rungs = self.stack.rungs
-        sunk = rungs.suspected and rungs.sunk is not None and bool(rungs.sunk[self.member.blocks].any())
-        return not self.stack.ready[self.index] or sunk
+        failures = self.stack.failures
+        invalid = (
+            failures.suspected and failures.invalid is not None and bool(failures.invalid[self.member.blocks].any())
+        )
+        return not self.stack.ready[self.index] or invalid
 
     @property
     def value(self) -> float:
@@ -225,10 +227,6 @@ class DecisionState:
         self.received: Tensor | None = None
         self.last_averages = StateTensors()
         self.in_progress: set[int] = set()
-
-    def fresh(self) -> DecisionState:
-        """Return the state of the same stack before any decision."""
-        return DecisionState(self._stack, compares_averages=self._compares_averages)
 
     @property
     def names(self) -> tuple[str, ...]:

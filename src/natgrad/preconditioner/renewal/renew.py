@@ -223,7 +223,7 @@ def conclude(
         job.stack.restart(job.task, job.start, flags)
         watch.saw_decompositions(job.stack, job.task.name, job.start, flags)
     for stack in {id(job.stack): job.stack for job in jobs}.values():
-        stack.rungs.conclude(block for job in jobs if job.stack is stack for block in range(job.start, job.stop))
+        stack.failures.conclude(block for job in jobs if job.stack is stack for block in range(job.start, job.stop))
     return [job for job, numbers in zip(jobs, success, strict=True) if RAISED in numbers]
 
 
@@ -282,7 +282,7 @@ class _Bucket:
     jobs: list[list[int]]
 
     def travels_narrow(self, spec: TensorSpec) -> bool:
-        """Tell whether a tensor is among what travels in the dtype of the wire; vectors never travel narrow."""
+        """Return whether a tensor is among what travels in the dtype of the wire; vectors never travel narrow."""
         return self.wire == self.dtype or len(spec.shape) > 1
 
 

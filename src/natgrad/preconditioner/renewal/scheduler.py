@@ -141,7 +141,7 @@ class RefreshScheduler:
         for layer in layer_decisions(stacks, keys):
             work = self._work_shares.get(layer.key, 1.0) * plan.weights[layer.key]
             self._unsent.work += work / len(plan.seats[layer.key].workers)
-            layer.state.end_renewal(layer.index, failed=any(layer.stack.rungs.behind[layer.member.blocks]))
+            layer.state.end_renewal(layer.index, failed=any(layer.stack.failures.behind[layer.member.blocks]))
 
     def receive_decisions(self, stacks: Sequence[BlockGroup]) -> None:
         """Apply the decisions that each layer's workers have sent in this step, if any; waits for the device then."""

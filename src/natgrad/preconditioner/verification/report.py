@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 
+from natgrad.preconditioner.verification.first_step import Outcome
 from natgrad.printed import Printed
 from natgrad.state.block_group import BlockGroup
 
@@ -62,14 +63,6 @@ class Verification(Printed):
     def __repr__(self) -> str:
         """Say the worst."""
         return f"<Verification of {len(self.rows)} layers: worst {self.worst:.1e}; {self.note}>"
-
-
-@dataclass
-class Outcome:
-    """What a step has made: every parameter's gradient and every layer's factors, whole and on the host."""
-
-    gradients: dict[str, Tensor | None]
-    factors: dict[str, dict[str, Tensor]]
 
 
 def compare(stacks: Sequence[BlockGroup], root: nn.Module, placed: Outcome, plain: Outcome) -> list[Difference]:

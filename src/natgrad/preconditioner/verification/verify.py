@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,17 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from natgrad.aside import aside
+from natgrad.capture.repetition import restored
+from natgrad.curvature.likelihood import Likelihood
 from natgrad.distributed import Communicator
-from natgrad.distributed.fsdp import plain_copy, reshard, whole
+from natgrad.distributed.fsdp import plain_copy, reshard
 from natgrad.errors import require
-from natgrad.preconditioner.verification.report import Outcome, Verification, compare
-from natgrad.preconditioner.verification.twin import as_new, twin
+from natgrad.preconditioner.parts import Parts
+from natgrad.preconditioner.verification.first_step import (
+    FirstStep,
+    LossFunction,
+    Outcome,
+    placed_parts,
+    plain_parts,
+)
+from natgrad.preconditioner.verification.report import Verification, compare
 
 if TYPE_CHECKING:
     from natgrad.preconditioner import Preconditioner
-
-LossFunction = Callable[[nn.Module, Any], Any]
 
 
 def verify(
@@ -34,56 +40,52 @@ def verify(
     require(fine, "dtype", dtype, "None or a floating dtype")
     pending = preconditioner.saw_backward
     require(not pending, "verify()", "called between backward and step", "called when no step is under way")
-    root, runtime = preconditioner.parts.root, preconditioner.parts.runtime
-    with aside(preconditioner.parts.progress, seconds=dict(preconditioner.parts.progress.seconds)):
+    if preconditioner.parts.structure.is_outdated:  # hooks are set on the layers as they were
         preconditioner._follow_model()
+    original = preconditioner.parts
+    root, untouched = original.root, original.given.untouched()
     reshard(root.modules())
     accelerators = sorted({p.device.index for p in root.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=accelerators):
-        with as_new(preconditioner), _restored(root):
-            placed, scores = _step_together(preconditioner, model, batch, loss_fn)
-            batches, drawn = _gather(batch, runtime), _gather(scores, runtime)
-            plain, epochs = plain_copy(root, dtype), preconditioner.parts.epochs
-        owned, alone = _owned(preconditioner), twin(preconditioner, plain, replace(epochs, before=[]))
-        if owned or (
-            preconditioner.parts.reduces and preconditioner.parts.gathered
-        ):  # each rank selects of its own rows
-            every = {member.layer.name for stack in preconditioner.parts.stacks for member in stack.members}
-            shown = owned or [every] * runtime.ranks
-            expected = _step_by_owners(
-                alone, plain, batches, drawn, loss_fn, dtype, shown, preconditioner.parts.reduces
-            )
+        with _without_chance(root):
+            parts = placed_parts(original)
+            placed, scores = _step_together(FirstStep(parts), batch, loss_fn)
+            batches, drawn = _gather(batch, parts.runtime), _gather(scores, parts.runtime)
+            plain = plain_copy(root, dtype)
+        if untouched:  # the gradients are those that the last step has written, in tensors written into since
+            original.given.note(original.stacks)
+        owned = _owned(parts)
+        selects = parts.reduces and bool(parts.gathered)  # each rank selects of its own rows
+        alone = FirstStep(plain_parts(parts, preconditioner.curvature, plain, counts_samples=bool(owned) or selects))
+        alone.parts.capture.rows.origin = parts.capture.rows.origin
+        if owned or selects:
+            every = {member.layer.name for stack in parts.stacks for member in stack.members}
+            shown = owned or [every] * parts.runtime.ranks
+            expected = _step_by_owners(alone, batches, drawn, loss_fn, dtype, shown, parts.reduces)
         else:
-            if (
-                preconditioner.parts.reduces
-            ):  # weighted by samples, as one batch is; wrappers average what each rank has
-                batches, drawn = [_join(batches)], [[torch.cat(parts) for parts in zip(*drawn, strict=True)]]
-            expected = _step_alone(alone, plain, batches, drawn, loss_fn, dtype)
-    note = f"{runtime.ranks} rank{'s' if runtime.ranks > 1 else ''} of {type(model).__name__}"
+            if parts.reduces:  # weighted by samples, as one batch is; wrappers average what each rank has
+                batches, drawn = [_join(batches)], [[torch.cat(pieces) for pieces in zip(*drawn, strict=True)]]
+            expected = _step_alone(alone, batches, drawn, loss_fn, dtype)
+    note = f"{parts.runtime.ranks} rank{'s' if parts.runtime.ranks > 1 else ''} of {type(model).__name__}"
     note += ", each layer's factors of the samples of its owner alone" if owned else ""
-    return Verification(compare(preconditioner.parts.stacks, root, placed, expected), note)
+    return Verification(compare(parts.stacks, root, placed, expected), note)
 
 
-def _step_together(
-    preconditioner: Preconditioner, model: nn.Module, batch: Any, loss_fn: LossFunction
-) -> tuple[Outcome, list[Tensor]]:
+def _step_together(together: FirstStep, batch: Any, loss_fn: LossFunction) -> tuple[Outcome, list[Tensor]]:
     """Do a step as the user would; return its outcome, and what was sampled on this rank."""
-    scores: list[Tensor] = []
+    parts, scores = together.parts, list[Tensor]()
 
-    def record(score: Tensor) -> Tensor:
-        scores.append(score)
-        return score
+    def draw(likelihood: Likelihood, outputs: Tensor) -> Tensor:
+        scores.append(parts.sampler.score(likelihood, outputs, None, parts.progress.step))
+        return scores[-1]
 
-    with preconditioner.parts.sampler.aside(record):
-        _backward(preconditioner, model, batch, loss_fn)
-    preconditioner.step()
-    reshard(preconditioner.parts.root.modules())
-    return _outcome(preconditioner, preconditioner.parts.root), scores
+    with parts.hooks.reporting_to(parts.capture.forward):
+        together.backward(batch, loss_fn, draw)
+    return together.step(), scores
 
 
 def _step_alone(
-    alone: Preconditioner,
-    plain: nn.Module,
+    alone: FirstStep,
     batches: list[Any],
     drawn: list[list[Tensor]],
     loss_fn: LossFunction,
@@ -91,23 +93,21 @@ def _step_alone(
 ) -> Outcome:
     """Accumulate over the batches of all ranks in this process, with what was sampled for each."""
     for rank, (batch, scores) in enumerate(zip(batches, drawn, strict=True)):
-        _begin_rank(alone, rank)
-        _replay(alone, plain, batch, scores, loss_fn, dtype, 1 / len(batches))
-    alone.step()
-    return _outcome(alone, plain)
+        _begin_rank(alone.parts, rank)
+        _repeat(alone, batch, scores, loss_fn, dtype, 1 / len(batches))
+    return alone.step()
 
 
-def _owned(preconditioner: Preconditioner) -> list[set[str]]:
+def _owned(parts: Parts) -> list[set[str]]:
     """Return the layers whose statistics each rank captures; none: all ranks capture those of all."""
-    plan, ranks = preconditioner.parts.structure.plan, range(preconditioner.parts.runtime.ranks)
-    layers = [member.layer for stack in preconditioner.parts.stacks for member in stack.members]
+    plan, ranks = parts.structure.plan, range(parts.runtime.ranks)
+    layers = [member.layer for stack in parts.stacks for member in stack.members]
     owned = [{layer.name for layer in layers if plan.captures(layer.key, rank)} for rank in ranks]
     return owned if any(len(own) < len(layers) for own in owned) else []
 
 
 def _step_by_owners(
-    alone: Preconditioner,
-    plain: nn.Module,
+    alone: FirstStep,
     batches: list[Any],
     drawn: list[list[Tensor]],
     loss_fn: LossFunction,
@@ -120,38 +120,37 @@ def _step_by_owners(
     Where natgrad reduces the gradients they are `weighted` by samples.
     """
     ranks, summed = len(batches), alone.parts.reductions.single == "sum"
+    plain, capture = alone.model, alone.parts.capture
     totals = {name: torch.zeros_like(p) for name, p in plain.named_parameters() if weighted}
     samples = 0
-    with aside(alone.parts.capture, _counting=True):  # the passes of ranks that own nothing are counted too
-        for rank, (batch, scores, own) in enumerate(zip(batches, drawn, owned, strict=True)):
-            _begin_rank(alone, rank)
-            with aside(alone.parts.capture, _captured=own):
-                _replay(alone, plain, batch, scores, loss_fn, dtype, 1 / ranks)
-            size, samples = alone.parts.capture.samples - samples, alone.parts.capture.samples
-            for name, parameter in plain.named_parameters():
-                if weighted and parameter.grad is not None:
-                    totals[name].add_(parameter.grad, alpha=1 if summed else size * ranks)
-                    parameter.grad.zero_()
+    for rank, (batch, scores, own) in enumerate(zip(batches, drawn, owned, strict=True)):
+        _begin_rank(alone.parts, rank)
+        capture.captured = own
+        _repeat(alone, batch, scores, loss_fn, dtype, 1 / ranks)
+        size, samples = capture.samples - samples, capture.samples
+        for name, parameter in plain.named_parameters():
+            if weighted and parameter.grad is not None:
+                totals[name].add_(parameter.grad, alpha=1 if summed else size * ranks)
+                parameter.grad.zero_()
     for name, parameter in plain.named_parameters():
         if weighted and parameter.grad is not None:
             parameter.grad.copy_(totals[name] / (1 if summed else samples))
-    alone.step()
-    for parameter in plain.parameters():
-        if weighted and summed and parameter.grad is not None:
-            parameter.grad.mul_(ranks)  # the sum is not divided by the number of passes
-    return _outcome(alone, plain)
+    outcome = alone.step()
+    if weighted and summed:  # the sum is not divided by the number of passes
+        gradients = {name: None if own is None else own * ranks for name, own in outcome.gradients.items()}
+        return replace(outcome, gradients=gradients)
+    return outcome
 
 
-def _begin_rank(alone: Preconditioner, rank: int) -> None:
+def _begin_rank(parts: Parts, rank: int) -> None:
     """Take the rows to come for those of a rank."""
-    alone.parts.capture.finish()
-    rows = alone.parts.capture.rows
+    parts.capture.finish()
+    rows = parts.capture.rows
     rows.origin = replace(rows.origin, rank=rank)
 
 
-def _replay(
-    alone: Preconditioner,
-    plain: nn.Module,
+def _repeat(
+    alone: FirstStep,
     batch: Any,
     scores: list[Tensor],
     loss_fn: LossFunction,
@@ -159,13 +158,8 @@ def _replay(
     share: float,
 ) -> None:
     """Do the backward pass of one rank, with what was sampled for it."""
-    device, queue = next((p.device for p in plain.parameters()), torch.device("cpu")), iter(scores)
-
-    def replay(score: Tensor) -> Tensor:
-        return next(queue).to(score)
-
-    with alone.parts.sampler.aside(replay):
-        _backward(alone, plain, _cast(batch, device, dtype), loss_fn, share=share)
+    device, queue = next((p.device for p in alone.model.parameters()), torch.device("cpu")), iter(scores)
+    alone.backward(_cast(batch, device, dtype), loss_fn, lambda _, outputs: next(queue).to(outputs), share)
 
 
 def _check_batch(batch: object) -> None:
@@ -180,65 +174,22 @@ def _check_batch(batch: object) -> None:
     )
 
 
-def _backward(
-    preconditioner: Preconditioner, model: nn.Module, batch: Any, loss_fn: LossFunction, share: float = 1.0
-) -> None:
-    with torch.enable_grad():
-        result = loss_fn(model, batch)
-        loss, outputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-        shown = type(loss).__name__ if not isinstance(loss, Tensor) else list(loss.shape)
-        fits = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
-        require(fits, "loss_fn(model, batch)", shown, "a scalar loss with a graph, or (loss, outputs)")
-        sampled = any(stack.curvature.likelihood for stack in preconditioner.parts.stacks)
-        require(
-            not sampled or outputs is not None, "loss_fn(model, batch)", shown, "(loss, outputs): labels are sampled"
-        )
-        preconditioner.backward(loss * share, loss if outputs is None else outputs)
-
-
 @contextmanager
-def _restored(root: nn.Module) -> Iterator[None]:
-    """Begin without gradients, and leave gradients and buffers as they were found."""
-    gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in root.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in root.buffers()]
-    for parameter, _, _ in gradients:
-        parameter.grad = None
+def _without_chance(root: nn.Module) -> Iterator[None]:
+    """Begin without gradients, dropout and statistics of batches, and leave everything as it was found."""
+    gradients = [(p.grad, p.grad.detach().clone()) for p in root.parameters() if p.grad is not None]
     try:
-        with _calm(root):
-            yield
+        with restored(root):
+            for module in root.modules():
+                module.training = isinstance(module, nn.RNNBase) and not module.dropout  # cuDNN needs it for a backward
+            try:
+                yield
+            finally:
+                reshard(root.modules())
     finally:
-        reshard(root.modules())
         with torch.no_grad():
-            for parameter, gradient, values in gradients:
-                if gradient is not None and values is not None:
-                    gradient.copy_(values)  # a wrapper may have written into its memory
-                parameter.grad = gradient
-            for buffer, values in buffers:
-                buffer.copy_(values)
-
-
-@contextmanager
-def _calm(root: nn.Module) -> Iterator[None]:
-    """Switch off what depends on chance or on who else is in the batch: dropout, and statistics of a batch."""
-    modes = [(module, module.training) for module in root.modules()]
-    try:
-        for module, _ in modes:
-            module.training = isinstance(module, nn.RNNBase) and not module.dropout  # cuDNN needs it for a backward
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def _outcome(preconditioner: Preconditioner, root: nn.Module) -> Outcome:
-    gradients = {name: None if p.grad is None else whole(p.grad).cpu() for name, p in root.named_parameters()}
-    names = {
-        member.layer.key: [spec.name for spec in stack.statistics]
-        for stack in preconditioner.parts.stacks
-        for member in stack.members
-    }
-    blocks = preconditioner.state_dict(gather=True)["blocks"]
-    return Outcome(gradients, {key: {name: blocks[key][name] for name in names[key]} for key in names})
+            for gradient, values in gradients:
+                gradient.copy_(values)  # a wrapper may have written into its memory
 
 
 def _gather(value: Any, runtime: Communicator) -> list[Any]:

@@ -49,7 +49,7 @@ def change(norms: Sequence[float], epoch: int) -> float | None:
 
 
 def critical(norms: Sequence[float], rates: Sequence[float], epoch: int, threshold: float = THRESHOLD) -> bool:
-    """Tell whether an epoch is critical, by what is known at its beginning.
+    """Return whether an epoch is critical, by what is known at its beginning.
 
     Epochs 0 and 1 are; so is one at which the learning rate falls to half or less, and one before which the norm
     changed by the share η or more: ``|‖Δ_{e-1}‖ - ‖Δ_{e-2}‖| / ‖Δ_{e-2}‖ ≥ η``.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import hashlib
 
 import torch
 from torch import Tensor
 
-from natgrad.aside import aside
-from natgrad.capture.sampling.noise import seed_of
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.errors import describe, require
 
@@ -27,11 +24,6 @@ class LabelSampler:
         """
         self._seed, self._rank, self._reduction = seed, rank, reduction
         self._last = (-1, 0)  # step, and draws in it
-        self._change: Callable[[Tensor], Tensor] | None = None
-
-    def aside(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-        """Have what `score` finds pass through `change` meanwhile; the draws are drawn again afterwards."""
-        return aside(self, _last=self._last, _change=change)
 
     def score(self, likelihood: Likelihood, outputs: Tensor, mask: Tensor | None, step: int) -> Tensor:
         """Return the derivative, by the outputs, of the loss at drawn labels.
@@ -60,7 +52,16 @@ class LabelSampler:
             kept = mask.view(*mask.shape, *[1] * (last.ndim - mask.ndim))
             score = (last * kept).movedim(-1, likelihood.dim)
         self._last = (step, draw)
-        return score if self._change is None else self._change(score)
+        return score
 
     def _generator(self, step: int, draw: int, device: torch.device) -> torch.Generator:
         return torch.Generator(device).manual_seed(seed_of(self._seed, self._rank, step, draw))
+
+
+def seed_of(*parts: int | str) -> int:
+    """Return a seed below 2⁶³, another for each sequence of `parts`, such as a user's seed, a rank and a step.
+
+    To resume, what is drawn so needs no state but the number of steps.
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

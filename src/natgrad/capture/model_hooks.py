@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from natgrad.capture import compiled
 from natgrad.capture.samples import Samples, count_samples
 from natgrad.errors import NatgradWarning
+from natgrad.layers import Handle, Layer, remove_all
 
 # The batch size where there is none.
 NO_BATCH = torch.tensor(-1, device="cpu")
 
 
 class Watcher(Protocol):
-    """What the hooks of layers report to."""
+    """What sees the passes of a model: see `natgrad.capture.Capture`."""
 
     def watch(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
         """Note one use of a layer."""
 
     def receive(self, name: str, index: int, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
         """Note the gradient of one use of a layer in a compiled graph."""
+
+    def reduced(self, bucket: GradBucket) -> None:
+        """Note that DDP has reduced a bucket of gradients."""
 
 
 class Pass:
@@ -67,26 +73,39 @@ class Script(Protocol):
 
 
 class Forward:
-    """The model's own forward, in whose terms every layer's rows are samples x positions.
+    """The forward passes of a model, in whose terms every layer's rows are samples x positions.
 
     Attributes:
         batch: The batch size of the last pass, -1 if its input has none. A tensor: Dynamo would compile anew for every
             new number.
         current: The pass that is under way.
-        began: Whether a pass with gradients has begun since it was set to False.
-        samples: Those of such passes since it was set to 0; of compiled ones none.
-        was_open: Whether the batch size of such a pass was open, since it was set to False.
-        script: What is told of passes with gradients; None: nobody.
+        began: Whether a pass with gradients has begun since `reset`.
+        samples: Those of such passes; of compiled ones none.
+        was_open: Whether the batch size of such a pass was open.
+        script: What follows passes with gradients; None: nothing does.
     """
 
-    def __init__(self) -> None:
-        """Begin before the first pass."""
+    def __init__(self, watcher: Watcher | None = None, script: Script | None = None) -> None:
+        """Begin before the first pass.
+
+        Args:
+            watcher: What sees the layers, held weakly; None: nothing does.
+            script: See above.
+        """
+        self._watcher = None if watcher is None else weakref.ref(watcher)
         self.batch = NO_BATCH
         self.current: Pass | None = None
-        self.began = False
-        self.samples = 0
-        self.was_open = False
-        self.script: Script | None = None
+        self.script = script
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the passes so far."""
+        self.began, self.samples, self.was_open = False, 0, False
+
+    @property
+    def watcher(self) -> Watcher | None:
+        """What sees the layers in these passes, as long as it lives."""
+        return None if self._watcher is None else self._watcher()
 
     def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a pass; its batch size is what `count_samples` finds in the arguments of the model."""
@@ -117,46 +136,94 @@ class Forward:
         self.current = None
 
 
-class RootTap:
-    """Tells of the beginning of the model's forward."""
+class Hooks:
+    """The hooks on a model, which report to one watcher at a time.
 
-    def __init__(self, forward: Forward | None = None) -> None:
-        """Tell `forward`."""
-        self._forward = Forward() if forward is None else forward
+    Attributes:
+        forward: The passes as the present watcher sees them.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        """Set none yet; they are removed when the watcher of `forward` is deleted."""
+        self.forward = forward
+        self._handles: list[Handle] = []
+        weakref.finalize(forward.watcher, remove_all, self._handles).atexit = False
+
+    def attach(self, root: nn.Module, layers: Iterable[Layer]) -> None:
+        """Set hooks on a model and some of its layers, in place of those set before."""
+        remove_all(self._handles)
+        self._handles.append(root.register_forward_pre_hook(BeginHook(self), with_kwargs=True))
+        for layer in layers:
+            for index, module in enumerate((layer, *layer.others)):
+                self._handles += module.tap(LayerHook(self, layer.name, index))
+        # Set last: where the model is itself a layer, its forward ends after that layer's.
+        self._handles.append(root.register_forward_hook(EndHook(self), always_call=True))
+        compiled.forget(root)
+
+    def detach(self, root: nn.Module) -> None:
+        """Remove every hook."""
+        remove_all(self._handles)
+        compiled.forget(root)
+
+    @contextmanager
+    def reporting_to(self, forward: Forward) -> Iterator[None]:
+        """Have another watcher see the passes meanwhile, or none: the present one learns nothing of them."""
+        present, self.forward = self.forward, forward
+        try:
+            yield
+        finally:
+            self.forward = present
+
+    def reduced(self, bucket: GradBucket) -> None:
+        """Report that DDP has reduced a bucket of gradients."""
+        watcher = self.forward.watcher
+        if watcher is not None:
+            watcher.reduced(bucket)
+
+
+class BeginHook:
+    """Reports the beginning of the model's forward."""
+
+    def __init__(self, hooks: Hooks | None = None) -> None:
+        """Report to the watcher of `hooks`; None: to none."""
+        self._hooks = hooks
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Be a forward pre-hook."""
-        self._forward.enter(args, kwargs)
+        if self._hooks is not None:
+            self._hooks.forward.enter(args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle with the model as one that tells nobody."""
+        """Copy and pickle with the model as one that reports to none."""
         return (type(self), ())
 
 
-class EndTap(RootTap):
-    """Tells of the end of the model's forward."""
+class EndHook(BeginHook):
+    """Reports the end of the model's forward."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Be a forward hook."""
-        self._forward.leave()
+        if self._hooks is not None:
+            self._hooks.forward.leave()
 
 
-class LayerTap:
-    """Tells of the uses of one layer."""
+class LayerHook:
+    """Reports the uses of one layer.
 
-    def __init__(
-        self, watcher: Watcher | None = None, forward: Forward | None = None, layer: str = "", index: int = 0
-    ) -> None:
-        """Tell `watcher`, as long as it lives, of the layer called `layer`, or of the one tied to it at `index`."""
-        self._watcher = weakref.ref(watcher) if watcher is not None else _nobody
-        self._forward = Forward() if forward is None else forward
-        self._layer, self._index, self._deaf = layer, index, watcher is None
+    Attributes:
+        hooks: Those that it belongs to; None in a copy, which reports to none.
+    """
+
+    def __init__(self, hooks: Hooks | None = None, layer: str = "", index: int = 0) -> None:
+        """Report the uses of the layer called `layer`, or of the one tied to it at `index`."""
+        self.hooks = hooks
+        self._layer, self._index = layer, index
         self._number = compiled.register(self)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Be a forward hook."""
         self.see(args[0] if args else kwargs["input" if "input" in kwargs else "x"], output)
-        if self._deaf or not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        if self.hooks is None or not torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return None
         # F.linear returns a view where samples have positions, and an operation in place would drop its hook. The
         # compiler takes the copy out again where there is none.
@@ -164,49 +231,40 @@ class LayerTap:
 
     def see(self, inputs: Tensor, output: Tensor) -> None:
         """Watch the output of a layer for its gradient; under a compiler by an operation of the graph."""
-        if self._deaf:
+        if self.hooks is None:
             return
+        forward = self.hooks.forward
         if torch.compiler.is_compiling():
             if output.requires_grad and not torch.compiler.is_exporting():
-                batch = NO_BATCH if self._forward.current is None else self._forward.batch
+                batch = NO_BATCH if forward.current is None else forward.batch
                 compiled.on_gradient(output, inputs, self._number, batch)
             return
-        watcher = self._watcher()
+        watcher = forward.watcher
         if watcher is not None:
             watcher.watch(self._layer, self._index, inputs, output)
 
     def receive(self, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
         """Take the inputs and output gradients of a layer from a compiled backward pass."""
-        watcher = self._watcher()
+        watcher = None if self.hooks is None else self.hooks.forward.watcher
         if watcher is not None:
             watcher.receive(self._layer, self._index, inputs, gradient, batch)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle with the model as one that tells nobody."""
+        """Copy and pickle with the model as one that reports to none."""
         return (type(self), ())
-
-    @property
-    def watcher(self) -> Watcher | None:
-        """Who is told; None: nobody, or nobody any more."""
-        return self._watcher()
-
-
-def watchers(module: nn.Module) -> list[Watcher]:
-    """Return who is told of the uses of `module`, once each."""
-    told = [hook.watcher for hook in module._forward_hooks.values() if isinstance(hook, LayerTap)]
-    return [watcher for index, watcher in enumerate(told) if watcher is not None and watcher not in told[:index]]
 
 
 def warn_of_others(modules: Iterable[nn.Module]) -> None:
-    """Warn where several look on at any of these; called by what the step itself calls."""
-    if any(len(watchers(module)) > 1 for module in modules):
-        warnings.warn(
-            "natgrad: another Preconditioner of this model is alive, and both precondition its gradients; "
-            "detach() the one that is not wanted",
-            NatgradWarning,
-            stacklevel=6,  # past `_begins`, `step` and its decorator
-        )
-
-
-def _nobody() -> None:
-    return None
+    """Warn where the hooks of several are on any of these; called by what the step itself calls."""
+    for module in modules:
+        found = {
+            id(hook.hooks) for hook in module._forward_hooks.values() if isinstance(hook, LayerHook) and hook.hooks
+        }
+        if len(found) > 1:
+            warnings.warn(
+                "natgrad: another Preconditioner of this model is alive, and both precondition its gradients; "
+                "detach() the one that is not wanted",
+                NatgradWarning,
+                stacklevel=6,  # past `_begins`, `step` and its decorator
+            )
+            return

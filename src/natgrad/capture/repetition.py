@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from natgrad.aside import aside
+from natgrad.capture.model_hooks import Pass
 
 # Passes without a step after them, of an evaluation with gradients say, are not kept for ever.
 _MOST = 1024
-
-
-class Pass(Protocol):
-    """What is known of a forward pass: see `natgrad.capture.taps.Pass`."""
-
-    first: int | None
-    batch: int
 
 
 class Chance:
@@ -79,11 +71,18 @@ class Repetition:
 
 @contextmanager
 def as_found(model: nn.Module) -> Iterator[None]:
-    """Leave all that passes change as it was found, and average nothing over ranks.
-
-    It is the gradients, which are away meanwhile, buffers, training modes and torch's generators.
-    """
+    """Leave all that passes change as it was found, torch's generators too, and average nothing over ranks."""
     chance = Chance(accelerators(model))
+    try:
+        with restored(model), _unsynchronised(model):
+            yield
+    finally:
+        chance.restore()
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Begin without gradients, and leave gradients, buffers and training modes as they were found."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
@@ -91,13 +90,7 @@ def as_found(model: nn.Module) -> Iterator[None]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with ExitStack() as stack:
-            for module in model.modules():
-                if isinstance(module, DistributedDataParallel):
-                    _settle_buckets(module)
-                    quiet = aside(module, require_backward_grad_sync=False, require_forward_param_sync=False)
-                    stack.enter_context(quiet)
-            yield
+        yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
@@ -108,7 +101,21 @@ def as_found(model: nn.Module) -> Iterator[None]:
                 module._buffers.update(named)
             for own, before in values:
                 own.copy_(before)
-        chance.restore()
+
+
+@contextmanager
+def _unsynchronised(model: nn.Module) -> Iterator[None]:
+    """Have DistributedDataParallel send nothing, not even buffers, as its ``no_sync`` does."""
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    flags = [(one.require_backward_grad_sync, one.require_forward_param_sync) for one in wrappers]
+    for wrapper in wrappers:
+        _settle_buckets(wrapper)
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        for wrapper, (backward, forward) in zip(wrappers, flags, strict=True):
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = backward, forward
 
 
 def _settle_buckets(wrapper: DistributedDataParallel) -> None:

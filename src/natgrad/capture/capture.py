@@ -1,4 +1,4 @@
-"""The hooks: what a layer's forward saw is kept until its output's gradient arrives, then reduced to sums.
+"""What a layer saw in the forward pass is kept until the gradient of its output arrives, then reduced to sums or rows.
 
 Only gradient hooks add statistics. A forward pass that is never differentiated leaves nothing behind, and no activation
 is kept once the gradient has come.
@@ -7,9 +7,7 @@ is kept once the gradient has come.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -18,24 +16,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from natgrad.aside import aside
 from natgrad.capture import compiled
-from natgrad.capture.again import Chance, Pass, Recording, Repetition
 from natgrad.capture.audit import GradientAudit
-from natgrad.capture.pooled import Pooled
+from natgrad.capture.model_hooks import Forward, Pass, warn_of_others
 from natgrad.capture.reductions import Count, Reductions
+from natgrad.capture.repetition import Chance, Recording, Repetition
 from natgrad.capture.rows import Collected
 from natgrad.capture.samples import Samples
 from natgrad.capture.saved import Saved, outline, whole
 from natgrad.capture.sums import WHOLE, BucketedStatistics, Choice, StatisticsBuffer
 from natgrad.capture.sums.messages import SampleCount
-from natgrad.capture.taps import EndTap, Forward, LayerTap, RootTap, warn_of_others
 from natgrad.capture.upstream import destination, go_down, mark, marked, sources
-from natgrad.capture.uses import LayerCall, LossTerms
+from natgrad.capture.uses import LayerCall, LossTerms, Pooled
 from natgrad.curvature import Curvature
 from natgrad.distributed.fsdp import owners, unshard
 from natgrad.errors import NatgradError
-from natgrad.layers import Handle, Layer, Rows, Slot, remove_all
+from natgrad.layers import Layer, Rows, Slot
 from natgrad.layers.rows import by_sample
 from natgrad.linalg.device import known_all
 from natgrad.linalg.products import full_products
@@ -48,13 +44,15 @@ _REENTRANT = "sampled labels and second passes (K-BFGS) need checkpoint(..., use
 
 
 class Capture:
-    """Everything that the hooks of one preconditioner share.
+    """What is made of the passes that hooks report: sums, rows, and how many samples the loss has.
 
     Attributes:
-        wanted: Whether the coming step needs sums; whether it needs rows, `rows` knows.
-        again: Whether its passes are to be noticed in any case, for the forward ones will be repeated.
-        sampling: Whether the backward pass under way differentiates a loss of sampled labels.
-        replays: The layers whose curvature needs a replay, of those captured here.
+        forward: The model's forward passes, as the hooks report them.
+        wanted: Whether the coming step needs sums; `Collected.wanted`: whether it needs rows.
+        counts_samples: Whether the samples of every pass are counted, also where nothing is captured.
+        records_passes: Whether its passes are noticed in any case, because the forward passes will be repeated.
+        captured: The layers whose statistics are this rank's to capture.
+        replays: Those of them whose curvature needs a replay.
         sums: The raw sums.
         rows: The rows of layers whose statistics are gathered.
         seconds: Host seconds spent in the hooks.
@@ -63,16 +61,14 @@ class Capture:
             how many samples that are, and the loss averages over them.
     """
 
-    def __init__(self, root: nn.Module, *, reductions: Reductions, counting: bool, audit: GradientAudit) -> None:
-        """Prepare; no hook is set before `attach`."""
-        self.audit = audit
-        self._reductions, self._counting = reductions, counting
+    def __init__(self, root: nn.Module, *, reductions: Reductions, counts_samples: bool, audit: GradientAudit) -> None:
+        """Capture nothing before `attach`."""
+        self.audit, self.counts_samples = audit, counts_samples
+        self._reductions = reductions
         self._root = root
-        self._handles: list[Handle] = []
-        self._forward = Forward()
+        self.forward = Forward(self)
         self._layers: dict[str, tuple[Layer, Curvature]] = {}
         self._places: dict[str, tuple[BlockGroup, LayerBlocks]] = {}
-        self._captured: set[str] = set()  # those of them whose statistics are this rank's to capture
         self._owners: dict[nn.Module, FSDPModule] = {}
         self._pooled: dict[str, dict[bool, Pooled]] = {}  # one for lookups of a tied embedding, one for other uses
         self._uses: dict[str, weakref.WeakSet[LayerCall]] = {}  # those whose gradient may come yet, of layers that pool
@@ -80,50 +76,40 @@ class Capture:
         self._loss: int | None = None  # the last backward pass that turned out to be the loss's
         self._fills = False  # whether it writes into ``.grad``
         self.wanted = True
-        self.sampling = self._replaying = self.again = False
+        self.records_passes = False
+        self.captured: set[str] = set()
         self.replays: set[str] = set()
+        self._sampling = False  # whether the backward pass under way differentiates a loss of sampled labels
+        self._replaying = False  # whether the passes are those of a second look at a batch
         self._drew = False  # whether labels were sampled since the last step
         self.sums = StatisticsBuffer([], fused=False)
         self.rows = Collected([], None)
         self._terms = LossTerms(reductions)
         self.seconds = 0.0
         self.ambiguous: Samples | None = None
-        weakref.finalize(self, remove_all, self._handles).atexit = False
 
     def attach(self, stacks: list[BlockGroup], sums: StatisticsBuffer, rows: Collected) -> None:
-        """Set the hooks on the layers of `stacks`, in place of those set before, to add to `sums` or to `rows`."""
-        self._forget()
-        self.sums.abandon()
+        """Add what the layers of `stacks` show to `sums` or to `rows`, in place of those before."""
+        self.detach()
         self.sums, self.rows = sums, rows
         self._owners = owners(self._root)
-        self._handles.append(self._root.register_forward_pre_hook(RootTap(self._forward), with_kwargs=True))
         for stack in stacks:
             for member in stack.members:
                 self._layers[member.layer.name] = (member.layer, stack.curvature)
                 self._places[member.layer.name] = (stack, member)
                 if stack.role.captures:
-                    self._captured.add(member.layer.name)
+                    self.captured.add(member.layer.name)
                     self.replays |= {member.layer.name} if stack.replayed_statistics else set()
-                for index, layer in enumerate((member.layer, *member.layer.others)):
-                    self._handles += layer.tap(LayerTap(self, self._forward, member.layer.name, index))
         self.audit.attach([layer for layer, _ in self._layers.values()])
-        # Set last: where the model is itself a layer, its forward ends after that layer's.
-        self._handles.append(self._root.register_forward_hook(EndTap(self._forward), always_call=True))
-        self._forward.script = Recording(self._root) if self.again or (self.wanted and self.replays) else None
-        compiled.forget(self._root)
+        self.forward.script = Recording(self._root) if self.records_passes or (self.wanted and self.replays) else None
         if any(stack.curvature.likelihood is not None for stack in stacks):
             compiled.allow_two_passes()
 
     def detach(self) -> None:
-        """Remove every hook."""
-        self._forget()
-        self.sums.abandon()
-        compiled.forget(self._root)
-
-    def _forget(self) -> None:
-        remove_all(self._handles)
-        for known in (self._layers, self._places, self._captured, self.replays, self._pooled, self._uses):
+        """Capture nothing any more."""
+        for known in (self._layers, self._places, self.captured, self.replays, self._pooled, self._uses):
             known.clear()
+        self.sums.abandon()
 
     @property
     def backwards(self) -> dict[int, int]:
@@ -138,18 +124,18 @@ class Capture:
     @property
     def idle(self) -> bool:
         """Whether nothing has made gradients since the last step; where hooks need not look, forward passes tell."""
-        looks = self._counting or self.again or any(map(self._wants, self._captured))
-        return not (self.backwards or (self._forward.began and not looks))
+        looks = self.counts_samples or self.records_passes or any(map(self._wants, self.captured))
+        return not (self.backwards or (self.forward.began and not looks))
 
     @property
     def samples(self) -> int:
         """The samples (token losses: positions) of this rank since the last step; without layers those of forwards."""
-        return sum(self.backwards.values()) if self._layers else self._forward.samples
+        return sum(self.backwards.values()) if self._layers else self.forward.samples
 
     @property
     def was_open(self) -> bool:
         """Whether the model was called with a list that left the number of samples open, since the last step."""
-        return self._forward.was_open
+        return self.forward.was_open
 
     def number(self, count: Count | None) -> int:
         """Return how many samples (token losses: positions) the step has, by the `count` where that says it."""
@@ -182,17 +168,17 @@ class Capture:
         """Whether statistics are due from sampled labels, and the loss was differentiated without them."""
         if self._drew or not any(self.backwards.values()):
             return False
-        sampled = [name for name in self._captured if self._wants(name) and self._draws(name)]
+        sampled = [name for name in self.captured if self._wants(name) and self._draws(name)]
         return bool(sampled) and not any(self._tally(name).rows or name in self._pooled for name in sampled)
 
     def _wants(self, name: str) -> bool:
-        """Tell whether this rank is to capture a layer in the coming step."""
-        if name not in self._captured:
+        """Return whether this rank is to capture a layer in the coming step."""
+        if name not in self.captured:
             return False
         return self.rows.wanted if name in self.rows.tallies else self.wanted and self.sums.portion(name) is not None
 
     def _draws(self, name: str) -> bool:
-        """Tell whether gradients of sampled labels are wanted of a layer; its inputs are the same in any pass."""
+        """Return whether gradients of sampled labels are wanted of a layer; its inputs are the same in any pass."""
         return self._layers[name][1].likelihood is not None and self.sums.portion(name) != "inputs"
 
     def _tally(self, name: str) -> SampleCount:
@@ -210,8 +196,11 @@ class Capture:
             score: The derivative of that loss by `outputs`.
         """
         self._drew = True
-        with aside(self, sampling=True):
+        self._sampling = True
+        try:
             go_down(outputs, score.to(outputs.dtype), self._places_of, retain=True)
+        finally:
+            self._sampling = False
 
     def replayed_pass(self, loss: Tensor, scale: float | Tensor) -> None:
         """Differentiate the loss of a replay, times the `scale` of the step's, down to the layers' outputs."""
@@ -224,7 +213,7 @@ class Capture:
         found = [(edge, name) for edge, (capture, name) in marked(below, self._marks) if capture() is self]
         ends, seen = sources([edge for edge, _ in found]), {name for _, name in found}
         # In a compiled graph no place is that of a layer: go through all of it, down to the layer's parameters.
-        for name in self._captured - seen:
+        for name in self.captured - seen:
             layer, curvature = self._layers[name]
             if curvature.likelihood is not None or self._replaying:
                 edges = [get_gradient_edge(slot.parameter) for slot in layer.slots if slot.parameter.requires_grad]
@@ -241,14 +230,14 @@ class Capture:
         self.wanted, self.rows.wanted, self._drew = wanted, rows, False
         self.discard()
         self.sums.choose(choice if wanted else self.sums.choice)
-        self._forward.script = Recording(self._root) if self.again or (wanted and self.replays) else None
+        self.forward.script = Recording(self._root) if self.records_passes or (wanted and self.replays) else None
         self.sums.note_basis_versions()
 
     def discard(self) -> None:
         """Forget what backward passes have shown; forward passes may still be differentiated."""
         self._pooled.clear()
         self._loss = None
-        self._forward.began, self._forward.samples, self._forward.was_open = False, 0, False
+        self.forward.reset()
         self.ambiguous = None
         self._terms.clear()
         self.audit.forget()
@@ -257,48 +246,36 @@ class Capture:
 
     def recorded(self) -> list[tuple[Pass, Chance]]:
         """Return the forward passes behind the losses since the last step; none where nobody has looked on."""
-        script = self._forward.script
+        script = self.forward.script
         return script.of(self.backwards) if isinstance(script, Recording) else []
 
-    @contextmanager
-    def replay(self, sums: StatisticsBuffer, repetition: Repetition) -> Iterator[None]:
-        """Add what the layers that need a replay show to other `sums` meanwhile, and know nothing of it afterwards."""
-        own = {"_captured": self.replays, "_counting": False, "_terms": self._terms.anew(), "_loss": None}
-        own |= {"wanted": True, "sums": sums, "_replaying": True, "_fills": False, "audit": GradientAudit(off=True)}
-        with aside(self, **own), aside(self._forward, began=self._forward.began, script=repetition):
-            yield
+    def replaying(self, stacks: list[BlockGroup], sums: StatisticsBuffer, repetition: Repetition) -> Capture:
+        """Return a capture of passes that repeat those recorded, which adds what the layers of `stacks` show to `sums`.
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Want statistics meanwhile, and know nothing of it afterwards; to be called between steps."""
-        before = partial(self.reset, wanted=self.wanted, rows=self.rows.wanted, choice=self.sums.choice)
-        carried = self.audit.numbers if self.sums.carries else 0
-        self.reset(wanted=True, rows=True)
-        try:
-            with aside(self, seconds=0.0, again=self.again, audit=GradientAudit(off=True)):
-                yield
-        finally:
-            before()
-            self.sums.carry(carried)
+        It warns of nothing that this one has warned of.
+        """
+        replay = Capture(self._root, reductions=self._reductions, counts_samples=False, audit=GradientAudit(off=True))
+        replay._terms, replay._replaying = self._terms.anew(), True
+        replay.attach(stacks, sums, Collected([], None))
+        replay.forward.script = repetition
+        return replay
 
     def watch(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
         """Keep the inputs of one use of a layer, or of the one tied to it, until the gradient of its output comes."""
-        wanted, audited = self._wants(name), self.audit.wants(name)
-        if (
-            not (wanted or audited or self._counting or self.again)
-            or not torch.is_grad_enabled()
-            or not output.requires_grad
-        ):
+        if name not in self._layers or not torch.is_grad_enabled() or not output.requires_grad:
+            return
+        wanted = self._wants(name)
+        if not (wanted or self.counts_samples or self.records_passes or self.audit.wants(name)):
             return
         primary, curvature = self._layers[name]
         if inputs.is_nested or output.is_nested:
             raise NatgradError(f"{name} was given a nested tensor: pad its samples to one length, or leave it out")
         layer = (primary, *primary.others)[index].current()
         outer_task = torch._C._current_graph_task_id()  # that of a backward pass that recomputes checkpoints
-        forward = self._forward.current
+        forward = self.forward.current
         if forward is not None and forward.open is not None and layer.batched(inputs):
-            self._forward.settle(layer.samples(inputs))
-        batch = int(self._forward.batch) if forward is not None or outer_task != -1 else -1
+            self.forward.settle(layer.samples(inputs))
+        batch = int(self.forward.batch) if forward is not None or outer_task != -1 else -1
         # Statistics need the inputs themselves, the number of samples only their shape.
         saved = Saved(inputs) if wanted or self.audit.wants_inputs(name) else None
         shape = outline(inputs) if saved is None else saved.outline
@@ -315,7 +292,7 @@ class Capture:
 
     def receive(self, name: str, index: int, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
         """Note the gradient of one use of a layer in a compiled graph, whose forward `watch` did not see."""
-        looks = self._counting or self.again or self._wants(name) or self.audit.wants(name)
+        looks = self.counts_samples or self.records_passes or self._wants(name) or self.audit.wants(name)
         if looks and name in self._layers:
             primary, curvature = self._layers[name]
             layer = (primary, *primary.others)[index].current()
@@ -323,7 +300,7 @@ class Capture:
             if outer_task == torch._C._current_graph_task_id():
                 outer_task = -1  # recomputed in no pass of its own: the checkpoint is not reentrant
             elif outer_task != -1:
-                known = int(self._forward.batch)
+                known = int(self.forward.batch)
             use = LayerCall(primary, layer, curvature, Saved(inputs), inputs, known, None, outer_task, traced=True)
             self._gradient(use, gradient)
 
@@ -333,7 +310,7 @@ class Capture:
             return
         self._gather(use.layer.slots[0])
         task = use.outer_task if use.outer_task != -1 else torch._C._current_graph_task_id()
-        begins = not (self.sampling or self._replaying) and task != self._loss
+        begins = not (self._sampling or self._replaying) and task != self._loss
         taken = destination(use.layer.slots[0].parameter) if begins else ""
         if begins and not taken:
             return  # a pass down to the model's inputs, as attacks and saliency maps make, is none of the loss
@@ -349,20 +326,20 @@ class Capture:
             self.ambiguous = use.forward.open
         if first not in self._terms:
             self._forget_thrown_away()
-        if not self.sampling:
+        if not self._sampling:
             if begins:
                 self._loss, self._fills = task, taken == "grad"
                 self.audit.look_at_loss(use, gradient, summed=self._reductions.of(primary.name) == "sum")
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 # The graph may live on as long as the loss does, and with it this use.
                 use.inputs, use.outline = None, outline(use.outline)
-        self._terms.settle(use, first, gradient, drawn=self.sampling)
+        self._terms.settle(use, first, gradient, drawn=self._sampling)
         current = self._layers.get(primary.name) == (primary, use.curvature) and not primary.reshaped  # step() follows
-        if current and self._fills and not self.sampling and self.audit.wants(primary.name):
+        if current and self._fills and not self._sampling and self.audit.wants(primary.name):
             samples = self._terms.of(primary.name).samples(use, first, gradient, drawn=False)
             known = inputs.get() if inputs is not None and self.audit.wants_inputs(primary.name) else None
             self.audit.add(use.layer, known, gradient, samples)
-        wanted = current and self._wants(primary.name) and self.sampling == self._draws(primary.name)
+        wanted = current and self._wants(primary.name) and self._sampling == self._draws(primary.name)
         if wanted and inputs is not None:
             with full_products(gradient.device):
                 self._observe(use, first, inputs.get(), gradient)
@@ -386,7 +363,7 @@ class Capture:
     def _observe(self, use: LayerCall, task: int, inputs: Tensor, gradient: Tensor) -> None:
         layer, curvature, name = use.layer, use.curvature, use.primary.name
         terms, reduction = self._terms.of(name), self._reductions.of(name)
-        samples = terms.samples(use, task, gradient, drawn=self.sampling)
+        samples = terms.samples(use, task, gradient, drawn=self._sampling)
         if samples == 0 or gradient.numel() == 0:
             return
         rows, gradients = layer.rows(inputs, gradient, samples)
@@ -395,7 +372,7 @@ class Capture:
             if not known_all(counted):
                 rows = rows.masked(counted)
         rows, gradients = (by_sample(each, samples) for each in (rows, gradients))
-        scale = 1.0 if self.sampling or reduction == "sum" else float(terms.of_loss[task])
+        scale = 1.0 if self._sampling or reduction == "sum" else float(terms.of_loss[task])
         if curvature.sum_positions:
             self._pool(use, task, rows, gradients, scale)
             if not self._awaits(use):
@@ -425,13 +402,13 @@ class Capture:
             kinds[inputs.one_hot].add(a, g, positions, rounding)
 
     def _awaits(self, use: LayerCall) -> bool:
-        """Tell whether other uses of the layer may show more of the same samples."""
+        """Return whether other uses of the layer may show more of the same samples."""
         if use.traced:  # compiled uses show themselves too late; rows of every position are too many to be kept
             return self._reductions.of(use.primary.name) != "tokens"
         if use.outer_task != -1:
             return True  # those of further checkpoints do not exist yet
         uses = self._uses.get(use.primary.name, ())
-        return any(other.inputs is not None for other in uses if not (self.sampling and other is use))
+        return any(other.inputs is not None for other in uses if not (self._sampling and other is use))
 
     def reduced(self, bucket: GradBucket) -> None:
         """Send the statistics to which this pass adds nothing more, now that DDP has reduced a bucket of gradients."""
@@ -451,7 +428,7 @@ class Capture:
     @property
     def _may_leave(self) -> bool:
         """Whether the number of samples is known during the backward pass; the same on all ranks."""
-        return self._reductions.single in ("mean", "sum") and not self._replaying
+        return self._reductions.single in ("mean", "sum")
 
     def _flush(self, name: str) -> None:
         for one_hot, pooled in self._pooled.pop(name).items():

@@ -1,1 +1,0 @@
-"""The model's own predictive distribution, and labels drawn from it."""
