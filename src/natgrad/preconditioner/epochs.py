@@ -24,7 +24,7 @@ def add_gradients(stack: BlockGroup, W: Tensor, places: list[int] | None) -> Non
         W: The gradients; what is not finite is left out.
         places: Which blocks they are of; None: of all.
     """
-    if not _sums_gradients(stack):
+    if not sums_gradients(stack):
         return
     stack.allocate_averages()
     total = stack.allocate_memory()[EPOCH_GRADIENT]
@@ -35,7 +35,8 @@ def add_gradients(stack: BlockGroup, W: Tensor, places: list[int] | None) -> Non
         total.index_add_(0, torch.tensor(places, device="cpu").to(total.device), own)
 
 
-def _sums_gradients(stack: BlockGroup) -> bool:
+def sums_gradients(stack: BlockGroup) -> bool:
+    """Return whether the choice of rows depends on the gradients of each epoch."""
     return any(spec.name == EPOCH_GRADIENT for spec in stack.memories)
 
 
@@ -90,7 +91,7 @@ class Epochs:
             stacks: The blocks.
             runtime: The ranks.
         """
-        stacks = [stack for stack in stacks if _sums_gradients(stack)]
+        stacks = [stack for stack in stacks if sums_gradients(stack)]
         squares = [_take_square(stack) for stack in stacks if stack.role.is_gradient_worker and stack.memory]
         if stacks:
             own = float(torch.stack([square.cpu() for square in squares]).sum()) if squares else 0.0
