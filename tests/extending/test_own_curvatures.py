@@ -268,7 +268,7 @@ class OwnRows(natgrad.Curvature):
         return (gradient - G.mT @ (A * c) / samples) / alpha
 
 
-def test_rows_can_be_gathered_by_a_curvature_of_ones_own():
+def test_a_users_curvature_gathers_rows():
     grads = []
     for curvature in (natgrad.SNGD(), OwnRows()):
         torch.manual_seed(0)

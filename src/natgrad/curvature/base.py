@@ -24,7 +24,7 @@ from natgrad.specs import ROWS, Statistic, Task, TensorSpec, check_declarations
 
 
 class Training(Protocol):
-    """What the choice of rows may hang on."""
+    """What the selection of rows may depend on."""
 
     def critical(self, threshold: float) -> bool:
         """Return whether the gradients of this epoch change fast."""
@@ -180,7 +180,7 @@ class Curvature(ABC):
             A: All its rows ``[N, m, i]``.
             G: The same ``[N, m, o]``, of per-sample losses.
             count: How many are to be selected.
-            training: The training.
+            training: The epochs so far.
             samples: S of all ranks.
             damping: α of this renewal.
             starts: A random number in [0, 1) for each block ``[N]``.
@@ -303,7 +303,8 @@ def declarations(
     if gathered(statistics):
         _check_gathered(curvature, statistics, tasks, d_out, d_in)
     else:
-        sized = [spec.name for spec in (*statistics, *state) if spec.sized_by_batch]
+        written = [spec for task in tasks for spec in task.writes]
+        sized = [spec.name for spec in (*statistics, *written, *state) if spec.sized_by_batch]
         require(not sized, "shape", sized, f"fixed, as nothing is gathered, in {curvature!r}")
     return statistics, tasks, state
 
@@ -316,15 +317,16 @@ def _check_gathered(
     Raises:
         ValueError: if they are not.
     """
-    found = {one.name: (one.shape, one.source) for one in statistics if one.combine == "gather"}
-    wanted = {"A": ((ROWS, d_in), "inputs"), "G": ((ROWS, d_out), "gradients")}
-    links = {"Y": ((ROWS, ROWS), "both")} if "Y" in found else {}
+    found = {one.name: (one.shape, one.source, one.gradient_power) for one in statistics if one.combine == "gather"}
+    wanted = {"A": ((ROWS, d_in), "inputs", 0), "G": ((ROWS, d_out), "gradients", 1)}
+    links = {"Y": ((ROWS, ROWS), "both", 0)} if "Y" in found else {}
     fits = len(found) == len(statistics) and found == {**wanted, **links}
-    allowed = f"A (ROWS, d_in), G (ROWS, d_out) and perhaps Y (ROWS, ROWS), and nothing summed, in {curvature!r}"
+    allowed = f"A (ROWS, d_in), G (ROWS, d_out) of gradient_power 1, perhaps Y (ROWS, ROWS), alone in {curvature!r}"
     require(fits, "gathered statistics", found, allowed)
     written = [(one.name, spec.name, spec.shape) for one in tasks for spec in one.writes]
     fits = written == [("M", "M", (ROWS, ROWS))] and len(tasks) == 1 and set(tasks[0].reads) == found.keys()
-    require(fits, "tasks", tasks, f"one, M, which reads all statistics and writes M (ROWS, ROWS), in {curvature!r}")
+    fits = fits and not tasks[0].on_every_worker
+    require(fits, "tasks", tasks, f"one, M, that reads all and writes M (ROWS, ROWS) on one rank, in {curvature!r}")
     require(curvature.sum_positions, "sum_positions", False, f"True where rows are gathered, in {curvature!r}")
 
 

@@ -188,7 +188,7 @@ class BlockGroup:
         return self.held
 
     def draft(self, rows: int) -> StateTensors:
-        """Return memory for what a renewal with so many rows writes, with zeros in it."""
+        """Return zeros for the results of a renewal, with this number of rows."""
         return StateTensors(self.written(rows), self.size, self._solve_dtype, self.device)
 
     def allocate_memory(self) -> StateTensors:
@@ -354,31 +354,31 @@ class BlockGroup:
 
     @property
     def _held_specs(self) -> list[TensorSpec]:
-        """What is held: what tasks write; gathered rows too, with the numbers that belong to them."""
+        """The specs of `held`: the results, and with gathered rows these, their number of samples and their damping."""
         numbers = (TensorSpec("samples", ()), TensorSpec("damping", ())) if self.gathered else ()
         return [*self.gathered, *(spec for task in self.tasks for spec in task.writes), *numbers]
 
     def written(self, rows: int) -> list[TensorSpec]:
-        """Return what renewals with so many rows write."""
+        """Return the specs of `held` for this number of rows."""
         return [spec.sized(rows) for spec in self._held_specs]
 
     @property
     def sized_by_batch(self) -> dict[str, TensorSpec]:
-        """What of `held` has a size that the batch decides."""
+        """The specs of those tensors of `held` whose size the batch decides, by name."""
         return {spec.name: spec for spec in self._held_specs if spec.sized_by_batch}
 
     def rows_of(self, own: Mapping[str, Tensor]) -> int:
-        """Return how many rows the state of a layer has."""
+        """Return the number of rows in the state of a layer."""
         first = own.get(self.gathered[0].name) if self.gathered else None
         return first.shape[1] if isinstance(first, Tensor) and first.ndim == 3 else 0
 
     def make_room(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take memory for the rows that the states of some layers hold."""
+        """Allocate the rows that the states of some layers hold."""
         most = max(map(self.rows_of, states), default=0)
         self._resize(most if len(states) == len(self.members) else max(most, self.rows))
 
     def fitted(self, name: str, values: Tensor, rows: int | None = None) -> Tensor:
-        """Return values ``[n, ...]`` of a tensor with so many rows (None: with `rows`): zeros are behind their own."""
+        """Return values ``[n, ...]`` of a tensor of `held`, padded with zeros to this number of rows (None: `rows`)."""
         spec = self.sized_by_batch.get(name)
         if spec is None:
             return values
@@ -398,12 +398,12 @@ class BlockGroup:
             fresh.write(spec.name, whole, self.fitted(spec.name, before.read(spec.name, whole)[own]))
 
     def install(self, fresh: StateTensors, rows: int, fine: Mapping[LayerBlocks, list[bool]]) -> None:
-        """Hold what a renewal has made of the rows of some layers, where it is fine; other blocks keep what they had.
+        """Replace `held` for the blocks that a renewal of gathered rows has succeeded for; the others keep theirs.
 
         Args:
-            fresh: From `draft`, written.
-            rows: Its rows.
-            fine: For each block of those layers, whether it succeeded.
+            fresh: The results, allocated by `draft`.
+            rows: Their number of rows.
+            fine: For each block of the renewed layers, whether it succeeded.
         """
         good = [False] * self.size
         for member, flags in fine.items():
