@@ -1,6 +1,6 @@
-"""What makes gradients those of the mean loss: scales, and with ``gradients="reduce"`` the average over the ranks."""
+"""The scale of gradients relative to the mean loss, and with ``gradients="reduce"`` their average over the ranks."""
 
-# No postponed annotations here: DistributedDataParallel inspects those of its communication hook.
+# No postponed annotations here: DistributedDataParallel inspects the annotations of its communication hook.
 from collections.abc import Iterable
 from copy import copy
 
@@ -17,7 +17,7 @@ from natgrad.linalg.device import on_host
 from natgrad.preconditioner.gradients.owners import OwnedGradients, reduce_to_workers
 from natgrad.preconditioner.structure import Structure
 
-# The weight of a rank that has seen no samples: no matter beside one that has.
+# The weight of a rank without samples: negligible beside a rank that has some.
 _UNSEEN = 2.0**-60
 
 
@@ -25,9 +25,9 @@ class Scaling:
     """How the user's loss is scaled: by its reduction, over backward passes, over ranks and by a ``GradScaler``.
 
     Attributes:
-        counts: Whether the samples of every step have to be counted.
-        of_sum: Where the loss is a sum for some layers and a mean for others: what the gradients of the former are to
-            be multiplied by, beside the scale of the latter. None: the reduction is the same for all.
+        counts: Whether the samples of every step must be counted.
+        of_sum: If the loss is a sum for some layers and a mean for others: the factor for gradients of the former, in
+            addition to the scale of the latter. None: all layers have the same reduction.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Scaling:
         reduces: bool,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        """Wrap the arguments of `natgrad.Preconditioner` of these names, and take the names of its `layers`.
+        """Take the arguments of `natgrad.Preconditioner` of these names, and the names of its `layers`.
 
         Raises:
-            ValueError: if natgrad is to reduce gradients of which some are those of a sum and others of a mean.
+            ValueError: with ``gradients="reduce"``, if the loss is a sum for some layers and a mean for others.
         """
         layers = list(layers)
         self._mixed = reductions.is_mapping and reductions.mixes_sum(layers)
@@ -51,40 +51,40 @@ class Scaling:
         allowed = "'averaged', where reduction is 'sum' for some layers and not for others"
         require(not (self._mixed and reduces), "gradients", "reduce", allowed)
         self._reduces, self._scaler = reduces, scaler
-        self._scaled: Tensor | None = None  # how many ranks had not unscaled in the last step
+        self._scaled: Tensor | None = None  # number of ranks that had not unscaled in the last step
         self.of_sum: float | Tensor | None = None
         self.counts = self._summed or self._mixed or reduces or not self._divided
 
     def unscaled(self) -> "Scaling":
-        """Return the same without a ``GradScaler``."""
+        """Return a copy without the ``GradScaler``."""
         twin = copy(self)
         twin._scaler = None
         return twin
 
     @property
     def skips(self) -> bool:
-        """Whether steps of the optimizer may be left out."""
+        """Whether the ``GradScaler`` may skip steps of the optimizer."""
         return self._scaler is not None and self._scaler.is_enabled()
 
     def weight(self, samples: int) -> float | None:
-        """Return what a rank's loss counts in their mean, whose gradients are reduced; None: they are summed."""
+        """Return the weight of this rank in the mean of the losses. None: the losses are summed."""
         if not self._reduces:
             return 1.0
         return None if self._summed else float(samples)
 
     def describe(self) -> str:
-        """Return in words what has to be the same on all ranks."""
+        """Return a description of the settings that must be equal on all ranks."""
         return f"accumulation={'mean' if self._divided else 'sum'!r}, {'a' if self.skips else 'no'} GradScaler"
 
     def check(self, *, differentiated: bool) -> None:
-        """Check that the gradients carry the scale of the loss no more.
+        """Check that the gradients have been unscaled.
 
         Args:
             differentiated: Whether this rank has had a backward pass since the last step.
 
         Raises:
-            NatgradError: if ``unscale_`` was not called since the last update of the scaler; on all ranks, if one
-                without a backward pass has not called it in the last step.
+            NatgradError: if ``unscale_`` was not called since the last update of the scaler; on all ranks, if a rank
+                without a backward pass did not call it in the last step.
         """
         if self._scaler is None or not self.skips:
             return
@@ -106,19 +106,19 @@ class Scaling:
             )
 
     def skip_step(self, runtime: Communicator, device: torch.device) -> Tensor | None:
-        """Return whether the scaler skips this step, for a gradient that is not finite on any rank; None: it cannot.
+        """Return whether the scaler skips this step because of a non-finite gradient on any rank. None: no scaler.
 
-        What the scaler has found here becomes what all ranks have found: where natgrad reduces, each has seen the
-        gradients of its own samples alone, and would skip the step alone. A rank that had none to look at has found
-        nothing, and the scaler would end there.
+        Sets the scaler's result on every rank to that of all ranks. With ``gradients="reduce"`` each rank has only
+        inspected the gradients of its own samples and would decide alone; a rank without gradients has no result, and
+        the scaler would raise an error.
 
         Args:
             runtime: The ranks.
-            device: Where the answer is to be.
+            device: The device of the result.
 
         Raises:
-            NatgradError: on all ranks, if one has not called ``unscale_``; on accelerators, which would have to wait
-                for the answer, the next `check` raises it.
+            NatgradError: on all ranks, if one has not called ``unscale_``. On accelerators the next `check` raises it,
+                because this method does not wait for the device.
         """
         if self._scaler is None or not self.skips:
             return None
@@ -143,34 +143,34 @@ class Scaling:
         return said[0] > 0
 
     def of_captured(self, backwards: int) -> float | Tensor:
-        """Return what makes captured gradients those of per-sample losses, beside the batch size.
+        """Return the factor that turns captured gradients into those of per-sample losses, without the batch size.
 
         Args:
-            backwards: The backward passes of this rank since the last step.
+            backwards: The number of backward passes on this rank since the last step.
         """
         gain = float(max(1, backwards)) if self._divided else 1.0
         return gain / self.of_loss
 
     @property
     def of_loss(self) -> float | Tensor:
-        """The scale that the scaler gives the loss of this step."""
+        """The present scale of the ``GradScaler``; 1 without one."""
         scale: Tensor | None = getattr(self._scaler, "_scale", None)
         return 1.0 if scale is None else scale
 
     def of_gradients(
         self, model: nn.Module, structure: Structure, runtime: Communicator, samples: int, backwards: int
     ) -> tuple[float | Tensor, list[OwnedGradients]]:
-        """Reduce ``.grad`` if that is ours to do, and return what makes it the gradient of the mean loss.
+        """Reduce ``.grad`` with ``gradients="reduce"``, and return the factor that makes it that of the mean loss.
 
         Args:
             model: The model.
-            structure: What of it is preconditioned, and where.
+            structure: Its layers and their ranks.
             runtime: The ranks.
             samples: This rank's samples (token losses: positions) of the step.
             backwards: Its backward passes since the last step.
 
         Returns:
-            What makes it so; and where only the workers of the layers have the reduced gradients, all of these.
+            The factor, and the reduced gradients by owner if only the workers of the layers have them.
         """
         scale: float | Tensor = 1.0
         owned: list[OwnedGradients] = []
@@ -184,8 +184,8 @@ class Scaling:
         elif (self._summed or self._mixed) and device is not None:
             total = tensor_on(device, [float(samples)], torch.float32)
             runtime.sum_(total, {"counters": 1})
-            exact = total[0].to(dtype)  # of float32 models float32, of float64 ones float64
-            scale = runtime.ranks / exact.clamp(min=1)  # what DDP has averaged is a sum over P
+            exact = total[0].to(dtype)  # float32 for float32 models, float64 for float64 models
+            scale = runtime.ranks / exact.clamp(min=1)  # DDP divided a sum by P
         if self._mixed:
             self.of_sum = scale * passes
             return 1.0 if self._divided else 1 / passes, owned
@@ -196,17 +196,17 @@ class Scaling:
     def _passes(
         self, model: nn.Module, runtime: Communicator, backwards: int, device: torch.device | None, dtype: torch.dtype
     ) -> float | Tensor:
-        """Return the backward passes of a rank, on average over those that had any, if they decide on the scale.
+        """Return the number of backward passes per rank, averaged over the ranks that had any, if the scale needs it.
 
-        The clip reads it: ranks that differ in it would part for good. Where natgrad reduces, what a rank adds is first
-        made that of so many passes.
+        The KL clip uses it, so it must be equal on all ranks. With ``gradients="reduce"`` each rank first scales its
+        gradients to this number of passes.
         """
         own = float(max(1, backwards))
         if runtime.ranks == 1 or device is None or (not self._mixed and self._summed != self._divided):
             return own
         counted = tensor_on(device, [float(backwards), float(backwards > 0)], torch.float32)
         runtime.sum_(counted, {"counters": 2})
-        # In their dtype: a third of float32 would be all that float64 gradients are scaled to.
+        # In the gradients' dtype: a quotient in float32 would be too inexact for float64 gradients.
         total, users = counted.to(dtype).unbind()
         passes = (total / users.clamp(min=1)).clamp(min=1)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -216,7 +216,7 @@ class Scaling:
 
 
 def reduce_gradients(model: nn.Module, runtime: Communicator, samples: int, *, summed: bool) -> float | Tensor:
-    """Make every ``.grad`` of `model` that of the loss over all ranks' samples.
+    """Replace every ``.grad`` of `model` by that of the loss over the samples of all ranks.
 
     Args:
         model: The model; all its trained parameters take part, preconditioned or not.
@@ -225,7 +225,7 @@ def reduce_gradients(model: nn.Module, runtime: Communicator, samples: int, *, s
         summed: Whether the loss sums over samples; otherwise it is a mean.
 
     Returns:
-        What makes the result the gradient of the mean loss: 1 for a mean loss, 1 / (all samples) for a sum.
+        The factor that makes the result the gradient of the mean loss: 1 for a mean, 1 / (all samples) for a sum.
     """
     if runtime.ranks == 1:
         return 1.0 / max(1, samples) if summed else 1.0
@@ -234,7 +234,7 @@ def reduce_gradients(model: nn.Module, runtime: Communicator, samples: int, *, s
         if parameter.requires_grad:
             groups.setdefault(parameter.device, []).append(parameter)
     scale: float | Tensor = 1.0
-    # Where no rank has seen any (derivatives with a graph, uncovered models), all weigh alike.
+    # If no rank has counted samples (double backward, models without layers), all ranks weigh alike.
     weight = 1.0 if summed else float(samples) or _UNSEEN
     for device, parameters in groups.items():
         used = [float(parameter.grad is not None) for parameter in parameters]
@@ -255,7 +255,7 @@ def reduce_gradients(model: nn.Module, runtime: Communicator, samples: int, *, s
 def _spread(message: Tensor, parameters: list[nn.Parameter], pieces: list[Tensor], complete: bool) -> None:
     reduced = unflatten(message[: sum(piece.numel() for piece in pieces)], pieces)
     if not complete:
-        # Only a rank that lacks a gradient asks whether another has it: that costs a synchronisation.
+        # Only a rank without a gradient checks whether another has one, because that synchronizes with the device.
         counters = message[-len(parameters) - 1 : -1].tolist()
         for parameter, piece, users in zip(parameters, pieces, counters, strict=True):
             if parameter.grad is None and users > 0:
@@ -264,10 +264,10 @@ def _spread(message: Tensor, parameters: list[nn.Parameter], pieces: list[Tensor
 
 
 def take_over_reduction(model: nn.Module) -> None:
-    """Stop ``DistributedDataParallel`` from averaging gradients, so that they travel once.
+    """Stop ``DistributedDataParallel`` from averaging gradients.
 
     Raises:
-        ValueError: if `model` has a communication hook of the user's already.
+        ValueError: if `model` already has a communication hook.
     """
     if isinstance(model, DistributedDataParallel):
         try:

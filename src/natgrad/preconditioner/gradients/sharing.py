@@ -21,11 +21,11 @@ from natgrad.state.block_group import LayerBlocks
 
 @dataclass
 class _Bucket:
-    """Gradients of one device and dtype, which travel together.
+    """Gradients of one device and dtype, sent together.
 
     Attributes:
-        entries: Those of layers, each of which one rank of a row has preconditioned.
-        uncovered: Those of no layer, of which each rank has summed a piece.
+        entries: Gradients of layers, each preconditioned by one rank of the row.
+        uncovered: Gradients of parameters without curvature, of which each rank has summed a part.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -40,21 +40,21 @@ def share(
     uncovered: Sequence[OwnedGradients] = (),
     scalars: Sequence[float] = (),
 ) -> Tensor | None:
-    """Give every rank the preconditioned gradients of all layers, or the rows of them that it holds.
+    """Send the preconditioned gradients of all layers to every rank, or the rows that it holds (FSDP2).
 
-    Each worker gives the others of its row, bit for bit as it has them, every block's V and ⟨V, W⟩, and of every layer
-    what has served it and how long it has been in trouble, so that all ranks decide alike.
+    Each worker sends V and ⟨V, W⟩ of every block to the other ranks of its row, and for every layer its fallback level
+    and its number of failures, so that all ranks decide alike.
 
     Args:
         gradients: Of all layers on every rank, preconditioned where this rank is a worker.
-        plan: Who works for what.
+        plan: The workers.
         runtime: The ranks.
-        watch: Counts the trouble of all layers.
-        uncovered: Reduced gradients that no worker takes; then every layer has one worker.
-        scalars: Numbers of this rank, as many as others have, which travel in the first bucket.
+        watch: Counts the failures of all layers.
+        uncovered: Reduced gradients of parameters without curvature. Every layer then has one worker.
+        scalars: Numbers of this rank, equally many on all ranks, sent in the first bucket.
 
     Returns:
-        The scalars summed over the row, the same on all its ranks; None: there were none.
+        The scalars summed over the row, the same on all its ranks. None if there were none.
     """
     buckets: dict[tuple[torch.device, torch.dtype], _Bucket] = {}
     for group in uncovered:
@@ -78,7 +78,7 @@ def share(
 def _share_whole(
     bucket: _Bucket, scalars: Tensor, row: Sequence[int], runtime: Communicator, watch: FailureCounters
 ) -> list[Tensor]:
-    """Share whole gradients; return the scalars of each rank of the row."""
+    """Exchange whole gradients, and return the scalars of each rank of the row."""
     entries = {rank: [entry for entry in bucket.entries if entry.stack.role.server == rank] for rank in row}
     own = entries[runtime.rank]
     empty = scalars.new_empty(0)
@@ -117,12 +117,12 @@ def _share_rows(
     holders: Holders,
     watch: FailureCounters,
 ) -> list[Tensor]:
-    """Give each rank of the row the rows that it holds (FSDP2); return the scalars of each."""
+    """Send each rank of the row the rows that it holds (FSDP2), and return the scalars of each."""
     me, entries = runtime.rank, bucket.entries
     own = [entry for entry in entries if entry.stack.role.is_gradient_worker]
     told = [_counters(entry, watch) for entry in own]
     for entry in own:
-        entry.clear_(~entry.inner.isfinite())  # who gets some rows cannot tell whose block they are
+        entry.clear_(~entry.inner.isfinite())  # a rank that receives some rows does not know their blocks
     counters = torch.cat([scalars, *told])
     outgoing = [
         torch.cat([counters, *(value for entry in own for value in _values(entry, holders, rank))])
@@ -163,7 +163,7 @@ def _share_rows(
 
 
 def _shares(entry: Entry, holders: Holders, rank: int) -> list[tuple[LayerBlocks, Slot, range]]:
-    """Return which rows of the parameters of a stack `rank` holds; none: all of them, for no parameter is sharded."""
+    """Return the rows of the parameters that `rank` holds. Empty: no parameter is sharded, and it holds all rows."""
     slots = [(member, slot) for member in entry.members for slot in member.layer.slots]
     if not any(is_sharded(slot.parameter) for _, slot in slots):
         return []
@@ -171,7 +171,7 @@ def _shares(entry: Entry, holders: Holders, rank: int) -> list[tuple[LayerBlocks
 
 
 def _values(entry: Entry, holders: Holders, rank: int) -> list[Tensor]:
-    """Return what `rank` is to get of V, as vectors."""
+    """Return the part of V to send to `rank`, as vectors."""
     shares = _shares(entry, holders, rank)
     values = [entry.V.new_empty(_row_numel(slot, rows)) for _, slot, rows in shares]
     targets, sources = [], []
@@ -213,7 +213,7 @@ def _counters(entry: Entry, watch: FailureCounters) -> Tensor:
 
 
 def _hear(entry: Entry, counters: Tensor, watch: FailureCounters) -> None:
-    """Read what a worker has told, also where it is this rank: what is decided by it is then alike on all of them."""
+    """Apply the counters that a worker sent, also on the worker itself, so that all ranks decide alike."""
     stack, layers = entry.stack, len(entry.stack.members)
     told = stack.size + 2 * layers
     entry.inner, ready, trouble, verdicts = counters.split([stack.size, layers, layers, len(counters) - told])

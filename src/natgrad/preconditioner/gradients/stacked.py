@@ -1,4 +1,4 @@
-"""Gradients between the parameters' ``.grad`` and the stacks: gathered, preconditioned, given back."""
+"""Gather gradients from ``.grad`` into blocks, precondition them and write them back."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from natgrad.preconditioner.guard.guard import FailureCounters, Trouble
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.matrices import places
 
-# How many bytes of sharded gradients are gathered at once: enough to hide the latency of a message.
+# Bytes of sharded gradients that are gathered at once: enough to hide the latency of a message.
 _BUCKET = 2**26
 
 
 @dataclass
 class Share:
-    """Rows of a preconditioned gradient that this rank holds, of a layer that others work for.
+    """Rows of a preconditioned gradient that this rank holds, of a layer that it is not a worker of.
 
     Attributes:
         slot: The parameter.
-        rows: Which of its rows.
+        rows: The rows.
         block: The first block of its layer.
-        values: The rows end to end.
+        values: Their values, flat.
     """
 
     slot: Slot
@@ -51,11 +51,10 @@ class Entry:
         stack: The stack.
         members: The layers.
         fallback: Replaces what is unsound.
-        ready: Whether they have curvature: all, none, or the level of each block's layer ``[N]``, above 0 where it has.
-        plain: Whether any of them may have none.
-        V: Preconditioned gradients ``[N, o, i]``, once solved; the raw ones W where there is no curvature yet.
-        shares: In place of V, where the parameters are sharded and this rank does not work for the layers: what it
-            holds of V.
+        ready: Whether they have curvature: all (True), none (False), or the `Level` of each block's layer ``[N]``.
+        plain: Whether any of them may have no curvature yet.
+        V: Preconditioned gradients ``[N, o, i]`` after `solved`; the raw ones W where there is no curvature yet.
+        shares: Instead of V, if the parameters are sharded and this rank is not a worker: the rows that it holds.
         inner: ⟨V, W⟩ of each block ``[N]``; not finite where the gradient is not.
     """
 
@@ -73,11 +72,11 @@ class Entry:
         self.V, self.inner, self.ready, self.plain = outcome.V, outcome.inner, outcome.levels, outcome.plain
 
     def solved(self, damping: float, gathered: Mapping[int, list[Piece]]) -> Case:
-        """Return the raw gradients and what curvature makes of them; a missing one of two (weight, bias) is zero.
+        """Return the raw and the preconditioned gradients. A missing gradient of a weight or bias counts as zero.
 
         Args:
             damping: γ.
-            gathered: The rows of those gradients that are sharded, by the parameter's ``id``.
+            gathered: The rows of sharded gradients, by the parameter's ``id``.
         """
         stack, started = self.stack, perf_counter()
         W = torch.empty(sum(self.blocks), stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
@@ -92,7 +91,7 @@ class Entry:
             for rows, place in views:
                 targets.append(place)
                 sources.append(rows)
-        if targets:  # other ranks expect a layer's result even where no rank has used it yet
+        if targets:  # there may be none: other ranks expect a result even for a layer that no rank has used
             torch._foreach_copy_(targets, sources)
         add_gradients(stack, W, self.places())
         V = self._solved(W, damping)
@@ -106,7 +105,7 @@ class Entry:
             return W
         if all(flags):
             return stack.solve(self.where, W, damping)
-        # Some layers have none yet, or are left plain: their gradients pass through.
+        # Layers without curvature keep their gradients.
         every = [flag for flag, count in zip(flags, self.blocks, strict=True) for _ in range(count)]
         own = tensor_on(stack.device, [index for index, flag in enumerate(every) if flag])
         blocks = own if places is None else tensor_on(stack.device, places)[own]
@@ -115,7 +114,7 @@ class Entry:
         return V
 
     def told(self) -> bool | Tensor:
-        """Return `ready` with a number for each layer in place of its blocks."""
+        """Return `ready` with one number for each layer instead of each block."""
         if isinstance(self.ready, bool) or len(self.ready) == len(self.members):
             return self.ready
         return self.ready[tensor_on(self.ready.device, [0, *accumulate(self.blocks[:-1])])]
@@ -126,22 +125,22 @@ class Entry:
         return [member.stop - member.start for member in self.members]
 
     def places(self) -> list[int] | None:
-        """Return where in the stack these blocks are; None: they are all of it."""
+        """Return the indices of these blocks in the group. None: all blocks."""
         if len(self.members) == len(self.stack.members):
             return None
         return [block for member in self.members for block in range(member.start, member.stop)]
 
     @property
     def where(self) -> slice | Tensor:
-        """The same as an index."""
+        """`places` as an index."""
         places = self.places()
         return slice(None) if places is None else tensor_on(self.stack.device, places)
 
     def scale_(self, scale: float | Tensor) -> list[Tensor]:
-        """Multiply V by `scale`, where there is curvature; return what is still to be multiplied, all of it."""
+        """Multiply V by `scale` where there is curvature. Return tensors that the caller must multiply as a whole."""
         if self.shares is not None:
             for share in self.shares:
-                assert isinstance(self.ready, Tensor)  # told by the worker, as the shares are
+                assert isinstance(self.ready, Tensor)  # sent by the worker together with the shares
                 share.values.mul_(torch.where(self.ready[share.block] > 0, scale, 1.0))
             return []
         if self.plain and isinstance(self.ready, Tensor):
@@ -152,14 +151,14 @@ class Entry:
     def clear_(self, bad: Tensor) -> None:
         """Make V zero where it is `bad` ``[N]``."""
         if not known_all(~bad):
-            self.V.masked_fill_(bad[:, None, None], 0)  # a product would keep the NaN
+            self.V.masked_fill_(bad[:, None, None], 0)  # a product would keep NaN
 
 
 class Gradients:
     """The gradients of one step.
 
     Attributes:
-        entries: One for each stack with something to precondition.
+        entries: One for each group with gradients to precondition.
     """
 
     def __init__(self, entries: list[Entry]) -> None:
@@ -168,7 +167,7 @@ class Gradients:
 
     @classmethod
     def take(cls, stacks: list[BlockGroup], fallback: FallbackPolicy, *, exchanged: bool) -> Gradients:
-        """Find every layer with a ``.grad``; all layers where results are to be exchanged, so that ranks agree."""
+        """Collect the layers with a ``.grad``; all layers if results are exchanged, so that ranks agree."""
         entries = []
         for stack in stacks:
             members = [member for member in stack.members if exchanged or _has_gradient(member)]
@@ -177,12 +176,11 @@ class Gradients:
         return cls(entries)
 
     def solve(self, damping: float, runtime: Communicator) -> None:
-        """Precondition the stacks that this rank works for; what has no curvature yet stays a plain gradient.
+        """Precondition the groups that this rank is a worker of. Layers without curvature keep their gradients.
 
-        Sharded gradients are whole for no longer than that takes: they travel some stacks at a time. At the peak this
-        costs the preconditioned gradients of these stacks, which the clip must see together, and beside them the
-        collected ones of `_BUCKET` bytes or of the largest stack, whichever is more, and the raw ones of those that are
-        `alike`.
+        Sharded gradients are collected for some groups at a time. Peak memory: the preconditioned gradients of all
+        these groups, the collected ones of `_BUCKET` bytes or of the largest group, and the raw ones of groups that
+        are processed together.
         """
         for bucket in self._buckets():
             gathered = _collect(bucket, runtime)
@@ -191,10 +189,10 @@ class Gradients:
                 outcomes = some[0].fallback.replace_unsound(cases, damping)
                 for entry, outcome in zip(some, outcomes, strict=True):
                     entry.settle(outcome)
-            del gathered  # before the next are there
+            del gathered  # before the next ones are collected
 
     def _buckets(self) -> Iterator[list[Entry]]:
-        """Yield stacks whose sharded gradients travel together; the same on all ranks."""
+        """Yield groups whose sharded gradients are collected together; the same on all ranks."""
         bucket: list[Entry] = []
         size = 0
         for entry in self.entries:
@@ -209,7 +207,7 @@ class Gradients:
             yield bucket
 
     def clear_(self, bad: Sequence[Tensor]) -> None:
-        """Make V of each entry zero where it is `bad` ``[N]``; that of others is cleared by their workers."""
+        """Make V of each entry zero where it is `bad` ``[N]``. Workers clear what other ranks hold."""
         for entry, own in zip(self.entries, bad, strict=True):
             if entry.shares is None:
                 entry.clear_(own)
@@ -225,7 +223,7 @@ class Gradients:
                 torch._foreach_mul_(whole, own)
 
     def tell(self, watch: FailureCounters, bad: Sequence[Tensor]) -> None:
-        """Have counted which blocks of each entry were not finite, `bad` ``[N]``, and what has served its layers."""
+        """Count the blocks of each entry that were not finite, `bad` ``[N]``, and the levels of its layers."""
         watch.saw_gradients(
             [Trouble(entry.stack, entry.where, own) for entry, own in zip(self.entries, bad, strict=True)]
         )
@@ -252,7 +250,7 @@ class Gradients:
 
 
 def alike(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """Yield entries that are dealt with together, as raw gradients are held at once: see `together`."""
+    """Yield entries that are processed together (`together`), whose raw gradients are in memory at once."""
 
     def nbytes(entry: Entry) -> int:
         stack = entry.stack
@@ -262,13 +260,13 @@ def alike(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
 
 
 def _collect(entries: Sequence[Entry], runtime: Communicator) -> dict[int, list[Piece]]:
-    """Give each worker all rows of the sharded gradients that it preconditions; nobody else gets them.
+    """Send each worker all rows of the sharded gradients that it preconditions.
 
-    The rows come from the ranks that hold them of the worker's own copy of the model: of S ranks that share it (under
-    HSDP those of one replica, otherwise all) each sends a worker 1 / S of a layer's gradient, and itself nothing.
+    The rows come from the S ranks of the worker's copy of the model (under HSDP one replica, otherwise all ranks). Each
+    other rank of these sends 1 / S of a layer's gradient.
 
     Returns:
-        The rows by the parameter's ``id``; of plain parameters none.
+        The rows by the parameter's ``id``, without plain parameters.
     """
     wanted = [
         (slot, entry.stack.role.seat.workers)
@@ -280,7 +278,7 @@ def _collect(entries: Sequence[Entry], runtime: Communicator) -> dict[int, list[
 
 
 def _gradient(slot: Slot, rows: range) -> Tensor:
-    """Return rows of the gradient, zeros where there is none, as all ranks expect them: in the parameter's dtype."""
+    """Return rows of the gradient in the parameter's dtype, zeros if there is no gradient."""
     values, parameter = held_rows(slot, rows), slot.parameter
     if values is None:
         return torch.zeros(len(rows), *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)

@@ -1,4 +1,4 @@
-"""Gradients that no backward pass has made before the eyes of the hooks: natural ones already, and unseen ones."""
+"""Gradients that are already natural, and gradients from backward passes that the hooks did not see."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from natgrad.versions import BLIND
 
 
 class WrittenGradients:
-    """The gradients that the last step has written, and whether anybody has touched them since.
+    """The gradients that the last step wrote, and whether they have been changed since.
 
-    A step without a backward pass before it would precondition them once more.
+    A step without a backward pass would precondition them a second time.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class WrittenGradients:
         self._versions: list[tuple[Slot, weakref.ref[Tensor], int]] = []
 
     def note(self, stacks: Iterable[BlockGroup]) -> None:
-        """Note the gradients as they are now; none is kept alive."""
+        """Record the present gradients, without keeping them alive."""
         self._versions = [
             (slot, weakref.ref(gradient), gradient._version)
             for slot in _slots(stacks)
@@ -33,17 +33,17 @@ class WrittenGradients:
         ]
 
     def remain(self) -> bool:
-        """Return whether any of them is still in its place, whatever was written into it since."""
+        """Return whether any of these tensors is still a parameter's ``.grad``, whatever its values."""
         return any(known() is not None and known() is slot.parameter.grad for slot, known, _ in self._versions)
 
     def replaced(self) -> bool:
-        """Return whether any gradient is a new tensor, or there was no step yet."""
+        """Return whether any gradient is a new tensor, or no step has been taken."""
         return not self._versions or any(
             slot.parameter.grad is not None and known() is not slot.parameter.grad for slot, known, _ in self._versions
         )
 
     def untouched(self) -> bool:
-        """Return whether there are any, and all of them are still what they were."""
+        """Return whether there are recorded gradients and none has been changed."""
         return bool(self._versions) and all(
             (gradient := known()) is not None and gradient is slot.parameter.grad and gradient._version == version
             for slot, known, version in self._versions
@@ -51,19 +51,19 @@ class WrittenGradients:
 
 
 class Unseen:
-    """Steps before which the hooks have seen no backward pass."""
+    """Detects steps that no backward pass precedes."""
 
     def __init__(self) -> None:
         """Begin before the first step."""
         self._warned = False
 
     def check(self, stacks: Iterable[BlockGroup], *, begins: bool) -> None:
-        """Warn, once, of a step whose gradients come from no backward pass; called by the step itself.
+        """Warn once if the gradients of this step come from no backward pass.
 
         Args:
             stacks: All stacks.
-            begins: Whether no backward pass was ever seen. Later on hooks need not see every one, and only gradients
-                that do not exist tell.
+            begins: Whether the hooks have never seen a backward pass. Later they need not see every pass, and only
+                missing gradients are a sign.
         """
         if self._warned:
             return
@@ -81,7 +81,7 @@ class Unseen:
         else:
             return
         self._warned = True
-        warnings.warn(f"natgrad: {message}", NatgradWarning, stacklevel=5)  # past `_begins`, `step` and its decorator
+        warnings.warn(f"natgrad: {message}", NatgradWarning, stacklevel=5)  # the caller of `step`
 
 
 def _slots(stacks: Iterable[BlockGroup]) -> Iterator[Slot]:

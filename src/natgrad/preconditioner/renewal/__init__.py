@@ -1,4 +1,4 @@
-"""Sums become running averages; these, and gathered rows, become what a solve needs, in the step or beside the next."""
+"""From sums of statistics to running averages, and from these to inverses or eigenvectors."""
 
 from natgrad.preconditioner.renewal.averages import fold as fold
 from natgrad.preconditioner.renewal.background import Background as Background

@@ -1,4 +1,4 @@
-"""Sums that arrived become running averages."""
+"""Update the running averages with the sums of a step."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from natgrad.state.tensors import along, diagonals
 
 
 def fold(sums: StatisticsBuffer | Departed, watch: FailureCounters, seed: int) -> Tensor | None:
-    """Add what arrived to the running averages: E ← d E + (1 - d) fresh (Pauloski 2022, eq. 14 and 15).
+    """Update the running averages: E ← d E + (1 - d) fresh (Pauloski 2022, eq. 14 and 15).
 
-    Blocks that nobody saw, and those whose sums are not finite, stay as they are; all of them in a skip_step step.
+    Blocks without samples and blocks with non-finite sums stay unchanged. So do all blocks if the GradScaler skips the
+    step.
 
     Args:
         sums: The sums over all ranks.
-        watch: Counts what was skipped.
-        seed: Of the rounding to narrow dtypes; the same on all ranks, another at each step.
+        watch: Counts blocks with non-finite sums.
+        seed: Seed of the stochastic rounding to narrow dtypes: equal on all ranks, different in each step.
 
     Returns:
-        Whether any block was renewed (a lazy bool), or None if there are no blocks.
+        Whether any block was updated (device bool). None if there are no blocks.
     """
     renewed: Tensor | None = None
     for pieces in together(sums.arrived(), _place, _nbytes):
@@ -49,7 +50,7 @@ def _place(piece: Arrived) -> tuple[torch.device, object]:
 
 
 def _nbytes(piece: Arrived) -> int:
-    return 2 * sum(own.nbytes for own in piece.sums.values())  # with what is made of the averages
+    return 2 * sum(own.nbytes for own in piece.sums.values())  # the sums, and the updated averages
 
 
 def _specs(piece: Arrived) -> list[Statistic]:
@@ -57,7 +58,7 @@ def _specs(piece: Arrived) -> list[Statistic]:
 
 
 def _finite(pieces: Sequence[Arrived]) -> Tensor:
-    """Tell of which blocks, end to end, all sums are finite, in pieces with as many statistics."""
+    """Return whether all sums of each block are finite, for pieces with equally many statistics, end to end."""
     # No entry of a sum of x xᵀ exceeds its diagonal (Cauchy-Schwarz), so the diagonal tells of all.
     traces = [[diagonals(piece.sums[spec.name], spec).sum(1) for spec in _specs(piece)] for piece in pieces]
     every = joined([own for column in zip(*traces, strict=True) for own in column])
@@ -66,7 +67,7 @@ def _finite(pieces: Sequence[Arrived]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Update:
-    """What becomes of one running average ``[n, ...]``: ``decay`` times it, and a `share` ``[n]`` of what is fresh."""
+    """The update of a running average ``[n, ...]``: `decay` times the old one plus `share` ``[n]`` times `fresh`."""
 
     piece: Arrived
     spec: Statistic
@@ -77,23 +78,23 @@ class _Update:
 
     @property
     def average(self) -> Tensor:
-        """The running average, in the dtype of sums: a view where it is kept so."""
+        """The running average in the dtype of sums: a view if it is kept in that dtype."""
         stack = self.piece.stack
         return stack.averages.read(self.spec.name, self.piece.blocks).to(stack.dtype)
 
     @property
     def narrow(self) -> bool:
-        """Whether it is kept in a dtype too narrow to be renewed in."""
+        """Whether it is kept in a narrower dtype than it is updated in."""
         return self.piece.stack.averages.narrow(self.spec.name)
 
     def write(self, average: Tensor, seed: int) -> None:
-        """Keep an average that is no view."""
+        """Store an average that is not a view."""
         generator = torch.Generator(average.device).manual_seed(seed)
         self.piece.stack.averages.write(self.spec.name, self.piece.blocks, average, generator)
 
 
 def _average(pieces: Sequence[Arrived], fine: Sequence[Tensor], sums: StatisticsBuffer | Departed, seed: int) -> None:
-    """Renew the averages of pieces alike, and their bias corrections, of the blocks that are `fine`."""
+    """Update the averages of similar pieces and their bias corrections, for the blocks that are `fine`."""
     decay = pieces[0].stack.curvature.factor_decay
     shares: dict[tuple[str, float], list[Tensor]] = {}
     updates: list[_Update] = []
@@ -105,7 +106,7 @@ def _average(pieces: Sequence[Arrived], fine: Sequence[Tensor], sums: Statistics
         for spec in _specs(piece):
             fresh = piece.sums[spec.name]
             if past is not None and spec.name in restarting:
-                # Summed over what was made before the last renewal, of which the new average is none.
+                # These sums used the previous eigenvectors, so they do not belong to the new average.
                 fresh = torch.where(along(past, fresh.ndim - 1), 0, fresh)
             old = decay if spec.decayed else 0.0
             if (spec.per, old) not in shares:
@@ -117,7 +118,7 @@ def _average(pieces: Sequence[Arrived], fine: Sequence[Tensor], sums: Statistics
 
 
 def _blend(updates: Sequence[_Update], seed: int) -> None:
-    """Renew running averages in place; what is not fine, and anything may be fresh there, stays as it is."""
+    """Update running averages in place. Blocks that are not fine stay unchanged, whatever their fresh values."""
     for own in updates:
         average, dims = own.average, own.fresh.ndim - 1
         if known_all(own.fine):
@@ -130,7 +131,7 @@ def _blend(updates: Sequence[_Update], seed: int) -> None:
 
 
 def _correct(pieces: Sequence[Arrived], fine: Sequence[Tensor], decay: float) -> None:
-    """Renew the bias corrections of running averages."""
+    """Update the bias corrections of running averages."""
     places: list[tuple[Tensor, slice | Tensor]] = []
     which = []
     for piece, own in zip(pieces, fine, strict=True):

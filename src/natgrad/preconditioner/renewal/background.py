@@ -1,11 +1,10 @@
-"""Renewals beside the steps: placement "background", the collective form of PS-KFAC (Ba et al. 2017).
+"""Asynchronous renewals: placement "background", the collective form of PS-KFAC (Ba et al. 2017).
 
-Once there is curvature to go on with, a step in which factors are due only posts its sums, and the next one folds them
-into the running averages, before anything else. A step t in which inverses are due takes a copy of the averages of what
-was captured before it; a thread of each owner decomposes its share of them. Step ``t + staleness`` waits for that
-thread, exchanges the results and is the first to use them; or an earlier step, if inverses are due again. Which step
-does what depends on nothing but counters, and which layers on averages that all ranks have, so that it is the same on
-all of them, and ranks stay equal to the last bit.
+The first renewal is synchronous. After it, a step in which factors are due only starts to send its sums, and the next
+step adds them to the running averages. A step t in which inverses are due copies the averages of the captures before
+it, and a thread on each owner decomposes its part. Step ``t + staleness`` waits for the thread, exchanges the results
+and is the first to use them; an earlier step does so if inverses are due again. All this depends only on counters and
+on averages that all ranks hold, so all ranks stay identical to the last bit.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from natgrad.state.block_group import BlockGroup, unpacked
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What the thread has made of some blocks: the tensors of a task, which blocks succeeded, and in what time."""
+    """The results of a task for some blocks: its tensors, which blocks succeeded, and the seconds it took."""
 
     written: Mapping[str, Tensor]
     fine: Tensor
@@ -45,14 +44,14 @@ class _Outcome:
 
 @dataclass(eq=False)
 class _Renewal:
-    """A renewal under way.
+    """A renewal in progress.
 
     Attributes:
-        begun: The step that began it.
-        before: The step that began the one before.
+        begun: The step that started it.
+        before: The step that started the previous one.
         keys: The keys of its layers, the same on all ranks.
-        jobs: Its jobs, likewise.
-        pieces: For each job that is this rank's the blocks that are decomposed together, and the thread's answers.
+        jobs: Its jobs, the same on all ranks.
+        pieces: For each job of this rank, the blocks that are decomposed together and the futures of their results.
     """
 
     begun: int
@@ -70,14 +69,14 @@ class _Renewal:
 
 
 class Background:
-    """What is under way beside the steps of one preconditioner: sums that travel, and a renewal.
+    """The sums being sent and the renewal in progress of one preconditioner.
 
     Attributes:
-        seconds: What the thread has worked so far while the steps went on, none of them waiting for it.
+        seconds: The time that the thread has worked so far without a step waiting for it.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing; the thread starts with the first renewal."""
+        """Start with nothing in progress. The thread starts with the first renewal."""
         self.seconds = 0.0
         self._departed: tuple[Departed, int] | None = None
         self._renewal: _Renewal | None = None
@@ -95,15 +94,15 @@ class Background:
         inspection: Inspection,
         wire: Any,
     ) -> None:
-        """Send the closed `sums` of this step, which the next one folds.
+        """Start to send the `sums` of this step, which the next step adds to the running averages.
 
         Args:
             stacks: All stacks.
-            sums: Those of this step, closed.
+            sums: The closed sums of this step.
             runtime: The ranks.
-            progress: Is told that factors were renewed: nothing reads them before they are.
-            inspection: Looks at the sums, if it has not yet; that waits for them.
-            wire: The dtype in which sums travel, if narrower than their own.
+            progress: Records that factors were updated; nothing reads them before they are.
+            inspection: Inspects the sums once, which waits for them.
+            wire: The dtype in which sums are sent, if narrower than their own.
         """
         posted = sums.post(runtime, wire)
         if not inspection.looked:
@@ -115,14 +114,14 @@ class Background:
             progress.renewed_factors()
 
     def fold(self, watch: FailureCounters, *, alone: bool = False) -> Tensor | Sequence[float] | None:
-        """Add the sums under way to the running averages; from the next step on they would be there anyway.
+        """Add the sums being sent to the running averages.
 
         Args:
-            watch: Counts what is skipped.
-            alone: Send nothing. Sums in a narrow dtype, whose second half is yet to travel, then stay under way.
+            watch: Counts blocks with non-finite sums.
+            alone: Do not communicate. Sums in a narrow dtype, which need a second message, are then left as they are.
 
         Returns:
-            What the ranks have told beside them (`natgrad.capture.sums.StatisticsBuffer.heard`).
+            The scalars sent with the sums (`natgrad.capture.sums.StatisticsBuffer.heard`).
         """
         if self._departed is None or (alone and not self._departed[0].whole):
             return None
@@ -142,16 +141,16 @@ class Background:
         damping: float,
         progress: StepCounters,
     ) -> bool:
-        """Begin to renew some layers from their running averages as they are now; none may be under way.
+        """Start to renew some layers from their present running averages. No renewal may be in progress.
 
         Args:
             stacks: All stacks.
             plan: The owner of each task.
             runtime: The ranks.
             keys: The layers, which have statistics; the same on every rank.
-            kept: That of `renew`; likewise.
+            kept: The parts not to renew, as in `renew`; the same on every rank.
             damping: γ of this renewal.
-            progress: Is told that this is the step of the renewal.
+            progress: Records the step of the renewal.
 
         Returns:
             Whether there is anything to do.
@@ -168,7 +167,7 @@ class Background:
 
     @property
     def keys(self) -> set[str]:
-        """The keys of the layers whose renewal is under way."""
+        """The keys of the layers whose renewal is in progress."""
         return set() if self._renewal is None else self._renewal.keys
 
     def collect(
@@ -181,19 +180,19 @@ class Background:
         *,
         early: bool = False,
     ) -> None:
-        """End the renewal under way, if it was begun `staleness` steps ago: wait, exchange the results and hold them.
+        """End the renewal in progress if it started `staleness` steps ago: wait, exchange and hold the results.
 
         Args:
-            plan: Who exchanges, and the staleness.
+            plan: The assignment of ranks, and the staleness.
             runtime: The ranks.
-            watch: Counts what failed.
-            progress: The step, and what was renewed.
-            wire: The dtype in which matrices travel, if narrower than that in which they are held.
+            watch: Counts failures.
+            progress: The step counters.
+            wire: The dtype in which matrices are sent, if narrower than that in which they are held.
             early: End it in any case.
 
         Raises:
-            CurvatureError: on all ranks, if the thread of any was stopped by another error than that of a
-                decomposition; what it would have renewed stays as it was.
+            CurvatureError: on all ranks, if the thread of any rank raised an error other than a failed decomposition.
+                The layers concerned keep their old results.
         """
         renewal = self._renewal
         if renewal is None or not (early or progress.step - renewal.begun >= plan.placement.staleness):
@@ -213,29 +212,29 @@ class Background:
             raise CurvatureError(f"renewing {names} in the background has raised an error on rank {owners}") from own
 
     def drop(self, progress: StepCounters) -> None:
-        """Forget the renewal under way; the next step begins one anew."""
+        """Drop the renewal in progress; the next step starts it again."""
         if self._renewal is not None:
             self._renewal.cancel()
             progress.last_inverses = self._renewal.before
             self._renewal = None
 
     def close(self, progress: StepCounters) -> None:
-        """Drop the renewal under way, and end the thread once the decomposition that it is at is done."""
+        """Drop the renewal in progress, and end the thread after its present decomposition."""
         self.drop(progress)
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a training that resumes without the renewal under way has to know: since when it is due."""
+        """Return the step of the last completed renewal, if one is in progress: a resumed training starts it again."""
         before = None if self._renewal is None else self._renewal.before
         return {} if before is None else {"last_inverses": before}
 
     def _submit(self, job: Job, damping: float) -> list[tuple[slice, Future[_Outcome]]]:
-        """Have the thread decompose a copy of what a job reads."""
+        """Submit the decompositions of a job on copies of its averages to the thread."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="natgrad")
-            # A preconditioner that is deleted takes its thread along.
+            # The thread ends when the preconditioner is deleted.
             weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
         stack, task, pieces = job.stack, job.task, []
         copies = []
@@ -250,7 +249,7 @@ class Background:
         return pieces
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return the stream of the thread, on which what is to come waits for what this one has enqueued so far."""
+        """Return the CUDA stream of the thread, after making it wait for the work enqueued so far."""
         if device.type != "cuda":
             return None
         if device not in self._streams:
@@ -260,7 +259,7 @@ class Background:
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors in memory of their own."""
+    """Return copies of tensors."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -274,10 +273,9 @@ def _decompose(
     previous: Mapping[str, Tensor] | None,
     stream: torch.cuda.Stream | None,
 ) -> _Outcome:
-    """Do a task for some blocks, in the thread.
+    """Run a task for some blocks, in the thread.
 
-    What torch may do to products (`products.full_products`) is a setting of the process, which a thread cannot change
-    for itself.
+    The thread does not use `products.full_products`, because it changes settings of the whole process.
     """
     started = perf_counter()
     beside: AbstractContextManager[Any] = nullcontext() if stream is None else torch.cuda.stream(stream)
@@ -285,15 +283,15 @@ def _decompose(
         read = {**unpacked(averages, statistics, task.diagonal_of), **state}
         written, fine = compute(curvature, task, read, damping, previous)
         if stream is not None:
-            stream.synchronize()  # what was read may go, what was written may be read
+            stream.synchronize()  # before inputs are freed and results are read
     return _Outcome(written, fine, perf_counter() - started)
 
 
 def _keep(job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> tuple[Exception | None, float]:
-    """Wait for the thread and hold what it has made; note it as `conclude` takes it.
+    """Wait for the thread, hold its results and record them for `conclude`.
 
     Returns:
-        What was raised, and how long the thread has worked without being waited for.
+        The error that was raised, if any, and the seconds that the thread worked without being waited for.
     """
     job.done.update(dict.fromkeys(range(job.start, job.stop), 0.0))
     raised: Exception | None = None
@@ -303,7 +301,7 @@ def _keep(job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> tuple[Excep
         try:
             outcome = future.result()
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            continue  # a failure like those that `renew` tells of
+            continue  # counted as a failed decomposition by `conclude`
         except Exception as error:
             job.done.update(dict.fromkeys(own, RAISED))
             raised = error
@@ -313,7 +311,7 @@ def _keep(job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> tuple[Excep
         for tensor in (*outcome.written.values(), outcome.fine):
             if tensor.device.type == "cuda":
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        place = stack.device, stack.work_dtype  # of a model that was moved meanwhile
+        place = stack.device, stack.work_dtype  # the model may have been moved since
         written = {name: tensor.to(*place) for name, tensor in outcome.written.items()}
         kept = job.keep(blocks, written, outcome.fine.to(stack.device))
         job.done.update(zip(own, map(float, kept), strict=True))
