@@ -9,6 +9,9 @@ from typing import Literal
 
 from natgrad.errors import require, require_one_of
 
+ROWS = 0
+"""In the shape of a `TensorSpec`: as many as the rows that were selected of the last batch; 0 before the first."""
+
 # What checkpoints keep of a layer beside the tensors of its curvature.
 _RESERVED = ("weight", "early weight", "renewed", "norm", "ladder", "rule")
 
@@ -19,7 +22,7 @@ class TensorSpec:
 
     Attributes:
         name: Its key in the state, unique among all tensors of a curvature.
-        shape: Its shape, without the leading N.
+        shape: Its shape, without the leading N; `ROWS` stands for a size that the batch decides.
         symmetric: Whether it is a symmetric positive semi-definite matrix ``[..., d, d]``. Only its lower triangle is
             kept and sent, and only its diagonal is searched for numbers that are not finite.
         at_least_float32: Whether it is kept in at least float32 whatever `natgrad.Precision` says, since rounding adds
@@ -46,6 +49,20 @@ class TensorSpec:
         """The number of elements of one block."""
         return prod(self.shape)
 
+    @property
+    def sized_by_batch(self) -> bool:
+        """Whether the batch decides over its size."""
+        return ROWS in self.shape
+
+    def sized(self, rows: int) -> TensorSpec:
+        """Return the spec of this tensor with so many rows."""
+        return TensorSpec(
+            self.name,
+            tuple(rows if size == ROWS else size for size in self.shape),
+            symmetric=self.symmetric,
+            at_least_float32=self.at_least_float32,
+        )
+
 
 @dataclass(frozen=True)
 class Statistic(TensorSpec):
@@ -59,8 +76,11 @@ class Statistic(TensorSpec):
         gradient_power: How often the output gradients enter as factors: 2 for g gᵀ. The loss scale of a ``GradScaler``,
             which is known only in ``step()``, is divided out as often.
         decayed: Whether a running average is kept; otherwise the mean of the last batch.
-        combine: How the values of ranks are combined. Only "sum" is possible: `natgrad.SNGD` and `natgrad.HyLo` gather
-            rows by code of their own.
+        combine: How the values of samples and ranks are combined: "sum", or "gather" where rows of samples are kept.
+            A curvature that gathers sums nothing, and declares these statistics: A ``(ROWS, d_in)`` of the inputs, G
+            ``(ROWS, d_out)`` of the gradients, and, where `Curvature.select` links the selected rows to those left out,
+            Y ``(ROWS, ROWS)`` of both. It has one task, which reads them and writes M ``(ROWS, ROWS)``. All of it is
+            held until the next renewal, with the number of "samples" and the "damping" of this one.
         counts_positions: Whether it is a number of positions. Where only some positions count (masked tokens), it is
             reduced by the same share as the number that it is divided by.
         needs_computed: The results of tasks that `Curvature.accumulate` reads for it, such as eigenvectors. Only ranks
@@ -75,7 +95,7 @@ class Statistic(TensorSpec):
     per: Literal["sample", "position"] = "sample"
     gradient_power: Literal[0, 1, 2] = 0
     decayed: bool = True
-    combine: Literal["sum"] = "sum"
+    combine: Literal["sum", "gather"] = "sum"
     counts_positions: bool = False
     needs_computed: tuple[str, ...] = ()
     used_by_precondition: bool = False
@@ -90,7 +110,7 @@ class Statistic(TensorSpec):
         super().__post_init__()
         require_one_of("source", self.source, "inputs", "gradients", "both")
         require_one_of("per", self.per, "sample", "position")
-        require(self.combine == "sum", "combine", self.combine, "'sum'")
+        require_one_of("combine", self.combine, "sum", "gather")
         whole = isinstance(self.gradient_power, int) and 0 <= self.gradient_power <= 2
         require(whole, "gradient_power", self.gradient_power, "0, 1 or 2")
         fits = self.source != "inputs" or self.gradient_power == 0

@@ -222,7 +222,7 @@ def test_a_float_is_a_fraction_of_the_batch_and_an_int_a_number_of_rows(rank, sa
     held = preconditioner.state_dict()["blocks"]["3.weight"]
     (A,), (M,) = held["A"], held["M"]
     assert A.shape == (1, rows, 13)
-    assert M.shape == (1, rows * rows)
+    assert M.shape == (1, rows, rows)
 
 
 @pytest.mark.parametrize("bad", [0.0, 1.5, -1, 0, True, "all", None, float("nan")])

@@ -110,7 +110,7 @@ def test_wrapped_ranks_that_leave_gradients_to_others_all_raise(ranks, names):
 
 
 OTHERS = {
-    "HyLo.method": (natgrad.HyLo(4, method="kid"), natgrad.HyLo(4, method="kis")),
+    "curvature, HyLo.method": (natgrad.HyLo(4, method="kid"), natgrad.HyLo(4, method="kis")),
     "HyLo.threshold": (natgrad.HyLo(threshold=0.5), natgrad.HyLo(threshold=0.1)),
     "KBFGS.gradient_decay": (natgrad.KBFGS(), natgrad.KBFGS(gradient_decay=0.5)),
     "KBFGS.pair_decay": (natgrad.KBFGS(), natgrad.KBFGS(pair_decay=0.5)),

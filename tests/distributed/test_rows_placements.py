@@ -91,7 +91,7 @@ def test_rows_travel_to_the_workers_alone(ranks, placement, workers):
         for own in held:
             assert own["A"][0].shape == (n, r, i)
             assert own["G"][0].shape == (n, r, o)
-            assert own["M"][0].shape == (n, r * r)
+            assert own["M"][0].shape == (n, r, r)
 
 
 # --- State ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
+from natgrad.specs import ROWS
 from tests.dense import reference as dense
 from tests.every import Training, batch
 from tests.extending.own import OWN, Whitening
@@ -227,7 +228,80 @@ def test_values_that_are_not_allowed_are_refused():
         ({"source": "outputs"}, "source"),
         ({"source": "inputs", "gradient_power": 1}, "gradient_power"),
         ({"gradient_power": 3}, "gradient_power"),
-        ({"combine": "gather"}, "combine"),
+        ({"combine": "mean"}, "combine"),
     ):
         with pytest.raises(ValueError, match=match):
             natgrad.Statistic(**{"name": "A", "shape": (2, 2), **options})
+
+
+# --- Gathered statistics --------------------------------------------------------------------------------------------
+
+
+class OwnRows(natgrad.Curvature):
+    """SNGD in few words: all rows of the batch, and a dense solve."""
+
+    sum_positions = True
+    default_damping = 0.1
+
+    def statistics(self, d_out, d_in):
+        return (
+            natgrad.Statistic("A", (ROWS, d_in), source="inputs", combine="gather"),
+            natgrad.Statistic("G", (ROWS, d_out), source="gradients", gradient_power=1, combine="gather"),
+        )
+
+    def tasks(self, d_out, d_in):
+        return (natgrad.Task("M", ("A", "G"), (natgrad.TensorSpec("M", (ROWS, ROWS)),), 1.0),)
+
+    def accumulate(self, sums, inputs, gradients, scale, computed=None):
+        raise AssertionError
+
+    def compute(self, task, averages, damping, previous=None):
+        A, G = averages["A"], averages["G"]
+        K = (A @ A.mT) * (G @ G.mT) / averages["samples"]
+        M = torch.linalg.inv(K + damping * torch.eye(A.shape[1], dtype=A.dtype))
+        return {"M": M}, M.isfinite().all(-1).all(-1)
+
+    def precondition(self, computed, averages, state, gradient, damping):
+        A, G = computed["A"], computed["G"]
+        samples, alpha = (computed[name][:, None, None] for name in ("samples", "damping"))
+        c = computed["M"] @ ((G @ gradient) * A).sum(-1, keepdim=True)
+        return (gradient - G.mT @ (A * c) / samples) / alpha
+
+
+def test_a_users_curvature_gathers_rows():
+    grads = []
+    for curvature in (natgrad.SNGD(), OwnRows()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        preconditioner = natgrad.Preconditioner(model, curvature, kl_clip=None, refresh=natgrad.Refresh(inverses=2))
+        for _ in range(3):
+            x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
+            model.zero_grad()
+            cross_entropy(model(x), y).backward()
+            preconditioner.step()
+        grads.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize(
+    ("attributes", "match"),
+    [
+        ({"sum_positions": False}, "sum_positions"),
+        ({"tasks": lambda self, d_out, d_in: ()}, "tasks"),
+        ({"statistics": lambda self, d_out, d_in: OwnRows.statistics(self, d_out, d_in)[:1]}, "tasks|statistics|reads"),
+        ({"statistics": lambda self, d_out, d_in: (natgrad.Statistic("A", (ROWS, d_in)),)}, "A|reads"),
+    ],
+)
+def test_other_rows_than_those_that_are_gathered_are_refused(attributes, match):
+    curvature = type("Wrong", (OwnRows,), attributes)()
+    with pytest.raises(ValueError, match=match):
+        natgrad.Preconditioner(nn.Linear(2, 2), curvature)
+
+
+def test_an_inverse_of_another_number_of_rows_is_refused():
+    attributes = {"compute": lambda self, task, averages, *_: ({"M": torch.ones(1, 2, 2)}, torch.ones(1).bool())}
+    model = nn.Linear(2, 2)
+    preconditioner = natgrad.Preconditioner(model, type("Wrong", (OwnRows,), attributes)(), kl_clip=None)
+    model(torch.randn(3, 2)).square().mean().backward()
+    with pytest.raises(natgrad.NatgradError, match="'M', not a tensor of"):
+        preconditioner.step()

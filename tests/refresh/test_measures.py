@@ -207,4 +207,6 @@ def test_of_a_side_without_eigenvectors_there_is_no_number():
     ],
 )
 def test_what_can_be_measured_is_told_by_the_curvature(curvature, measures):
-    assert {each for each in ("trace", "norm", "drift", "basis") if measurable(curvature, each)} == measures
+    statistics = curvature.statistics(3, 2)
+    found = {each for each in ("trace", "norm", "drift", "basis") if measurable(curvature, statistics, each)}
+    assert found == measures

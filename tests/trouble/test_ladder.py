@@ -125,7 +125,7 @@ def poison(preconditioner, layer):
         for member in stack.members:
             if member.layer.key.startswith(layer):
                 for name in stack.held:
-                    if name not in ("samples", "damping", "gradient"):
+                    if name not in ("samples", "damping", "epoch gradient"):
                         stack.held[name][member.blocks] = math.nan
 
 

@@ -48,14 +48,13 @@ class Capture:
 
     Attributes:
         forward: The model's forward passes, as the hooks report them.
-        wanted: Whether the coming step needs sums.
-        rows_wanted: Whether it needs rows, where a curvature keeps them.
+        wanted: Whether the coming step needs sums; `Collected.wanted`: whether it needs rows.
         counts_samples: Whether the samples of every pass are counted, also where nothing is captured.
         records_passes: Whether its passes are noticed in any case, because the forward passes will be repeated.
         captured: The layers whose statistics are this rank's to capture.
         replays: Those of them whose curvature needs a replay.
         sums: The raw sums.
-        rows: The rows.
+        rows: The rows of layers whose statistics are gathered.
         seconds: Host seconds spent in the hooks.
         audit: Compares gradients with what the hooks see.
         ambiguous: What a differentiated forward pass since the last step was called with, where nothing has settled
@@ -76,7 +75,7 @@ class Capture:
         self._marks: weakref.WeakValueDictionary[int, LayerCall] = weakref.WeakValueDictionary()
         self._loss: int | None = None  # the last backward pass that turned out to be the loss's
         self._fills = False  # whether it writes into ``.grad``
-        self.wanted = self.rows_wanted = True
+        self.wanted = True
         self.records_passes = False
         self.captured: set[str] = set()
         self.replays: set[str] = set()
@@ -176,14 +175,14 @@ class Capture:
         """Return whether this rank is to capture a layer in the coming step."""
         if name not in self.captured:
             return False
-        return self.rows_wanted if self._layers[name][1].rows else self.wanted and self.sums.portion(name) is not None
+        return self.rows.wanted if name in self.rows.tallies else self.wanted and self.sums.portion(name) is not None
 
     def _draws(self, name: str) -> bool:
         """Return whether gradients of sampled labels are wanted of a layer; its inputs are the same in any pass."""
         return self._layers[name][1].likelihood is not None and self.sums.portion(name) != "inputs"
 
     def _tally(self, name: str) -> SampleCount:
-        return (self.rows if self._layers[name][1].rows else self.sums).tallies[name]
+        return (self.rows if name in self.rows.tallies else self.sums).tallies[name]
 
     def warn_of_others(self) -> None:
         """Warn where another living preconditioner looks on at the same layers; called by the step itself."""
@@ -228,7 +227,7 @@ class Capture:
 
     def reset(self, *, wanted: bool, rows: bool, choice: Choice = WHOLE) -> None:
         """Begin the next step, which needs sums, those of a `choice`, or `rows`."""
-        self.wanted, self.rows_wanted, self._drew = wanted, rows, False
+        self.wanted, self.rows.wanted, self._drew = wanted, rows, False
         self.discard()
         self.sums.choose(choice if wanted else self.sums.choice)
         self.forward.script = Recording(self._root) if self.records_passes or (wanted and self.replays) else None
@@ -432,10 +431,9 @@ class Capture:
         return self._reductions.single in ("mean", "sum")
 
     def _flush(self, name: str) -> None:
-        _, curvature = self._layers[name]
         for one_hot, pooled in self._pooled.pop(name).items():
             inputs, gradients = pooled.rows(one_hot=one_hot)
-            if curvature.rows:
+            if name in self.rows.tallies:
                 self.rows.add(name, inputs.values[:, :, 0], gradients.values[:, :, 0], pooled.scale)
             else:
                 with full_products(pooled.inputs.device):

@@ -33,6 +33,7 @@ class Collected:
 
     Attributes:
         origin: Whose rows the next ones are.
+        wanted: Whether the coming step needs rows.
         tallies: How many samples each layer has shown.
     """
 
@@ -40,13 +41,14 @@ class Collected:
         """Begin without rows.
 
         Args:
-            stacks: Those whose curvature keeps rows.
+            stacks: Those with gathered statistics.
             wire: The dtype in which rows travel; in bfloat16 they are kept so too. (Not in float16, in which the small
                 ones would be lost that a message scales.)
             origin: Whose rows come; None: those of a process alone.
         """
         self._stacks = {member.layer.name: stack for stack in stacks for member in stack.members}
         self._narrow = wire if wire == torch.bfloat16 else None
+        self.wanted = True
         self.origin = Origin() if origin is None else origin
         self._rows: dict[str, list[tuple[int, Tensor, Tensor, float]]] = {}
         self.tallies = {name: SampleCount() for name in self._stacks}

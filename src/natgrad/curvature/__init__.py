@@ -5,7 +5,7 @@ from natgrad.curvature.ekfac import EKFAC
 from natgrad.curvature.kbfgs import KBFGS
 from natgrad.curvature.kfac import KFAC
 from natgrad.curvature.rank_one import RankOne
-from natgrad.curvature.rows import SNGD, HyLo, RowCurvature
+from natgrad.curvature.rows import SNGD, HyLo
 from natgrad.curvature.unitwise import UnitWise
 
-__all__ = ["EKFAC", "KBFGS", "KFAC", "SNGD", "Curvature", "HyLo", "RankOne", "RowCurvature", "UnitWise"]
+__all__ = ["EKFAC", "KBFGS", "KFAC", "SNGD", "Curvature", "HyLo", "RankOne", "UnitWise"]

@@ -11,15 +11,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
+from natgrad.curvature import kernel
 from natgrad.curvature.likelihood import Likelihood, resolve
 from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.schedule import is_number
-from natgrad.specs import Statistic, Task, TensorSpec, check_declarations
+from natgrad.specs import ROWS, Statistic, Task, TensorSpec, check_declarations
+
+
+class Training(Protocol):
+    """What the selection of rows may depend on."""
+
+    def critical(self, threshold: float) -> bool:
+        """Return whether the gradients of this epoch change fast."""
 
 
 class Curvature(ABC):
@@ -43,7 +51,6 @@ class Curvature(ABC):
         fisher_product_reads: The statistics that `fisher_product` reads beside computed tensors; None: not available.
         trace_reads: The statistics that `trace` reads; None: not available.
         off_diagonal_reads: The statistics that `off_diagonal` reads; None: no computed tensor holds eigenvectors.
-        rows: Whether it keeps rows and no sums over them (`natgrad.curvature.rows`).
     """
 
     factor_decay: float = 0.95
@@ -56,7 +63,6 @@ class Curvature(ABC):
     fisher_product_reads: tuple[str, ...] | None = None
     trace_reads: tuple[str, ...] | None = None
     off_diagonal_reads: tuple[str, ...] | None = None
-    rows: bool = False
 
     def __repr__(self) -> str:
         """Show the type."""
@@ -154,6 +160,32 @@ class Curvature(ABC):
             gradient: ``[N, d_out, d_in]``, in at least float32. No argument may be changed.
             damping: γ of this step.
         """
+
+    def rows_per_rank(self, samples: float, most: int, ranks: int) -> int:
+        """Return how many rows each rank selects, where statistics are gathered: all, unless a method says less.
+
+        Args:
+            samples: S of all ranks.
+            most: The most rows that any rank has.
+            ranks: P.
+        """
+        return most
+
+    def select(
+        self, A: Tensor, G: Tensor, count: int, training: Training, *, samples: float, damping: float, starts: Tensor
+    ) -> kernel.Selection:
+        """Select rows of this rank before they are gathered: all, unless a method takes fewer.
+
+        Args:
+            A: All its rows ``[N, m, i]``.
+            G: The same ``[N, m, o]``, of per-sample losses.
+            count: How many are to be selected.
+            training: The epochs so far.
+            samples: S of all ranks.
+            damping: α of this renewal.
+            starts: A random number in [0, 1) for each block ``[N]``.
+        """
+        return kernel.every(A, G, count)
 
     def update_state(self, state: Mapping[str, Tensor], gradient: Tensor) -> Mapping[str, Tensor]:
         """Return the new values of some of `state` ``[N, *shape]`` for this step's gradient, before it is used.
@@ -265,11 +297,47 @@ def declarations(
     """
     statistics, tasks = curvature.statistics(d_out, d_in), curvature.tasks(d_out, d_in)
     state = curvature.state(d_out, d_in)
-    if not curvature.rows:
-        statistics = statistics or (Statistic("seen", (1,)),)
-        tasks = tasks or (Task("ready", tuple(one.name for one in statistics), (), 1.0),)
+    statistics = statistics or (Statistic("seen", (1,)),)
+    tasks = tasks or (Task("ready", tuple(one.name for one in statistics), (), 1.0),)
     check_declarations(curvature, statistics, tasks, state)
+    if gathered(statistics):
+        _check_gathered(curvature, statistics, tasks, d_out, d_in)
+    else:
+        written = [spec for task in tasks for spec in task.writes]
+        sized = [spec.name for spec in (*statistics, *written, *state) if spec.sized_by_batch]
+        require(not sized, "shape", sized, f"fixed, as nothing is gathered, in {curvature!r}")
     return statistics, tasks, state
+
+
+def _check_gathered(
+    curvature: Curvature, statistics: Sequence[Statistic], tasks: Sequence[Task], d_out: int, d_in: int
+) -> None:
+    """Check that gathered statistics are those that natgrad can gather (`Statistic.combine`).
+
+    Raises:
+        ValueError: if they are not.
+    """
+    found = {one.name: (one.shape, one.source, one.gradient_power) for one in statistics if one.combine == "gather"}
+    wanted = {"A": ((ROWS, d_in), "inputs", 0), "G": ((ROWS, d_out), "gradients", 1)}
+    links = {"Y": ((ROWS, ROWS), "both", 0)} if "Y" in found else {}
+    fits = len(found) == len(statistics) and found == {**wanted, **links}
+    allowed = f"A (ROWS, d_in), G (ROWS, d_out) of gradient_power 1, perhaps Y (ROWS, ROWS), alone in {curvature!r}"
+    require(fits, "gathered statistics", found, allowed)
+    written = [(one.name, spec.name, spec.shape) for one in tasks for spec in one.writes]
+    fits = written == [("M", "M", (ROWS, ROWS))] and len(tasks) == 1 and set(tasks[0].reads) == found.keys()
+    fits = fits and not tasks[0].on_every_worker
+    require(fits, "tasks", tasks, f"one, M, that reads all and writes M (ROWS, ROWS) on one rank, in {curvature!r}")
+    require(curvature.sum_positions, "sum_positions", False, f"True where rows are gathered, in {curvature!r}")
+
+
+def summed(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
+    """Return the statistics that are summed over samples and ranks."""
+    return tuple(one for one in statistics if one.combine == "sum")
+
+
+def gathered(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
+    """Return the statistics whose rows are gathered."""
+    return tuple(one for one in statistics if one.combine == "gather")
 
 
 def statistics_of(curvature: Curvature, layer: Layer) -> tuple[Statistic, ...]:

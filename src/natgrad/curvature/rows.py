@@ -3,54 +3,42 @@
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
 from collections.abc import Mapping
 from math import ceil, inf
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, NoReturn
 
 from torch import Tensor
 from typing_extensions import override
 
 from natgrad.curvature import kernel
-from natgrad.curvature.base import Curvature, check_estimate
+from natgrad.curvature.base import Curvature, Training, check_estimate
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.errors import NatgradWarning, require, require_one_of
 from natgrad.schedule import is_number
-from natgrad.specs import Statistic, Task, TensorSpec
+from natgrad.specs import ROWS, Statistic, Task, TensorSpec
 
 # The number of rows by which layers are compared before any batch has told theirs.
 _NOMINAL = 256
 # Of the running averages of norm layers beside, those of `UnitWise`.
 _DECAY = 0.95
 
-
-class Training(Protocol):
-    """What the choice of rows may hang on."""
-
-    def critical(self, threshold: float) -> bool:
-        """Return whether the gradients of this epoch change fast."""
+EPOCH_GRADIENT = "epoch gradient"
+"""The name of the state that the gradients of an epoch are added to ``[d_out * d_in]``."""
 
 
-class RowCurvature(Curvature):
+class _RowCurvature(Curvature):
     """``F = UᵀU / S`` of rows ``g_n ⊗ a_n``, over positions ``(Σ_t g_t) ⊗ (mean_t a_t)``.
 
-    It has no sums. In the steps in which inverses are due the rows of the batch are kept until the step; each rank
-    `select`s some, the layer's owner makes ``M`` of those of all ranks, and all solve with these rows and M until the
-    next renewal, with the damping of this one.
+    In the steps in which inverses are due the rows of the batch are kept until the step; each rank `select`s some, the
+    layer's owner makes ``M`` of those of all ranks, and all solve with these rows and M until the next renewal, with
+    the damping of this one.
 
     It needs more damping than K-FAC: what of a gradient lies outside the span of the rows, most of it in the steps
     between two renewals, ``(F + αI)⁻¹`` multiplies by 1/α, so that a small α blows up the directions never seen.
-
-    Attributes:
-        switches: Whether the choice of rows hangs on the epochs of the training.
-        linked: Whether a selection may have a Y.
     """
 
     takes_narrow = True
-    rows = True
     sum_positions = True
-    switches: bool = False
-    linked: bool = False
     fisher_product_reads = ()
     default_damping = 0.1
 
@@ -60,75 +48,41 @@ class RowCurvature(Curvature):
         # The decay is that of norm layers beside it: rows have no running average.
         self.factor_decay, self.likelihood = check_estimate(fisher, _DECAY, likelihood)
 
+    @override
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
-        """Return none."""
-        return ()
+        return (
+            Statistic("A", (ROWS, d_in), source="inputs", combine="gather"),
+            Statistic("G", (ROWS, d_out), source="gradients", gradient_power=1, combine="gather"),
+        )
 
+    @override
     def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
-        """Return M, of a size that the batch decides (`held`)."""
-        rows = self.nominal
-        return (Task("M", (), (), float(rows * rows * (d_out + d_in) + rows**3)),)
+        # Like S and α, M is never kept in fewer than 32 bits: `precondition` would multiply their rounding by the
+        # largest eigenvalue over α.
+        M = TensorSpec("M", (ROWS, ROWS), at_least_float32=True)
+        reads, rows = tuple(one.name for one in self.statistics(d_out, d_in)), self.nominal
+        return (Task("M", reads, (M,), float(rows * rows * (d_out + d_in) + rows**3)),)
 
     @property
     def nominal(self) -> int:
         """About how many rows there are."""
         return _NOMINAL
 
-    def held(self, rows: int, d_out: int, d_in: int) -> tuple[TensorSpec, ...]:
-        """Return what is held of a block ``[d_out, d_in]`` with so many rows.
-
-        M is flat, as a vector: like S and α it is never kept in fewer than 32 bits, whose rounding `solve` would
-        multiply by the largest eigenvalue over α. So is Y, which `multiply` needs: M, which has it in it, tells what Y
-        is no better than rounded by as much.
-        """
-        specs = (
-            TensorSpec("A", (rows, d_in)),
-            TensorSpec("G", (rows, d_out)),
-            TensorSpec("M", (rows * rows,)),
-            TensorSpec("samples", ()),
-            TensorSpec("damping", ()),
-        )
-        links = (TensorSpec("Y", (rows * rows,)),) if self.linked else ()
-        gradient = (TensorSpec("gradient", (d_out * d_in,)),) if self.switches else ()
-        return *specs, *links, *gradient
-
-    @abstractmethod
-    def share(self, samples: float, most: int, ranks: int) -> int:
-        """Return how many rows each rank selects.
-
-        Args:
-            samples: S of all ranks.
-            most: The most rows that any rank has.
-            ranks: P.
-        """
-
-    @abstractmethod
-    def links(self, training: Training) -> bool:
-        """Return whether the selection has a Y."""
-
-    @abstractmethod
-    def select(
-        self, A: Tensor, G: Tensor, count: int, training: Training, *, samples: float, damping: float, starts: Tensor
-    ) -> kernel.Selection:
-        """Select rows of this rank.
-
-        Args:
-            A: All its rows ``[N, m, i]``.
-            G: The same ``[N, m, o]``, of per-sample losses.
-            count: How many are to be selected.
-            training: The training.
-            samples: S of all ranks.
-            damping: α of this renewal.
-            starts: A random number in [0, 1) for each block ``[N]``.
-        """
-
+    @override
     def accumulate(self, *args: object, **options: object) -> NoReturn:
-        """Raise: there are no sums."""
-        raise AssertionError("rows are kept, not summed")
+        raise AssertionError("rows are gathered, not summed")
 
-    def compute(self, *args: object, **options: object) -> NoReturn:
-        """Raise: there are no averages."""
-        raise AssertionError("rows are renewed by natgrad.preconditioner.rows")
+    @override
+    def compute(
+        self,
+        task: str,
+        averages: Mapping[str, Tensor],
+        damping: float,
+        previous: Mapping[str, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        samples = averages["samples"]
+        M, fine = kernel.inverted(averages["A"], averages["G"], averages.get("Y"), samples=samples, damping=damping)
+        return {"M": M}, fine
 
     def precondition(
         self,
@@ -140,7 +94,6 @@ class RowCurvature(Curvature):
     ) -> Tensor:
         """Precondition with the α that M was made with."""
         A, G, M = (computed[name].to(gradient.dtype) for name in ("A", "G", "M"))
-        M = _square(M, A)
         samples, alpha = computed["samples"].to(gradient.dtype), computed["damping"].to(gradient.dtype)
         return kernel.precondition(A, G, M, gradient, samples=samples, damping=alpha)
 
@@ -150,23 +103,18 @@ class RowCurvature(Curvature):
         """Return ``α Uᵀ Y U D / S`` of the rows of the last renewal; without links ``UᵀU D / S``."""
         A, G = (computed[name].to(direction.dtype) for name in ("A", "G"))
         c = kernel.multiply(A, G, direction)
-        if self.linked:
+        if "Y" in computed:
             damping = computed["damping"].to(direction.dtype)[:, None]
-            c = (_square(computed["Y"].to(direction.dtype), A) @ c[..., None])[..., 0] * damping
+            c = (computed["Y"].to(direction.dtype) @ c[..., None])[..., 0] * damping
         return kernel.multiply_transposed(A, G, c) / computed["samples"].to(direction.dtype)[:, None, None]
 
 
-def _square(flat: Tensor, rows: Tensor) -> Tensor:
-    """Return matrices that are held as vectors ``[N, r²]`` as ``[N, r, r]``, for rows ``[N, r, d]``."""
-    return flat.view(len(flat), rows.shape[1], rows.shape[1])
-
-
-class SNGD(RowCurvature):
+class SNGD(_RowCurvature):
     """Sherman-Morrison-Woodbury natural gradient: (F + αI)⁻¹ exactly, of all rows of the global batch (Mu 2022, eq. 7).
 
     Its kernel has the global batch's rows squared: for batches of some thousand at most.
 
-    Its default damping is 0.1, since it multiplies what lies outside the span of its rows by 1/α (`RowCurvature`).
+    Its default damping is 0.1, since it multiplies what lies outside the span of its rows by 1/α (`_RowCurvature`).
     """
 
     def __init__(
@@ -191,28 +139,14 @@ class SNGD(RowCurvature):
         """Show the variant."""
         return f"SNGD(fisher={self.fisher!r})"
 
-    def share(self, samples: float, most: int, ranks: int) -> int:
-        """Return `most`: every rank selects as many rows as the largest batch has."""
-        return most
 
-    @override
-    def links(self, training: Training) -> bool:
-        return False
-
-    @override
-    def select(
-        self, A: Tensor, G: Tensor, count: int, training: Training, *, samples: float, damping: float, starts: Tensor
-    ) -> kernel.Selection:
-        return kernel.every(A, G, count)
-
-
-class HyLo(RowCurvature):
+class HyLo(_RowCurvature):
     """Hybrid low-rank natural gradient (Mu 2022): few rows stand for those of the global batch.
 
     *KID* decomposes each rank's kernel into some of its rows and what they leave over; it is near the exact natural
     gradient once there are more rows than the kernel's rank. *KIS* draws rows by their norms, which is far cheaper.
 
-    Its default damping is 0.1, since it multiplies what lies outside the span of its rows by 1/α (`RowCurvature`).
+    Its default damping is 0.1, since it multiplies what lies outside the span of its rows by 1/α (`_RowCurvature`).
     """
 
     def __init__(
@@ -249,7 +183,6 @@ class HyLo(RowCurvature):
         require_one_of("method", method, "switch", "kid", "kis")
         super().__init__(fisher=fisher, likelihood=likelihood)
         self.rank, self.threshold, self.method = rank, float(threshold), method
-        self.switches, self.linked = method == "switch", method != "kis"
         if isinstance(rank, int) and rank == 1:
             which = "one row of the global batch: rank=1.0 keeps all rows, rank=0.1 a tenth"
             message = f"natgrad: HyLo(rank=1) keeps {which}"
@@ -264,20 +197,27 @@ class HyLo(RowCurvature):
     def nominal(self) -> int:
         return self.rank if isinstance(self.rank, int) else _NOMINAL
 
-    def share(self, samples: float, most: int, ranks: int) -> int:
-        """Return ceil(r / P), at most `most`."""
+    @override
+    def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
+        # M, which has Y in it, tells what Y is no better than rounded by as much.
+        Y = Statistic("Y", (ROWS, ROWS), combine="gather", at_least_float32=True)
+        return (*super().statistics(d_out, d_in), *(() if self.method == "kis" else (Y,)))
+
+    @override
+    def state(self, d_out: int, d_in: int) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(EPOCH_GRADIENT, (d_out * d_in,)),) if self.method == "switch" else ()
+
+    @override
+    def rows_per_rank(self, samples: float, most: int, ranks: int) -> int:
+        # ceil(r / P), and no more than there are.
         # Rounding makes 0.1 x 30 more than 3.
         rows = self.rank if isinstance(self.rank, int) else ceil(self.rank * samples - 1e-9)
         return min(most, ceil(rows / ranks))
-
-    def links(self, training: Training) -> bool:
-        """Return whether KID selects the rows."""
-        return training.critical(self.threshold) if self.switches else self.method == "kid"
 
     @override
     def select(
         self, A: Tensor, G: Tensor, count: int, training: Training, *, samples: float, damping: float, starts: Tensor
     ) -> kernel.Selection:
-        if self.links(training):
+        if training.critical(self.threshold) if self.method == "switch" else self.method == "kid":
             return kernel.interpolate(A, G, count, samples=samples, damping=damping)
         return kernel.sample(A, G, count, starts=starts)

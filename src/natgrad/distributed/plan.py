@@ -266,12 +266,13 @@ class Plan(Printed, Generic[Key]):
         local = self._local(samples)
         rows = [self.row(rank) for rank in range(0, self.ranks, self.columns)]
         widths = {key: layer.travels if in_bytes else 1 for key, layer in self.layers.items()}
-        sums = {key: layer.sums * widths[key] if layer.rows is None else 0 for key, layer in self.layers.items()}
+        sums = {key: layer.sums * widths[key] for key, layer in self.layers.items()}
         replayed = {key: layer.replayed * widths[key] for key, layer in self.layers.items()}
         factors = self._sum_exchanges("factors", sums) + self._sum_exchanges("replay", replayed)
         inverses, step = [], []
         if self.columns < self.ranks:
-            for sizes, flags in (self._results(widths), self._kernels(local, widths)):
+            for gathers in (False, True):
+                sizes, flags = self._results(widths, local, gathers=gathers)
                 for column in range(self.columns) if any(flags) else ():
                     workers = range(column, self.ranks, self.columns)
                     for kind, owned in (("inverses", sizes), ("counters", flags)):
@@ -305,33 +306,32 @@ class Plan(Printed, Generic[Key]):
             every += [Exchange(kind, ranks, tuple(owned), True), Exchange("counters", ranks, tuple(counters), True)]
         return every
 
-    def _results(self, widths: Mapping[Key, int]) -> tuple[list[int], list[int]]:
-        """Return the elements of results that each rank shares, and the number of blocks whose success it reports."""
+    def _results(
+        self, widths: Mapping[Key, int], local: Sequence[int], *, gathers: bool
+    ) -> tuple[list[int], list[int]]:
+        """Return the elements of results that each rank shares, and the number of blocks whose success it reports.
+
+        Args:
+            widths: The size of an element of each layer.
+            local: Samples of each rank; nothing where these are not known.
+            gathers: Whether of the layers whose statistics are gathered; else of all others.
+        """
         sizes, flags = [0] * self.ranks, [0] * self.ranks
         for key, seat in self.seats.items():
             layer = self.layers[key]
-            for part, owner in seat.owners.items() if layer.rows is None else ():
+            kernel = layer.blocks * (self.ranks * self._selected(key, local)) ** 2
+            for part, owner in seat.owners.items() if gathers == (layer.rows is not None) else ():
                 if owner is not None:
-                    sizes[owner] += layer.results.get(part, 0) * widths[key]
+                    sizes[owner] += (layer.results.get(part, 0) + kernel) * widths[key]
                     flags[owner] += layer.blocks
         return sizes, flags
 
-    def _kernels(self, local: Sequence[int], widths: Mapping[Key, int]) -> tuple[list[int], list[int]]:
-        """Return the same for the kernels built from rows of samples."""
-        sizes, flags = [0] * self.ranks, [0] * self.ranks
-        for key, seat in self.seats.items():
-            layer = self.layers[key]
-            if layer.rows is None:
-                continue
-            kernel = (self.ranks * self._share_of(layer.rows, local)) ** 2 if local and seat.sums != "alone" else 0
-            for owner in seat.owners.values():
-                if owner is not None:
-                    sizes[owner] += layer.blocks * kernel * widths[key]
-                    flags[owner] += layer.blocks
-        return sizes, flags
-
-    def _share_of(self, rows: Rows, local: Sequence[int]) -> int:
-        return rows.share(float(sum(local)), max(local, default=0), self.ranks)
+    def _selected(self, key: Key, local: Sequence[int]) -> int:
+        """Return how many rows each rank sends of a layer; 0 where none travel, or samples are not known."""
+        rows = self.layers[key].rows
+        if rows is None or not local or self.seats[key].sums == "alone":
+            return 0
+        return rows.share(float(sum(local)), max(local), self.ranks)
 
     def _local(self, samples: int | Sequence[int] | None) -> Sequence[int]:
         """Return the number of samples on each rank; empty where it is unknown."""
@@ -355,7 +355,7 @@ class Plan(Printed, Generic[Key]):
             # To all ranks the number of rows and of samples; to the workers whether each block is finite.
             found["counters"] = found.get("counters", 0) + P * (P - 1) * 2 + n * (P - 1) * layer.blocks
             if local:
-                share = self._share_of(layer.rows, local)
+                share = self._selected(key, local)
                 links = layer.blocks * share * share if layer.rows.linked else 0
                 found["rows"] = found.get("rows", 0) + n * (P - 1) * (share * layer.rows.width + links)
         return found

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from natgrad.curvature import Curvature
-from natgrad.curvature.base import computed_for, replayed_statistics, statistics_of
+from natgrad.curvature.base import computed_for, gathered, replayed_statistics, statistics_of
 from natgrad.damping.adaptive import Adaptive
 from natgrad.damping.control import Control
 from natgrad.distributed import Placement
@@ -93,7 +93,7 @@ TABLE: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         "placement",
-        lambda own: own.curvature.rows and own.placement.rule.renews_in_background,
+        lambda own: bool(gathered(own.statistics)) and own.placement.rule.renews_in_background,
         "another than 'background'",
         "{curvature} renews by the rows of the very step",
     ),

@@ -7,8 +7,7 @@ from torch import Tensor
 from natgrad.capture.reductions import Count
 from natgrad.damping.sizes import extent
 from natgrad.preconditioner.parts import Parts
-from natgrad.preconditioner.renewal import observed, renew
-from natgrad.preconditioner.rows import Renewal, row_stacks
+from natgrad.preconditioner.renewal import RowRenewal, observed, renew
 from natgrad.refresh.rule import SIDES
 
 
@@ -76,14 +75,14 @@ class Decompositions:
 
     def _update(self, count: Count | None, damping: float) -> None:
         parts, capture, scheduler = self._parts, self._parts.capture, self._parts.scheduler
-        if parts.progress.last_factors is None and not parts.keeps_rows:
+        if parts.progress.last_factors is None and not parts.gathered:
             return
         begins = not parts.progress.has_curvature
         with parts.progress.phase("renew", parts.runtime):
             plan = parts.structure.plan
             rows_updated = self._update_rows(count, damping)  # first: so they are seen
-            captured = (capture.wanted or not parts.sums_up) and not parts.renews_in_background
-            captured = captured and (capture.rows_wanted or not parts.keeps_rows)
+            captured = (capture.wanted or not parts.summed) and not parts.renews_in_background
+            captured = captured and (capture.rows.wanted or not parts.gathered)
             captured = captured and len(capture.sums.choice.sides) == len(SIDES)
             usable = parts.inspection.usable(parts.stacks, observed(parts.stacks), captured=captured)
             reads = scheduler.due_parts(parts.progress)
@@ -104,11 +103,11 @@ class Decompositions:
         """Select, gather and invert the rows of this step, and return whether any block was updated."""
         parts, capture = self._parts, self._parts.capture
         skips = capture.sums.skip_step
-        if not (parts.keeps_rows and capture.rows_wanted) or (skips is not None and bool(skips)):
+        if not (parts.gathered and capture.rows.wanted) or (skips is not None and bool(skips)):
             return False
         capture.finish()
         parts.epochs.see(parts.clip.optimizer)
-        renewal = Renewal(
+        renewal = RowRenewal(
             plan=parts.structure.plan,
             runtime=parts.runtime,
             epochs=parts.epochs,
@@ -118,4 +117,4 @@ class Decompositions:
             step=parts.progress.step,
             wire=parts.precision.wire,
         )
-        return renewal.run(row_stacks(parts.stacks), capture.rows, *parts.gains(count))
+        return renewal.run(parts.gathered, capture.rows, *parts.gains(count))

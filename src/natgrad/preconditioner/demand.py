@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from natgrad.curvature import Curvature, RowCurvature
-from natgrad.curvature.base import declarations, replayed_statistics
+from natgrad.curvature import Curvature
+from natgrad.curvature.base import declarations, gathered, replayed_statistics, summed
 from natgrad.distributed import LayerDemand, Rows, narrower
 from natgrad.distributed.fsdp import shares
 from natgrad.layers import Layer
@@ -18,6 +18,8 @@ def work(layer: Layer, curvature: Curvature, precision: Precision) -> LayerDeman
     """Return the sizes and costs of a layer."""
     sizes, n = (layer.outputs, layer.inputs), layer.blocks
     statistics, tasks, state = declarations(curvature, *sizes)
+    rows, statistics = gathered(statistics), summed(statistics)
+    linked = any(spec.source == "both" for spec in rows)
     replayed = replayed_statistics(statistics)
     written = [spec for task in tasks for spec in task.writes]
     kept = [*written, *state]
@@ -30,7 +32,7 @@ def work(layer: Layer, curvature: Curvature, precision: Precision) -> LayerDeman
         everywhere=frozenset(task.name for task in tasks if task.on_every_worker),
         sums=n * sum(prod(packed_shape(spec)) for spec in statistics),
         results={task.name: n * sum(prod(packed_shape(spec)) for spec in task.writes) for task in tasks},
-        rows=_rows(curvature, n * sum(sizes)),
+        rows=Rows(width=n * sum(sizes), share=curvature.rows_per_rank, linked=linked) if rows else None,
         gradients=n * prod(sizes),
         shards=shards,
         replicated=replicated,
@@ -42,12 +44,6 @@ def work(layer: Layer, curvature: Curvature, precision: Precision) -> LayerDeman
         wire=narrower(precision.wire, at_least_float32(factors)).itemsize,
         alone=layer.form != "one-hot",
     )
-
-
-def _rows(curvature: Curvature, width: int) -> Rows | None:
-    if not isinstance(curvature, RowCurvature):
-        return None
-    return Rows(width=width, share=curvature.share, linked=curvature.linked)
 
 
 def _products(spec: TensorSpec) -> float:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from natgrad.errors import NatgradWarning
+from natgrad.preconditioner.epochs import sums_gradients
 from natgrad.refresh import RefreshRule, Sides
+from natgrad.state.block_group import BlockGroup
 
 PATIENCE = 1000
 """After how many steps of the first epoch `next_epoch` is missed."""
@@ -23,18 +25,18 @@ class EpochWarnings:
         self._intervals = {interval.steps_per_epoch: interval for interval in _counting(refresh)}
         self._steps = self._began = 0
 
-    def step_ended(self, step: int, epoch: int, stacks: Iterable[Any]) -> None:
+    def step_ended(self, step: int, epoch: int, stacks: Iterable[BlockGroup]) -> None:
         """Count a step. Warn after the 1000th, if a curvature depends on epochs and the first has not ended.
 
         Args:
             step: Completed steps.
             epoch: The number of ended epochs.
-            stacks: The groups, each with its `curvature`; read in that step only.
+            stacks: The groups; read in that step only.
         """
         self._steps += 1
         if step != PATIENCE or epoch:
             return
-        waiting = next((one.curvature for one in stacks if getattr(one.curvature, "switches", False)), None)
+        waiting = next((one.curvature for one in stacks if sums_gradients(one)), None)
         if waiting is not None:
             warnings.warn(
                 f"natgrad: {PATIENCE} steps without next_epoch(): {waiting!r} takes them all for its first epoch, in "

@@ -29,7 +29,7 @@ class GradientStep:
         parts, capture = self._parts, self._parts.capture
         samples, backwards = capture.number(count), len(capture.backwards)
         with parts.progress.phase("reduce", parts.runtime):
-            if parts.device is not None and (parts.reduces or capture.wanted or capture.rows_wanted):
+            if parts.device is not None and (parts.reduces or capture.wanted or capture.rows.wanted):
                 capture.sums.skip_step = parts.scaling.skip_step(parts.runtime, parts.device)
             return parts.scaling.of_gradients(parts.root, parts.structure, parts.runtime, samples, backwards)
 
@@ -43,7 +43,7 @@ class GradientStep:
         """
         parts, progress = self._parts, self._parts.progress
         with parts.scheduler.timed("fixed", parts.spent), progress.phase("solve", parts.runtime):
-            measures = progress.step == (progress.last_factors if parts.sums_up else progress.last_inverses)
+            measures = progress.step == (progress.last_factors if parts.summed else progress.last_inverses)
             skips = parts.capture.sums.skip_step
             fallback = FallbackPolicy(parts.watch.guard, measures=measures, skip_step=skips, step=progress.step)
             gradients = Gradients.take(parts.stacks, fallback, exchanged=parts.shares_work)

@@ -17,13 +17,13 @@ from natgrad.distributed import Communicator
 from natgrad.layers import Layer
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.counters import StepCounters
+from natgrad.preconditioner.epochs import Epochs
 from natgrad.preconditioner.gradients.clip import Clip
 from natgrad.preconditioner.gradients.reduction import Scaling
 from natgrad.preconditioner.gradients.written import WrittenGradients
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.renewal import Background, RefreshScheduler
-from natgrad.preconditioner.rows import Epochs
 from natgrad.preconditioner.second_pass import SecondPass, check_damping
 from natgrad.preconditioner.structure import Structure
 from natgrad.refresh import RefreshRule
@@ -95,14 +95,14 @@ class Parts:
         return next((parameter.device for parameter in self.root.parameters()), None)
 
     @property
-    def keeps_rows(self) -> bool:
-        """Whether any curvature keeps rows of samples."""
-        return any(stack.curvature.rows for stack in self.stacks)
+    def summed(self) -> list[BlockGroup]:
+        """The groups whose statistics are summed."""
+        return [stack for stack in self.stacks if stack.statistics]
 
     @property
-    def sums_up(self) -> bool:
-        """Whether any curvature sums over samples."""
-        return any(not stack.curvature.rows for stack in self.stacks)
+    def gathered(self) -> list[BlockGroup]:
+        """The groups whose statistics are gathered."""
+        return [stack for stack in self.stacks if stack.gathered]
 
     @property
     def shares_work(self) -> bool:

@@ -33,6 +33,7 @@ from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.coverage import cover, warn_of_idle
 from natgrad.preconditioner.decompositions import Decompositions
 from natgrad.preconditioner.epoch_warnings import EpochWarnings
+from natgrad.preconditioner.epochs import Epochs
 from natgrad.preconditioner.explanation import Explanation, explain
 from natgrad.preconditioner.gradient_step import GradientStep
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
@@ -43,7 +44,6 @@ from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.launch_check import warn_of_missing_process_group
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import Background, RefreshScheduler
-from natgrad.preconditioner.rows import Epochs, row_stacks
 from natgrad.preconditioner.second_look import SecondLook
 from natgrad.preconditioner.second_pass import Closure, SecondPass, check_second_pass
 from natgrad.preconditioner.slow_renewal import warn_of_slow_renewal
@@ -361,7 +361,7 @@ class Preconditioner:
 
         ``HyLo(method="switch")`` needs it: it then sums the norm of its gradients over the ranks (collective).
         """
-        self.parts.epochs.next(row_stacks(self.parts.stacks), self.parts.runtime)
+        self.parts.epochs.next(self.parts.stacks, self.parts.runtime)
         self._epoch_warnings.epoch_ended(self.parts.progress.step)
 
     def discard(self) -> None:
@@ -409,7 +409,7 @@ class Preconditioner:
             self._attach()
             parts.inspection.restart()
             # The hooks lost the statistics of this step on all ranks, so these stay due.
-            parts.capture.wanted = parts.capture.rows_wanted = False
+            parts.capture.wanted = parts.capture.rows.wanted = False
 
     def _differentiate_sampled(self, outputs: Tensor, mask: Tensor | None) -> None:
         """Differentiate the loss of sampled labels, if the next step needs their statistics."""
@@ -457,7 +457,7 @@ class Preconditioner:
             "kl_scale": self.parts.clip.last,
             **self.parts.watch.metrics(),
             **self.parts.scheduler.metrics(self.parts.stacks),
-            **self.parts.epochs.metrics(row_stacks(self.parts.stacks)),
+            **self.parts.epochs.metrics(self.parts.stacks),
             "plain_layers": len(self.parts.inspection.reasons),
         }
 

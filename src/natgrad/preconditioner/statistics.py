@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from natgrad.capture.reductions import Count
+from natgrad.capture.rows import Collected, Origin
 from natgrad.capture.sums import BucketedStatistics, Choice, StatisticsBuffer
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import fold
-from natgrad.preconditioner.rows import Collected, Origin, row_stacks
 
 
 class Statistics:
@@ -22,14 +22,14 @@ class Statistics:
         parts = self._parts
         placement, wire = parts.structure.plan.placement, parts.precision.wire
         origin = Origin(parts.runtime.rank, parts.runtime.ranks, not placement.rule.uses_own_samples)
-        rows = Collected(row_stacks(parts.stacks), wire if parts.runtime.ranks > 1 else None, origin)
+        rows = Collected(parts.gathered, wire if parts.runtime.ranks > 1 else None, origin)
         parts.capture.records_passes = parts.damping.tries(parts.progress.step)
         parts.capture.attach(parts.stacks, self._buffer(), rows)
 
     def _buffer(self) -> StatisticsBuffer:
         """Return the sums of all layers, in the messages of the placement."""
         parts, placement = self._parts, self._parts.structure.plan.placement
-        stacks, shared = [stack for stack in parts.stacks if not stack.curvature.rows], parts.runtime.ranks > 1
+        stacks, shared = parts.summed, parts.runtime.ranks > 1
         riders = parts.scheduler.budget.numbers if parts.scheduler.budget is not None and shared else 0
         if not (placement.rule.sends_during_backward and shared):
             return StatisticsBuffer(stacks, fused=shared, riders=riders)
@@ -48,14 +48,13 @@ class Statistics:
         parts, scheduler, capture = self._parts, self._parts.scheduler, self._parts.capture
         scheduler.receive_decisions(parts.stacks)
         choice = Choice(scheduler.due_statistics(parts.progress), scheduler.stopped)
-        summed = [stack for stack in parts.stacks if not stack.curvature.rows]
         capture.records_passes = parts.damping.tries(parts.progress.step)
         capture.reset(
-            wanted=any(choice.portion(member.layer.name, stack) for stack in summed for member in stack.members),
-            rows=parts.keeps_rows and "gradients" in scheduler.due_parts(parts.progress),
+            wanted=any(choice.portion(member.layer.name, stack) for stack in parts.summed for member in stack.members),
+            rows=bool(parts.gathered) and "gradients" in scheduler.due_parts(parts.progress),
             choice=choice,
         )
-        capture.audit.begin(parts.progress.step, captures=capture.wanted or capture.rows_wanted)
+        capture.audit.begin(parts.progress.step, captures=capture.wanted or capture.rows.wanted)
 
     def compare_gradients(self) -> None:
         """Compare ``.grad`` with what the hooks have seen, in some steps."""
@@ -75,7 +74,7 @@ class Statistics:
         """What the coming step draws labels from, before the loss is differentiated; None: it needs none."""
         parts, capture = self._parts, self._parts.capture
         sums = capture.wanted and "gradients" in capture.sums.choice.sides
-        wanted = (one.curvature for one in parts.stacks if (capture.rows_wanted if one.curvature.rows else sums))
+        wanted = (one.curvature for one in parts.stacks if (capture.rows.wanted if one.gathered else sums))
         return next((curvature.likelihood for curvature in wanted if curvature.likelihood is not None), None)
 
     def update(self, count: Count | None) -> None:

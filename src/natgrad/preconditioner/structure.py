@@ -10,7 +10,7 @@ from zlib import crc32
 from torch import nn
 
 from natgrad.curvature import Curvature
-from natgrad.curvature.base import computed_for, statistics_of
+from natgrad.curvature.base import computed_for, gathered, statistics_of
 from natgrad.distributed import Assignment, Cycle, Link, Placement, Plan, make_plan
 from natgrad.distributed.fsdp import reshard
 from natgrad.errors import NatgradError
@@ -21,7 +21,6 @@ from natgrad.preconditioner.compatibility import check_combinations
 from natgrad.preconditioner.coverage import cover
 from natgrad.preconditioner.demand import work
 from natgrad.preconditioner.renewal.decisions import DecisionState, check_use
-from natgrad.preconditioner.rows import RowBlockGroup
 from natgrad.refresh import RefreshRule
 from natgrad.state import state as states
 from natgrad.state.block_group import BlockGroup
@@ -71,7 +70,6 @@ class Structure:
             self._precision,
             self.plan,
             self._rank,
-            lambda one: RowBlockGroup if one.rows else BlockGroup,
             self._factor,
         )
         if self._refresh is not None:
@@ -81,7 +79,7 @@ class Structure:
         """Have the stacks keep what a refresh rule needs."""
         for group in self.stacks:
             group.apart = rule.separate and 0 < len(group.input_statistics) < len(group.statistics)
-            if rule.criterion is not None and not group.curvature.rows:
+            if rule.criterion is not None and not group.gathered:
                 group.decisions = DecisionState(group, compares_averages=rule.criterion.measure == "drift")
 
     def digest(self) -> int:
@@ -101,7 +99,8 @@ class Structure:
         # that look need every rank, and so do the seconds of a rule with a cap.
         placement = self._placement
         looks = any(
-            computed_for(statistics_of(curvature, layer)) or curvature.rows for layer, curvature in self.coverage.layers
+            computed_for(own) or gathered(own)
+            for own in (statistics_of(curvature, layer) for layer, curvature in self.coverage.layers)
         )
         looks = looks or (self._refresh is not None and self._refresh.share is not None)
         if placement.name == "auto" and (looks or (placement.link == Link() and self._accelerated)):
@@ -179,7 +178,6 @@ def stack(
     precision: Precision,
     plan: Plan[str],
     rank: int,
-    make: Callable[[Curvature], type[BlockGroup]] = lambda _: BlockGroup,
     factor: Callable[[Layer], float] = lambda _: 1.0,
 ) -> list[BlockGroup]:
     """Put layers with the same curvature, sizes, dtype, device, workers and damping into one stack, in their order.
@@ -189,7 +187,6 @@ def stack(
         precision: The dtypes.
         plan: Their workers.
         rank: This process's rank.
-        make: What the stacks of a curvature are.
         factor: What γ is multiplied by for a layer.
     """
     groups: dict[tuple[object, ...], tuple[Curvature, list[Layer], RankRole, float]] = {}
@@ -197,4 +194,4 @@ def stack(
         parameter, role, own = layer.slots[0].parameter, RankRole.of(plan, layer.key, rank), factor(layer)
         key = (id(curvature), layer.outputs, layer.inputs, parameter.dtype, parameter.device, *role.shape, own)
         groups.setdefault(key, (curvature, [], role, own))[1].append(layer)
-    return [make(one[0])(one[0], one[1], precision, *one[2:]) for one in groups.values()]
+    return [BlockGroup(one[0], one[1], precision, *one[2:]) for one in groups.values()]

@@ -10,14 +10,22 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from natgrad.curvature import Curvature
-from natgrad.curvature.base import computed_for, declarations, input_statistics, replayed_statistics
+from natgrad.curvature.base import (
+    computed_for,
+    declarations,
+    gathered,
+    input_statistics,
+    replayed_statistics,
+    summed,
+)
 from natgrad.distributed.fsdp import is_sharded
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.linalg.precision import Precision, at_least_float32
-from natgrad.specs import Statistic, Task, TensorSpec
+from natgrad.specs import ROWS, Statistic, Task, TensorSpec
 from natgrad.state.failures import FailureState
 from natgrad.state.pieces import even_pieces, within
 from natgrad.state.roles import RankRole
@@ -63,7 +71,9 @@ class BlockGroup:
         ready: For each layer, whether `held` is complete.
         failures: The failures of its blocks.
         basis_version: For each block, how often its running averages have started again (`Task.restarts`).
-        statistics: The statistics of the curvature.
+        statistics: The statistics of the curvature that are summed.
+        gathered: The statistics whose rows are gathered; they are held with the results.
+        rows: The number of their rows (`natgrad.specs.ROWS`); 0 before the first renewal.
         tasks: The tasks of the curvature.
         memories: The specs of `memory`.
         input_statistics: The names of the statistics of inputs alone.
@@ -80,7 +90,8 @@ class BlockGroup:
         self.role, self.factor = role, factor
         self.curvature = curvature
         self.outputs, self.inputs = layers[0].outputs, layers[0].inputs
-        self.statistics, self.tasks, self.memories = declarations(curvature, self.outputs, self.inputs)
+        statistics, self.tasks, self.memories = declarations(curvature, self.outputs, self.inputs)
+        self.statistics, self.gathered, self.rows = summed(statistics), gathered(statistics), 0
         self.input_statistics = input_statistics(curvature, self.statistics)
         self.replayed_statistics = replayed_statistics(self.statistics)
         self.computed_for_capture = computed_for(self.statistics)
@@ -173,8 +184,12 @@ class BlockGroup:
     def allocate_held(self) -> StateTensors:
         """Allocate the results of tasks unless they exist, and return them."""
         if not self.held:
-            self.held = StateTensors(self._written(), self.size, self._solve_dtype, self.device)
+            self.held = self.draft(self.rows)
         return self.held
+
+    def draft(self, rows: int) -> StateTensors:
+        """Return zeros for the results of a renewal, with this number of rows."""
+        return StateTensors(self.written(rows), self.size, self._solve_dtype, self.device)
 
     def allocate_memory(self) -> StateTensors:
         """Allocate the curvature's state unless it exists, and return it."""
@@ -320,7 +335,7 @@ class BlockGroup:
             *((packed_shape(spec), spec_dtype(spec, factors)) for spec in self.statistics if self.role.keeps_averages),
             *(
                 (spec.shape, spec_dtype(spec, held))
-                for spec in (*self._written(), *self.memories)
+                for spec in (*self.written(self.rows), *self.memories)
                 if self.role.is_gradient_worker
             ),
         ]
@@ -337,28 +352,75 @@ class BlockGroup:
         for member in members:
             member.layer.seconds += seconds * (member.stop - member.start) / blocks
 
-    def _written(self) -> list[TensorSpec]:
-        return [spec for task in self.tasks for spec in task.writes]
+    @property
+    def _held_specs(self) -> list[TensorSpec]:
+        """The specs of `held`: the results, and with gathered rows these, their number of samples and their damping."""
+        numbers = (TensorSpec("samples", ()), TensorSpec("damping", ())) if self.gathered else ()
+        return [*self.gathered, *(spec for task in self.tasks for spec in task.writes), *numbers]
 
-    # Overridden for curvatures with rows of samples, whose number the batch decides (`natgrad.preconditioner.rows`).
+    def written(self, rows: int) -> list[TensorSpec]:
+        """Return the specs of `held` for this number of rows."""
+        return [spec.sized(rows) for spec in self._held_specs]
 
-    unsized: tuple[str, ...] = ()
-    """The names of the results whose size a batch decides."""
+    @property
+    def sized_by_batch(self) -> dict[str, TensorSpec]:
+        """The specs of those tensors of `held` whose size the batch decides, by name."""
+        return {spec.name: spec for spec in self._held_specs if spec.sized_by_batch}
 
-    def written_like(self, own: Mapping[str, Tensor]) -> list[TensorSpec]:
-        """Return the specs of the results, in the sizes of the state of a layer."""
-        return self._written()
+    def rows_of(self, own: Mapping[str, Tensor]) -> int:
+        """Return the number of rows in the state of a layer."""
+        first = own.get(self.gathered[0].name) if self.gathered else None
+        return first.shape[1] if isinstance(first, Tensor) and first.ndim == 3 else 0
 
     def make_room(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Allocate the results that the states of some layers hold."""
-        self.allocate_held()
+        """Allocate the rows that the states of some layers hold."""
+        most = max(map(self.rows_of, states), default=0)
+        self._resize(most if len(states) == len(self.members) else max(most, self.rows))
 
-    def fitted(self, name: str, values: Tensor) -> Tensor:
-        """Return a tensor of a layer's state ``[n, ...]`` in the size in which the group holds it."""
-        return values
+    def fitted(self, name: str, values: Tensor, rows: int | None = None) -> Tensor:
+        """Return values ``[n, ...]`` of a tensor of `held`, padded with zeros to this number of rows (None: `rows`)."""
+        spec = self.sized_by_batch.get(name)
+        if spec is None:
+            return values
+        missing = (self.rows if rows is None else rows) - values.shape[1]
+        return pad(values, [one for size in reversed(spec.shape) for one in (0, missing if size == ROWS else 0)])
 
-    def saw(self, W: Tensor, places: list[int] | None) -> None:
-        """Observe the gradients ``[n, o, i]`` of a step for the blocks at `places` (None: all); does nothing here."""
+    def _resize(self, rows: int) -> None:
+        if rows == self.rows:
+            return
+        before, kept, whole = self.held, min(rows, self.rows), slice(None)
+        self.rows, self.held = rows, StateTensors()
+        if not before:
+            return
+        fresh = self.allocate_held()
+        for spec in self._held_specs:
+            own = whole, *(slice(kept) if size == ROWS else whole for size in spec.shape)
+            fresh.write(spec.name, whole, self.fitted(spec.name, before.read(spec.name, whole)[own]))
+
+    def install(self, fresh: StateTensors, rows: int, fine: Mapping[LayerBlocks, list[bool]]) -> None:
+        """Replace `held` for the blocks that a renewal of gathered rows has succeeded for; the others keep theirs.
+
+        Args:
+            fresh: The results, allocated by `draft`.
+            rows: Their number of rows.
+            fine: For each block of the renewed layers, whether it succeeded.
+        """
+        good = [False] * self.size
+        for member, flags in fine.items():
+            good[member.blocks] = flags
+        if all(good):
+            self.held, self.rows = fresh, rows
+        elif any(good):
+            self._resize(max(rows, self.rows))
+            held = self.allocate_held()
+            for block in (block for block, flag in enumerate(good) if flag):
+                own = slice(block, block + 1)
+                for name in fresh:
+                    held.write(name, own, self.fitted(name, fresh.read(name, own)))
+        for member, flags in fine.items():
+            for task in self.tasks:
+                self.renewed(task.name, member.start, flags)
+            self.failures.conclude(range(member.start, member.stop))
 
     def restart(self, task: Task, start: int, success: Sequence[bool]) -> None:
         """Start running averages again for the blocks from `start` on where a task that restarts them has succeeded."""

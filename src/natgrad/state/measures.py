@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.curvature import Curvature
+from natgrad.curvature.base import gathered
 from natgrad.linalg import triangle
 from natgrad.linalg.products import full_products
 from natgrad.refresh.rule import By, Measure
@@ -51,10 +52,10 @@ def units(stack: BlockGroup, by: By) -> list[Unit]:
     return found
 
 
-def measurable(curvature: Curvature, measure: Measure | None) -> bool:
-    """Return whether a measure is available for layers with a curvature."""
+def measurable(curvature: Curvature, statistics: Collection[Statistic], measure: Measure | None) -> bool:
+    """Return whether a measure is available for a curvature of such statistics: gathered ones have no averages."""
     needed = {"trace": curvature.trace_reads is not None, "basis": curvature.off_diagonal_reads}
-    return not curvature.rows and bool(needed.get(measure or "nothing", True))
+    return not gathered(statistics) and bool(needed.get(measure or "nothing", True))
 
 
 def measured(stack: BlockGroup, measure: Measure, by: By = "layer") -> Tensor:

@@ -51,7 +51,7 @@ def snapshot(stacks: list[BlockGroup]) -> dict[str, dict[str, Any]]:
     Tensors whose size a batch decides are put into tuples. ``torch.distributed.checkpoint`` loads tensors into those of
     a new model's state, which must have the right size, but loads the contents of tuples as they were saved.
     """
-    unsized = {member.layer.key: stack.unsized for stack in stacks for member in stack.members}
+    unsized = {member.layer.key: stack.sized_by_batch for stack in stacks for member in stack.members}
     copies: dict[str, dict[str, Any]] = {}
     for key, own in blocks(stacks).items():
         whole = {name: tensor.cpu().clone() for name, tensor in own.items()}
@@ -154,7 +154,7 @@ def completed(
 
 def _averages(stack: BlockGroup) -> set[str] | None:
     """Return the names of a layer's running averages on this rank; None: they cannot be used without the rest."""
-    if stack.memories or stack.restarting or stack.curvature.rows:
+    if stack.memories or stack.restarting or stack.gathered:
         return None
     return {"weight", *(spec.name for spec in stack.statistics)} if stack.role.keeps_averages else set()
 
@@ -226,7 +226,7 @@ def _shapes(
             if stack.role.keeps_averages:
                 shapes |= {"weight": (n,), **{spec.name: (n, *spec.shape) for spec in stack.statistics}}
             if stack.role.is_gradient_worker:
-                written = (*stack.written_like(given.get(member.layer.key, {})), *stack.memories)
+                written = (*stack.written(stack.rows_of(given.get(member.layer.key, {}))), *stack.memories)
                 shapes |= {"renewed": (n, len(stack.tasks)), **stack.failures.shapes(n)}
                 shapes |= {spec.name: (n, *spec.shape) for spec in written}
             if shapes:

@@ -16,6 +16,7 @@ from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all
 from natgrad.linalg.joined import together
+from natgrad.preconditioner.epochs import add_gradients
 from natgrad.preconditioner.guard.fallback import Case, FallbackPolicy, Outcome
 from natgrad.preconditioner.guard.guard import FailureCounters, Trouble
 from natgrad.state.block_group import BlockGroup, LayerBlocks
@@ -92,7 +93,7 @@ class Entry:
                 sources.append(rows)
         if targets:  # there may be none: other ranks expect a result even for a layer that no rank has used
             torch._foreach_copy_(targets, sources)
-        stack.saw(W, self.places())
+        add_gradients(stack, W, self.places())
         V = self._solved(W, damping)
         stack.charge(self.members, perf_counter() - started)
         return Case(stack, self.members, self.places(), W, V)

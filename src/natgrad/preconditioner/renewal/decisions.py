@@ -51,7 +51,7 @@ def check_use(rule: RefreshRule, covered: Collection[tuple[Layer, Curvature]]) -
     if rule.criterion is not None:
         measure = rule.criterion.measure
         fits = f"one whose rule can measure some layer: none has a {measure} here"
-        usable = any(measurable(curvature, measure) for _, curvature in covered)
+        usable = any(measurable(own, statistics_of(own, layer), measure) for layer, own in covered)
         require(usable or not covered, "refresh", rule, fits)
 
 
@@ -148,7 +148,8 @@ def layer_decisions(stacks: Sequence[BlockGroup], keys: Collection[str] | None =
 def measure_all(layers: Sequence[LayerDecision], measure: Measure, by: By, damping: float) -> None:
     """Measure layers, with one transfer per device. Layers that cannot be measured get nan."""
     units_of_stack = {id(layer.stack): units(layer.stack, by) for layer in layers}
-    stacks = {id(layer.stack): layer.stack for layer in layers if measurable(layer.stack.curvature, measure)}
+    every = {id(layer.stack): layer.stack for layer in layers}
+    stacks = {key: one for key, one in every.items() if measurable(one.curvature, one.statistics, measure)}
     found: dict[torch.device, list[tuple[BlockGroup, Tensor]]] = {}
     for stack in stacks.values() if measure != "nothing" else ():
         if stack.weight is not None and (stack.held or measure != "basis"):

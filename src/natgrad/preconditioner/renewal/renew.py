@@ -116,8 +116,17 @@ def compute(
     averages: Mapping[str, Tensor],
     damping: float,
     previous: Mapping[str, Tensor] | None,
+    rows: int = 0,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Call `Curvature.compute`. A task that writes nothing always succeeds.
+
+    Args:
+        curvature: The curvature.
+        task: Its task.
+        averages: What the task reads.
+        damping: γ of this renewal.
+        previous: What it has written last.
+        rows: How many rows there are, where statistics are gathered.
 
     Raises:
         NatgradError: if a tensor that the task writes is missing or of another shape.
@@ -127,7 +136,8 @@ def compute(
         return {}, torch.ones(len(first), dtype=torch.bool, device=first.device)
     written, fine = curvature.compute(task.name, averages, damping, previous)
     for spec in task.writes:
-        wanted, found = (len(fine), *spec.shape), written[spec.name].shape if spec.name in written else "nothing"
+        wanted = len(fine), *spec.sized(rows).shape
+        found = written[spec.name].shape if spec.name in written else "nothing"
         if found != wanted:
             call = f"compute({task.name!r}) of {curvature!r}"
             raise NatgradError(f"{call} has returned {found} as {spec.name!r}, not a tensor of {wanted}")
@@ -232,7 +242,7 @@ def jobs_of(
     """
     jobs: list[Job] = []
     for stack in stacks:
-        if not stack.role.is_gradient_worker or stack.curvature.rows:
+        if not stack.role.is_gradient_worker or stack.gathered:
             continue
         for task in stack.tasks:
             if side_of(task.reads, stack.input_statistics) not in reads:

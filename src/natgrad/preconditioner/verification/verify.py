@@ -55,7 +55,7 @@ def verify(
         if untouched:  # the gradients are those that the last step has written, in tensors written into since
             original.given.note(original.stacks)
         owned = _owned(parts)
-        selects = parts.reduces and parts.keeps_rows  # each rank selects of its own rows
+        selects = parts.reduces and bool(parts.gathered)  # each rank selects of its own rows
         alone = FirstStep(plain_parts(parts, preconditioner.curvature, plain, counts_samples=bool(owned) or selects))
         alone.parts.capture.rows.origin = parts.capture.rows.origin
         if owned or selects:

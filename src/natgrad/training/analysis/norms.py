@@ -8,7 +8,7 @@ from math import sqrt
 
 from torch import Tensor
 
-from natgrad.preconditioner.rows.epochs import Epochs
+from natgrad.preconditioner.epochs import Epochs
 
 THRESHOLD = 0.5
 """η where none is given: the paper gives none, Accordion, which it cites, has this."""

@@ -10,9 +10,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from natgrad.curvature.rows import EPOCH_GRADIENT
 from natgrad.distributed import Communicator
 from natgrad.errors import require
-from natgrad.preconditioner.rows.stack import RowBlockGroup
+from natgrad.state.block_group import BlockGroup
+
+
+def add_gradients(stack: BlockGroup, W: Tensor, places: list[int] | None) -> None:
+    """Add gradients ``[n, o, i]`` to those of the epoch, where the choice of rows needs these.
+
+    Args:
+        stack: The blocks.
+        W: The gradients; what is not finite is left out.
+        places: Which blocks they are of; None: of all.
+    """
+    if not sums_gradients(stack):
+        return
+    stack.allocate_averages()
+    total = stack.allocate_memory()[EPOCH_GRADIENT]
+    own = W.flatten(1).nan_to_num(0.0, 0.0, 0.0).to(total.dtype)
+    if places is None:
+        total.add_(own)
+    else:
+        total.index_add_(0, torch.tensor(places, device="cpu").to(total.device), own)
+
+
+def sums_gradients(stack: BlockGroup) -> bool:
+    """Return whether the choice of rows depends on the gradients of each epoch."""
+    return any(spec.name == EPOCH_GRADIENT for spec in stack.memories)
+
+
+def _take_square(stack: BlockGroup) -> Tensor:
+    """Return ‖Δ‖² of some layers in float64, and begin the next Δ."""
+    total = stack.memory[EPOCH_GRADIENT]
+    square = total.square().sum(dtype=torch.float64)
+    total.zero_()
+    return square
 
 
 @dataclass
@@ -51,15 +84,16 @@ class Epochs:
         # What is not finite tells of trouble, which the better method is for.
         return not (isfinite(older) and isfinite(newer)) or abs(newer - older) >= threshold * older
 
-    def next(self, stacks: Sequence[RowBlockGroup], runtime: Communicator) -> None:
+    def next(self, stacks: Sequence[BlockGroup], runtime: Communicator) -> None:
         """End an epoch; collective, and the host waits for the norm.
 
         Args:
-            stacks: Those that keep rows.
+            stacks: The blocks.
             runtime: The ranks.
         """
-        squares = [square for stack in stacks if (square := stack.end_epoch()) is not None]
-        if any(stack.switches for stack in stacks):
+        stacks = [stack for stack in stacks if sums_gradients(stack)]
+        squares = [_take_square(stack) for stack in stacks if stack.role.is_gradient_worker and stack.memory]
+        if stacks:
             own = float(torch.stack([square.cpu() for square in squares]).sum()) if squares else 0.0
             # Each of a layer's workers adds its share: all ranks go by the very same number.
             workers = len(stacks[0].role.seat.workers)
@@ -68,11 +102,12 @@ class Epochs:
         self.epoch += 1
         self.before, self.rates, self.decayed = self.rates or self.before, [], False
 
-    def metrics(self, stacks: Sequence[RowBlockGroup]) -> dict[str, float | Tensor]:
+    def metrics(self, stacks: Sequence[BlockGroup]) -> dict[str, float | Tensor]:
         """Return the epoch, the rows that stand for the batch where this rank works, and whether KID chose them."""
-        if not stacks:
+        rows = [stack.rows for stack in stacks if stack.gathered]
+        if not rows:
             return {}
-        return {"epoch": self.epoch, "rows": max(stack.rows for stack in stacks), "kid": float(bool(self.used))}
+        return {"epoch": self.epoch, "rows": max(rows), "kid": float(bool(self.used))}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all as plain numbers."""

@@ -10,7 +10,6 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from natgrad.capture.rows import Collected, joined
 from natgrad.capture.sums.messages import Shares
@@ -19,11 +18,11 @@ from natgrad.distributed import Communicator, Plan
 from natgrad.linalg import tensor_on
 from natgrad.linalg.joined import together
 from natgrad.linalg.products import full_products
+from natgrad.preconditioner.epochs import Epochs
 from natgrad.preconditioner.guard.guard import FailureCounters, Trouble
-from natgrad.preconditioner.rows.epochs import Epochs
-from natgrad.preconditioner.rows.messages import gather, give
-from natgrad.preconditioner.rows.stack import SQUARES, RowBlockGroup
-from natgrad.state.block_group import LayerBlocks
+from natgrad.preconditioner.renewal.renew import compute
+from natgrad.preconditioner.renewal.row_messages import gather, give
+from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.tensors import StateTensors
 
 
@@ -42,7 +41,7 @@ class Seen:
         fine: Whether each block succeeded.
     """
 
-    stack: RowBlockGroup
+    stack: BlockGroup
     member: LayerBlocks
     samples: float
     share: int
@@ -58,7 +57,7 @@ class Seen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Renewal:
+class RowRenewal:
     """What a renewal of rows needs beside them.
 
     Attributes:
@@ -81,11 +80,11 @@ class Renewal:
     step: int
     wire: torch.dtype | None
 
-    def run(self, stacks: Iterable[RowBlockGroup], rows: Collected, shares: Shares, gain: float | Tensor) -> bool:
+    def run(self, stacks: Iterable[BlockGroup], rows: Collected, shares: Shares, gain: float | Tensor) -> bool:
         """Renew what is made of rows; layers that nobody saw, and blocks that fail, keep what they had.
 
         Args:
-            stacks: Those that keep rows.
+            stacks: Those with gathered statistics.
             rows: Theirs, of this rank; given away.
             shares: For each layer, how many tokens count of those that it was taken to have; all where it is missing.
             gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
@@ -97,7 +96,6 @@ class Renewal:
         seen = self._counted([stack for stack in stacks if stack.role.captures], rows, shares, gathers=gathers)
         if not seen:
             return False
-        self.epochs.used = any(one.stack.curvature.links(self.epochs) for one in seen)
 
         def kind(one: Seen) -> tuple[object, ...]:
             name = _name(one)
@@ -105,15 +103,14 @@ class Renewal:
 
         for alike in _groups(seen, kind):
             self._select(alike, rows, shares.get(_name(alike[0]), 1.0), gain)
+        self.epochs.used = any(one.chosen.Y is not None for one in seen)
         if gathers:
             gather(seen, self.plan, self.runtime, self.wire)
         seen = [one for one in seen if one.stack.role.is_gradient_worker]
         self._finish(seen, gathers=gathers)
         return any(flag for one in seen for flag in one.fine)
 
-    def _counted(
-        self, stacks: Sequence[RowBlockGroup], rows: Collected, shares: Shares, *, gathers: bool
-    ) -> list[Seen]:
+    def _counted(self, stacks: Sequence[BlockGroup], rows: Collected, shares: Shares, *, gathers: bool) -> list[Seen]:
         """Return the layers that any rank has seen; all ranks learn the rows and samples of each, if any `gathers`."""
         places = [(stack, member) for stack in stacks for member in stack.members]
         names = [member.layer.name for _, member in places]
@@ -131,7 +128,8 @@ class Renewal:
                 continue
             # A worker that goes by its own rows alone takes as many as if all ranks had so many samples.
             origin = rows.origin
-            count = stack.curvature.share(samples * (1 if origin.together else origin.ranks), most, origin.ranks)
+            every = samples * (1 if origin.together else origin.ranks)
+            count = stack.curvature.rows_per_rank(every, most, origin.ranks)
             nothing = torch.empty(0, device="cpu")
             empty = kernel.Selection(nothing, nothing, None, nothing)
             seen.append(Seen(stack, member, samples, count, empty, nothing, nothing, []))
@@ -182,7 +180,7 @@ class Renewal:
         for own in _groups(seen, lambda one: (id(one.stack),)):
             stack, (fresh, rows) = own[0].stack, drafts[id(own[0].stack)]
             for one in own:
-                _write(fresh, "M", one.member.blocks, one.M.to(stack.device), rows)
+                fresh.write("M", one.member.blocks, stack.fitted("M", one.M.to(stack.device), rows))
             self._judge(own)
             stack.install(fresh, rows, {one.member: one.fine for one in own})
 
@@ -205,15 +203,20 @@ class Renewal:
         chosen, blocks, damping = _together([one.chosen for one in some]), _blocks(members), self.damping * stack.factor
         places = blocks if isinstance(blocks, slice) else tensor_on(stack.device, blocks)
         stack.allocate_averages()[places] = 1  # as those that have been seen
-        _write(fresh, "A", places, chosen.A, rows)
-        _write(fresh, "G", places, chosen.G, rows)
-        fresh["samples"][places], fresh["damping"][places] = some[0].samples, damping
+        gathered = {"A": chosen.A, "G": chosen.G}
         if "Y" in fresh:
-            _write(fresh, "Y", places, _links(chosen, damping), rows)
+            gathered["Y"] = _links(chosen, damping)
+        for name, values in gathered.items():
+            fresh.write(name, places, stack.fitted(name, values, rows))
+        fresh["samples"][places], fresh["damping"][places] = some[0].samples, damping
         if self._owns(some[0]):
-            A, G = (fresh.read(name, places)[:, :own].to(stack.work_dtype) for name in ("A", "G"))
+            reads = {name: fresh.read(name, places)[:, :own].to(stack.work_dtype) for name in ("A", "G")}
+            reads |= {"samples": torch.tensor(some[0].samples, dtype=torch.float64, device="cpu")}
+            reads |= {} if chosen.Y is None else {"Y": chosen.Y}
+            (task,) = stack.tasks
             with full_products(stack.device):
-                M, fine = kernel.inverted(A, G, chosen.Y, samples=some[0].samples, damping=damping)
+                written, fine = compute(stack.curvature, task, reads, damping, None, rows=own)
+            M = written["M"]
             flags = (fine & chosen.fine & joined([one.finite for one in some], 0)).tolist()
         else:
             M = torch.zeros(len(chosen.A), own, own, dtype=stack.work_dtype, device=stack.device)
@@ -268,13 +271,6 @@ def _nbytes(one: Seen) -> int:
     """Return about what it takes to make M of a layer."""
     rows = one.chosen.A.shape[1]
     return 4 * one.blocks * rows * rows * one.stack.work_dtype.itemsize
-
-
-def _write(fresh: StateTensors, name: str, blocks: slice | Tensor, values: Tensor, rows: int) -> None:
-    more = rows - values.shape[1]
-    if more:
-        values = pad(values, (0, more if name in SQUARES else 0, 0, more))
-    fresh.write(name, blocks, values.flatten(1) if name in SQUARES else values)
 
 
 def _groups(seen: Iterable[Seen], key: Callable[[Seen], tuple[object, ...]]) -> list[list[Seen]]:

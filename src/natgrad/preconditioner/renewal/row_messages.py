@@ -13,7 +13,7 @@ from natgrad.distributed import Communicator, Plan, WireFormat, narrower
 from natgrad.linalg import tensor_on
 
 if TYPE_CHECKING:
-    from natgrad.preconditioner.rows.renewal import Seen
+    from natgrad.preconditioner.renewal.gathered import Seen
 
 _FAILED, _NOT_FINITE = 0.5, 0.0
 
