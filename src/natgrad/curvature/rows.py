@@ -114,7 +114,7 @@ class SNGD(_RowCurvature):
 
     Its kernel has the global batch's rows squared: for batches of some thousand at most.
 
-    Its default damping is 0.1, since it multiplies what lies outside the span of its rows by 1/α (`_RowCurvature`).
+    Its default damping is 0.1, because the part of a gradient outside the span of the rows is multiplied by 1/α.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class HyLo(_RowCurvature):
     *KID* decomposes each rank's kernel into some of its rows and what they leave over; it is near the exact natural
     gradient once there are more rows than the kernel's rank. *KIS* draws rows by their norms, which is far cheaper.
 
-    Its default damping is 0.1, since it multiplies what lies outside the span of its rows by 1/α (`_RowCurvature`).
+    Its default damping is 0.1, because the part of a gradient outside the span of the rows is multiplied by 1/α.
     """
 
     def __init__(
