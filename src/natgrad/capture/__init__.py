@@ -1,4 +1,4 @@
-"""The hooks: what layers and their output gradients show of the Fisher, reduced to sums."""
+"""Capture statistics of the Fisher from layer inputs and output gradients with hooks."""
 
 from natgrad.capture.capture import Capture as Capture
 

@@ -1,4 +1,4 @@
-"""A check that ``.grad`` is the gradient that the hooks have seen: of the same loss scale, and averaged as assumed."""
+"""Check that ``.grad`` is the gradient that the hooks saw: with the same loss scale and the expected average."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from natgrad.layers import Layer, Slot
 from natgrad.layers.rows import Rows
 from natgrad.linalg import tensor_on
 
-# The steps in which statistics are captured that are compared at first, and how many steps pass between later ones.
+# The number of first capturing steps that are compared, and the number of steps between later comparisons.
 _FIRST = 3
 _BETWEEN = 1000
-# How many layers are compared, and how many numbers of each.
+# The number of layers that are compared, and of numbers of each.
 _LAYERS = 32
 _NUMBERS = 32
-# The rows of logits that are looked at.
+# The number of rows of logits that are inspected.
 _ROWS = 256
-# The share of Σ|g| that rounding may leave of Σ g, for numbers of at least 32 bits and narrower ones.
+# The error of Σ g by rounding, relative to Σ|g|, for numbers of at least 32 bits and for narrower ones.
 _ROUNDING, _ROUNDING_NARROW = 1e-4, 2e-3
-# What is no mismatch: a factor this near to 1, and a part of this size that no factor explains (of a penalty on the
-# parameters, say, whose gradient no output shows).
+# Tolerances: the distance of a factor from 1, and the part that no factor explains (for example, the gradient of a
+# penalty on the parameters).
 _FACTOR, _REST = 0.02, 0.3
-# A rest below this size is rounding: the gradients differ by a factor alone.
+# A smaller rest is rounding: the gradients differ only by a factor.
 _ALIKE = 0.05
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """What is compared of a layer: the first numbers of its bias, or of the first row of its weight.
+    """The compared numbers of a layer: the first ones of its bias, or of the first row of its weight.
 
     Attributes:
         layer: The layer.
-        slot: The place of the parameter.
-        start: The first of its numbers in the vector of all.
-        size: How many.
+        slot: The parameter.
+        start: The index of the first number in the vector of all layers.
+        size: The number of compared numbers.
     """
 
     layer: Layer
@@ -54,19 +54,19 @@ class _Entry:
 
     @property
     def of_bias(self) -> bool:
-        """Whether it is a bias."""
+        """Whether the parameter is a bias."""
         return self.slot.leaf == "bias"
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """What is to be compared once the sums of all ranks are there.
+    """The data for a comparison when the sums of all ranks have arrived.
 
     Attributes:
-        gradients: As they were ``[n]``.
+        gradients: The gradients ``[n]``.
         held: Which of them this rank holds ``[n]``, 0 or 1.
-        losses: What cross-entropies were multiplied by: see `_Comparison`.
-        passes: The backward passes of this rank.
+        losses: The factors of cross-entropies, as in `_Comparison`.
+        passes: The number of backward passes on this rank.
     """
 
     gradients: Tensor
@@ -78,23 +78,23 @@ class _Taken:
 class GradientAudit:
     """Compares some gradients with the sums of the output gradients that the hooks have captured.
 
-    A bias's gradient is the sum of the gradients of its layer's output; one row of a weight's is the sum of the
-    inputs, times the gradients of one output. The sums are compared in the first three steps, and in one that captures
-    statistics after each thousand steps. Where the ranks' gradients are averaged, the sums are averaged likewise: they
-    are at most 8 KiB. Nothing waits for the device: the result is read in a later step.
+    A bias's gradient is the sum of its layer's output gradients; one row of a weight's gradient is the sum of the
+    inputs times the gradients of one output. They are compared in the first three steps, and in one capturing step
+    after each thousand steps. If gradients are averaged over ranks, the sums are too (at most 8 KiB). The host does not
+    wait for the device: it reads the result in a later step.
     """
 
     def __init__(self, *, reduces: bool = False, divides: bool = True, off: bool = False) -> None:
-        """Compare nothing before `attach`.
+        """Start without layers; call `attach`.
 
         Args:
-            reduces: Whether ``.grad`` is not averaged over the ranks yet when `compare` is called.
+            reduces: Whether natgrad averages ``.grad`` after `compare` is called.
             divides: Whether the user divides the loss by the number of backward passes.
-            off: Compare nothing at all.
+            off: Compare nothing.
         """
         self._reduces, self._divides, self._off = reduces, divides, off
         self._losses: Tensor | None = None
-        self._looked = 0  # at so many passes
+        self._looked = 0  # number of inspected losses
         self._last: weakref.ref[Any] | None = None
         self._entries: dict[str, _Entry] = {}
         self._size = 0
@@ -107,7 +107,7 @@ class GradientAudit:
         self._pending: _Comparison | None = None
 
     def attach(self, layers: Sequence[Layer]) -> None:
-        """Choose which layers are compared, the same on all ranks: those with a bias, else some without."""
+        """Choose the compared layers, the same on all ranks: those with a bias first."""
         biases = [(layer, slot) for layer in layers for slot in _plain_slots(layer, "bias")]
         weights = [
             (layer, slot)
@@ -128,22 +128,22 @@ class GradientAudit:
         self.forget()
 
     def wants(self, layer: str) -> bool:
-        """Return whether the output gradients of a layer are to be added up in this step."""
+        """Return whether to add up the output gradients of a layer in this step."""
         return self._wanted and layer in self._entries
 
     def wants_inputs(self, layer: str) -> bool:
-        """Return whether that takes the layer's inputs too."""
+        """Return whether the comparison also needs the layer's inputs."""
         return self.wants(layer) and not self._entries[layer].of_bias
 
     @torch.no_grad()
     def add(self, layer: Layer, inputs: Tensor | None, gradient: Tensor, samples: int) -> None:
-        """Add what one use of a layer shows.
+        """Add one use of a layer.
 
         Args:
             layer: The layer.
-            inputs: Its inputs, where `wants_inputs`.
+            inputs: Its inputs, if `wants_inputs`.
             gradient: The gradient of its output.
-            samples: How many samples these are of.
+            samples: The number of samples.
         """
         if not gradient.numel():
             return
@@ -160,9 +160,9 @@ class GradientAudit:
         self._sums[layer.name] = (found, size * share) if known is None else (known[0] + found, known[1] + size * share)
 
     def keep_output(self, use: LayerCall, output: Tensor) -> None:
-        """Keep the output of the layer that was called last, which may be the logits of a cross-entropy, with its use.
+        """Keep the output of the last called layer, which may be the logits of a cross-entropy.
 
-        It goes when another layer is called, or with its graph.
+        It is dropped when another layer is called, or with its graph.
         """
         before = None if self._last is None else self._last()
         if before is not None:
@@ -172,12 +172,12 @@ class GradientAudit:
 
     @torch.no_grad()
     def look_at_loss(self, use: LayerCall, gradient: Tensor, *, summed: bool) -> None:
-        """Look at the first gradient of a backward pass: that of logits tells what a cross-entropy is multiplied by.
+        """Find the factor of a cross-entropy from the gradient of its logits, the first gradient of a backward pass.
 
         Args:
-            use: The use of the layer that the pass comes to first.
-            gradient: That of its output.
-            summed: Whether the loss is said to be a sum over samples, not a mean.
+            use: The use of the layer that the pass reaches first.
+            gradient: The gradient of its output.
+            summed: Whether the loss is a sum over samples instead of a mean.
         """
         output, use.output = use.output, None
         if self._wanted and output is not None and gradient.shape[-1] == output.shape[-1]:
@@ -186,7 +186,7 @@ class GradientAudit:
             self._looked += 1
 
     def forget(self) -> None:
-        """Forget what was added: the backward passes that showed it are thrown away."""
+        """Forget the added gradients, because their backward passes are discarded."""
         self._sums.clear()
         self._losses, self._looked = None, 0
 
@@ -195,23 +195,23 @@ class GradientAudit:
 
         Args:
             step: The steps so far.
-            captures: Whether the hooks look at the layers in it in any case.
+            captures: Whether this step captures statistics.
         """
         self.forget()
         self._wanted = not self._off and (self._compared < _FIRST or (captures and step >= self._next))
 
     @torch.no_grad()
     def take(self, loss_scale: float | Tensor, *, step: int, passes: int) -> Tensor | None:
-        """Take ``.grad`` as it is, and what was captured.
+        """Return the captured sums of this step, and keep the present ``.grad`` for `compare`.
 
         Args:
-            loss_scale: That of the ``GradScaler``.
+            loss_scale: The scale of the ``GradScaler``.
             step: The steps so far.
             passes: The backward passes of this rank.
 
         Returns:
-            What `compare` is to be given the sum of, over the ranks whose gradients are averaged: at most 2048 numbers.
-            None, on all ranks alike: nothing is compared in this step.
+            At most 2048 numbers, whose sum over the ranks is the argument of `compare`. None, on all ranks: there is no
+            comparison in this step.
         """
         if not self._wanted or not self._entries:
             return None
@@ -224,7 +224,7 @@ class GradientAudit:
             for row, own in zip(shown, pair, strict=True):
                 row[entry.start : entry.start + entry.size] = own
         shown /= loss_scale if isinstance(loss_scale, float) else loss_scale.to(shown)
-        every = passes > 1 and self._looked == passes  # not where several forward passes came first
+        every = passes > 1 and self._looked == passes  # False if several forward passes came first
         losses = self._losses / loss_scale if self._losses is not None and every else None
         self._taken = _Taken(*self._gradients(shown[0]), losses, passes)
         self.forget()
@@ -235,13 +235,13 @@ class GradientAudit:
         """Compare the gradients with what was captured.
 
         Args:
-            shown: What `take` has returned, summed over the ranks whose gradients are averaged.
-            ranks: How many these are.
+            shown: The result of `take`, summed over the ranks whose gradients are averaged.
+            ranks: The number of these ranks.
         """
         taken, self._taken = self._taken, None
         assert taken is not None
         shown = shown.to(taken.gradients).view(2, -1) / ranks
-        held = taken.held * (shown[1] > 0)  # of a layer that was used without its forward, nothing was captured
+        held = taken.held * (shown[1] > 0)  # nothing is captured of a layer used without its forward
         self._pending = _Comparison(
             shown * held,
             taken.gradients * held,
@@ -252,14 +252,14 @@ class GradientAudit:
         )
 
     def _gradients(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients as they are, and a mask of those that this rank holds."""
+        """Return the present gradients, and a mask of those that this rank holds."""
         given, held = torch.zeros_like(like), torch.zeros_like(like)
         for entry in self._entries.values():
             gradient = entry.slot.parameter.grad
             if gradient is None:
                 continue
             start, rows = own_rows(entry.slot.name, gradient)
-            if entry.of_bias:  # that of a norm over several dimensions has as many
+            if entry.of_bias:  # of a norm over several dimensions: one number per element
                 first = start * math.prod(gradient.shape[1:])
                 own = rows.flatten()[: max(0, entry.size - first)]
                 begin = entry.start + first
@@ -271,18 +271,18 @@ class GradientAudit:
         return given, held
 
     def report(self) -> None:
-        """Warn once of a mismatch that an earlier step has found; called by `step`."""
+        """Warn once of a mismatch that an earlier step found."""
         if self._pending is None or not self._pending.arrived:
             return
         found, self._pending = self._pending, None
         text = found.describe(reduces=self._reduces) or found.describe_accumulation(divides=self._divides)
         if text and not self._warned:
             self._warned = True
-            warnings.warn(text, NatgradWarning, stacklevel=4)  # past the decorator of `step`
+            warnings.warn(text, NatgradWarning, stacklevel=4)  # the caller of `step`
 
 
 class _Comparison:
-    """A comparison under way on the device."""
+    """A comparison in progress on the device."""
 
     def __init__(
         self, shown: Tensor, given: Tensor, losses: Tensor | None, *, ranks: int, passes: int, first: bool
@@ -290,13 +290,13 @@ class _Comparison:
         """Compare.
 
         Args:
-            shown: What was captured, and what rounding may leave of it ``[2, n]``.
+            shown: The captured sums and their rounding errors ``[2, n]``.
             given: The gradients ``[n]``.
-            losses: What cross-entropies were multiplied by, summed over the passes, and the part of their gradients
-                that is none of a cross-entropy; None: not known.
-            ranks: How many ranks' gradients are averaged.
-            passes: The backward passes of this rank.
-            first: Whether it is one of the first comparisons.
+            losses: The factors of cross-entropies, summed over the passes, and the part of their gradients that does
+                not fit a cross-entropy. None: unknown.
+            ranks: The number of ranks whose gradients are averaged.
+            passes: The number of backward passes on this rank.
+            first: Whether this is one of the first comparisons.
         """
         self._ranks, self._passes, self._first = ranks, passes, first
         largest = torch.maximum(shown[0].abs().amax(), given.abs().amax()).clamp(min=torch.finfo(given.dtype).tiny)
@@ -318,7 +318,7 @@ class _Comparison:
         return self._event is None or self._event.query()
 
     def describe(self, *, reduces: bool) -> str:
-        """Return the mismatch in words, with its likely causes; empty if there is none."""
+        """Return a description of the mismatch with its likely causes. Empty: no mismatch."""
         shown, both, given, apart, noise = self._found[:5].tolist()
         if not math.isfinite(shown + given) or shown <= noise:
             return ""
@@ -331,7 +331,7 @@ class _Comparison:
                 f"natgrad: .grad is {factor:.4g} times the gradient that the backward passes of a step have shown, and "
                 f"that factors are scaled by. {self._cause_of_factor(factor)}{self._causes(reduces)}"
             )
-        # Later a model may have come to where a penalty and the rest of the loss balance.
+        # Later a penalty and the rest of the loss may balance.
         if not self._first or apart <= _REST**2 * max(shown, given) + noise:
             return ""
         size = math.sqrt(apart / max(shown, given))
@@ -342,7 +342,7 @@ class _Comparison:
         )
 
     def _likely_cause(self, reduces: bool) -> str:
-        """Return in words what makes gradients differ by more than a factor."""
+        """Return a likely cause of gradients that differ by more than a factor."""
         cause = (
             "gradients of earlier steps or micro-batches are still in it: call step() once after all micro-batches, "
         )
@@ -355,9 +355,9 @@ class _Comparison:
         return f"Likely {cause}."
 
     def describe_accumulation(self, *, divides: bool) -> str:
-        """Return in words that the loss is divided by the passes though it should not be, or the other way round."""
+        """Return a warning if dividing the loss by the passes contradicts `divides`. Empty: it agrees."""
         scale, rest = self._found[5:].tolist()
-        # The sum over K passes is 1 where the loss is divided by K, else K.
+        # The sum over K passes is 1 if the loss is divided by K, otherwise K.
         other = self._passes if divides else 1
         if rest > _ALIKE**2 or not math.isclose(scale, other, rel_tol=_FACTOR):
             return ""
@@ -396,12 +396,13 @@ class _Comparison:
 
 
 def _cross_entropy_scale(logits: Tensor, gradient: Tensor, *, summed: bool) -> Tensor:
-    """Return what a cross-entropy is multiplied by, and the part of its gradient that is none of one.
+    """Return the factor of a cross-entropy, and the part of the gradient that does not fit a cross-entropy.
 
     ``logits [m, classes]`` are those of the first rows; `gradient` is that of all rows ``[..., classes]``.
 
-    The gradient of c times the mean over n rows is c/n (p - y), with p the softmax of a row of logits and y its label,
-    where the gradient is least; that of c times the sum is c (p - y). Rows whose gradient is zero do not count.
+    The gradient of c times the mean over n rows is c/n (p - y), where p is the softmax of a row of logits and y its
+    label, the class with the smallest gradient. For c times the sum it is c (p - y). Rows with zero gradient do not
+    count.
     """
     counted = 1 if summed else (gradient[..., 0] != 0).sum()
     p, g = logits.float().softmax(-1), gradient.flatten(0, -2)[: len(logits)].float()
@@ -413,7 +414,7 @@ def _cross_entropy_scale(logits: Tensor, gradient: Tensor, *, summed: bool) -> T
 
 
 def _plain_slots(layer: Layer, leaf: str) -> list[Slot]:
-    """Return the place of a layer's parameter of this name, where all of it is the layer's and no other's."""
+    """Return the layer's parameters of this name that no other layer shares."""
     if layer.others or layer.form == "one-hot":
         return []
     return [slot for slot in layer.slots if slot.leaf == leaf and slot.rows is None and slot.parameter.ndim > 0]

@@ -1,7 +1,7 @@
-"""What a layer saw in the forward pass is kept until the gradient of its output arrives, then reduced to sums or rows.
+"""Collect the statistics of layers from the passes that the hooks report.
 
-Only gradient hooks add statistics. A forward pass that is never differentiated leaves nothing behind, and no activation
-is kept once the gradient has come.
+The input of a layer is kept until the gradient of its output arrives, and then reduced to sums or rows. A forward pass
+that is never differentiated leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ _REENTRANT = "sampled labels and second passes (K-BFGS) need checkpoint(..., use
 
 
 class Capture:
-    """What is made of the passes that hooks report: sums, rows, and how many samples the loss has.
+    """Turns the passes that hooks report into sums, rows and the number of samples of the loss.
 
     Attributes:
         forward: The model's forward passes, as the hooks report them.
-        wanted: Whether the coming step needs sums; `Collected.wanted`: whether it needs rows.
-        counts_samples: Whether the samples of every pass are counted, also where nothing is captured.
-        records_passes: Whether its passes are noticed in any case, because the forward passes will be repeated.
-        captured: The layers whose statistics are this rank's to capture.
+        wanted: Whether the next step needs sums. (`Collected.wanted`: whether it needs rows.)
+        counts_samples: Whether to count the samples of every pass, also without statistics.
+        records_passes: Whether to record every pass, because the forward passes will be repeated.
+        captured: The layers whose statistics this rank captures.
         replays: Those of them whose curvature needs a replay.
         sums: The raw sums.
         rows: The rows of layers whose statistics are gathered.
         seconds: Host seconds spent in the hooks.
-        audit: Compares gradients with what the hooks see.
-        ambiguous: What a differentiated forward pass since the last step was called with, where nothing has settled
-            how many samples that are, and the loss averages over them.
+        audit: Compares gradients with those that the hooks see.
+        ambiguous: The arguments of a differentiated forward pass since the last step, if they leave the number of
+            samples open and the loss averages over samples.
     """
 
     def __init__(self, root: nn.Module, *, reductions: Reductions, counts_samples: bool, audit: GradientAudit) -> None:
-        """Capture nothing before `attach`."""
+        """Start without layers; call `attach`."""
         self.audit, self.counts_samples = audit, counts_samples
         self._reductions = reductions
         self._root = root
@@ -70,17 +70,17 @@ class Capture:
         self._layers: dict[str, tuple[Layer, Curvature]] = {}
         self._places: dict[str, tuple[BlockGroup, LayerBlocks]] = {}
         self._owners: dict[nn.Module, FSDPModule] = {}
-        self._pooled: dict[str, dict[bool, Pooled]] = {}  # one for lookups of a tied embedding, one for other uses
-        self._uses: dict[str, weakref.WeakSet[LayerCall]] = {}  # those whose gradient may come yet, of layers that pool
+        self._pooled: dict[str, dict[bool, Pooled]] = {}  # lookups of a tied embedding apart from other uses
+        self._uses: dict[str, weakref.WeakSet[LayerCall]] = {}  # uses of pooled layers whose gradient may still come
         self._marks: weakref.WeakValueDictionary[int, LayerCall] = weakref.WeakValueDictionary()
-        self._loss: int | None = None  # the last backward pass that turned out to be the loss's
-        self._fills = False  # whether it writes into ``.grad``
+        self._loss: int | None = None  # the last backward pass of the loss
+        self._fills = False  # whether that pass writes into ``.grad``
         self.wanted = True
         self.records_passes = False
         self.captured: set[str] = set()
         self.replays: set[str] = set()
-        self._sampling = False  # whether the backward pass under way differentiates a loss of sampled labels
-        self._replaying = False  # whether the passes are those of a second look at a batch
+        self._sampling = False  # whether the present backward pass is that of sampled labels
+        self._replaying = False  # whether the passes belong to a second pass over a batch
         self._drew = False  # whether labels were sampled since the last step
         self.sums = StatisticsBuffer([], fused=False)
         self.rows = Collected([], None)
@@ -89,7 +89,7 @@ class Capture:
         self.ambiguous: Samples | None = None
 
     def attach(self, stacks: list[BlockGroup], sums: StatisticsBuffer, rows: Collected) -> None:
-        """Add what the layers of `stacks` show to `sums` or to `rows`, in place of those before."""
+        """Capture the layers of `stacks` into `sums` and `rows`, instead of earlier ones."""
         self.detach()
         self.sums, self.rows = sums, rows
         self._owners = owners(self._root)
@@ -106,51 +106,51 @@ class Capture:
             compiled.allow_two_passes()
 
     def detach(self) -> None:
-        """Capture nothing any more."""
+        """Stop capturing."""
         for known in (self._layers, self._places, self.captured, self.replays, self._pooled, self._uses):
             known.clear()
         self.sums.abandon()
 
     @property
     def backwards(self) -> dict[int, int]:
-        """The terms of each backward pass of the loss since the last step."""
+        """The number of terms in each backward pass of the loss since the last step."""
         return self._terms.of_loss
 
     @property
     def fills(self) -> bool:
-        """Whether the last backward pass of the loss has written into ``.grad``."""
+        """Whether the last backward pass of the loss wrote into ``.grad``."""
         return self._fills
 
     @property
     def idle(self) -> bool:
-        """Whether nothing has made gradients since the last step; where hooks need not look, forward passes tell."""
+        """Whether the hooks have seen no backward pass since the last step, or no forward pass where these suffice."""
         looks = self.counts_samples or self.records_passes or any(map(self._wants, self.captured))
         return not (self.backwards or (self.forward.began and not looks))
 
     @property
     def samples(self) -> int:
-        """The samples (token losses: positions) of this rank since the last step; without layers those of forwards."""
+        """The samples (token losses: positions) of this rank since the last step."""
         return sum(self.backwards.values()) if self._layers else self.forward.samples
 
     @property
     def was_open(self) -> bool:
-        """Whether the model was called with a list that left the number of samples open, since the last step."""
+        """Whether a list left the number of samples open since the last step."""
         return self.forward.was_open
 
     def number(self, count: Count | None) -> int:
-        """Return how many samples (token losses: positions) the step has, by the `count` where that says it."""
+        """Return the samples (token losses: positions) of the step, or `count` if it gives them."""
         says = self.ambiguous is not None or self._reductions.single == "tokens"
         return count if says and isinstance(count, int) else self.samples
 
     def positions(self, layer: str) -> int:
-        """Return the most positions that layers of its group have shown since the last step: no loss has more."""
+        """Return the largest number of positions of layers in its group since the last step."""
         return self._terms.of(layer).most
 
     def shares(self, count: Count | None) -> dict[str, float]:
-        """Return what part of the samples or tokens that each layer was taken to have counts, where not all do."""
+        """Return, for each layer of which not all samples or tokens count, the part that counts."""
         if count is None:
             return {}
-        if self.ambiguous is not None and isinstance(count, int):  # then it says how many samples there were
+        if self.ambiguous is not None and isinstance(count, int):  # `count` is then the number of samples
             counted = {name: count for name in self._layers if self._reductions.of(name) != "tokens"}
         else:
             every = {name: self._reductions.counted(count, name) for name in self._layers}
@@ -160,40 +160,40 @@ class Capture:
 
     @property
     def layers(self) -> list[str]:
-        """The names of the layers that are looked at."""
+        """The names of the layers."""
         return list(self._layers)
 
     @property
     def missing_samples(self) -> bool:
-        """Whether statistics are due from sampled labels, and the loss was differentiated without them."""
+        """Whether statistics of sampled labels are due, but the loss was differentiated without them."""
         if self._drew or not any(self.backwards.values()):
             return False
         sampled = [name for name in self.captured if self._wants(name) and self._draws(name)]
         return bool(sampled) and not any(self._tally(name).rows or name in self._pooled for name in sampled)
 
     def _wants(self, name: str) -> bool:
-        """Return whether this rank is to capture a layer in the coming step."""
+        """Return whether this rank captures a layer in the next step."""
         if name not in self.captured:
             return False
         return self.rows.wanted if name in self.rows.tallies else self.wanted and self.sums.portion(name) is not None
 
     def _draws(self, name: str) -> bool:
-        """Return whether gradients of sampled labels are wanted of a layer; its inputs are the same in any pass."""
+        """Return whether the statistics of a layer need gradients of sampled labels."""
         return self._layers[name][1].likelihood is not None and self.sums.portion(name) != "inputs"
 
     def _tally(self, name: str) -> SampleCount:
         return (self.rows if name in self.rows.tallies else self.sums).tallies[name]
 
     def warn_of_others(self) -> None:
-        """Warn where another living preconditioner looks on at the same layers; called by the step itself."""
+        """Warn if another preconditioner has hooks on the same layers."""
         warn_of_others(layer.module for layer, _ in self._layers.values())
 
     def sampled_pass(self, outputs: Tensor, score: Tensor) -> None:
-        """Differentiate the loss of sampled labels down to the layers' outputs; parameters' ``.grad`` stay untouched.
+        """Differentiate the loss of sampled labels down to the layers' outputs, without changing ``.grad``.
 
         Args:
-            outputs: What the model returned.
-            score: The derivative of that loss by `outputs`.
+            outputs: The model's output.
+            score: The derivative of that loss with respect to `outputs`.
         """
         self._drew = True
         self._sampling = True
@@ -203,16 +203,16 @@ class Capture:
             self._sampling = False
 
     def replayed_pass(self, loss: Tensor, scale: float | Tensor) -> None:
-        """Differentiate the loss of a replay, times the `scale` of the step's, down to the layers' outputs."""
+        """Differentiate the loss of a replay, times `scale`, down to the layers' outputs."""
         go_down(loss, torch.ones_like(loss) * scale, self._places_of, retain=False)
 
     def _places_of(self, below: set[Node]) -> list[GradientEdge]:
-        """Return where a pass must go so that it visits every use, at `below`, of the layers that it is for."""
+        """Return the edges of the graph to which a backward pass must go to reach every use of the layers."""
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in below):
             raise NatgradError(_REENTRANT)
         found = [(edge, name) for edge, (capture, name) in marked(below, self._marks) if capture() is self]
         ends, seen = sources([edge for edge, _ in found]), {name for _, name in found}
-        # In a compiled graph no place is that of a layer: go through all of it, down to the layer's parameters.
+        # A compiled graph has no node for a layer: go through all of it, down to the layer's parameters.
         for name in self.captured - seen:
             layer, curvature = self._layers[name]
             if curvature.likelihood is not None or self._replaying:
@@ -226,7 +226,7 @@ class Capture:
             self._flush(name)
 
     def reset(self, *, wanted: bool, rows: bool, choice: Choice = WHOLE) -> None:
-        """Begin the next step, which needs sums, those of a `choice`, or `rows`."""
+        """Begin the next step. `wanted`: it needs the sums of `choice`. `rows`: it needs rows."""
         self.wanted, self.rows.wanted, self._drew = wanted, rows, False
         self.discard()
         self.sums.choose(choice if wanted else self.sums.choice)
@@ -234,7 +234,7 @@ class Capture:
         self.sums.note_basis_versions()
 
     def discard(self) -> None:
-        """Forget what backward passes have shown; forward passes may still be differentiated."""
+        """Forget the backward passes. Forward passes may still be differentiated."""
         self._pooled.clear()
         self._loss = None
         self.forward.reset()
@@ -245,14 +245,14 @@ class Capture:
         self.rows.reset()
 
     def recorded(self) -> list[tuple[Pass, Chance]]:
-        """Return the forward passes behind the losses since the last step; none where nobody has looked on."""
+        """Return the recorded forward passes of the losses since the last step."""
         script = self.forward.script
         return script.of(self.backwards) if isinstance(script, Recording) else []
 
     def replaying(self, stacks: list[BlockGroup], sums: StatisticsBuffer, repetition: Repetition) -> Capture:
-        """Return a capture of passes that repeat those recorded, which adds what the layers of `stacks` show to `sums`.
+        """Return a capture for passes that repeat the recorded ones, which adds to `sums`.
 
-        It warns of nothing that this one has warned of.
+        It does not repeat warnings.
         """
         replay = Capture(self._root, reductions=self._reductions, counts_samples=False, audit=GradientAudit(off=True))
         replay._terms, replay._replaying = self._terms.anew(), True
@@ -261,7 +261,7 @@ class Capture:
         return replay
 
     def watch(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
-        """Keep the inputs of one use of a layer, or of the one tied to it, until the gradient of its output comes."""
+        """Keep the inputs of a use of a layer, or of one tied to it, until the gradient of its output arrives."""
         if name not in self._layers or not torch.is_grad_enabled() or not output.requires_grad:
             return
         wanted = self._wants(name)
@@ -271,12 +271,12 @@ class Capture:
         if inputs.is_nested or output.is_nested:
             raise NatgradError(f"{name} was given a nested tensor: pad its samples to one length, or leave it out")
         layer = (primary, *primary.others)[index].current()
-        outer_task = torch._C._current_graph_task_id()  # that of a backward pass that recomputes checkpoints
+        outer_task = torch._C._current_graph_task_id()  # a backward pass that recomputes checkpoints
         forward = self.forward.current
         if forward is not None and forward.open is not None and layer.batched(inputs):
             self.forward.settle(layer.samples(inputs))
         batch = int(self.forward.batch) if forward is not None or outer_task != -1 else -1
-        # Statistics need the inputs themselves, the number of samples only their shape.
+        # Statistics need the inputs; counting samples only needs their shape.
         saved = Saved(inputs) if wanted or self.audit.wants_inputs(name) else None
         shape = outline(inputs) if saved is None else saved.outline
         use = LayerCall(primary, layer, curvature, saved, shape, batch, forward, outer_task)
@@ -291,21 +291,21 @@ class Capture:
             self._marks[mark(output, (weakref.ref(self), name))] = use
 
     def receive(self, name: str, index: int, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
-        """Note the gradient of one use of a layer in a compiled graph, whose forward `watch` did not see."""
+        """Take the gradient of a use of a layer in a compiled graph, whose forward pass `watch` did not see."""
         looks = self.counts_samples or self.records_passes or self._wants(name) or self.audit.wants(name)
         if looks and name in self._layers:
             primary, curvature = self._layers[name]
             layer = (primary, *primary.others)[index].current()
             known, outer_task = map(int, batch)
             if outer_task == torch._C._current_graph_task_id():
-                outer_task = -1  # recomputed in no pass of its own: the checkpoint is not reentrant
+                outer_task = -1  # the checkpoint is not reentrant
             elif outer_task != -1:
                 known = int(self.forward.batch)
             use = LayerCall(primary, layer, curvature, Saved(inputs), inputs, known, None, outer_task, traced=True)
             self._gradient(use, gradient)
 
     def _gradient(self, use: LayerCall, gradient: Tensor) -> None:
-        # Gradients with a graph of their own are derivatives inside the model (as in physics), not the loss's.
+        # Gradients with a graph are derivatives inside the model (as in physics), not of the loss.
         if torch.is_grad_enabled():
             return
         self._gather(use.layer.slots[0])
@@ -313,13 +313,13 @@ class Capture:
         begins = not (self._sampling or self._replaying) and task != self._loss
         taken = destination(use.layer.slots[0].parameter) if begins else ""
         if begins and not taken:
-            return  # a pass down to the model's inputs, as attacks and saliency maps make, is none of the loss
+            return  # a pass down to the model's inputs (attacks, saliency maps) does not belong to the loss
         if use.outer_task != -1 and use.curvature.likelihood is not None:
             raise NatgradError(_REENTRANT)
         started = perf_counter()
         primary, inputs, first = use.primary, use.inputs, use.first_task(task)
         if use.batch < 0 and use.forward is not None:
-            use.batch = use.forward.batch  # a later layer may have settled it
+            use.batch = use.forward.batch  # a later layer may have determined it
         if self._reductions.needs_nearest_layer:
             self._reductions.note_nearest(use.layer, use.outline)
         if use.forward is not None and use.forward.open is not None and self._reductions.of(primary.name) != "tokens":
@@ -331,7 +331,7 @@ class Capture:
                 self._loss, self._fills = task, taken == "grad"
                 self.audit.look_at_loss(use, gradient, summed=self._reductions.of(primary.name) == "sum")
             if not torch._C._autograd._get_current_graph_task_keep_graph():
-                # The graph may live on as long as the loss does, and with it this use.
+                # The graph, and with it this use, may live as long as the loss.
                 use.inputs, use.outline = None, outline(use.outline)
         self._terms.settle(use, first, gradient, drawn=self._sampling)
         current = self._layers.get(primary.name) == (primary, use.curvature) and not primary.reshaped  # step() follows
@@ -357,7 +357,7 @@ class Capture:
             self.discard()
 
     def _gather(self, slot: Slot) -> None:
-        """Have FSDP2 gather the layer's parameters now: its own hook may come after, and the pass is told by them."""
+        """Let FSDP2 gather the layer's parameters now, because its own hook may run later."""
         unshard(self._owners.get(slot.module), slot.parameter)
 
     def _observe(self, use: LayerCall, task: int, inputs: Tensor, gradient: Tensor) -> None:
@@ -402,21 +402,21 @@ class Capture:
             kinds[inputs.one_hot].add(a, g, positions, rounding)
 
     def _awaits(self, use: LayerCall) -> bool:
-        """Return whether other uses of the layer may show more of the same samples."""
-        if use.traced:  # compiled uses show themselves too late; rows of every position are too many to be kept
+        """Return whether gradients of other uses of the layer in the same pass may follow."""
+        if use.traced:  # compiled uses appear too late; all positions would need too much memory
             return self._reductions.of(use.primary.name) != "tokens"
         if use.outer_task != -1:
-            return True  # those of further checkpoints do not exist yet
+            return True  # uses in further checkpoints do not exist yet
         uses = self._uses.get(use.primary.name, ())
         return any(other.inputs is not None for other in uses if not (self._sampling and other is use))
 
     def reduced(self, bucket: GradBucket) -> None:
-        """Send the statistics to which this pass adds nothing more, now that DDP has reduced a bucket of gradients."""
+        """Send the statistics that this pass has completed, after DDP has reduced a bucket of gradients."""
         sums = self.sums
         if not (isinstance(sums, BucketedStatistics) and self._layers and self.wanted and self._may_leave):
             return
         started, first = perf_counter(), bucket.index() == 0
-        if first and torch._C._current_graph_task_id() not in self._terms:  # no layer has shown this pass yet
+        if first and torch._C._current_graph_task_id() not in self._terms:  # no layer has been reached yet
             self._forget_thrown_away()
         with torch.no_grad():
             for name in sums.ready(bucket.parameters(), first=first):
@@ -441,13 +441,13 @@ class Capture:
             self._count(name, pooled.task, inputs, inputs.samples, inputs.samples)
 
     def _count(self, name: str, task: int, inputs: Rows, samples: int, rows: int) -> None:
-        """Count rows that show `samples` of those of the loss: no more than it has, and those of lookups all of them.
+        """Count rows of `samples` samples: at most those of the loss, and for lookups all of them.
 
-        What is looked up once (positions) serves all of the batch.
+        A single lookup (positions) serves the whole batch.
         """
         terms, tally = self._terms.of(name), self._tally(name)
         whole = terms.of_drawn.get(task, terms.of_loss.get(task, samples))
         tokens = self._reductions.of(name) == "tokens"
-        beyond = samples > whole or not tokens  # a count of samples says nothing of positions
-        before = tally.known(task) if tokens else 0  # a head in pieces
+        beyond = samples > whole or not tokens  # a count of samples does not determine positions
+        before = tally.known(task) if tokens else 0  # a head that is applied in pieces
         tally.count(task, whole if inputs.one_hot else min(before + samples, whole), rows, beyond=beyond)

@@ -1,8 +1,7 @@
-"""``torch.compile``: an operator in the backward graph through which gradients leave it, one for each use of a layer.
+"""``torch.compile``: an operator in the backward graph that passes on the gradients of each use of a layer.
 
-The graph holds nothing that changes from step to step, and of a layer only a tensor with its number: nothing is guarded
-that would make Dynamo compile anew, neither over steps nor for the equal blocks of a model that are compiled one by
-one. Whether and how the gradient counts is decided outside, when it comes.
+The graph contains nothing that changes between steps, and only a tensor with the number of the layer. So Dynamo does
+not recompile, neither between steps nor for equal blocks of a model. How a gradient counts is decided outside.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Receiver(Protocol):
-    """What gradients that leave a compiled graph are handed to."""
+    """Receives gradients from a compiled graph."""
 
     def receive(self, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
         """Take the inputs of a layer, the gradient of its output, and the tensor that `on_gradient` was given."""
@@ -28,14 +27,14 @@ _NUMBERS = count()
 
 
 def register(receiver: Receiver) -> Tensor:
-    """Return a number for `receiver`, as long as it lives: a tensor, for Dynamo would compile anew for each number."""
+    """Return a number for `receiver`, as a tensor, because Dynamo would recompile for each Python number."""
     number = next(_NUMBERS)
     _RECEIVERS[number] = receiver
     return torch.tensor(number, device="cpu")
 
 
 def on_gradient(output: Tensor, inputs: Tensor, number: Tensor, batch: Tensor) -> None:
-    """Have the gradient of `output` handed to a receiver: to be called while Dynamo traces a forward pass."""
+    """Pass the gradient of `output` to a receiver. Called while Dynamo traces a forward pass."""
     kept, batch = inputs.detach(), _stamp(batch)
 
     def hook(gradient: Tensor) -> Tensor:
@@ -63,7 +62,7 @@ def _leave(gradient: Tensor, inputs: Tensor, number: Tensor, batch: Tensor) -> N
     receiver = _RECEIVERS.get(int(number))
     if receiver is None:
         return
-    # Within an operator autograd is out of reach, of which receivers ask where the pass under way goes.
+    # Receivers ask autograd about the present pass, which is not possible within an operator.
     hidden = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), hidden):
         receiver.receive(inputs, gradient, batch)
@@ -75,17 +74,17 @@ def _(gradient: Tensor, inputs: Tensor, number: Tensor, batch: Tensor) -> None:
 
 
 if hasattr(_leave, "register_effect"):
-    # Without outputs it would be thought idle, and dropped.
+    # Without outputs the operator would be removed.
     _leave.register_effect(torch._library.effects.EffectType.ORDERED)
     # It would be moved into the backward pass.
     _stamp.register_effect(torch._library.effects.EffectType.ORDERED)
 
 
 def forget(model: nn.Module) -> None:
-    """Have Dynamo trace `model` anew if it has been before: it does not notice hooks that come or go.
+    """Make Dynamo trace `model` again, because it does not notice added or removed hooks.
 
-    Dynamo keeps what it has traced by the code of functions, and modules of torch's own are traced in functions that
-    all of them share: other compiled models in this process may be traced anew too, once.
+    Dynamo caches by the code of functions, and torch's modules share some of these. So other compiled models in this
+    process may be traced again too, once.
     """
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
@@ -99,7 +98,7 @@ def forget(model: nn.Module) -> None:
 
 
 def allow_two_passes() -> None:
-    """Have compiled graphs be differentiable twice, which they are not by default: a backward pass reuses buffers."""
+    """Make compiled graphs differentiable twice. By default a backward pass reuses buffers."""
     import torch._functorch.config  # noqa: PLC0415 - only where it is needed
 
     torch._functorch.config.donated_buffer = False

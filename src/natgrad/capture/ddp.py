@@ -1,5 +1,5 @@
 """Call a listener with each bucket of gradients that ``DistributedDataParallel`` begins to reduce."""
-# Without annotations as strings: DDP compares those of its hook with its types.
+# Annotations are not strings, because DDP compares those of its hook with types.
 
 import weakref
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Listener = Callable[[GradBucket], None]
 
 
 class _Relay:
-    """The state of the communication hook: the process group and the listener. Copies of the model have neither."""
+    """The state of the communication hook: the process group and the listener. Copies have neither."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -29,13 +29,13 @@ _relays: weakref.WeakKeyDictionary[nn.Module, _Relay] = weakref.WeakKeyDictionar
 
 
 def listen(model: nn.Module, listener: Listener) -> None:
-    """Have a bound method called with each bucket that DDP reduces, in place of the one before.
+    """Call a bound method with each bucket that DDP reduces, instead of an earlier one.
 
-    Nothing happens where `model` is not wrapped in DDP, or has a communication hook of the user's.
+    Does nothing if `model` is not wrapped in DDP or has a communication hook of the user.
 
     Args:
         model: The model, as the user calls it.
-        listener: A bound method, held weakly; called once DDP's own reduction of the bucket has begun.
+        listener: A bound method, held weakly, called after DDP has started to reduce the bucket.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if not isinstance(model, DistributedDataParallel):
@@ -44,7 +44,7 @@ def listen(model: nn.Module, listener: Listener) -> None:
         relay = _Relay(model.process_group)
         try:
             model.register_comm_hook(relay, _reduce)
-        except RuntimeError:  # it has one
+        except RuntimeError:  # there is a hook already
             return
         _relays[model] = relay
     _relays[model].listener = weakref.WeakMethod(listener)

@@ -12,30 +12,30 @@ from natgrad.errors import describe, require
 
 
 class LabelSampler:
-    """Draws labels that are a function of seed, rank and step, so that resuming needs no state of a generator."""
+    """Draws labels as a function of seed, rank and step, so that resuming needs no generator state."""
 
     def __init__(self, *, seed: int, rank: int, reduction: str) -> None:
-        """Start at the first draw.
+        """Start before the first draw.
 
         Args:
-            seed: The user's.
-            rank: Of this process: every rank draws its own.
-            reduction: How the loss combines its terms.
+            seed: The user's seed.
+            rank: The rank of this process; each rank draws different labels.
+            reduction: The reduction of the loss.
         """
         self._seed, self._rank, self._reduction = seed, rank, reduction
-        self._last = (-1, 0)  # step, and draws in it
+        self._last = (-1, 0)  # step, and number of draws in it
 
     def score(self, likelihood: Likelihood, outputs: Tensor, mask: Tensor | None, step: int) -> Tensor:
-        """Return the derivative, by the outputs, of the loss at drawn labels.
+        """Return the derivative of the loss at drawn labels with respect to the outputs.
 
         Args:
-            likelihood: What `outputs` describe.
-            outputs: What the model returned, detached.
-            mask: Which positions count (bool), of the leading dimensions of `outputs`, with classes last; None: all.
-            step: The number of completed steps; draws of one step differ.
+            likelihood: The likelihood that `outputs` parametrise.
+            outputs: The model's output, detached.
+            mask: bool, of the shape of `outputs` without the classes: which positions count. None: all.
+            step: The number of completed steps; several draws in one step differ.
 
         Raises:
-            ValueError: if `outputs` does not fit the likelihood, or `mask` not `outputs`; then nothing was drawn.
+            ValueError: if `outputs` or `mask` has a wrong shape. Nothing has been drawn then.
         """
         draw = self._last[1] + 1 if self._last[0] == step else 0
         score = likelihood.score(
@@ -59,9 +59,6 @@ class LabelSampler:
 
 
 def seed_of(*parts: int | str) -> int:
-    """Return a seed below 2⁶³, another for each sequence of `parts`, such as a user's seed, a rank and a step.
-
-    To resume, what is drawn so needs no state but the number of steps.
-    """
+    """Return a seed below 2⁶³ that depends on `parts`, such as a user's seed, a rank and a step."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,4 +1,4 @@
-"""The hooks on the model: what copies and pickles with it, and is traced with it by ``torch.compile``."""
+"""The hooks on the model. They are copied, pickled and compiled with it."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from natgrad.capture.samples import Samples, count_samples
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Handle, Layer, remove_all
 
-# The batch size where there is none.
+# The batch size if there is none.
 NO_BATCH = torch.tensor(-1, device="cpu")
 
 
 class Watcher(Protocol):
-    """What sees the passes of a model: see `natgrad.capture.Capture`."""
+    """Receives the passes of a model: `natgrad.capture.Capture`."""
 
     def watch(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
-        """Note one use of a layer."""
+        """Take one use of a layer."""
 
     def receive(self, name: str, index: int, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
-        """Note the gradient of one use of a layer in a compiled graph."""
+        """Take the gradient of one use of a layer in a compiled graph."""
 
     def reduced(self, bucket: GradBucket) -> None:
-        """Note that DDP has reduced a bucket of gradients."""
+        """Take notice that DDP has reduced a bucket of gradients."""
 
 
 class Pass:
     """One forward pass of the model.
 
     Attributes:
-        first: The backward pass that differentiated it first.
-        batch: The batch size of the model's input; -1: none.
-        open: What the model was called with, as long as that leaves the batch size open.
+        first: The backward pass that first differentiated it.
+        batch: The batch size of the model's input. -1: none.
+        open: The arguments of the model, while they leave the batch size open.
     """
 
     def __init__(self, batch: int = -1) -> None:
-        """Begin before the first layer."""
+        """Start before the first layer."""
         self.first: int | None = None
         self.batch = batch
         self.open: Samples | None = None
@@ -52,45 +52,45 @@ class Pass:
         self._lengths: set[int] = set()
 
     def note(self, layer: str, rows: int) -> None:
-        """Note the rows of one use of a layer."""
+        """Record the rows of one use of a layer."""
         self._rows[layer] = self._rows.get(layer, 0) + rows
         self._lengths.add(rows)
 
     def positions(self, layer: str, rows: int) -> int:
-        """Return how many positions a layer saw that saw `rows` in one of its uses.
+        """Return the positions of a layer, given the `rows` of one of its uses.
 
-        Where another saw at once what this one saw in all its uses, they were pieces (of the tokens before a head).
+        If another layer saw the rows of all these uses at once, the uses were pieces (of the tokens before a head).
         """
         whole = self._rows.get(layer, 0)
         return whole if whole in self._lengths else rows
 
 
 class Script(Protocol):
-    """What follows forward passes with gradients."""
+    """Is notified of forward passes with gradients."""
 
     def enter(self, forward: Pass) -> None:
         """Note that a pass begins."""
 
 
 class Forward:
-    """The forward passes of a model, in whose terms every layer's rows are samples x positions.
+    """The forward passes of a model, which determine samples and positions of every layer's rows.
 
     Attributes:
-        batch: The batch size of the last pass, -1 if its input has none. A tensor: Dynamo would compile anew for every
-            new number.
-        current: The pass that is under way.
+        batch: The batch size of the last pass, -1 if its input has none. A tensor, because Dynamo would recompile for
+            every new number.
+        current: The pass in progress.
         began: Whether a pass with gradients has begun since `reset`.
-        samples: Those of such passes; of compiled ones none.
+        samples: The samples of such passes, without compiled ones.
         was_open: Whether the batch size of such a pass was open.
-        script: What follows passes with gradients; None: nothing does.
+        script: Is notified of passes with gradients. None: nothing is.
     """
 
     def __init__(self, watcher: Watcher | None = None, script: Script | None = None) -> None:
-        """Begin before the first pass.
+        """Start before the first pass.
 
         Args:
-            watcher: What sees the layers, held weakly; None: nothing does.
-            script: See above.
+            watcher: Receives the uses of layers, held weakly. None: nothing does.
+            script: Is notified of passes with gradients.
         """
         self._watcher = None if watcher is None else weakref.ref(watcher)
         self.batch = NO_BATCH
@@ -104,11 +104,11 @@ class Forward:
 
     @property
     def watcher(self) -> Watcher | None:
-        """What sees the layers in these passes, as long as it lives."""
+        """The receiver of the uses of layers, while it lives."""
         return None if self._watcher is None else self._watcher()
 
     def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Begin a pass; its batch size is what `count_samples` finds in the arguments of the model."""
+        """Begin a pass. Its batch size is that of the arguments of the model (`count_samples`)."""
         found = count_samples(args, kwargs)
         self.batch = torch.tensor(found.number, device="cpu")
         self.current = Pass()
@@ -124,7 +124,7 @@ class Forward:
                 self.script.enter(self.current)
 
     def settle(self, seen: int) -> None:
-        """Settle the batch size of the pass under way, if it is open and may be what a layer has seen."""
+        """Set the batch size of the present pass to that of a layer's input, if it is open and may be equal."""
         if self.current is not None and self.current.open is not None and seen in self.current.open.choices:
             self.current.open = None
             self.batch = torch.tensor(seen, device="cpu")
@@ -132,7 +132,7 @@ class Forward:
             self.current.batch = seen
 
     def leave(self) -> None:
-        """End the pass: a layer called by itself says nothing of an earlier batch."""
+        """End the pass, so that a layer called by itself is not taken to belong to it."""
         self.current = None
 
 
@@ -140,23 +140,23 @@ class Hooks:
     """The hooks on a model, which report to one watcher at a time.
 
     Attributes:
-        forward: The passes as the present watcher sees them.
+        forward: The passes of the present watcher.
     """
 
     def __init__(self, forward: Forward) -> None:
-        """Set none yet; they are removed when the watcher of `forward` is deleted."""
+        """Start without hooks. They are removed when the watcher of `forward` is deleted."""
         self.forward = forward
         self._handles: list[Handle] = []
         weakref.finalize(forward.watcher, remove_all, self._handles).atexit = False
 
     def attach(self, root: nn.Module, layers: Iterable[Layer]) -> None:
-        """Set hooks on a model and some of its layers, in place of those set before."""
+        """Set hooks on a model and some of its layers, instead of earlier ones."""
         remove_all(self._handles)
         self._handles.append(root.register_forward_pre_hook(BeginHook(self), with_kwargs=True))
         for layer in layers:
             for index, module in enumerate((layer, *layer.others)):
                 self._handles += module.tap(LayerHook(self, layer.name, index))
-        # Set last: where the model is itself a layer, its forward ends after that layer's.
+        # Set last: if the model itself is a layer, its forward ends after the layer's.
         self._handles.append(root.register_forward_hook(EndHook(self), always_call=True))
         compiled.forget(root)
 
@@ -167,7 +167,7 @@ class Hooks:
 
     @contextmanager
     def reporting_to(self, forward: Forward) -> Iterator[None]:
-        """Have another watcher see the passes meanwhile, or none: the present one learns nothing of them."""
+        """Report to another watcher within the context, or to none, instead of the present one."""
         present, self.forward = self.forward, forward
         try:
             yield
@@ -189,7 +189,7 @@ class BeginHook:
         self._hooks = hooks
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Be a forward pre-hook."""
+        """Report the beginning, as a forward pre-hook."""
         if self._hooks is not None:
             self._hooks.forward.enter(args, kwargs)
 
@@ -211,11 +211,11 @@ class LayerHook:
     """Reports the uses of one layer.
 
     Attributes:
-        hooks: Those that it belongs to; None in a copy, which reports to none.
+        hooks: The hooks that it belongs to. None in a copy, which does not report.
     """
 
     def __init__(self, hooks: Hooks | None = None, layer: str = "", index: int = 0) -> None:
-        """Report the uses of the layer called `layer`, or of the one tied to it at `index`."""
+        """Report the uses of the layer `layer`, or of the layer tied to it at `index`."""
         self.hooks = hooks
         self._layer, self._index = layer, index
         self._number = compiled.register(self)
@@ -225,12 +225,12 @@ class LayerHook:
         self.see(args[0] if args else kwargs["input" if "input" in kwargs else "x"], output)
         if self.hooks is None or not torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return None
-        # F.linear returns a view where samples have positions, and an operation in place would drop its hook. The
-        # compiler takes the copy out again where there is none.
+        # F.linear returns a view if samples have positions, and an in-place operation would drop its hook. The compiler
+        # removes the copy if there is none.
         return output.clone() if isinstance(module, nn.Linear) and output.ndim > 2 else None
 
     def see(self, inputs: Tensor, output: Tensor) -> None:
-        """Watch the output of a layer for its gradient; under a compiler by an operation of the graph."""
+        """Register for the gradient of a layer's output, in compiled code by an operation of the graph."""
         if self.hooks is None:
             return
         forward = self.hooks.forward
@@ -255,7 +255,7 @@ class LayerHook:
 
 
 def warn_of_others(modules: Iterable[nn.Module]) -> None:
-    """Warn where the hooks of several are on any of these; called by what the step itself calls."""
+    """Warn if hooks of several preconditioners are on any of these modules."""
     for module in modules:
         found = {
             id(hook.hooks) for hook in module._forward_hooks.values() if isinstance(hook, LayerHook) and hook.hooks
@@ -265,6 +265,6 @@ def warn_of_others(modules: Iterable[nn.Module]) -> None:
                 "natgrad: another Preconditioner of this model is alive, and both precondition its gradients; "
                 "detach() the one that is not wanted",
                 NatgradWarning,
-                stacklevel=6,  # past `_begins`, `step` and its decorator
+                stacklevel=6,  # the caller of `step`
             )
             return

@@ -1,4 +1,4 @@
-"""How the loss combines its terms: one reduction for all layers, or one for each pattern of module names."""
+"""The reduction of the loss: one for all layers, or one for each pattern of module names."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ LEFT_OUT: Any = _LeftOut("mean")
 class Reductions:
     """The `reduction` of a `natgrad.Preconditioner`, for each layer.
 
-    Layers with the same pattern form a group. The rows of a group belong to one term of the loss, and its number of
-    samples or tokens is counted apart from that of other groups.
+    Layers with the same pattern form a group. The rows of a group belong to one term of the loss, and its samples or
+    tokens are counted separately.
     """
 
     def __init__(self, reduction: object) -> None:
         """Check the argument.
 
         Raises:
-            ValueError: if it is not one of the words, or a mapping from patterns to them.
+            ValueError: if it is neither a reduction nor a mapping from patterns to reductions.
         """
         self.given: Any = reduction
         self._left_out = reduction is LEFT_OUT
@@ -71,25 +71,25 @@ class Reductions:
         self._warned = False
 
     def group(self, layer: str) -> str:
-        """Return the pattern that a layer belongs to: the first that matches its name; empty if none does."""
+        """Return the first pattern that matches the layer's name. Empty: none does."""
         if layer not in self._groups:
             self._groups[layer] = next((own for own in self._patterns if fnmatchcase(layer, own)), "")
         return self._groups[layer]
 
     def of(self, layer: str) -> Reduction:
-        """Return the reduction of a layer; "mean" where no pattern matches."""
+        """Return the reduction of a layer; "mean" if no pattern matches."""
         if self.is_automatic:
             return "tokens" if self.nearest is not None and self.nearest[2] else "mean"
         return self._patterns.get(self.group(layer), "mean")
 
     @property
     def single(self) -> Reduction | None:
-        """The reduction of all layers, as far as it is known; None with a mapping of several."""
+        """The reduction of all layers. None: there are several."""
         kinds = {*self._patterns.values()} if self.is_mapping else {self.of("")}
         return next(iter(kinds)) if len(kinds) == 1 and (not self.is_mapping or "*" in self._patterns) else None
 
     def has_tokens(self) -> bool:
-        """Return whether the terms of any layer are tokens, or may turn out to be."""
+        """Return whether the reduction of any layer is, or may become, "tokens"."""
         return self.is_undecided or "tokens" in self._patterns.values() or self.of("") == "tokens"
 
     def mixes_sum(self, layers: Iterable[str]) -> bool:
@@ -97,13 +97,13 @@ class Reductions:
         return len({self.of(layer) == "sum" for layer in layers}) > 1
 
     def describe(self) -> str:
-        """Return in words what has to be the same on all ranks."""
+        """Return a description of the settings that must be equal on all ranks."""
         if self.is_automatic:
             return "auto" if self.nearest is None else f"auto: {self.of('')}"
         return str(self._patterns) if self.is_mapping else self.of("")
 
     def explain(self) -> str:
-        """Return in words what "auto" has chosen, and why; empty where the user has chosen."""
+        """Return a description of the choice of "auto" and its reason. Empty: the user chose."""
         if not self.is_automatic:
             return ""
         if self.nearest is None:
@@ -115,20 +115,20 @@ class Reductions:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether "auto" has seen no backward pass yet."""
+        """Whether "auto" has not chosen yet."""
         return self.is_automatic and self.nearest is None
 
     @property
     def needs_nearest_layer(self) -> bool:
-        """Whether the layer nearest to the loss is to be noted."""
+        """Whether the layer nearest to the loss must be recorded."""
         return (self.is_automatic or self._left_out) and self.nearest is None
 
     def note_nearest(self, layer: Layer, inputs: Tensor) -> None:
-        """Note the layer whose output is differentiated first."""
+        """Record the layer whose output is differentiated first."""
         self.nearest = layer.name, tuple(inputs.shape), _sees_positions(layer, inputs)
 
     def warn_of_default(self) -> None:
-        """Warn once if "mean" was not chosen and the layer nearest to the loss sees positions; called by `step`."""
+        """Warn once if "mean" is the default and the layer nearest to the loss sees positions."""
         if self._warned or not self._left_out or self.nearest is None or not self.nearest[2]:
             return
         self._warned = True
@@ -138,11 +138,11 @@ class Reductions:
             "out: it is 'mean', for a loss that averages over samples. Pass reduction='tokens' if the loss averages "
             "over all positions, as cross-entropy of tokens does, or reduction='mean' if it does not",
             NatgradWarning,
-            stacklevel=5,  # past `_begins`, `step` and its decorator
+            stacklevel=5,  # the caller of `step`
         )
 
     def warn_of_idle(self, layers: Iterable[str]) -> None:
-        """Warn of patterns that decide for none of the covered layers; called by the constructor."""
+        """Warn of patterns that apply to none of the layers."""
         deciding = {self.group(layer) for layer in layers}
         idle = [pattern for pattern in self._patterns if pattern not in deciding]
         if self.is_mapping and idle and deciding:
@@ -160,14 +160,14 @@ class Reductions:
         """Check the argument of `natgrad.Preconditioner.step`.
 
         Args:
-            count: How many tokens count: of all layers, or by patterns of module names; None: all of them.
-            layers: The names of the covered layers.
-            seen: Returns how many positions there were at most, for a layer; 0: not counted.
-            ambiguous: What the model was called with, where that leaves the number of samples open: then `count` is
-                that number.
+            count: The number of tokens that count: for all layers, or by patterns of module names. None: all.
+            layers: The names of the layers.
+            seen: Returns the largest number of positions of a layer. 0: not counted.
+            ambiguous: The arguments of the model, if they leave the number of samples open: `count` is then that
+                number.
 
         Raises:
-            ValueError: if it is no such number, or one of layers whose terms are not tokens.
+            ValueError: if it is not such a number, or is given for layers whose reduction is not "tokens".
         """
         if ambiguous is not None:
             fits = _is_whole(count) and cast(int, count) > 0
@@ -206,7 +206,7 @@ class Reductions:
         _check_number("count", count, max(map(seen, counted), default=0))
 
     def counted(self, count: Count | None, layer: str) -> int | None:
-        """Return how many tokens of a layer count, of those given; None: all that it saw."""
+        """Return the number of tokens of a layer that count. None: all."""
         if count is None or self.of(layer) != "tokens":
             return None
         if isinstance(count, Mapping):
@@ -224,7 +224,7 @@ def _is_whole(number: object) -> bool:
 
 
 def _sees_positions(layer: Layer, inputs: Tensor) -> bool:
-    """Return whether a layer's inputs are [batch, positions, features], of a layer with features last."""
+    """Return whether a layer has features last and its inputs are [batch, positions, features]."""
     if layer.form == "one-hot" or isinstance(layer.module, _CHANNELS_FIRST) or not layer.batched(inputs):
         return False
     norm = isinstance(layer.module, (nn.LayerNorm, nn.RMSNorm))

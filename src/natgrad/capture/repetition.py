@@ -1,4 +1,4 @@
-"""The same batch again: passes that are recorded, and repeated with the random numbers that they began with."""
+"""Repeat the passes of a batch with the same random numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.capture.model_hooks import Pass
 
-# Passes without a step after them, of an evaluation with gradients say, are not kept for ever.
+# The number of recorded passes is limited, because passes may never be followed by a step.
 _MOST = 1024
 
 
@@ -20,22 +20,22 @@ class Chance:
     """The state of torch's own generators."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        """Read the host's, and those of some accelerators."""
+        """Read the state of the host's generator and of some accelerators'."""
         self._host = torch.get_rng_state()
         self._others = [(device, torch.get_device_module(device).get_rng_state(device)) for device in devices]
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore them."""
         torch.set_rng_state(self._host)
         for device, state in self._others:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
 class Recording:
-    """Forward passes with gradients, and the random numbers that they began with."""
+    """Records forward passes with gradients, and the generator states at their beginning."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Begin with none, of a model on these devices."""
+        """Start without passes."""
         self._devices = accelerators(model)
         self._passes: deque[tuple[Pass, Chance]] = deque(maxlen=_MOST)
 
@@ -44,26 +44,26 @@ class Recording:
         self._passes.append((forward, Chance(self._devices)))
 
     def of(self, tasks: Iterable[int]) -> list[tuple[Pass, Chance]]:
-        """Return the passes that were differentiated in some backward passes."""
+        """Return the passes that some backward passes differentiated."""
         known = set(tasks)
         return [(forward, chance) for forward, chance in self._passes if forward.first in known]
 
 
 class Repetition:
-    """Forward passes that repeat recorded ones, one after the other.
+    """Repeats recorded forward passes, one after the other.
 
     Attributes:
-        passes: Those so far.
+        passes: The passes so far.
     """
 
     def __init__(self, recorded: Sequence[tuple[Pass, Chance]]) -> None:
-        """Repeat those `recorded`."""
+        """Repeat the passes `recorded`."""
         self._recorded = recorded
         self.passes: list[Pass] = []
 
     def enter(self, forward: Pass) -> None:
-        """Note that a pass begins, whose terms are to be its own: one backward pass goes through all of them."""
-        forward.first = -2 - len(self.passes)  # no number of a backward pass
+        """Begin a pass with its own terms, because one backward pass goes through all of them."""
+        forward.first = -2 - len(self.passes)  # not the number of a backward pass
         if len(self.passes) < len(self._recorded):
             self._recorded[len(self.passes)][1].restore()
         self.passes.append(forward)
@@ -71,7 +71,7 @@ class Repetition:
 
 @contextmanager
 def as_found(model: nn.Module) -> Iterator[None]:
-    """Leave all that passes change as it was found, torch's generators too, and average nothing over ranks."""
+    """Restore everything that passes change, including torch's generators, and send nothing to other ranks."""
     chance = Chance(accelerators(model))
     try:
         with restored(model), _unsynchronised(model):
@@ -82,7 +82,7 @@ def as_found(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Begin without gradients, and leave gradients, buffers and training modes as they were found."""
+    """Start without gradients, and restore gradients, buffers and training modes at the end."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
@@ -105,7 +105,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _unsynchronised(model: nn.Module) -> Iterator[None]:
-    """Have DistributedDataParallel send nothing, not even buffers, as its ``no_sync`` does."""
+    """Keep ``DistributedDataParallel`` from sending anything, including buffers."""
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     flags = [(one.require_backward_grad_sync, one.require_forward_param_sync) for one in wrappers]
     for wrapper in wrappers:
@@ -119,15 +119,15 @@ def _unsynchronised(model: nn.Module) -> Iterator[None]:
 
 
 def _settle_buckets(wrapper: DistributedDataParallel) -> None:
-    """Have DistributedDataParallel agree on its buckets now, in place of in its next forward pass; collective.
+    """Make ``DistributedDataParallel`` rebuild its buckets now instead of in its next forward pass; collective.
 
-    It does so once, after the first backward pass. A closure that raises in front of its forward pass on one rank would
-    leave the others waiting in there.
+    It does so once, after the first backward pass. Otherwise a closure that raises on one rank before its forward pass
+    would leave the others waiting.
     """
     if wrapper.reducer._rebuild_buckets():
         wrapper._has_rebuilt_buckets = True
 
 
 def accelerators(model: nn.Module) -> list[torch.device]:
-    """Return the devices of a model's parameters beside the host, whose generators its layers draw from."""
+    """Return the accelerators that hold the model's parameters."""
     return sorted({p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}, key=str)

@@ -1,4 +1,4 @@
-"""The rows of one step, from the gradient hooks to the step."""
+"""Collect the rows of a step, for curvatures with gathered statistics."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from natgrad.state.block_group import BlockGroup
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose rows are shown: those of this process's rank or, where it does the step of all alone, of one after another.
+    """The rank that the next rows belong to. A process that simulates all ranks (`verify`) changes it.
 
     Attributes:
-        rank: Whose.
-        ranks: Of how many.
-        together: Whether the rows of all of them stand for the batch; else those of a layer's one worker do.
+        rank: The rank.
+        ranks: The number of ranks.
+        together: Whether the rows of all ranks are used; otherwise those of a layer's only worker.
     """
 
     rank: int = 0
@@ -32,19 +32,19 @@ class Collected:
     """The pooled rows of layers, of all backward passes since the last step.
 
     Attributes:
-        origin: Whose rows the next ones are.
-        wanted: Whether the coming step needs rows.
-        tallies: How many samples each layer has shown.
+        origin: The rank that the next rows belong to.
+        wanted: Whether the next step needs rows.
+        tallies: The number of samples of each layer.
     """
 
     def __init__(self, stacks: Iterable[BlockGroup], wire: torch.dtype | None, origin: Origin | None = None) -> None:
-        """Begin without rows.
+        """Start without rows.
 
         Args:
-            stacks: Those with gathered statistics.
-            wire: The dtype in which rows travel; in bfloat16 they are kept so too. (Not in float16, in which the small
-                ones would be lost that a message scales.)
-            origin: Whose rows come; None: those of a process alone.
+            stacks: The groups with gathered statistics.
+            wire: The dtype in which rows are sent. bfloat16 rows are also kept in it; float16 rows are not, because
+                small numbers would be lost without the scale of a message.
+            origin: The rank that the rows belong to. None: there is one process.
         """
         self._stacks = {member.layer.name: stack for stack in stacks for member in stack.members}
         self._narrow = wire if wire == torch.bfloat16 else None
@@ -58,34 +58,34 @@ class Collected:
 
         Args:
             layer: The layer.
-            inputs: Rows a ``[n, B, i]`` in memory that nobody else writes into.
+            inputs: Rows a ``[n, B, i]``; must not be changed afterwards.
             gradients: Rows g ``[n, B, o]``, times ``1 / scale``; copied.
-            scale: What makes them those of per-sample losses.
+            scale: The factor that makes them those of per-sample losses.
         """
         dtype = self._narrow or self._stacks[layer].dtype
         own = inputs.to(dtype), gradients.to(dtype, copy=True)
         self._rows.setdefault(layer, []).append((self.origin.rank, *own, scale))
 
     def counts(self, layer: str) -> dict[int, int]:
-        """Return how many rows there are of a layer, by the ranks whose they are, in the order of `take`."""
+        """Return the number of rows of a layer by rank, in the order of `take`."""
         counts: dict[int, int] = {}
         for rank, inputs, _, _ in self._rows.get(layer, ()):
             counts[rank] = counts.get(rank, 0) + inputs.shape[1]
         return counts or {self.origin.rank: 0}
 
     def count(self, layer: str) -> int:
-        """Return the most rows of a layer that a rank has."""
+        """Return the largest number of rows of a layer on any rank."""
         return max(self.counts(layer).values())
 
     def take(self, layer: str, gain: float | Tensor) -> tuple[Tensor, Tensor]:
-        """Give away the rows of a layer.
+        """Return the rows of a layer, and forget them.
 
         Args:
-            layer: The layer, which has been seen.
-            gain: What makes gradients those of per-sample losses, beside the scale that they were added with.
+            layer: A layer with rows.
+            gain: A further factor that makes gradients those of per-sample losses.
 
         Returns:
-            ``[n, m, i]`` and ``[n, m, o]``, in at least float32; to be read only, for they may be the layer's own.
+            ``[n, m, i]`` and ``[n, m, o]``, in at least float32, read-only: they may be the layer's inputs.
         """
         dtype, rows = at_least_float32(self._stacks[layer].work_dtype), self._rows.pop(layer)
         inputs = joined([one.to(dtype) for _, one, _, _ in rows], 1)
@@ -99,5 +99,5 @@ class Collected:
 
 
 def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenate tensors; one alone is not copied."""
+    """Concatenate tensors. A single one is not copied."""
     return torch.cat(list(pieces), dim) if len(pieces) > 1 else pieces[0]

@@ -1,4 +1,4 @@
-"""How many samples a model was called with."""
+"""Count the samples in the arguments of a model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Samples:
     """The number of samples in a call.
 
     Attributes:
-        number: How many; -1: unknown.
-        choices: The numbers that it may be, where the arguments leave it open; empty where they do not.
+        number: The number. -1: unknown.
+        choices: The possible numbers, if the arguments leave it open; else empty.
         shapes: The shapes in the list that leaves it open.
     """
 
@@ -29,11 +29,11 @@ class Samples:
 
 
 def count_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Samples:
-    """Return how many samples a model is called with.
+    """Return the number of samples in the arguments of a model.
 
-    They are the first dimension of the first tensor, also inside tuples and dicts. One number in brackets, as the time
-    of a diffusion, is no batch beside other tensors. A list of tensors holds either one tensor for each sample, as
-    torchvision's detection models take images, or several inputs of one batch. It holds samples if a list of as many
+    It is the first dimension of the first tensor, also inside tuples and dicts. A tensor with one number, such as the
+    time of a diffusion, is not a batch beside other tensors. A list of tensors holds either one tensor for each sample,
+    as torchvision's detection models take images, or several inputs of one batch. It holds samples if a list of as many
     dicts (the targets) comes with it, and inputs if a tensor has four or more dimensions. Otherwise the number is open.
 
     Args:
