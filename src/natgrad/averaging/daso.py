@@ -1,4 +1,4 @@
-"""DASO: gradients averaged in the node at each step, parameters between nodes seldom and beside the computation.
+"""DASO: averages gradients inside nodes at each step, and parameters between nodes occasionally and asynchronously.
 
 Coquelin et al. 2021, "Accelerating neural network training with distributed asynchronous and selective optimization".
 """
@@ -32,9 +32,9 @@ FORMAT = 2
 class DASO(Averager):
     """Distributed asynchronous and selective optimization: ``daso.step(loss)`` replaces ``optimizer.step()``.
 
-    Warm-up and cool-down epochs average parameters over the nodes after each batch, and wait for it. In between, every
-    B batches a copy of the parameters leaves for the other nodes, and S batches later their sum is merged. Each rank of
-    a node exchanges its share with the other nodes. After an epoch's last batch all ranks are equal to the last bit.
+    In warm-up and cool-down epochs parameters are averaged over the nodes synchronously after each batch. In between,
+    every B batches a copy of the parameters is sent to the other nodes, and S batches later the sum is merged. Each
+    rank of a node exchanges its part with the other nodes. After the last batch of an epoch all ranks are identical.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (nodes, local), mesh_dim_names=("node", "local"))
@@ -71,48 +71,45 @@ class DASO(Averager):
         scaler: torch.amp.GradScaler | None = None,
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
-        """Check all arguments, make groups, and give all ranks the parameters and buffers of rank 0; collective.
+        """Check the arguments, make process groups, and broadcast the parameters and buffers of rank 0; collective.
 
         Args:
             model: Plain (its gradients are then averaged in the node by `step`), in ``DistributedDataParallel`` over
                 the ranks of the node, or sharded over them by FSDP2.
-            optimizer: Of the model's parameters; a `natgrad.PreconditionedOptimizer` too.
-            mesh: A ``DeviceMesh`` of dimensions ("node", "local").
-            nodes: Or how many ranks each node has, which need not be equal: a node then counts as its ranks. None,
-                without a mesh: from torchrun (LOCAL_RANK, LOCAL_WORLD_SIZE).
-            epochs: How many there will be; None: not known, and no cool-down. With `steps_per_epoch` it may be a
-                fraction, and so may the next two.
-            steps_per_epoch: How many steps an epoch has; None: each ends with `next_epoch`, which describes epochs of
-                more or fewer steps.
-            batches_between: B, at the start; the paper's: 4. B + S has to be below `steps_per_epoch`, for an epoch's
-                last step forgets what is under way; without it there is a warning when the first epoch ends.
-            batches_to_wait: S, at the start, at most B; the paper's: 1. With 0 the average is waited for.
-            warmup_epochs: The length of the warm-up; None: a tenth of `epochs`, but one where there are 3 or more.
-            cooldown_epochs: That of the cool-down; likewise. Without `epochs` there is none; where no epoch ends in
-                the first thousand steps either, a warning says what is missing.
-            merge: "delta": x += Σ x_sent / P - x_sent, which keeps what the node has learned since it sent; "paper":
-                x = (2 S x + Σ x_sent) / (2 S + P), eq. 1 of the paper, which gives part of that back.
-            wire: What travels in warm-up and cool-down: differences from the last synchronisation in this dtype; None:
-                parameters as they are.
-            cycling_wire: What travels of parameters in between: differences from the mean of the last exchange in this
-                dtype, for which each rank holds that mean; None: parameters as they are, as the paper has it.
-            momentum: What becomes of the optimizer's momenta and second moments: "keep": each node has its own;
-                "average": they are averaged wherever parameters are; "reset": after each merge and each epoch the
-                optimizer begins anew.
-            duty: "rotating" and "sharded" mean the same: all ranks of a node talk to other nodes, each for its share of
-                what is averaged, which reaches the others of the node in `drain`, where it is merged, and in
-                `state_dict`. (Earlier versions had one rank a node talk in turns with "rotating".)
-            patience: After how many epochs without progress of the loss B and S are halved.
-            threshold: What counts as progress: a fall of the best loss by this share of itself.
-            preconditioner: One over the ranks of the node (``mesh=mesh["local"]``): the running averages of its
-                statistics are averaged over nodes, too. A `natgrad.PreconditionedOptimizer` brings its own.
-            scaler: The ``GradScaler`` whose scale the loss carries: `step` calls its ``step`` and ``update``. Each node
-                skips by itself; wherever parameters are averaged all take the least of the scales.
+            optimizer: An optimizer of the model's parameters, possibly a `natgrad.PreconditionedOptimizer`.
+            mesh: A ``DeviceMesh`` with dimensions ("node", "local").
+            nodes: Instead of `mesh`, the number of ranks of each node. Nodes are weighted by their ranks. None, without
+                a mesh: from torchrun (LOCAL_RANK, LOCAL_WORLD_SIZE).
+            epochs: The number of epochs. None: unknown, and no cool-down. With `steps_per_epoch` it may be a fraction,
+                and so may the next two.
+            steps_per_epoch: The number of steps in an epoch. None: call `next_epoch` at the end of each.
+            batches_between: B at the start; 4 in the paper. B + S must be below `steps_per_epoch`, because the last
+                step of an epoch drops messages in progress. Without `steps_per_epoch` a warning follows the first
+                epoch.
+            batches_to_wait: S at the start, at most B; 1 in the paper. With 0 the exchange is synchronous.
+            warmup_epochs: The length of the warm-up. None: a tenth of `epochs`, at least one if there are 3 or more.
+            cooldown_epochs: The length of the cool-down. None: as `warmup_epochs`; without `epochs` there is none. If
+                no epoch ends within the first 1000 steps, a warning says what is missing.
+            merge: "delta": x += Σ x_sent / P - x_sent, which keeps what the node learned in the meantime. "paper":
+                x = (2 S x + Σ x_sent) / (2 S + P), eq. 1 of the paper.
+            wire: In warm-up and cool-down, send differences from the last synchronisation in this dtype. None: send the
+                parameters.
+            cycling_wire: In between, send differences from the mean of the last exchange in this dtype; each rank then
+                holds this mean. None: send the parameters, as in the paper.
+            momentum: The optimizer's momenta and second moments. "keep": each node keeps its own. "average": they are
+                averaged with the parameters. "reset": they are reset after each merge and each epoch.
+            duty: "rotating" and "sharded" mean the same: each rank of a node exchanges its part with the other nodes.
+            patience: The number of epochs without progress after which B and S are halved.
+            threshold: Progress is a decrease of the best loss by this fraction.
+            preconditioner: A preconditioner over the ranks of the node (``mesh=mesh["local"]``). The running averages
+                of its statistics are then averaged over nodes. A `natgrad.PreconditionedOptimizer` brings its own.
+            scaler: The ``GradScaler`` that scales the loss: `step` calls its ``step`` and ``update``. Each node skips
+                steps by itself; when parameters are averaged, all nodes take the smallest scale.
             message_bytes: The largest message; longer parameters are split.
 
         Raises:
-            ValueError: if an argument is not allowed; then nothing was changed.
-            AveragingError: on all ranks, if their models or options differ; likewise.
+            ValueError: if an argument is not allowed. Nothing has been changed then.
+            AveragingError: on all ranks, if their models or options differ. Nothing has been changed then.
         """
         compared: dict[str, Any] = {
             "batches_between": batches_between,
@@ -175,21 +172,21 @@ class DASO(Averager):
         self._others: list[AveragedTensors] = [tensors for tensors in others if tensors is not None]
         """What is averaged besides the parameters, in the same order on all ranks."""
 
-    # --- The life of a step -------------------------------------------------------------------------------------
+    # --- Training ------------------------------------------------------------------------------------------------
 
     def step(self, loss: Tensor | float | None = None) -> None:
-        """Average gradients in the node, step the optimizer, and exchange between nodes what is due.
+        """Average gradients inside the node, step the optimizer, and exchange parameters between nodes if due.
 
-        All ranks call it equally often: `even` helps. A rank without a batch, whose gradients are all None, takes part
-        where `step` averages the gradients.
+        All ranks must call it equally often (`even` helps). For plain models a rank without a batch, whose gradients
+        are all None, takes part too.
 
         Args:
-            loss: The loss of this rank's batch, for the plateau rule; not waited for. None: B and S stay.
+            loss: The loss of this rank's batch, for the plateau rule. None: B and S stay unchanged.
 
         Raises:
-            AveragingError: if what the nodes have averaged is not finite, on all ranks; after `detach`.
-            NatgradError: if another rank has stopped: at once where its connection breaks, else after the timeout of
-                the process group.
+            AveragingError: on all ranks, if an average over the nodes is not finite; after `detach`.
+            NatgradError: if another rank stopped: when its connection breaks, at the latest after the timeout of the
+                process group.
         """
         self._check_open()
         if self._gradients is not None and self.grid.inside.ranks > 1 and not self._averaged:
@@ -211,12 +208,12 @@ class DASO(Averager):
     def next_epoch(self) -> None:
         """End an epoch, between two steps: all ranks synchronise, and B and S may change; collective.
 
-        With `steps_per_epoch` `step` does it; to call this too is harmless. An epoch of fewer steps ends with the call.
-        Of one that has more, which `step` has therefore ended already, `steps_per_epoch` wins: the call makes all ranks
-        equal, but ends no epoch, and a warning says so.
+        With `steps_per_epoch` `step` does this, and a further call is harmless. A shorter epoch ends with the call. If
+        an epoch has more steps than `steps_per_epoch`, `step` has ended it already: the call then only makes all ranks
+        equal, with a warning.
 
         Raises:
-            AveragingError: if the mean loss or the parameters are not finite, or the ranks have come apart.
+            AveragingError: if the mean loss or the parameters are not finite, or if ranks differ.
         """
         if self._epochs.end_by_call():
             self._schedule.epoch_ends(self._cycle, self._merges)
@@ -226,9 +223,9 @@ class DASO(Averager):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Make all ranks equal to the last bit: parameters and buffers, averaged factors and momenta, the loss scale.
+        """Make all ranks identical: parameters, buffers, averaged factors and momenta, the loss scale; collective.
 
-        Collective. What is under way is forgotten, for it is older. Checkpoints for other nodes come after it.
+        Messages in progress are dropped. Call it before saving a checkpoint for other numbers of nodes.
         """
         super().synchronize()
         if self._momentum == "average":
@@ -246,7 +243,7 @@ class DASO(Averager):
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Wait, between two steps, for what is under way, and merge it now; collective in each node."""
+        """Wait for messages in progress and merge them now, between two steps; collective inside each node."""
         if self._cycle.since_sent is not None:
             self._merge(self._cycle.since_sent)
             self._cycle.since_sent = None
@@ -259,7 +256,7 @@ class DASO(Averager):
         return self._epochs.phase
 
     def metrics(self) -> dict[str, float | Tensor]:
-        """Return plain numbers: "blocking" is 1 in warm-up and cool-down; "synchronizations" count messages sent."""
+        """Return numbers. "blocking" is 1 in warm-up and cool-down; "synchronizations" counts the messages sent."""
         return {
             "epoch": self._epochs.epoch,
             "blocking": float(self.phase != "cycling"),
@@ -271,11 +268,11 @@ class DASO(Averager):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, with what is under way once it has arrived; then it is collective in the node.
+        """Return this rank's state, including messages in progress; collective inside the node if there are any.
 
-        Between two synchronisations each node has a model and an optimizer of its own: save them, too, on a rank of
-        each node, and this on every rank. After an epoch's end, or `synchronize`, nothing is under way, and those of
-        rank 0 serve for all, on any nodes.
+        Between two synchronisations each node has its own model and optimizer state: save these on one rank of each
+        node, and this state on every rank. After the end of an epoch, or `synchronize`, the state of rank 0 serves for
+        all ranks, on any number of nodes.
         """
         return {
             "format": FORMAT,
@@ -293,12 +290,12 @@ class DASO(Averager):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, after model, optimizer and preconditioner were loaded.
+        """Restore a state, after model, optimizer and preconditioner have been loaded.
 
-        Collective in the node for states of earlier versions with messages under way.
+        Collective inside the node for states of earlier versions with messages in progress.
 
         Raises:
-            ValueError: if it is of another kind, or of another rank while ranks differed.
+            ValueError: if it has another structure, or belongs to another rank although ranks differed.
         """
         wanted = ("format", "epochs", "turn", "merges", "equal", "anchored", "cycle", "losses", "momenta")
         check_parts(state, {*wanted, "flights", "place"}, self)
@@ -322,7 +319,7 @@ class DASO(Averager):
             self._blocking.start_reference()
         self._order.note()
 
-    # --- Its parts ----------------------------------------------------------------------------------------------
+    # --- Internal -----------------------------------------------------------------------------------------------
 
     def _end_epoch(self) -> None:
         """Make all ranks equal, decide B and S by the epoch's mean loss, and begin the next."""
@@ -389,14 +386,14 @@ class DASO(Averager):
         self._finite.look(arrived)
 
     def _settle(self) -> None:
-        """Forget what is under way."""
+        """Drop messages in progress."""
         for tensors in (self._cycling, *self._others):
             tensors.settle(None)
         self._finite.clear()
         self._cycling.drop_reference()
 
     def _look_for_momenta(self) -> None:
-        """Agree on the momenta as long as there are none: in the first epoch, later at the end of each; it waits."""
+        """Find the momenta that all ranks have: in the first epoch, later at the end of each. Waits."""
         if self._momentum == "average" and self._epochs.epoch == 0 and not self._momenta.known:
             self._momenta.agree(self.grid)
 
@@ -404,9 +401,9 @@ class DASO(Averager):
         return [*self.parameters(), *self._momenta.tensors()]
 
     def _from_format_1(self, pending: Mapping[str, Any], *, per_rank: bool) -> dict[str, Any]:
-        """Return messages under way as `AveragedTensors` has them; collective in the node where there are any.
+        """Return messages in progress in the present format; collective inside the node if there are any.
 
-        One rank of the node alone may have kept those of replicated tensors.
+        In format 1 only one rank of the node may have kept those of replicated tensors.
         """
         converted = {name: vectors for name, vectors in pending.items() if name != "turn"}
         if pending["turn"] is None or per_rank:

@@ -66,7 +66,7 @@ class EKFAC(KFAC):
             wide: As of `KFAC`; the eigenvectors of a diagonal side are the unit vectors.
 
         Raises:
-            ValueError: if an argument is none of those.
+            ValueError: if an argument is not allowed.
         """
         super().__init__(
             fisher=fisher,

@@ -22,16 +22,16 @@ from natgrad.specs import Statistic, Task, TensorSpec
 
 
 class KBFGS(Curvature):
-    """Preconditions by ``H_G Ŵ H_A``, Ŵ being a running average of the gradient W (Goldfarb 2020).
+    """Preconditions with ``H_G Ŵ H_A``, where Ŵ is a running average of the gradient W (Goldfarb 2020).
 
-    No factor is decomposed but A, once. ``H_A`` begins as the inverse of ``A_LM = Ā + √γ I``, with Ā the running
-    average of a aᵀ, and each renewal updates it by BFGS with ``s = H_A mean(a)``, ``y = A_LM s``. ``H_G`` begins as I,
-    and is updated with running averages s of ``mean(z⁺) - mean(z)`` and y of ``mean(g⁺) - mean(g)``, doubly damped: z
-    are the layer's outputs, and z⁺, g⁺ those of the same batch after the optimizer's step. For that second pass give
-    ``preconditioner.step(closure)`` the loss once more.
+    Only A is decomposed, once. ``H_A`` starts as the inverse of ``A_LM = Ā + √γ I``, where Ā is the running average of
+    a aᵀ, and each renewal updates it by BFGS with ``s = H_A mean(a)``, ``y = A_LM s``. ``H_G`` starts as I and is
+    updated with running averages s of ``mean(z⁺) - mean(z)`` and y of ``mean(g⁺) - mean(g)``, with double damping. z
+    are the layer's outputs; z⁺ and g⁺ belong to the same batch after the optimizer's step. For this second pass, pass
+    the loss to ``preconditioner.step(closure)``.
 
-    Over positions the pair shows how g answers a change of z that all of them share. That is the G of
-    ``sharing="reduce"``, Σ_t Σ_t' of its blocks, and no other: convolutions want "reduce".
+    With several positions the pair describes how g responds to a change of z that is common to all positions. That is
+    the G of ``sharing="reduce"``; use "reduce" for convolutions.
 
     Where mean(g) is zero, H_G stays as it is. So it is in front of a batch normalisation, which takes back all shared
     changes, and for the keys of attention, of which a softmax does the same: what rounding leaves of
@@ -70,7 +70,7 @@ class KBFGS(Curvature):
             likelihood: Likewise.
 
         Raises:
-            ValueError: if an argument is none of those.
+            ValueError: if an argument is not allowed.
         """
         whole = isinstance(memory, int) and not isinstance(memory, bool) and memory >= 1
         require(memory is None or whole, "memory", memory, "a whole number >= 1, or None")

@@ -87,7 +87,7 @@ class KFAC(Curvature):
             iterations: The most that they do (2 and 12 unless given) before a factor is decomposed from scratch.
 
         Raises:
-            ValueError: if an argument is none of those.
+            ValueError: if an argument is not allowed.
         """
         require_one_of("form", form, *_COST)
         require_one_of("sharing", sharing, "expand", "reduce")

@@ -44,7 +44,7 @@ class RankOne(Curvature):
             factor_decay: The weight of the old in the running averages, in [0, 1).
 
         Raises:
-            ValueError: if an argument is none of those.
+            ValueError: if an argument is not allowed.
         """
         require_one_of("sharing", sharing, "expand", "reduce")
         self.sharing, self.sum_positions = sharing, sharing == "reduce"

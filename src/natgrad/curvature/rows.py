@@ -131,7 +131,7 @@ class SNGD(_RowCurvature):
             likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.
 
         Raises:
-            ValueError: if an argument is none of those.
+            ValueError: if an argument is not allowed.
         """
         super().__init__(fisher=fisher, likelihood=likelihood)
 
@@ -173,7 +173,7 @@ class HyLo(_RowCurvature):
             likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.
 
         Raises:
-            ValueError: if an argument is none of those.
+            ValueError: if an argument is not allowed.
         """
         number = isinstance(rank, (int, float)) and not isinstance(rank, bool)
         fits = number and (rank >= 1 if isinstance(rank, int) else 0 < rank <= 1)

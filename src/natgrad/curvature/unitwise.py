@@ -52,7 +52,7 @@ class UnitWise(Curvature):
             likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.
 
         Raises:
-            ValueError: if an argument is none of those.
+            ValueError: if an argument is not allowed.
         """
         require_one_of("form", form, "full", "unit", "diag")
         self.form, self.fisher = form, fisher

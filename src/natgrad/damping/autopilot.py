@@ -1,4 +1,4 @@
-"""Damping that nobody has to choose."""
+"""Autopilot: damping chosen from measurements."""
 
 from __future__ import annotations
 
@@ -12,47 +12,42 @@ from typing_extensions import override
 from natgrad.damping.adaptive import Adaptation, Adaptive, Extent, Outcome
 from natgrad.schedule import check_number
 
-# The lr² / κ that `share` is meant for, that of a learning rate of 1 and a KL clip of 1e-3; and the smallest at which
-# anything was measured, in units of it.
+# The lr² / κ that `share` refers to (a learning rate of 1 and a KL clip of 1e-3), and the smallest value that counts,
+# in units of it: smaller ones have not been measured.
 _PACE, _SLOWEST = 1e3, 1e-4
-# γ goes as this power of lr² / κ. The root would keep lr / γ, by which gradients move what has no curvature as long as
-# the clip lets them.
+# γ is proportional to this power of lr² / κ. The power 1/2 would keep lr / γ, the step per gradient in directions
+# without curvature, constant.
 _POWER = 0.375
-# γ before any curvature was seen, where there is nothing that it could damp.
+# γ before the first statistics, which is not used.
 _UNKNOWN = 1e-3
-# Layers whose Fisher is smaller than this share of the largest count for nothing: those behind a layer of zeros.
+# Layers whose Fisher is a smaller part of the largest are left out: those behind a layer of zeros.
 _NEGLIGIBLE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Autopilot(Adaptive):
-    """γ by the size of the Fisher, or less where less already keeps steps short beside the parameters.
+    """Chooses γ once, from the size of the Fisher and the norm of the parameters.
 
-    All is read off at the first renewal, before its first use, and γ is kept from then on:
+    γ is computed after the first statistics, before their first use, and then stays constant:
 
         γ = min(share · (lr² / 1000 κ)^(3/8) · q, κ / (c (stride ‖θ‖)²)),  c = ‖∇‖² / tr F
 
-    for q the lower quartile, on a logarithmic scale, of the layers' mean eigenvalues ``tr F_l / d_l``, of d_l
-    parameters each, ‖θ‖ the length of all parameters with curvature, ∇ the gradient of the mean loss, and κ the KL
-    clip. It is the layers of little curvature that need damping; and where lr is small beside what the clip allows,
-    steps stay short by themselves, and want less. lr is the largest learning rate of layers with curvature, now or
-    where schedulers begin (``initial_lr``, ``max_lr``), whatever warm-up makes of it; a warm-up by hand is not seen
-    through. Where lr² / κ is below 0.1, it counts as that.
+    q is the lower quartile, on a logarithmic scale, of the layers' mean eigenvalues ``tr F_l / d_l`` with d_l
+    parameters each; ‖θ‖ is the norm of all parameters with curvature; ∇ is the gradient of the mean loss; κ is the KL
+    clip. lr is the largest learning rate of layers with curvature: the present rate or the one that a scheduler starts
+    from (``initial_lr``, ``max_lr``), whichever is larger. lr² / κ counts as at least 0.1.
 
-    As ``γ ‖V‖² ≤ ⟨V, ∇⟩``, of which the clip lets ``lr² ν² ⟨V, ∇⟩ ≤ κ`` through, no gradient moves the parameters by
-    more than ``sqrt(κ / γ)``: by ``stride ‖θ‖ sqrt(c)`` where the second holds, however small the Fisher is and
-    whatever the learning rate. More damping would only slow down what has little curvature. c tells how far samples
-    agree about the gradient: 1 where all have the same, 1 / m where they are m of noise; above 1 the loss knows of more
-    than F does. Where the KL clip is no number, γ is ``share · q``.
+    The second bound: with ``γ ‖V‖² ≤ ⟨V, ∇⟩`` and the clip ``lr² ν² ⟨V, ∇⟩ ≤ κ`` no gradient moves the parameters by
+    more than ``sqrt(κ / γ)``. The bound lets this be at least ``stride ‖θ‖ sqrt(c)``; more damping would only slow down
+    directions of low curvature. c measures how much the samples agree about the gradient: 1 if all have the same one,
+    1 / m for m samples of noise. If the KL clip is not a number, γ is ``share · q``.
 
-    So γ means the same however the loss is scaled: one that is n times as large has n² times the Fisher, n times the
-    learning rate and n² times the κ of equal steps. It does not follow the Fisher later on, which vanishes as a model
-    fits its data; steps would grow without bound. docs/damping.md tells what it reaches on the embedded tasks. Learning
-    rate and KL clip remain the user's.
+    A loss n times as large has n² times the Fisher, so the natural gradients do not depend on its unit. Measurements:
+    docs/measurements.md.
 
     Attributes:
-        share: What γ is at most, in units of q, at a learning rate of 1 and a KL clip of 1e-3; above 0.
-        stride: The share of the parameters' length that a gradient may move them by where c is 1, above 0.
+        share: The first bound of γ in units of q, at a learning rate of 1 and a KL clip of 1e-3; above 0.
+        stride: The part of ‖θ‖ that a gradient may move the parameters by if c is 1; above 0.
 
     Raises:
         ValueError: if one is not above 0.
@@ -74,7 +69,7 @@ class Autopilot(Adaptive):
 
 
 class _Sized(Adaptation):
-    """The rule in one training."""
+    """The state of the rule in one training."""
 
     def __init__(self, options: Autopilot) -> None:
         self._options, self._known = options, False

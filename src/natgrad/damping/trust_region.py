@@ -1,4 +1,4 @@
-"""A trust region for what the optimizer really does, its momentum included."""
+"""A trust region for the optimizer's step, including momentum."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrustRegion:
-    """Bounds ``½ δᵀFδ``, about the KL divergence between the model's predictions before and after a step, by a radius.
+    """Bounds ``½ δᵀFδ``, about the KL divergence between the model's predictions before and after a step.
 
-    δ is what `torch.optim.SGD` will do to the preconditioned layers: with its learning rates, momentum buffers,
-    dampening, Nesterov's correction and weight decay. Where δ is too long, ``.grad`` becomes such that the optimizer
-    does ``s δ`` instead, with one s for all layers and ``½ s² δᵀFδ = radius``; nothing of the optimizer is touched.
-    (The number κ of ``kl_clip`` bounds what the gradient of one step does by itself: with momentum m, steps are up to
-    1 / (1 - m) times as long.) A product with F costs about as much as a solve, at every step; where each layer has
-    workers of its own, one number a step travels besides, and of sharded layers what SGD adds to their gradients.
+    δ is the change that `torch.optim.SGD` will make to the preconditioned layers, including learning rates, momentum,
+    dampening, Nesterov momentum and weight decay. If it is too long, ``.grad`` is changed so that the optimizer makes
+    the change ``s δ``, with one s for all layers and ``½ s² δᵀFδ = radius``. The optimizer's state stays unchanged.
+    (A number as ``kl_clip`` only bounds the effect of one step's gradient: with momentum m, steps are up to 1 / (1 - m)
+    times as long.) Each step needs a product with F, about the cost of preconditioning. If layers have their own
+    workers, one number is sent per step, and for sharded layers also what SGD adds to their gradients.
 
     Attributes:
         radius: The bound, in nats, above 0.
@@ -50,10 +50,10 @@ class TrustRegion:
         check_number("radius", self.radius, "a number > 0", minimum=0, strict=True)
 
     def check(self, optimizer: object, covered: Iterable[tuple[Layer, Curvature]]) -> None:
-        """Check what it is to be applied to.
+        """Check the optimizer and the curvatures.
 
         Raises:
-            ValueError: with another optimizer, or with curvatures that cannot multiply.
+            ValueError: if the optimizer is not SGD, or a curvature has no `fisher_product`.
         """
         known = type(optimizer) is torch.optim.SGD
         allowed = "a torch.optim.SGD, whose steps are known in advance, with kl_clip=TrustRegion(...)"
@@ -69,13 +69,13 @@ class TrustRegion:
     def hold(
         self, gradients: Gradients, optimizer: torch.optim.Optimizer, runtime: Communicator, *, apart: bool
     ) -> Tensor | float:
-        """Change preconditioned gradients so that the optimizer's step stays within, and return s.
+        """Change preconditioned gradients so that the optimizer's step stays within the bound, and return s.
 
         Args:
-            gradients: Of all stacks; what is not finite in them is zero.
+            gradients: Of all groups; blocks that are not finite are zero.
             optimizer: The SGD.
             runtime: The ranks.
-            apart: Whether each of them holds the curvature of some layers only.
+            apart: Whether each rank holds the curvature of some layers only.
         """
         stacks, rules = [entry.stack for entry in gradients.entries], _rules(optimizer)
         apart = apart or any(map(has_shards, stacks))  # no rank alone has all rows
@@ -111,15 +111,15 @@ class TrustRegion:
 
 @dataclass(frozen=True)
 class _Rule:
-    """What SGD does to one parameter: ``-lr sign c (V + sign (decay θ + k buffer))``.
+    """The change that SGD makes to a parameter: ``-lr sign c (V + sign (decay θ + k buffer))``.
 
     Attributes:
         lr: The learning rate.
-        sign: -1 where it maximizes.
-        c: What the gradient of this step counts.
+        sign: -1 if it maximizes.
+        c: The factor of the gradient of this step.
         decay: The weight decay.
-        k: What the momentum buffer counts, beside a gradient that counts 1.
-        buffer: It, as it is before the step; None: there is none.
+        k: The factor of the momentum buffer, relative to the gradient.
+        buffer: The momentum buffer before the step. None: there is none.
     """
 
     lr: float | Tensor
@@ -131,7 +131,7 @@ class _Rule:
 
     @classmethod
     def of(cls, group: dict[str, Any], state: dict[str, Any]) -> _Rule:
-        """Read it off a group and the state of a parameter."""
+        """Return the rule for a parameter of a group with this state."""
         momentum, buffer = group["momentum"], state.get("momentum_buffer")
         c, k = 1.0, 0.0
         if momentum and buffer is None:
@@ -145,11 +145,11 @@ class _Rule:
 
     @property
     def adds(self) -> bool:
-        """Whether the step hangs on more than the gradient."""
+        """Whether the step depends on more than the gradient."""
         return bool(self.decay) or self.buffer is not None
 
     def added(self, slot: Slot, rows: range) -> Tensor:
-        """Return what it adds to some rows of the gradient, those of this rank."""
+        """Return what SGD adds to the gradient, for some rows that this rank holds."""
         parameter = rows_of(slot.name, slot.parameter.detach(), rows)
         result = parameter * (self.sign * self.decay) if self.decay else torch.zeros_like(parameter)
         if self.buffer is not None:
@@ -157,8 +157,8 @@ class _Rule:
         return result
 
     def rate(self, slot: Slot) -> float | Tensor:
-        """Return what the step multiplies by, up to its sign."""
-        lr = self.lr.double() if isinstance(self.lr, Tensor) else self.lr  # often a float32 that the optimizer reads
+        """Return the factor of the step, without its sign."""
+        lr = self.lr.double() if isinstance(self.lr, Tensor) else self.lr  # often float32
         return 0.0 if slot.parameter.grad is None else lr * self.c
 
 
@@ -166,12 +166,12 @@ class _Added:
     """What the optimizer adds to the gradients of layers: weight decay and momentum, of the rows of each rank."""
 
     def __init__(self, rows: Rows, values: dict[int, Tensor], whole: dict[int, Tensor]) -> None:
-        """Wrap the rows of this rank, by the ``id`` of the slot, and the blocks of the stacks it accounts for."""
+        """Wrap this rank's rows by the ``id`` of the slot, and the blocks of the groups that it accounts for."""
         self._rows, self._values, self._whole = rows, values, whole
 
     @classmethod
     def of(cls, stacks: Sequence[BlockGroup], rules: _Rules, runtime: Communicator) -> _Added:
-        """Bring together what those need that account for stacks; collective, but where nothing is added."""
+        """Collect the rows on the ranks that account for the groups. Collective if anything is added."""
         rows, values = Rows(runtime), dict[int, Tensor]()
         added = [
             (stack, (accountant,))
@@ -184,7 +184,7 @@ class _Added:
         return cls(rows, values, rows.whole(added, values, "gradients"))
 
     def beside(self, entry: Entry) -> Tensor | float:
-        """Return it as blocks ``[n, o, i]``, zero where neither this rank has it nor accounts for it."""
+        """Return the additions as blocks ``[n, o, i]``, zero where this rank does not have them."""
         if entry.shares is not None or id(slots_of(entry.stack)[0]) not in self._values:
             return 0.0
         stack, places = entry.stack, entry.places()
@@ -192,8 +192,8 @@ class _Added:
         return found if places is None else found[tensor_on(stack.device, places)]
 
     def hold(self, entry: Entry, s: Tensor) -> None:
-        """Make the optimizer's step s times as long in the rows that this rank has of what others work for."""
-        assert isinstance(entry.ready, Tensor)  # told by the worker, as the shares are
+        """Make the optimizer's step s times as long in this rank's rows of layers that other ranks precondition."""
+        assert isinstance(entry.ready, Tensor)  # sent by the worker together with the shares
         for share in entry.shares or ():
             own = s.to(share.values)
             changed = own * share.values
@@ -206,16 +206,16 @@ _STILL = _Rule(0.0, 1.0, 1.0, 0.0, 0.0, None)
 
 
 class _Rules(dict[int, _Rule]):
-    """By the ``id`` of a parameter; one that the optimizer does not have stays as it is."""
+    """Rules by the ``id`` of the parameter. Parameters that the optimizer does not have stay unchanged."""
 
     def __missing__(self, key: int) -> _Rule:
         return _STILL
 
 
 def copied(optimizer: torch.optim.Optimizer, copies: Mapping[int, nn.Parameter]) -> torch.optim.SGD:
-    """Return an SGD that will do to copies of parameters, by the ``id`` of these, what `optimizer` will to them.
+    """Return an SGD that changes copies of parameters, by the ``id`` of the originals, as `optimizer` the originals.
 
-    Collective where parameters are sharded.
+    Collective if parameters are sharded.
     """
     groups: list[dict[str, Any]] = []
     buffers: dict[Tensor, Any] = {}
@@ -236,7 +236,7 @@ def _rules(optimizer: torch.optim.Optimizer) -> _Rules:
 
 
 def _whole(entry: Entry, values: Tensor) -> Tensor:
-    """Return values of an entry's blocks ``[n, o, i]`` as those of the whole stack ``[N, o, i]``."""
+    """Return values of an entry's blocks ``[n, o, i]`` as blocks of the whole group ``[N, o, i]``, zero elsewhere."""
     places = entry.places()
     if places is None:
         return values
@@ -246,12 +246,12 @@ def _whole(entry: Entry, values: Tensor) -> Tensor:
 
 
 def _rates(stack: BlockGroup, of: Callable[[Slot], float | Tensor]) -> float | Tensor:
-    """Return a number for each parameter of a stack as one number, or where they differ as blocks ``[N, o, i]``."""
+    """Return a number per parameter of a group as one number, or as blocks ``[N, o, i]`` if they differ."""
     values = [of(slot) for slot in slots_of(stack)]
     if not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1:
         return values[0]
     dtype, device = stack.work_dtype, stack.device
-    # Filled in on the device: to copy numbers there would make the host wait.
+    # Filled on the device, because copying numbers would make the host wait.
     numbers = {
         id(slot): value.to(device, dtype)
         if isinstance(value, Tensor)

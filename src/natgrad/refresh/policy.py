@@ -15,12 +15,12 @@ from natgrad.schedule import Schedule, check_number, check_schedule, value_at
 
 @dataclass(frozen=True, kw_only=True)
 class Sides:
-    """Intervals of their own for A and G: "the factor A fluctuates less than G" (Osawa 2019, section 5.4).
+    """Separate intervals for A and G: "the factor A fluctuates less than G" (Osawa 2019, section 5.4).
 
     Attributes:
-        inputs: Of the statistics that a curvature has from a layer's inputs alone (`Statistic.source`: A of K-FAC) and
-            of what is made of these alone: a number of steps, or a callable of the step.
-        gradients: Of all others.
+        inputs: The interval of statistics of a layer's inputs alone (`Statistic.source`: A of K-FAC) and of their
+            decompositions: a number of steps, or a callable of the step.
+        gradients: The interval of everything else.
 
     Raises:
         ValueError: if an interval is below 1.
@@ -39,12 +39,12 @@ class Sides:
 class Refresh(RefreshRule):
     """Renew at intervals counted in completed steps (stale curvature: Pauloski 2022, section 4.3).
 
-    Something is due when ``step - last >= interval``; what was never renewed is due at once.
+    An update is due when ``step - last >= interval``, and at once if there has been none.
 
     Attributes:
-        factors: Steps between two captures of the statistics that are accumulated (A, G): a number, a callable of the
-            step, or `natgrad.Sides` of these for A and G.
-        inverses: Steps between two decompositions: likewise. What is made of both A and G follows the shorter interval.
+        factors: Steps between two captures of statistics (A, G): a number, a callable of the step, or `natgrad.Sides`.
+        inverses: Steps between two decompositions: a number, a callable of the step, or `natgrad.Sides`. A
+            decomposition that reads both A and G follows the shorter interval.
 
     Raises:
         ValueError: if an interval is below 1.
@@ -75,23 +75,24 @@ class Refresh(RefreshRule):
 
     @override
     def settings(self, step: int) -> object:
-        return self.intervals(step)  # callables have no text that ranks could compare
+        return self.intervals(step)  # callables cannot be compared between ranks
 
 
 @dataclass(frozen=True)
 class Adaptive(RefreshRule):
-    """Renew the layers or factors that a rule chooses, at steps where renewals are due; the first time all of them.
+    """Renew the layers or factors that a rule chooses, in steps in which renewals are due; the first time all.
 
     Attributes:
         rule: `natgrad.TraceRule`, `natgrad.DriftRule`, `natgrad.BasisRule`, or one of your own. Required.
-        by: "layer": a layer is renewed as a whole, by the factor that has changed most. "factor": each factor by
-            itself, but that those which are decomposed of one another's statistics go together, as both inverses of
-            K-FAC, whose damping is balanced by both traces; for rules that measure factors.
+        by: "layer": a layer is renewed as a whole, according to the factor that has changed most. "factor": each factor
+            separately, for rules that measure factors. Decompositions that read a common statistic are still decided
+            together, such as both inverses of K-FAC.
         factors: Steps between two captures of statistics: a number, or a callable of the step.
-        inverses: Steps between two decisions: likewise.
+        inverses: Steps between two decisions: a number, or a callable of the step.
 
     Raises:
-        ValueError: if `rule` is none, or one of layers alone by "factor", or an interval is below 1.
+        ValueError: if `rule` is not a refresh rule, if `by` is "factor" with a rule that measures whole layers, or if
+            an interval is below 1.
     """
 
     rule: RefreshRule | None = None
@@ -138,22 +139,20 @@ class Adaptive(RefreshRule):
 
 @dataclass(frozen=True, kw_only=True)
 class Capped(RefreshRule):
-    """Stretch the intervals of another rule so that preconditioning takes at most `share` of the time of training.
+    """Limit preconditioning to at most `share` of the training time, on top of another rule.
 
-    All of its time counts, measured by the host and summed over the ranks: capture, messages, renewals and solves.
-    Where a renewal is due, the layers that have changed most since their last one are renewed first, as long as there
-    is time for them in the account (`natgrad.refresh.budget`); the others wait for the next. Where the account is
-    overdrawn, nothing is captured or renewed until steps have balanced it. The first renewal takes what it takes. An
-    evaluation or a checkpoint between steps is no time of training (`natgrad.refresh.budget.PauseFilter`). Renewals
-    beside the steps (placement "background") count as if these waited for them.
+    The limit includes capture, messages, renewals and solves, in host seconds summed over the ranks. When a renewal is
+    due, the layers that have changed most are renewed first, while there is credit (`natgrad.refresh.budget`); the
+    others wait. If the credit is overdrawn, nothing is captured or renewed until it is balanced. The first renewal is
+    always complete. Evaluations and checkpoints between steps are not training time
+    (`natgrad.refresh.budget.PauseFilter`). Renewals in the background count as if the steps waited for them.
 
     Attributes:
-        refresh: The rule, at whose intervals things happen where there is time: `natgrad.Refresh`, `natgrad.Adaptive`
-            or a `natgrad.RefreshRule` of your own.
-        share: Of the time of the steps, in (0, 1).
+        refresh: The rule with the intervals: `natgrad.Refresh`, `natgrad.Adaptive` or your own `natgrad.RefreshRule`.
+        share: The share of the training time, in (0, 1).
 
     Raises:
-        ValueError: if `refresh` is no rule, or one with `natgrad.Sides` or a cap; or `share` is not in (0, 1).
+        ValueError: if `refresh` is not a refresh rule, or has `natgrad.Sides` or a cap; or if `share` is not in (0, 1).
     """
 
     refresh: RefreshRule = field(default_factory=Refresh)

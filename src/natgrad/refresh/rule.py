@@ -60,15 +60,15 @@ class Candidate:
 
 
 class RefreshRule:
-    """When statistics are captured, and when which layers are decomposed.
+    """Decides when statistics are captured and when layers are decomposed.
 
-    Every method has a default: a rule that overrides none is ``natgrad.Refresh()``. A rule overrides the intervals, or
-    `factors_due` and `inverses_due` where intervals do not say it. A rule that also chooses among the layers sets
-    `measure` and overrides `verdict` (one layer by itself) or `decide` (all layers that are due together).
+    Every method has a default; a rule that overrides none behaves like ``natgrad.Refresh()``. Override the intervals,
+    or `factors_due` and `inverses_due` if intervals are not enough. A rule that also chooses among the layers sets
+    `measure` and overrides `verdict` (for a single layer) or `decide` (for all layers that are due together).
 
-    These methods must change nothing, and depend on their arguments and on the rule's options alone: all ranks call
-    them, as often as they like, and have to get the same answers. What was never captured or decomposed is due at once,
-    and what failed at the next decision, whatever the rule says.
+    The methods must change nothing and depend only on their arguments and the rule's options, because all ranks call
+    them, any number of times, and must get the same answers. The first capture and decomposition are due at once, and a
+    failed decomposition at the next decision, whatever the rule returns.
 
     Example:
         >>> class PowersOfTwo(natgrad.RefreshRule):
@@ -77,19 +77,18 @@ class RefreshRule:
         >>> preconditioner = natgrad.Preconditioner(model, refresh=PowersOfTwo())
 
     Attributes:
-        measure: What is measured of each layer where decompositions are due. None: all layers are decomposed.
-            "nothing": the rule chooses by the other attributes of a `Candidate`. "trace": that of the damped Fisher
+        measure: What is measured of each layer when decompositions are due. None: all layers are decomposed.
+            "nothing": the rule uses the other attributes of a `Candidate`. "trace": the trace of the damped Fisher
             block. "norm": the product of the Frobenius norms of its statistics. "drift": ``‖X - X_last‖ / ‖X_last‖`` of
-            each statistic X, X_last being what was decomposed last. "basis": ``‖offdiag(Qᵀ X Q)‖ / ‖X‖`` of each
-            factor X with eigenvectors Q. The last two are measured of each factor; that of a layer is the largest.
-            Layers of which it cannot be measured are always decomposed. The host waits for the device there, except
-            with "nothing".
-        by: "layer": a layer is decomposed as a whole. "factor": each of its factors by itself, but those that are
-            decomposed of one another's statistics together; only with "drift", "basis" and "nothing".
-        stops: Whether "stop" may be a verdict. Rules that stop layers do not go with placement "pipelined".
-        share: The share of the time of training that preconditioning may take, in (0, 1); None: any. Where it is used
-            up, the layers with the smallest `Candidate.change` wait, and statistics are not captured either.
-        separate: Whether the intervals differ between statistics of the inputs and those of the gradients.
+            each statistic X, where X_last was decomposed last. "basis": ``‖offdiag(Qᵀ X Q)‖ / ‖X‖`` of each factor X
+            with eigenvectors Q. The last two are measured for each factor; the value of a layer is the largest. Layers
+            that cannot be measured are always decomposed. Measuring waits for the device.
+        by: "layer": a layer is decomposed as a whole. "factor": each factor separately, except decompositions that read
+            a common statistic; only with "drift", "basis" and "nothing".
+        stops: Whether a verdict may be "stop". Rules that stop layers do not work with placement "pipelined".
+        share: The share of the training time that preconditioning may take, in (0, 1). None: no limit. If it is used
+            up, the layers with the smallest `Candidate.change` wait, and statistics are not captured.
+        separate: Whether statistics of inputs and of gradients have different intervals.
     """
 
     measure: Measure | None = None
@@ -113,7 +112,7 @@ class RefreshRule:
         return 1.0
 
     def inverse_interval(self, step: int, reads: Reads = "both") -> float:
-        """Return the steps between two decompositions of what reads one side, or both, after `step` completed steps.
+        """Return the steps between two decompositions of parts that read `reads`, after `step` completed steps.
 
         Raises:
             ValueError: if a schedule returns something that is not an interval.
@@ -123,7 +122,7 @@ class RefreshRule:
     def intervals(self, step: int) -> dict[str, float]:
         """Return the mean intervals "factors" and "inverses" after `step` completed steps.
 
-        Placement "auto" chooses by them.
+        Placement "auto" uses them.
 
         Raises:
             ValueError: if a schedule returns something that is not an interval.
@@ -138,23 +137,23 @@ class RefreshRule:
 
         Args:
             step: Completed steps.
-            last: The `step` at which they were captured last; None: never, and they are captured in any case.
-            side: Of which they are.
+            last: The `step` of the last capture. None: never; then they are captured in any case.
+            side: The side.
         """
         return _due(self.factor_interval(step, side), step, last)
 
     def inverses_due(self, step: int, last: int | None, reads: Reads = "both") -> bool:
-        """Return whether the step after `step` completed ones decomposes what reads one side, or both.
+        """Return whether the step after `step` completed ones decomposes the parts that read `reads`.
 
         Args:
             step: Completed steps.
-            last: The `step` at which it was decomposed last; None: never, and it is decomposed in any case.
-            reads: What the decompositions read.
+            last: The `step` of the last decomposition. None: never; then they are decomposed in any case.
+            reads: The side that the parts read, or "both".
         """
         return _due(self.inverse_interval(step, reads), step, last)
 
     def check(self, step: int) -> None:
-        """Check what the step after `step` completed ones reads, before it changes anything.
+        """Check the intervals of the step after `step` completed ones, before it changes anything.
 
         Raises:
             ValueError: if the rule, or a schedule of it, returns something that is not an interval.
@@ -168,7 +167,7 @@ class RefreshRule:
             check_number(f"{name}.inverse_interval({step}, {reads!r})", value, INTERVAL, minimum=1)
 
     def settings(self, step: int) -> object:
-        """Return what has to be the same on all ranks, as something whose text can be compared."""
+        """Return the settings that must be equal on all ranks, as an object whose ``repr`` can be compared."""
         options: dict[str, object] = {}
         for name, value in vars(self).items():
             if isinstance(value, RefreshRule):
@@ -187,13 +186,13 @@ class RefreshRule:
         return None if self.share is None else NORM
 
     def change(self, value: float, last: float | None) -> float:
-        """Return by how much a layer, or one of its factors, has changed; infinite where that is not known.
+        """Return by how much a layer or factor has changed; infinite if unknown.
 
-        By default a "drift" or "basis" is a change itself, and others are compared with what `remember` returned.
+        By default the value itself for "drift" and "basis", otherwise its change relative to `last`.
 
         Args:
-            value: What is measured now.
-            last: What `remember` returned last; None: nothing yet.
+            value: The measured value.
+            last: The last result of `remember`. None: none yet.
         """
         if self.measure in OF_FACTORS:
             return value if isfinite(value) else inf
