@@ -1,4 +1,4 @@
-"""The face of rules that adapt γ to what a training shows."""
+"""The interface of damping rules that adapt γ during training."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from math import inf, nan
 
 
 class Adaptive(ABC):
-    """What a user chooses: options alone, which several preconditioners may share.
+    """The options of an adaptive rule. Several preconditioners may share them.
 
     Attributes:
-        compares: Whether it compares steps with their quadratic model.
-        sizes: Whether it goes by the sizes of the layers' Fisher.
+        compares: Whether the rule compares steps with their quadratic model.
+        sizes: Whether the rule needs the sizes of the layers' Fisher.
     """
 
     compares: bool = False
@@ -21,16 +21,16 @@ class Adaptive(ABC):
 
     @abstractmethod
     def begin(self) -> Adaptation:
-        """Return the rule at the start of a training."""
+        """Return the state of the rule at the start of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a step was worth.
+    """The actual and the predicted change of the loss by a step.
 
     Attributes:
-        change: L(θ + δ) - L(θ), of one and the same mini-batch.
-        predicted: M(δ), which the quadratic model told in advance.
+        change: L(θ + δ) - L(θ), on the same mini-batch.
+        predicted: M(δ) of the quadratic model.
     """
 
     change: float
@@ -38,24 +38,24 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        """The reduction ratio ``change / predicted``, 1 where the model was right, less where the loss ended higher.
+        """The reduction ratio ``change / predicted``: 1 if the model was right, less if the loss ended higher.
 
-        Where an increase was predicted, as momentum may bring about, the same in terms of the error:
-        ``1 - (change - predicted) / |predicted|``. Not a number where nothing was to happen.
+        If an increase was predicted (momentum can cause that): ``1 - (change - predicted) / |predicted|``. nan if no
+        change was predicted.
         """
         return 1 - (self.change - self.predicted) / abs(self.predicted) if self.predicted else nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """How large Fisher, gradient and parameters are before a renewal, of layers with curvature; alike on all ranks.
+    """The sizes of Fisher, gradient and parameters of layers with curvature before a renewal; equal on all ranks.
 
     Attributes:
-        sizes: ``tr F / d`` of each layer, of d parameters; 0 where there are no statistics.
-        coherence: ``‖∇‖² / tr F`` of all layers whose F and gradient are known, ∇ being that of the mean loss; not a
-            number if there are none.
-        room: ``κ / ‖θ‖²``, the KL clip over the squared length of the parameters; infinite without a number as clip.
-        pace: ``lr² / κ``, of the learning rate that schedulers begin from, for the mean loss; None without one.
+        sizes: ``tr F / d`` of each layer with d parameters; 0 without statistics.
+        coherence: ``‖∇‖² / tr F`` over all layers with known F and gradient, where ∇ is that of the mean loss; nan if
+            there are no such layers.
+        room: ``κ / ‖θ‖²``: the KL clip over the squared norm of the parameters; infinite if the clip is not a number.
+        pace: ``lr² / κ`` with the learning rate that schedulers start from, for the mean loss. None: unknown.
     """
 
     sizes: Sequence[float]
@@ -65,7 +65,7 @@ class Extent:
 
 
 class Adaptation(ABC):
-    """A rule in one training.
+    """The state of an adaptive rule in one training.
 
     Attributes:
         gamma: γ, the same on all ranks.
@@ -74,29 +74,29 @@ class Adaptation(ABC):
     gamma: float
 
     def tries(self, step: int) -> bool:
-        """Return whether the step after `step` completed ones is to be compared with its quadratic model."""
+        """Return whether to compare the step after `step` completed ones with its quadratic model."""
         return False
 
     @property
     def awaits_sizes(self) -> bool:
-        """Whether the next renewal is to tell it how large the Fisher is."""
+        """Whether the rule needs a measurement at the next renewal."""
         return False
 
     def measure(self, extent: Extent) -> None:
-        """Take in how large all is, before a renewal."""
+        """Update the rule with a measurement before a renewal."""
         raise NotImplementedError
 
     @abstractmethod
     def learn(self, outcome: Outcome) -> None:
-        """Take in what such a step was worth, alike on all ranks."""
+        """Update the rule with the outcome of a compared step, equal on all ranks."""
 
     def metrics(self) -> dict[str, float]:
-        """Return what a user may want to see beside γ."""
+        """Return further numbers for the user."""
         return {}
 
     @abstractmethod
     def state_dict(self) -> dict[str, float]:
-        """Return what a resumed training goes on from, as plain numbers."""
+        """Return the state as numbers."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, float]) -> None:

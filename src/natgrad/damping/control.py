@@ -1,4 +1,4 @@
-"""The damping of one preconditioner: what its user has asked for, and what has become of it."""
+"""The damping of one preconditioner: the user's choice and its present state."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ALLOWED = "a number > 0"
 
 
 class Control:
-    """Tells γ of each step, and its factor for each layer."""
+    """Returns γ of each step, and its factor for each layer."""
 
     def __init__(self, damping: Damping) -> None:
-        """Begin with what the user has given.
+        """Take the user's choice.
 
         Raises:
-            ValueError: if it is no damping.
+            ValueError: if it is not a damping.
         """
         self._kinds = damping if isinstance(damping, ByKind) else ByKind(damping)
         rule = self._kinds.damping
@@ -36,7 +36,7 @@ class Control:
             self._schedule = rule
 
     def check(self, optimizer: object) -> None:
-        """Check what a rule asks for that compares steps with their quadratic model.
+        """Check the arguments for a rule that compares steps with their quadratic model.
 
         Raises:
             ValueError: without an optimizer.
@@ -46,75 +46,75 @@ class Control:
 
     @property
     def rule(self) -> Adaptive | None:
-        """The rule by which γ adapts; None: it is a number, or a callable of the step."""
+        """The adaptive rule. None: γ is a number or a callable of the step."""
         return self._kinds.damping if isinstance(self._kinds.damping, Adaptive) else None
 
     @property
     def name(self) -> str:
-        """What the rule is called."""
+        """The name of the rule."""
         return type(self._kinds.damping).__name__
 
     @property
     def settings(self) -> str:
-        """What has to be the same on all ranks beside γ, as far as it can be told: the rule with its options."""
+        """The rule with its options, in words, which must be equal on all ranks."""
         rule = self._kinds.damping
         return f"{self.name}({vars(rule)})" if isinstance(rule, Adaptive) else ""
 
     @property
     def constant(self) -> float | None:
-        """γ, where it is known before the first step."""
+        """γ if it is constant, else None."""
         return None if self._adaptation is not None or callable(self._schedule) else self._schedule
 
     def factor(self, layer: Layer) -> float:
-        """Return what γ is multiplied by for a layer."""
+        """Return the factor of γ for a layer."""
         return self._kinds.factor(layer)
 
     def now(self, step: int) -> float:
         """Return γ of the step after `step` completed ones.
 
         Raises:
-            ValueError: if a schedule returns what is not allowed.
+            ValueError: if a schedule returns a value that is not allowed.
         """
         if self._adaptation is not None:
             return self._adaptation.gamma
         return value_at("damping", self._schedule, step, _ALLOWED, minimum=0, strict=True)
 
     def held(self, step: int) -> Control:
-        """Return the damping of the coming step, for good."""
+        """Return a constant damping with the value of the step after `step` completed ones."""
         return Control(ByKind(self.now(step), norms=self._kinds.norms, layers=self._kinds.layers))
 
     def tries(self, step: int) -> bool:
-        """Return whether the loss after this step is to be compared with the model of it."""
+        """Return whether to compare this step with its quadratic model."""
         return self._adaptation is not None and self._adaptation.tries(step)
 
     @property
     def awaits_sizes(self) -> bool:
-        """Whether the damping goes by the size of the Fisher, measured before it is used."""
+        """Whether the rule needs a measurement of the Fisher before its next use."""
         return self._adaptation is not None and self._adaptation.awaits_sizes
 
     def measure(self, extent: Extent) -> None:
-        """Give an adaptive rule the size of the Fisher as it is now."""
+        """Pass a measurement to the adaptive rule."""
         if self._adaptation is not None:
             self._adaptation.measure(extent)
 
     def learn(self, outcome: Outcome) -> None:
-        """Give an adaptive rule what the last step has gained."""
+        """Pass the outcome of the last step to the adaptive rule."""
         if self._adaptation is not None:
             self._adaptation.learn(outcome)
 
     def metrics(self, damping: float) -> dict[str, float]:
-        """Return the `damping` of the last step and what `Adaptation.metrics` tells."""
+        """Return the `damping` of the last step and `Adaptation.metrics`."""
         return {"damping": damping, **({} if self._adaptation is None else self._adaptation.metrics())}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed training goes on from: the name of the rule, and plain numbers."""
+        """Return the name and the state of the rule."""
         return {"rule": self.name, **({} if self._adaptation is None else self._adaptation.state_dict())}
 
     def loaded(self, state: Any) -> Control:
-        """Return the same with what `state_dict` returned; where that was of another rule, from the start of this one.
+        """Return a copy with a state that `state_dict` returned. With that of another rule, start from the beginning.
 
         Raises:
-            ValueError: if it is no such state.
+            ValueError: if the state has another structure.
         """
         fits = isinstance(state, Mapping) and isinstance(state.get("rule"), str)
         require(fits, "state['damping']", state, "a dict with the name of its rule")

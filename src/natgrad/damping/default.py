@@ -1,4 +1,4 @@
-"""The damping of a preconditioner that is given none: each curvature's own."""
+"""The default damping: that of each curvature."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from natgrad.schedule import check_number
 
 
 def default_damping(curvature: Curvature | Mapping[str, Curvature | None]) -> float | ByKind:
-    """Return what ``damping=None`` stands for.
+    """Return the damping for ``damping=None``.
 
     Args:
         curvature: One curvature, or a mapping from fnmatch patterns of module names to curvatures.
 
     Returns:
-        Its `Curvature.default_damping`. Where the curvatures of a mapping differ in theirs: that of the first, with
-        factors by the same patterns, so that each layer has the default of its own curvature.
+        `Curvature.default_damping`. If the curvatures of a mapping have different ones: that of the first, with factors
+        by the same patterns, so that each layer has the default of its curvature.
 
     Raises:
         ValueError: if a curvature's default is not a number above 0.
@@ -28,12 +28,12 @@ def default_damping(curvature: Curvature | Mapping[str, Curvature | None]) -> fl
     first = next(iter(defaults.values()), Curvature.default_damping)
     if all(own == first for own in defaults.values()):
         return first
-    # The patterns without a curvature take part too: the first match wins, and no later one.
+    # Patterns without a curvature take part too, because the first match wins.
     return ByKind(first, layers={pattern: defaults.get(pattern, first) / first for pattern in curvature})
 
 
 def describe_damping(damping: float, used: Iterable[tuple[Curvature, float]]) -> str:
-    """Return in words which curvature has which damping.
+    """Return a description of the damping of each curvature.
 
     Args:
         damping: γ.

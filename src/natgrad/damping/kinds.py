@@ -16,7 +16,7 @@ _ALLOWED = "a number > 0"
 class ByKind:
     """γ times a factor for each layer (Osawa 2019, section 4.3: ``γ_BN = ρ γ`` for norm layers).
 
-    A layer takes the factor of the first pattern that its name matches, else that of its kind, else 1.
+    A layer uses the factor of the first pattern that matches its name, else that of its kind, else 1.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class ByKind:
             layers: Factors by fnmatch patterns of module names, as those of ``Preconditioner(curvature=...)``.
 
         Raises:
-            ValueError: if a factor is not above 0, or `damping` is another of this kind.
+            ValueError: if a factor is not above 0, or if `damping` is a `ByKind`.
         """
         require(not isinstance(damping, ByKind), "damping", damping, "a number, a schedule or a rule")
         check_number("norms", norms, _ALLOWED, minimum=0, strict=True)
@@ -46,7 +46,7 @@ class ByKind:
         return f"ByKind({self.damping!r}, norms={self.norms:g}, layers={self.layers!r})"
 
     def factor(self, layer: Layer) -> float:
-        """Return what γ is multiplied by for `layer`."""
+        """Return the factor of γ for `layer`."""
         for pattern, factor in self.layers.items():
             if fnmatchcase(layer.name, pattern):
                 return float(factor)

@@ -17,26 +17,24 @@ _GOOD, _BAD = 3 / 4, 1 / 4
 
 @dataclass(frozen=True)
 class LevenbergMarquardt(Adaptive):
-    """γ falls while the quadratic model predicts what steps do to the loss, and rises where it does not.
+    """Decreases γ while the quadratic model predicts the change of the loss, and increases it otherwise.
 
-    Every `interval` steps the loss of the mini-batch is computed before and after the optimizer's step δ, whatever that
-    is (learning rate, momentum, weight decay), and its change compared with ``M(δ) = ∇ᵀδ + ½ δᵀ(F + γI)δ``:
+    Every `interval` steps the loss of the mini-batch is computed before and after the optimizer's step δ, including
+    learning rate, momentum and weight decay. Its change is compared with ``M(δ) = ∇ᵀδ + ½ δᵀ(F + γI)δ``:
 
         ρ = (L(θ + δ) - L(θ)) / M(δ),   γ ← γ decayⁱⁿᵗᵉʳᵛᵃˡ where ρ > 3/4,   γ ← γ / decayⁱⁿᵗᵉʳᵛᵃˡ where ρ < 1/4.
 
-    F is what the layers' curvatures hold at that step; parameters without curvature count with first order and γ alone.
-    A loss that is no number counts as ρ = -∞. Where M predicts an increase, as momentum may bring about, ρ is
-    ``1 - (L(θ + δ) - L(θ) - M(δ)) / |M(δ)|``, which elsewhere is the same: γ rises where the loss ended higher than
-    predicted by three quarters of what was to happen, and falls where by less than a quarter.
+    F is that of the layers' curvatures at that step; parameters without curvature have no F. A loss that is nan counts
+    as ρ = -∞. If M predicts an increase (momentum can cause that), ρ is ``1 - (L(θ + δ) - L(θ) - M(δ)) / |M(δ)|``.
 
-    It takes ``preconditioner.step(closure)``, as `natgrad.KBFGS` does: the closure returns the loss of the same batch,
-    without a backward pass, and is called twice in those steps alone, with the random numbers of the first pass.
+    It needs ``preconditioner.step(closure)``. The closure returns the loss of the same batch, without a backward pass,
+    and is called twice in these steps only, with the random numbers of the first pass.
 
     Attributes:
-        start: γ before the first of these steps, above 0.
-        interval: Steps from one to the next.
-        decay: ω, by which γ may change a step, in (0, 1).
-        bounds: The least and the greatest γ.
+        start: The initial γ, above 0.
+        interval: Steps between two comparisons.
+        decay: ω, the factor per step by which γ may change, in (0, 1).
+        bounds: The smallest and the largest γ.
 
     Raises:
         ValueError: if one is not allowed.
@@ -70,7 +68,7 @@ class LevenbergMarquardt(Adaptive):
 
 
 class _Search(Adaptation):
-    """The rule in one training."""
+    """The state of the rule in one training."""
 
     def __init__(self, options: LevenbergMarquardt) -> None:
         self._options = options

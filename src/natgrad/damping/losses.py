@@ -1,4 +1,4 @@
-"""The loss of a step's batch, before the optimizer's step and after it."""
+"""The loss of a step's batch before and after the optimizer's step."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from natgrad.errors import NatgradError, describe, require
 
 
 class Losses:
-    """What a closure returns of this rank's batch, each time with the random numbers of the step's own passes.
+    """The losses of this rank's batch, computed by the closure with the random numbers of the step's own passes.
 
-    All ranks weigh alike where their gradients are averaged as they are, by their samples where natgrad weighs them so,
-    and are summed where the loss is a sum. What the closure raises is kept until all ranks have met, unless the model
-    is sharded.
+    Ranks are weighted as their gradients are: equally, or by samples if natgrad reduces; sums are added. An error of
+    the closure is kept until all ranks have communicated, unless the model is sharded.
     """
 
     def __init__(
         self, closure: Callable[[], Any] | None, recorded: Sequence[tuple[Pass, Chance]], weight: float | None
     ):
-        """Compute none yet.
+        """Start without losses.
 
         Args:
-            closure: Returns the loss, or (loss, ...); None: this rank had no batch.
+            closure: Returns the loss, or (loss, ...). None: this rank had no batch.
             recorded: The forward passes of the step.
-            weight: Of this rank in the mean; None: the losses are summed.
+            weight: The weight of this rank in the mean. None: the losses are summed.
         """
         self._closure, self._recorded = closure, recorded
         self._summed, self._weight = weight is None, float(closure is not None) * (1.0 if weight is None else weight)
@@ -38,10 +37,10 @@ class Losses:
         self._error: Exception | None = None
 
     def compute(self, model: nn.Module, hooks: Hooks) -> None:
-        """Compute the loss with the parameters as they are now; all else stays as it is found.
+        """Compute the loss with the present parameters, without changing anything else.
 
         Raises:
-            Exception: what the closure raises, where the model is sharded.
+            Exception: an error of the closure, if the model is sharded.
         """
         if self._closure is None or self._error is not None:
             self._values.append(0.0)
@@ -62,16 +61,19 @@ class Losses:
                 self._values.append(0.0)
 
     def told(self) -> list[float]:
-        """Return what the ranks sum up to tell the change of the loss."""
+        """Return the numbers to sum over the ranks for `change`."""
         before, after = self._values
-        # Of infinite losses the difference would be no number, which stands for any that is no decrease.
+        # The difference of infinite losses is nan, which counts as an increase.
         return [self._weight * (after - before), self._weight, float(self._error is not None)]
 
     def change(self, told: Sequence[float]) -> float:
-        """Return the change of the loss of all ranks, of what `told` has summed up to.
+        """Return the change of the loss of all ranks.
+
+        Args:
+            told: The sums over the ranks of what `told` returned.
 
         Raises:
-            Exception: what the closure has raised on this rank; else a `NatgradError` where it has on another.
+            Exception: an error of the closure on this rank; a `NatgradError` if it raised on another.
         """
         change, weight, failed = told
         if self._error is not None:

@@ -1,9 +1,9 @@
-"""The local quadratic model of the loss, and what the optimizer's step is worth by it and in truth.
+"""The local quadratic model of the loss, and the predicted and actual change by the optimizer's step.
 
 ``M(δ) = ∇ᵀδ + ½ δᵀ(F + γI)δ`` with the gradient ∇ of the mean loss, each layer's Fisher block F, and what the optimizer
-really does to the parameters, δ = θ⁺ - θ. Each layer is one worker's to account for, what is left to the optimizer the
-first rank's; one message sums it all up. Of layers that FSDP2 has sharded each rank accounts for its rows, but for
-δᵀFδ, for which one of their workers collects δ.
+actually makes to the parameters, δ = θ⁺ - θ. One worker evaluates each layer, and the first rank the other parameters;
+one message adds everything up. For layers that FSDP2 shards each rank evaluates its rows, and one worker collects δ for
+δᵀFδ.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from natgrad.state.sharded import Rows, slots_of
 
 @dataclass
 class Model:
-    """The quadratic model at one step, as far as this rank accounts for it.
+    """This rank's part of the quadratic model at one step.
 
     Attributes:
         stacks: All stacks, each with the rank that accounts for it.
         damping: γ.
-        scale: What makes raw gradients those of the mean loss.
-        shares: The rows that count on this rank of the raw gradients and of the parameters as they were, by the ``id``
-            of the slot.
-        others: Parameters without curvature, or what this rank counts of them, likewise, with their names.
+        scale: The factor that makes raw gradients those of the mean loss.
+        shares: The rows that this rank evaluates, by the ``id`` of the slot: raw gradients, and parameters before the
+            step.
+        others: The same for parameters without curvature, with their names.
     """
 
     stacks: list[tuple[BlockGroup, int]]
@@ -45,7 +45,7 @@ class Model:
 
     @classmethod
     def of(cls, stacks: Sequence[BlockGroup], runtime: Communicator, damping: float, scale: float | Tensor) -> Model:
-        """Take the raw gradients and the parameters of layers, before the former are preconditioned."""
+        """Copy the raw gradients and the parameters of layers, before preconditioning."""
         pairs, rows = list(zip(stacks, accountants(stacks), strict=True)), Rows(runtime)
         shares = {
             id(slot): (_copy(held_rows(slot, rows.held(slot))), _parameter(slot, rows.held(slot)).clone())
@@ -56,7 +56,7 @@ class Model:
         return cls(pairs, damping, scale, shares)
 
     def take_others(self, model: nn.Module, stacks: Iterable[BlockGroup], runtime: Communicator) -> None:
-        """Take the same of what is left to the optimizer, once all ranks have its gradients."""
+        """Copy those of parameters without curvature, when all ranks have their gradients."""
         known = {id(slot.parameter) for stack in stacks for member in stack.members for slot in member.layer.slots}
         rest = [(name, p) for name, p in model.named_parameters() if p.grad is not None and id(p) not in known]
         for name, parameter in rest:
@@ -66,10 +66,10 @@ class Model:
                 self.others.append((name, parameter, gradient.clone(), before.clone()))
 
     def outcome(self, losses: Losses, runtime: Communicator, device: torch.device) -> Outcome:
-        """Return what the optimizer's step was worth; collective, in one message on `device`.
+        """Return the outcome of the optimizer's step; collective, in one message on `device`.
 
         Raises:
-            Exception: what a closure has raised; on the other ranks a `NatgradError`.
+            Exception: an error of a closure; on the other ranks a `NatgradError`.
         """
         message = torch.tensor([0.0, 0.0, 0.0, *losses.told()], dtype=torch.float64, device="cpu").to(device)
         linear, curved, scale = message[0], message[1], self.scale
@@ -87,7 +87,7 @@ class Model:
         return Outcome(change=losses.change(told) * unit, predicted=first + second / 2)
 
     def _add_layers(self, linear: Tensor, curved: Tensor, runtime: Communicator) -> None:
-        """Add in place what this rank accounts for of the stacks; collective where any is sharded."""
+        """Add this rank's part of the groups in place. Collective if any is sharded."""
         rows, changes = Rows(runtime), {}
         for stack, accountant in self.stacks:
             for slot in slots_of(stack):
@@ -105,12 +105,12 @@ class Model:
 
 
 def accounted(stacks: Sequence[BlockGroup], rank: int) -> list[BlockGroup]:
-    """Return the stacks that a rank accounts for."""
+    """Return the groups that a rank accounts for."""
     return [stack for stack, accountant in zip(stacks, accountants(stacks), strict=True) if accountant == rank]
 
 
 def accountants(stacks: Sequence[BlockGroup]) -> list[int]:
-    """Return the rank that accounts for each stack: one of its workers, these in turn."""
+    """Return the rank that accounts for each group: one of its workers, in turn."""
     workers = [stack.role.seat.workers for stack in stacks]
     return [own[index % len(own)] for index, own in enumerate(workers)]
 

@@ -1,4 +1,4 @@
-"""Values that follow the step alone: functions of the number of completed steps, with nothing to save or to resume.
+"""Schedules: functions of the number of completed steps, without state.
 
 Each is a `natgrad.Schedule`, for the damping or for an interval of `natgrad.Refresh`.
 """
@@ -17,15 +17,15 @@ from natgrad.schedule import check_number
 
 @dataclass(frozen=True)
 class _Way(ABC):
-    """A way from one value to another.
+    """A transition from one value to another.
 
     Attributes:
         start: The value before the first step, above 0.
-        target: The value that it goes to, above 0.
-        steps: How many steps that takes.
+        target: The final value, above 0.
+        steps: The number of steps of the transition.
 
     Raises:
-        ValueError: if a value is not above 0, or there is no step.
+        ValueError: if a value is not above 0, or `steps` is below 1.
     """
 
     start: float
@@ -44,12 +44,12 @@ class _Way(ABC):
         """Return the value after `step` completed steps."""
 
     def _done(self, step: int) -> float:
-        """Return which share of the way is done, 1 from step `steps` on."""
+        """Return the completed fraction of the transition, 1 from step `steps` on."""
         return min(step / self.steps, 1.0)
 
 
 class Linear(_Way):
-    """In equal differences to `target`, which it keeps."""
+    """Change linearly to `target`, and stay there."""
 
     def __call__(self, step: int) -> float:
         """Return the value after `step` completed steps: ``start + (target - start) step / steps``."""
@@ -58,7 +58,7 @@ class Linear(_Way):
 
 
 class Exponential(_Way):
-    """In equal ratios to `target`, which it keeps."""
+    """Change by equal ratios to `target`, and stay there."""
 
     def __call__(self, step: int) -> float:
         """Return the value after `step` completed steps: ``start (target / start)^(step / steps)``."""
@@ -68,7 +68,7 @@ class Exponential(_Way):
 
 
 class Cosine(_Way):
-    """Along half a wave, slowest at both ends, to `target`, which it keeps."""
+    """Change along half a cosine wave to `target`, and stay there."""
 
     def __call__(self, step: int) -> float:
         """Return the value after `step` completed steps: the share of `start` is ``(1 + cos(π step / steps)) / 2``."""
@@ -77,14 +77,14 @@ class Cosine(_Way):
 
 
 class WarmUp(_Way):
-    """The warm-up damping of Osawa 2019 (SP-NGD; section 4.3, eq. 16), a fall by a share of what is left.
+    """The warm-up damping of Osawa 2019 (SP-NGD; section 4.3, eq. 16): approaches `target` by a constant ratio.
 
     ``γ_{t+1} = (1 - α) γ_t + α γ_target`` with ``α = 2 log10(γ_0 / γ_target) / steps``, in closed form
-    ``γ_t = γ_target + (γ_0 - γ_target) (1 - α)ᵗ``. It does not end at `steps`: there γ is still 2.35 to 2.77 times the
-    target with the paper's values.
+    ``γ_t = γ_target + (γ_0 - γ_target) (1 - α)ᵗ``. It has not reached the target after `steps`: with the paper's values
+    γ is then 2.35 to 2.77 times the target.
 
     Raises:
-        ValueError: besides, if `start` is not above `target`, or `steps` so few that α is above 1.
+        ValueError: also if `start` is not above `target`, or if `steps` is so small that α is above 1.
     """
 
     def __post_init__(self) -> None:
@@ -108,10 +108,10 @@ class Piecewise:
         """Take the values.
 
         Args:
-            values: For steps, among them 0, the value from there on, above 0.
+            values: The values above 0, by the step from which they apply; step 0 is required.
 
         Raises:
-            ValueError: if there is none for step 0, a step is no whole number, or a value is not above 0.
+            ValueError: if step 0 is missing, a step is not a whole number, or a value is not above 0.
         """
         fits = isinstance(values, Mapping) and 0 in values
         require(fits, "values", values, "a mapping of steps to values, with one for step 0")

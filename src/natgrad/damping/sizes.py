@@ -1,4 +1,4 @@
-"""How large Fisher and gradient of each layer are, how long the parameters, and how fast they may move."""
+"""Measure the sizes of Fisher, gradients and parameters for adaptive damping."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 def extent(
     stacks: Sequence[BlockGroup], runtime: Communicator, device: torch.device, clip: Clip, scale: float | Tensor
 ) -> Extent:
-    """Return what `Adaptation.measure` takes.
+    """Return the argument of `Adaptation.measure`.
 
-    The sizes are those of the running averages as they are now, 0 where there are none. Each layer's, and its
-    gradient's, is told by one of its workers, of shards by all ranks of its copy; of the parameters each rank tells its
-    part, of the learning rate the first. Collective, in one message on `device`.
+    Sizes are those of the present running averages, 0 without any. One worker contributes each layer and its gradient
+    (for shards, all ranks of its copy), each rank its part of the parameters, and the first rank the learning rate.
+    Collective, in one message on `device`.
 
     Args:
         stacks: All layers with curvature.
         runtime: The ranks.
-        device: Where the message is made.
-        clip: Of the step.
-        scale: What makes raw gradients those of the mean loss.
+        device: The device of the message.
+        clip: The KL clip of the step.
+        scale: The factor that makes raw gradients those of the mean loss.
     """
     counts = [stack.parameters(member) for stack in stacks for member in stack.members]
     layers, start, rows = len(counts), 0, Rows(runtime)
@@ -79,7 +79,7 @@ def _square(part: Tensor) -> Tensor:
 
 
 def _rate(stacks: Sequence[BlockGroup], clip: Clip) -> float:
-    """Return the largest learning rate of layers with curvature, as far as schedulers tell; 0 where it is of no use."""
+    """Return the largest learning rate of layers with curvature, including those of schedulers; 0 if not needed."""
     if clip.optimizer is None or not isinstance(clip.bound, (int, float)):
         return 0.0
     covered = {id(slot.parameter) for stack in stacks for member in stack.members for slot in member.layer.slots}

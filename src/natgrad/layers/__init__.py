@@ -1,4 +1,4 @@
-"""What did the layer see? One file a layer type, and the table that says which type is whose."""
+"""Layers: one file per layer type, and the table of supported module types."""
 
 from __future__ import annotations
 
@@ -50,32 +50,32 @@ _MAKERS: dict[type[nn.Module], Maker] = {
     **dict.fromkeys(NORMS, norm_layers),
 }
 
-# What must be a parameter, or None, lest it be computed from others; elsewhere "weight" must.
+# Attributes that must be parameters (or None) and not computed from others. Elsewhere this is "weight".
 _LEAVES: dict[type[nn.Module], tuple[str, ...]] = {
     nn.MultiheadAttention: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
     nn.RNNCellBase: ("weight_ih", "weight_hh"),
 }
 
-# These have more to tell of a forward that is not their own.
+# Modules with a more specific reason for a forward of their own.
 _REVEALED = (nn.MultiheadAttention, *CELLS)
 
 
-# Types that users registered, which come before all others.
+# Types that users registered, which take precedence.
 _REGISTERED: dict[type[nn.Module], type[Layer]] = {}
 
 
 def register_layer(module_type: type[nn.Module], layer: type[Layer]) -> None:
-    """Have modules of a type preconditioned, as the layer class says.
+    """Register a layer class for modules of a type.
 
-    It holds for preconditioners that are built afterwards. A subclass of `module_type` is covered too unless its
-    forward is another. A type that natgrad knows, or one derived from it, can be registered as well.
+    It applies to preconditioners that are built afterwards. Subclasses of `module_type` with the same forward are
+    covered too. A type that natgrad supports, or a subclass of one, can also be registered.
 
     Args:
         module_type: The type, whose forward takes the inputs as its first argument and returns one tensor.
         layer: A subclass of `natgrad.Layer`, called with the module's qualified name and the module.
 
     Raises:
-        ValueError: if one of them is no such class, or `module_type` is registered with another class.
+        ValueError: if an argument has a wrong type, or if `module_type` is registered with another class.
     """
     fits = isinstance(module_type, type) and issubclass(module_type, nn.Module) and module_type is not nn.Module
     require(fits, "module_type", module_type, "a subclass of torch.nn.Module")
@@ -114,7 +114,7 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
     if any(parameter.numel() == 0 for parameter in parameters):
         return "a parameter of it has no elements"
     if base not in _REVEALED and _differs(type(module), base):
-        # Such as learned positions that count tokens, convolutions that pad or standardise, and norms that permute.
+        # For example learned positions that count tokens, convolutions that pad or standardise, norms that permute.
         return f"its forward is not that of {base.__name__}"
     if registered is not None:
         return [registered(name, module)]
@@ -124,7 +124,7 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
 
 
 def reason_for(module: nn.Module, leaf: str) -> str:
-    """Return why the layers of `module` leave one of its parameters to the optimizer; empty where they need not."""
+    """Return why the layers of `module` leave a parameter to the optimizer. Empty: no reason."""
     alone = isinstance(module, nn.MultiheadAttention) and leaf in ("bias_k", "bias_v")
     return "a key or value of its own, which no linear map makes" if alone else ""
 
@@ -135,11 +135,11 @@ def is_known(module: nn.Module) -> bool:
 
 
 def _base(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class whose forward the layer type of `module` knows."""
+    """Return the supported class that `module` is derived from."""
     own = next((base for base in type(module).__mro__ if base in _REGISTERED), None)
     return own or conv1d_of(module) or next((base for base in _MAKERS if isinstance(module, base)), None)
 
 
 def _differs(kind: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Return whether a subclass computes something else than `base`."""
+    """Return whether a subclass overrides the forward of `base`."""
     return any(getattr(kind, each, None) is not getattr(base, each, None) for each in ("forward", "_conv_forward"))

@@ -28,28 +28,28 @@ def remove_all(handles: list[Handle]) -> None:
 
 
 class Tap(Protocol):
-    """Looks on while a layer is used."""
+    """Observes the uses of a layer."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Be a forward hook: the inputs are the first argument, or the one called "input" or "x"."""
+        """Observe a use, as a forward hook. The inputs are the first argument, or "input" or "x"."""
 
     def see(self, inputs: Tensor, output: Tensor) -> None:
-        """Note one use, where no module's own forward shows it."""
+        """Observe a use that is not a call of a module's forward."""
 
 
 @dataclass(frozen=True)
 class Slot:
     """The place of a trained parameter in the blocks ``[n, o, i]`` of its layer.
 
-    The parameter is looked up in its module every time, never kept: wrappers may replace it.
+    The parameter is looked up in its module at every access, because wrappers may replace it.
 
     Attributes:
         name: The parameter's qualified name, without the prefixes of wrappers.
         module: The module that has it.
         leaf: Its name there.
-        columns: Which of the i columns are its.
-        rows: Which part of its first dimension belongs to this layer; None: all of it.
-        part: What that part is called.
+        columns: Its columns of the blocks.
+        rows: The part of its first dimension that belongs to this layer. None: all of it.
+        part: The name of that part.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Slot:
 
     @property
     def label(self) -> str:
-        """The parameter's name, and in brackets what part of it this is."""
+        """The parameter's name, with the part in brackets."""
         return f"{self.name}[{self.part}]" if self.part else self.name
 
     @property
@@ -72,12 +72,12 @@ class Slot:
 
     @property
     def identity(self) -> tuple[int, str]:
-        """What is equal for slots of the same parameter."""
+        """A key that is equal for slots of the same parameter."""
         return id(self.parameter), str(self.rows)
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter, as it is now."""
+        """The present parameter."""
         parameter = self.module._parameters[self.leaf]
         assert parameter is not None
         return parameter
@@ -88,13 +88,13 @@ class Layer(ABC):
 
     A frozen weight or bias is left out: with the bias alone i is 1, with the weight alone there is no last column.
 
-    For a module type of one's own, implement `batched`, `positions`, `input_rows` and `gradient_rows` such that the
+    For your own module type, implement `batched`, `positions`, `input_rows` and `gradient_rows` such that the
     gradient of each block is ``Σ g aᵀ`` over all rows, and register the class (`natgrad.register_layer`). `lay_out` has
     a default for a weight ``[o, ...]`` and a bias ``[o]``.
 
     Attributes:
         weight_name: The name of the weight in the module.
-        bias_name: That of the bias.
+        bias_name: The name of the bias.
         name: The qualified name, unique among layers: the module's, without the prefixes of wrappers.
         module: The module.
         blocks: n, the number of equal blocks (the groups of a convolution).
@@ -104,11 +104,10 @@ class Layer(ABC):
         weight: Whether the weight is trained.
         bias: Whether there is a bias and it is trained.
         slots: Where the trained parameters lie.
-        form: What the block is: a "matrix" that maps rows of inputs to outputs, with the gradient g aᵀ; a table of
-            which "one-hot" inputs look up rows, with the gradient a gᵀ; or "elementwise", a few coefficients for each
-            output.
-        others: Further layers of the same parameters (tied weights), whose rows count as this one's.
-        seconds: Host seconds that its curvature has taken: in hooks, renewals and solves.
+        form: "matrix": maps rows of inputs to outputs, with gradient g aᵀ. "one-hot": a table whose rows are looked up,
+            with gradient a gᵀ. "elementwise": a few coefficients for each output.
+        others: Other layers with the same parameters (tied weights), whose rows are added to this layer's.
+        seconds: Host seconds of its curvature: in hooks, renewals and solves.
     """
 
     weight_name: ClassVar[str] = "weight"
@@ -121,7 +120,7 @@ class Layer(ABC):
     form: Literal["matrix", "one-hot", "elementwise"] = "matrix"
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        """Read the sizes off `module`."""
+        """Read the sizes from `module`."""
         self.name, self.module = name, module
         self.others: list[Layer] = []
         self.seconds = 0.0
@@ -131,7 +130,7 @@ class Layer(ABC):
 
     @property
     def reshaped(self) -> bool:
-        """Whether a parameter has another shape than when this was laid out."""
+        """Whether a parameter's shape has changed since `lay_out`."""
         return any(slot.shape != shape for slot, shape in zip(self.slots, self._shapes, strict=True))
 
     def lay_out(self) -> None:
@@ -159,7 +158,7 @@ class Layer(ABC):
 
     @property
     def key(self) -> str:
-        """The qualified name of the parameter, or part of one, by which state is kept."""
+        """The qualified name of the parameter, or part of one: the key of the state."""
         return self.slots[0].label
 
     def ties(self, other: Layer) -> bool:
@@ -168,7 +167,7 @@ class Layer(ABC):
         return type(self) is type(other) and alike[0] == alike[1]
 
     def adopt(self, others: list[Layer]) -> None:
-        """Count the rows of `others`, which are tied with this layer, as rows of this one's blocks."""
+        """Add the rows of `others`, which are tied with this layer, to this layer's."""
         self.others = others
         for other in others:
             other.inputs = self.inputs  # an embedding has no bias of its own
@@ -177,20 +176,20 @@ class Layer(ABC):
         """Return equally shaped views of a tensor shaped like a parameter and of its columns of the blocks.
 
         Args:
-            slot: Whose place.
-            tensor: The parameter, its gradient, or the like.
+            slot: The parameter.
+            tensor: The parameter, its gradient, or a tensor of the same shape.
             blocks: Its columns ``[n, o, ...]``, a slice of the blocks.
         """
         own = tensor if slot.rows is None else tensor[slot.rows]
         return own, blocks.view(own.shape)
 
     def tap(self, tap: Tap) -> list[Handle]:
-        """Have `tap` called at each use of the layer, until the handles are removed."""
-        # First of all: a hook of the user's may return something else than the layer's own output.
+        """Call `tap` at each use of the layer, until the handles are removed."""
+        # Before all other hooks, because a hook of the user may return another output.
         return [self.module.register_forward_hook(tap, with_kwargs=True, prepend=True)]
 
     def current(self) -> Layer:
-        """Return the layer as its module works in the mode it has now: itself, or one that the mode decides on."""
+        """Return the layer for the present mode of the module."""
         return self
 
     @abstractmethod
@@ -198,33 +197,33 @@ class Layer(ABC):
         """Return whether `inputs` have a batch dimension, by this layer's own layout."""
 
     def samples(self, inputs: Tensor) -> int:
-        """Return how many samples `inputs` seem to hold: the length of the first dimension, or 1 without a batch."""
+        """Return the number of samples in `inputs`: the first dimension, or 1 without a batch."""
         return inputs.shape[0] if self.batched(inputs) else 1
 
     @abstractmethod
     def positions(self, gradients: Tensor) -> int:
-        """Return how many rows (samples times positions) the output `gradients` hold."""
+        """Return the number of rows (samples × positions) in the output `gradients`."""
 
     def rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> tuple[Rows, Rows]:
-        """Return what a curvature sees of one use: the rows a and the rows g."""
+        """Return the rows a and the rows g of one use."""
         return self.input_rows(inputs, gradients, samples), self.gradient_rows(gradients, samples)
 
     @abstractmethod
     def input_rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> Rows:
-        """Return the rows a ``[n, B, T, i]``; `gradients`, those of the output, tell the number of positions."""
+        """Return the rows a ``[n, B, T, i]``. The output `gradients` determine the number of positions."""
 
     @abstractmethod
     def gradient_rows(self, gradients: Tensor, samples: int) -> Rows:
         """Return the rows g ``[n, B, T, o]``."""
 
 
-# What makes the layers of a module with a given name; a text tells why there are none.
+# Returns the layers of a module with a given name, or the reason why there are none.
 Maker = Callable[[str, nn.Module], "Sequence[Layer] | str"]
 
 
 def is_trained(module: nn.Module, leaf: str) -> bool:
     """Return whether a parameter of `module` is trained."""
-    # Not as an attribute: to read one that is computed may change its state (spectral norm).
+    # Not by attribute access, because computed parameters may change their state (spectral norm).
     parameter = module._parameters.get(leaf)
     return parameter is not None and parameter.requires_grad and not is_lazy(parameter)
 

@@ -21,7 +21,7 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 class ConvolutionLayer(Layer):
-    """A block a group; rows are im2col patches, in the order of ``weight.flatten(1)``."""
+    """One block per group. Rows are im2col patches, in the order of ``weight.flatten(1)``."""
 
     module: Convolution
 
@@ -47,7 +47,7 @@ class ConvolutionLayer(Layer):
         return self._patches(maps, tuple(seen.shape[2:]))
 
     def _patches(self, maps: Tensor, positions: tuple[int, ...]) -> Rows:
-        """Return the patches of ``maps [B, C, *spatial]`` at these many output `positions` a dimension."""
+        """Return the patches of ``maps [B, C, *spatial]`` with these numbers of output `positions` per dimension."""
         padding = _padding(self.module)
         if self.module.padding_mode != "zeros":
             maps = F.pad(maps, _flat(padding), mode=self.module.padding_mode)
@@ -76,7 +76,7 @@ class KernelRows(Rows):
 
     @abstractmethod
     def of(self, maps: Tensor, *, bias: bool) -> Rows:
-        """Return what the same kernel meets in other `maps`, of the same sizes."""
+        """Return the rows of the same kernel for other `maps` of the same sizes."""
 
     @override
     def part(self, start: int, stop: int) -> Rows:
@@ -149,7 +149,7 @@ class PatchRows(KernelRows):
         return torch.cat([products, sum_up(gradients, 2)[..., None]], -1) if self.bias else products
 
     def _offsets(self) -> list[Tensor]:
-        """Return, for each offset of the kernel, what it sees at all positions ``[B, C, *positions]``."""
+        """Return the values at all positions ``[B, C, *positions]`` for each offset of the kernel."""
         window = self.window
         padded = F.pad(self.maps, _flat(window.padding))
         views = []
@@ -165,7 +165,7 @@ class PatchRows(KernelRows):
 
 
 class _Cut(Rows):
-    """The `taken` columns of `rows` with `width` columns, whose gram comes as a whole only."""
+    """The `taken` columns of `rows` with `width` columns, for rows that only compute the whole Gram matrix."""
 
     def __init__(self, rows: Rows, width: int, taken: slice) -> None:
         self.rows, self.width, self.taken = rows, width, taken
@@ -185,7 +185,7 @@ class _Cut(Rows):
 
 
 class _Repeated(Rows):
-    """The same rows in every block: the homogeneous coordinate of a grouped convolution whose weight is frozen."""
+    """The same rows in every block: the constant of a grouped convolution with a frozen weight."""
 
     def __init__(self, rows: Rows, blocks: int) -> None:
         self.rows, self.blocks = rows, blocks

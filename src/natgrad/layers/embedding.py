@@ -25,9 +25,9 @@ def embedding_layers(name: str, module: nn.Module) -> Sequence[Layer] | str:
 
 
 class EmbeddingLayer(Layer):
-    """The table ``[entries, features]`` as one block; ids of any shape, what follows the batch are positions.
+    """The table ``[entries, features]`` as one block, for ids of any shape. Dimensions after the batch are positions.
 
-    Lookups of `padding_idx`, which has no gradient, are no rows: those of a show nothing, those of g are zero.
+    Lookups of `padding_idx`, which has no gradient, give zero rows.
     """
 
     module: nn.Embedding
@@ -59,7 +59,7 @@ class EmbeddingLayer(Layer):
 
 
 class OneHotRows(Rows):
-    """Rows that pick one column each, which are never built: ``ids [B, T]`` of `size` columns."""
+    """One-hot rows, stored as ``ids [B, T]`` of `size` columns."""
 
     one_hot = True
 

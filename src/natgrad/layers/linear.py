@@ -1,4 +1,4 @@
-"""``nn.Linear`` on inputs with any number of leading dimensions, and its like in transformers with a turned weight."""
+"""``nn.Linear`` on inputs with any number of leading dimensions, and transformers' ``Conv1D``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from natgrad.layers.rows import MatrixRows, Rows
 
 
 class LinearLayer(Layer):
-    """One block; what stands between the batch and the features are positions."""
+    """One block. Dimensions between batch and features are positions."""
 
     def ties(self, other: Layer) -> bool:
         """Return whether `other` uses the same weight, also as an embedding that looks up its rows."""

@@ -1,4 +1,4 @@
-"""What one use of a layer shows its curvature: rows, never built unless somebody asks.
+"""Rows of inputs and output gradients of one use of a layer, built only on demand.
 
 Shapes: n blocks (groups of a convolution), B samples, T positions, d columns.
 """
@@ -28,7 +28,7 @@ class Rows(ABC):
     Attributes:
         samples: B.
         positions: T.
-        one_hot: Whether a row picks one column, or is a mean of such rows.
+        one_hot: Whether a row is one-hot, or a mean of one-hot rows.
     """
 
     samples: int
@@ -44,7 +44,7 @@ class Rows(ABC):
         return sum_squares(self.dense().flatten(1, 2), 1)
 
     def narrow(self, start: int, stop: int) -> Rows:
-        """Return these rows with the columns `start` to `stop` only."""
+        """Return the columns `start` to `stop` of these rows."""
         return DenseRows(self.dense()[..., start:stop])
 
     @abstractmethod
@@ -56,18 +56,18 @@ class Rows(ABC):
         """Return the rows themselves ``[n, B, T, d]``, a view where possible."""
 
     def rounding(self) -> Tensor:
-        """Return what rounding may leave of Σ x where that is 0, of each block ``[n, 1]``, in at least float32.
+        """Return a bound on the rounding error of Σ x for each block ``[n, 1]``, in at least float32.
 
-        It is a share of Σ|x|: of rows with nothing in common Σ x would still be one of 1 / √(B T). Rows that were
-        pooled know what it was before.
+        It is proportional to Σ|x|. Independent rows have Σ x of about Σ|x| / √(B T). Pooled rows keep the bound of the
+        rows before pooling.
         """
         rows = self.dense()
         dtype = torch.promote_types(rows.dtype, torch.float32)
-        sizes: Tensor = torch.linalg.vector_norm(rows, 1, dim=(2, 3), dtype=dtype)  # one sum would lose its last terms
+        sizes: Tensor = torch.linalg.vector_norm(rows, 1, dim=(2, 3), dtype=dtype)  # a plain sum would be less exact
         return sizes.sum(1, keepdim=True) * (_ROUNDING_NARROW if rows.dtype.itemsize < dtype.itemsize else _ROUNDING)
 
     def part(self, start: int, stop: int) -> Rows:
-        """Return these rows of the samples `start` to `stop` only."""
+        """Return the rows of the samples `start` to `stop`."""
         return DenseRows(self.dense()[:, start:stop], one_hot=self.one_hot)
 
     def outer(self, gradients: Tensor) -> Tensor:
@@ -82,18 +82,18 @@ class Rows(ABC):
         """Return which positions ``[B, T]`` hold anything but zeros."""
         rows = self.dense()
         if rows.shape[-1]:
-            first = rows[..., 0].ne(0).any(0)  # one column mostly tells it all
+            first = rows[..., 0].ne(0).any(0)  # usually one column suffices
             if known_all(first):
                 return first
-        # A maximum is several times cheaper than comparing first, and keeps what a norm would let underflow.
+        # A maximum is faster than a comparison of all elements, and does not underflow as a norm would.
         return rows.abs().amax(-1).amax(0).ne(0)
 
 
 class DenseRows(Rows):
-    """Rows that exist as one tensor ``[n, B, T, d]``."""
+    """Rows stored as one tensor ``[n, B, T, d]``."""
 
     def __init__(self, values: Tensor, *, one_hot: bool = False, rounding: Tensor | None = None) -> None:
-        """Wrap `values`, whose `rounding` is known where they were pooled."""
+        """Wrap `values`. `rounding` is given if they were pooled."""
         self.values, self.one_hot, self._rounding = values, one_hot, rounding
         self.samples, self.positions = values.shape[1], values.shape[2]
 
@@ -115,10 +115,10 @@ class DenseRows(Rows):
 
 
 class MatrixRows(Rows):
-    """Rows of one block, features last: ``matrix [B T, d]``, with a trailing 1 that is never stored when `bias`."""
+    """Rows of one block, features last: ``matrix [B T, d]``, with an implicit trailing 1 if `bias`."""
 
     def __init__(self, matrix: Tensor, samples: int, *, bias: bool = False) -> None:
-        """Wrap `matrix`, whose rows are ordered by sample."""
+        """Wrap `matrix`, with rows ordered by sample."""
         self.matrix, self.bias = matrix, bias
         self.samples, self.positions = samples, matrix.shape[0] // max(1, samples)
 
@@ -187,10 +187,10 @@ class ChannelRows(Rows):
 
 
 class CoefficientRows(Rows):
-    """Rows ``[1, B, T, i C]`` of an elementwise layer: what each position adds to the gradient of its coefficients."""
+    """Rows ``[1, B, T, i C]`` of an elementwise layer: each position's part of the gradient of its coefficients."""
 
     def __init__(self, *columns: Tensor | None) -> None:
-        """Wrap the i columns ``[1, B, T, C]`` that are given, which stay apart until they are pooled."""
+        """Wrap the i columns ``[1, B, T, C]``, which are joined when they are pooled."""
         self.columns = [column for column in columns if column is not None]
         self.samples, self.positions = self.columns[0].shape[1:3]
 
@@ -212,7 +212,7 @@ class CoefficientRows(Rows):
 
 
 class _Regrouped(Rows):
-    """The same rows, in the same order, of another number of samples."""
+    """The same rows in the same order, with another number of samples."""
 
     def __init__(self, rows: Rows, samples: int) -> None:
         self.rows, self.samples = rows, samples
@@ -246,20 +246,20 @@ class _Regrouped(Rows):
 
 
 def by_sample(rows: Rows, samples: int) -> Rows:
-    """Return `rows`, which a layer has put in order by sample, as those of so many samples.
+    """Return `rows`, ordered by sample, with `samples` samples.
 
-    Layers may see windows of a sample as a longer batch; where each position is a sample, maps have several of them.
+    Layers may see windows of a sample as a longer batch; if each position is a sample, maps contain several.
     """
     return rows if rows.samples == samples else _Regrouped(rows, samples)
 
 
 def with_constant(rows: Tensor, value: float) -> Tensor:
-    """Append a column that holds `value`: the homogeneous coordinate."""
+    """Append a column with `value`: the homogeneous coordinate."""
     return torch.cat([rows, rows.new_full((*rows.shape[:-1], 1), value)], -1)
 
 
 def sum_up(rows: Tensor, dims: int | tuple[int, ...]) -> Tensor:
-    """Return the sum over `dims` in at least float32: a half overflows, or rounds a count of positions."""
+    """Return the sum over `dims` in at least float32."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     if isinstance(dims, int) and rows.shape[dims] == 1:
         return rows.squeeze(dims).to(dtype)
@@ -267,7 +267,7 @@ def sum_up(rows: Tensor, dims: int | tuple[int, ...]) -> Tensor:
 
 
 def sum_squares(rows: Tensor, dims: int | tuple[int, ...]) -> Tensor:
-    """Return the sum of squares over `dims` in at least float32, piece by piece: the squares would double the rows."""
+    """Return the sum of squares over `dims` in at least float32, in pieces to save memory."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     keep = 0 not in (dims if isinstance(dims, tuple) else (dims,))
     parts = rows.tensor_split(max(1, min(len(rows), rows.numel() // _PIECE)))
