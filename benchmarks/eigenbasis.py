@@ -110,7 +110,7 @@ def averages(network: str, device: Device = "cpu") -> dict[int, dict[str, Tensor
 
 
 def _factors(preconditioner: natgrad.Preconditioner) -> Iterator[tuple[str, Tensor]]:
-    for stack in preconditioner.parts.stacks:
+    for stack in preconditioner.parts.groups:
         for side, lower in stack.corrected(slice(None), ("A", "G")).items():
             yield f"{stack.members[0].layer.name}.{side}", symmetric(lower)
 

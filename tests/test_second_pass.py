@@ -263,7 +263,7 @@ def test_compiled_models():
 def test_other_curvatures_do_not_look_again():
     alone, calls = Training(curvature={"0": None, "*": natgrad.KFAC()}), []
     mixed = Training(curvature={"0": natgrad.KBFGS(), "*": natgrad.KFAC()})
-    (curvature,) = {stack.curvature for stack in mixed.preconditioner.parts.stacks} - {
+    (curvature,) = {stack.curvature for stack in mixed.preconditioner.parts.groups} - {
         mixed.preconditioner.curvature["0"]
     }
     accumulate = curvature.accumulate

@@ -20,7 +20,7 @@ def test_wrong_sizes(sizes):
 def test_a_process_alone():
     grid = Grid()
     assert (grid.nodes, grid.ranks, grid.node, grid.local, grid.smallest) == (1, 1, 0, 0, 1)
-    assert grid.everywhere("x") == ["x"]
+    assert grid.all_gather_objects("x") == ["x"]
     assert grid.traffic() == {"inside": 0, "between": 0}
     with pytest.raises(ValueError, match="nodes"):
         Grid(Nodes((2,)))

@@ -250,7 +250,7 @@ def test_it_is_read_off_once_before_its_first_use():
         assert torch.equal(one, other)
     twice, more = trained(damping=ByKind(Autopilot(share=4.0), layers={"head": 0.5}))
     assert more[0] == pytest.approx(2 * gammas[0], rel=1e-12)
-    assert {stack.factor for stack in twice.parts.stacks} == {1.0, 0.5}
+    assert {stack.factor for stack in twice.parts.groups} == {1.0, 0.5}
 
 
 @pytest.mark.parametrize("form", ["eigen", "inverse"])

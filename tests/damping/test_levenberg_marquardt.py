@@ -106,7 +106,7 @@ def test_the_prediction_is_the_model_written_out(curvature, kind):
         for layer, factor in (("0", 1.0), ("2", 0.5), ("4", 1.0)):
             own = torch.cat([delta[f"{layer}.weight"], delta[f"{layer}.bias"][:, None]], 1)
             expected += 0.2 * factor * float(own.square().sum()) / 2
-            for stack in preconditioner.parts.stacks:
+            for stack in preconditioner.parts.groups:
                 if stack.members[0].layer.name == layer:
                     expected += float((own * stack.fisher_product(own[None])[0]).sum()) / 2
         assert outcome.predicted == pytest.approx(expected, rel=1e-11)

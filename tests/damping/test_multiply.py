@@ -68,7 +68,7 @@ def trained(curvature, *, table, norms=None, steps=2, epochs=False):
 
 
 def check(preconditioner, tolerance=1e-9):
-    stacks = preconditioner.parts.stacks
+    stacks = preconditioner.parts.groups
     for stack in stacks:
         D = parameters(stack)
         back = stack.solve(slice(None), stack.fisher_product(D) + DAMPING * stack.factor * D, DAMPING)
@@ -102,7 +102,7 @@ def test_inverse_forms_multiply_by_their_factors(options, table):
     _, preconditioner = trained(natgrad.KFAC(**options), table=table)
     same = {name: value for name, value in options.items() if name in ("max_factor_size", "wide")}
     _, other = trained(natgrad.KFAC(**same), table=table)
-    for one, two in zip(preconditioner.parts.stacks, other.parts.stacks, strict=True):
+    for one, two in zip(preconditioner.parts.groups, other.parts.groups, strict=True):
         D = parameters(one)
         dense.assert_equal(
             {repr(one.curvature): one.fisher_product(D)}, {repr(one.curvature): two.fisher_product(D)}, 1e-9
@@ -117,14 +117,14 @@ def test_it_is_the_dense_fisher_block():
     model(x).pow(2).sum().backward()
     u = torch.cat([model.weight.grad, model.bias.grad[:, None]], 1).flatten()
     preconditioner.step()
-    (stack,) = preconditioner.parts.stacks
+    (stack,) = preconditioner.parts.groups
     D = torch.randn(1, 2, 4, dtype=torch.float64)
     dense.assert_equal({"FD": stack.fisher_product(D).flatten()}, {"FD": u * (u @ D.flatten())})
 
 
 def test_layers_without_curvature_have_none():
     _, preconditioner = trained(natgrad.KFAC(), table=False)
-    stack = preconditioner.parts.stacks[0]
+    stack = preconditioner.parts.groups[0]
     stack.renewed("A", 0, [False] * stack.size, forget=True)
     assert not stack.fisher_product(parameters(stack)).any()
     assert natgrad.KBFGS().fisher_product_reads is None
@@ -133,7 +133,7 @@ def test_layers_without_curvature_have_none():
 def test_kid_of_all_rows_is_the_product_with_all_of_them():
     _, preconditioner = trained(EXACT["hylo whole"](), table=False)
     _, exact = trained(natgrad.SNGD(), table=False)
-    for one, two in zip(check(preconditioner), exact.parts.stacks, strict=True):
+    for one, two in zip(check(preconditioner), exact.parts.groups, strict=True):
         D = parameters(one)
         dense.assert_equal(
             {repr(one.curvature): one.fisher_product(D)}, {repr(one.curvature): two.fisher_product(D)}, 1e-9
@@ -145,7 +145,7 @@ def test_a_switch_goes_on_with_drawn_rows():
     _, preconditioner = trained(natgrad.HyLo(threshold=1e9), table=False, epochs=True, steps=5)
     assert not preconditioner.metrics()["kid"]
     check(preconditioner)
-    rows = [stack for stack in preconditioner.parts.stacks if stack.gathered]
+    rows = [stack for stack in preconditioner.parts.groups if stack.gathered]
     for stack in rows:
-        links = stack.held["Y"]
+        links = stack.results["Y"]
         assert torch.equal(links[0], torch.eye(stack.rows, dtype=links.dtype) / DAMPING)

@@ -163,7 +163,7 @@ def test_other_curvatures(curvature):
     run = Run(TrustRegion(1e-4), {"momentum": 0.9, "lr": 2.0}, curvature)
     for step in range(3):
         delta, total = run.step(step), 0.0
-        for stack in run.preconditioner.parts.stacks:
+        for stack in run.preconditioner.parts.groups:
             D = torch.cat(
                 [
                     dense.to_matrix(

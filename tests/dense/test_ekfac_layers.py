@@ -214,7 +214,7 @@ def test_solves_read_live_statistics_beside_what_parts_have_made():
         model.zero_grad()
         total_loss(model(torch.randn(5, 3).double()), 5).backward()
         preconditioner.step()
-    (stack,) = preconditioner.parts.stacks
+    (stack,) = preconditioner.parts.groups
     given = {**stack.computed(slice(None)), **stack.live_averages(slice(None))}
     assert set(given) == {"QA", "vA", "QG", "vG", "S", "s"}
     weight = 1 - 0.95**3

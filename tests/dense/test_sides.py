@@ -153,8 +153,8 @@ def test_layers_with_equal_sides_share_a_stack():
     curvature = natgrad.KFAC(max_factor_size=4)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(3, 3), nn.Linear(3, 3))
     preconditioner = natgrad.Preconditioner(model, curvature)
-    assert [len(stack.members) for stack in preconditioner.parts.stacks] == [2, 2]
-    assert preconditioner.parts.stacks[1].curvature is curvature
+    assert [len(stack.members) for stack in preconditioner.parts.groups] == [2, 2]
+    assert preconditioner.parts.groups[1].curvature is curvature
 
 
 @pytest.mark.parametrize("wide", ["diagonal", "blocks"])

@@ -44,9 +44,9 @@ def place(nodes):
     # Whoever waits for a rank that hangs does so as long as the user has told torch.distributed.
     assert {timeout_of(own.group) for own in (grid.inside, grid.between)} == {timeout_of(dist.group.WORLD)}
     rank = dist.get_rank()
-    found = grid.everywhere(rank)
-    between = grid.between.everywhere(rank)
-    answer = (grid.node, grid.local, grid.smallest, grid.inside.everywhere(rank), between, found)
+    found = grid.all_gather_objects(rank)
+    between = grid.between.all_gather_objects(rank)
+    answer = (grid.node, grid.local, grid.smallest, grid.inside.all_gather_objects(rank), between, found)
     return answer
 
 

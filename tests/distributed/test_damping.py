@@ -123,7 +123,7 @@ def undone(name, placement):
         x, y = batch(step)
         training.step((x.split(EQUAL[ranks])[rank], y.split(EQUAL[ranks])[rank]))
     found = []
-    for stack in training.preconditioner.parts.stacks:
+    for stack in training.preconditioner.parts.groups:
         if stack.role.is_gradient_worker:
             D = parameters(stack)
             back = stack.solve(slice(None), stack.fisher_product(D) + DAMPING * D, DAMPING)

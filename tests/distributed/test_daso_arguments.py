@@ -64,7 +64,7 @@ def counted(steps, length):
             daso.next_epoch()
             daso.next_epoch()
             found.append(daso.metrics()["epoch"])
-            weights = daso.grid.everywhere(model.weight.detach().clone())
+            weights = daso.grid.all_gather_objects(model.weight.detach().clone())
             assert torch.equal(*weights)  # as an evaluation wants them, whoever has counted
     daso.detach()
     return found, [str(one.message) for one in told if issubclass(one.category, natgrad.NatgradWarning)]

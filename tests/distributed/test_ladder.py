@@ -28,7 +28,7 @@ class Trouble(Training):
         super().__init__(job)
         self.kind = kind
         if kind == "grafted":
-            for stack in self.preconditioner.parts.stacks:
+            for stack in self.preconditioner.parts.groups:
                 stack.curvature.diagonal_reads = None
 
     def step(self, step):
@@ -42,10 +42,10 @@ class Trouble(Training):
             super().step(step)
 
     def poison(self):
-        for stack in self.preconditioner.parts.stacks:
+        for stack in self.preconditioner.parts.groups:
             for member in stack.members:
                 if stack.role.is_gradient_worker and member.layer.key.startswith("3"):
-                    stack.held["QG"][member.blocks] = math.nan
+                    stack.results["QG"][member.blocks] = math.nan
 
 
 class broken:  # noqa: N801

@@ -246,7 +246,7 @@ def ask(placement):
         training.step(step)
     explanation, state = training.preconditioner.explain(), training.preconditioner.state_dict()["blocks"]
     plan = training.preconditioner.parts.structure.plan
-    keys = [member.layer.key for stack in training.preconditioner.parts.stacks for member in stack.members]
+    keys = [member.layer.key for stack in training.preconditioner.parts.groups for member in stack.members]
     works = {key: plan.is_gradient_worker(key, dist.get_rank()) for key in keys}
     firsts = {row.parameter: row for row in explanation.rows if row.owners is not None}
     return (

@@ -244,7 +244,7 @@ def count_messages(placement, left):
     after, plan = training.preconditioner.traffic(), training.preconditioner.plan
     owned = [0] * plan.ranks
     for key, work in plan.layers.items():
-        owned[plan.home(key)] += work.gradients
+        owned[plan.column_of(key)] += work.gradients
     rest = sum(p.numel() for p in training.model.parameters()) - sum(owned)
     owned = [own + rest * (r + 1) // plan.ranks - rest * r // plan.ranks for r, own in enumerate(owned)]
     return calls, {kind: sent - before.get(kind, 0) for kind, sent in after.items()}, owned

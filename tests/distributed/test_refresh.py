@@ -27,7 +27,7 @@ def follow(job, steps):
     training, seen = Training(job), []
     for step in steps:
         training.step(step)
-        stacks = training.preconditioner.parts.stacks
+        stacks = training.preconditioner.parts.groups
         seen.append(
             {
                 member.layer.key: stack.decisions.outcome(index)

@@ -193,8 +193,8 @@ def held_on(placement):
     preconditioner.step()
     kept = [
         tensor
-        for stack in preconditioner.parts.stacks
-        for own in (stack.averages, stack.held)
+        for stack in preconditioner.parts.groups
+        for own in (stack.averages, stack.results)
         for tensor in own.values()
     ]
     explained = sum(row.bytes for row in preconditioner.explain().rows)

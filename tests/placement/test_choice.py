@@ -197,7 +197,7 @@ def test_links_within_nodes(P, works, link, inside, cycle, random):
         assert deep.seats == flat.seats
         sizes = [0] * flat.columns
         for key, work in works.items():
-            sizes[flat.home(key)] += work.gradients * work.itemsize
+            sizes[flat.column_of(key)] += work.gradients * work.itemsize
         row = Slices(tuple(sizes))
         message = max(max(row.sent(rank), row.received(rank)) for rank in range(flat.columns))
         within = flat.columns > 1 and any(sizes) and (P // nodes) % flat.columns == 0

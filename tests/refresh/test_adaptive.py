@@ -238,7 +238,7 @@ def test_a_decomposition_that_fails_is_tried_again(monkeypatch):
     training = Training(natgrad.KFAC, refresh=natgrad.Adaptive(natgrad.TraceRule(upper=0.6, lower=0), inverses=2))
     for step in range(2):
         training.step(batch(step))
-    for stack in training.preconditioner.parts.stacks:
+    for stack in training.preconditioner.parts.groups:
         for index in range(len(stack.members)):
             stack.decisions.end_renewal(index, failed=True)  # so that all are renewed at step 2
     fails.append(True)
@@ -298,8 +298,8 @@ def test_what_is_found_unusable_is_renewed_whatever_was_said():
     """By the ladder of fallbacks, of a layer that was stopped: it is captured again, too."""
     training, states = run(natgrad.Adaptive(natgrad.TraceRule(upper=0.6, lower=0.5), factors=1, inverses=2), 8)
     assert verdicts(states[-1])["head.weight"] == STOPPED
-    stack = next(s for s in training.preconditioner.parts.stacks if s.members[0].layer.key == "head.weight")
-    stack.failures.suspected = True
+    stack = next(s for s in training.preconditioner.parts.groups if s.members[0].layer.key == "head.weight")
+    stack.failures.has_invalid = True
     stack.failures.allocate_invalid(stack.device)[:] = True
     training.step(batch(8))
     assert verdicts(training.preconditioner.state_dict())["head.weight"] == RENEWED
@@ -357,7 +357,7 @@ def test_what_drift_is_compared_with_counts_as_memory():
     more = (sum(row.bytes for row in each.preconditioner.explain().rows) for each in (drifting, plain))
     kept = sum(
         tensor.nbytes
-        for stack in drifting.preconditioner.parts.stacks
+        for stack in drifting.preconditioner.parts.groups
         for tensor in stack.decisions.last_averages.values()
     )
     assert next(more) - next(more) == kept > 0

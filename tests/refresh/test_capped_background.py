@@ -68,5 +68,5 @@ def test_what_a_step_waits_for_counts_once(monkeypatch, waits):
     monkeypatch.setattr("natgrad.preconditioner.renewal.background.perf_counter", read)
     for step in range(1, 7):
         training.step(batch(step))
-    pieces = 2 * len(training.preconditioner.parts.stacks)  # A and G
+    pieces = 2 * len(training.preconditioner.parts.groups)  # A and G
     assert training.preconditioner.parts.background.seconds == pytest.approx((1.0 - waits) * pieces)

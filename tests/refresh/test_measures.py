@@ -48,7 +48,7 @@ def apart(preconditioner, measure):
 def _by_key(preconditioner, measure, by):
     return {
         member.layer.key: values
-        for stack in preconditioner.parts.stacks
+        for stack in preconditioner.parts.groups
         for member, values in zip(stack.members, measured(stack, measure, by).T.tolist(), strict=True)
     }
 
@@ -65,7 +65,7 @@ def test_the_trace_is_that_of_the_kronecker_product(form):
 def test_the_trace_of_the_side_of_the_inputs():
     preconditioner = trained(natgrad.KFAC(sides="a"))
     for key, own in factors(preconditioner).items():
-        outputs = next(s.outputs for s in preconditioner.parts.stacks for m in s.members if m.layer.key == key)
+        outputs = next(s.outputs for s in preconditioner.parts.groups for m in s.members if m.layer.key == key)
         expected = sum(torch.trace(A) * outputs for A in own["A"])
         assert numbers(preconditioner, "trace")[key] == pytest.approx(float(expected), rel=1e-12)
 
@@ -94,8 +94,8 @@ def test_the_trace_of_a_table_is_that_of_its_merged_factors():
     preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(), kl_clip=None)
     cross_entropy(model(torch.randint(7, (6, 2))), torch.arange(6) % 3).backward()
     preconditioner.step()
-    table = next(stack for stack in preconditioner.parts.stacks if stack.members[0].layer.form == "one-hot")
-    expected = table.held["vA"].sum() * table.held["vG"].sum()
+    table = next(stack for stack in preconditioner.parts.groups if stack.members[0].layer.form == "one-hot")
+    expected = table.results["vA"].sum() * table.results["vG"].sum()
     assert float(measured(table, "trace")) == pytest.approx(float(expected), rel=1e-10)
 
 
@@ -112,7 +112,7 @@ def test_drift_and_norm_are_those_of_whole_matrices(curvature):
     """A layer's blocks count together, and its factors apart."""
     preconditioner = trained(curvature, steps=2)
     before = factors(preconditioner)
-    for stack in preconditioner.parts.stacks:
+    for stack in preconditioner.parts.groups:
         stack.decisions = DecisionState(stack, compares_averages=True)
         assert torch.equal(measured(stack, "drift", "factor"), torch.full((2, len(stack.members)), torch.inf))
         assert torch.equal(measured(stack, "drift"), torch.full((1, len(stack.members)), torch.inf))
@@ -182,7 +182,7 @@ def test_of_blocks_along_a_side_each_has_its_basis():
     ],
 )
 def test_what_reads_other_statistics_is_decided_on_apart(curvature, parts):
-    for stack in trained(curvature, steps=0).parts.stacks:
+    for stack in trained(curvature, steps=0).parts.groups:
         assert [set(unit.parts) for unit in units(stack, "factor")] == parts
         assert [set(unit.parts) for unit in units(stack, "layer")] == [{task.name for task in stack.tasks}]
 

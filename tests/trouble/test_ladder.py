@@ -121,12 +121,12 @@ def told(preconditioner):
 
 def poison(preconditioner, layer):
     """Spoil what the last renewal has made of a layer."""
-    for stack in preconditioner.parts.stacks:
+    for stack in preconditioner.parts.groups:
         for member in stack.members:
             if member.layer.key.startswith(layer):
-                for name in stack.held:
+                for name in stack.results:
                     if name not in ("samples", "damping", "epoch gradient"):
-                        stack.held[name][member.blocks] = math.nan
+                        stack.results[name][member.blocks] = math.nan
 
 
 def near(actual, expected):
@@ -204,7 +204,7 @@ def test_curvature_that_is_unusable_falls_in_the_same_step_until_the_next_renewa
     reference, xs = Reference(), batches(6)
     reference.kfac.inverses = lambda step: 4
     near(take(model, preconditioner, xs[0]), reference.see(xs[0]))
-    held = preconditioner.parts.stacks[1].held
+    held = preconditioner.parts.groups[1].results
     good = {name: own.clone() for name, own in held.items()}
     for name, value in values.items():
         held[name].fill_(value)

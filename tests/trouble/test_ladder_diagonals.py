@@ -48,7 +48,7 @@ def test_wide_sides(wide):
     preconditioner.step()
     g = 2 * module(x).detach()
     expected = g.square().mean(0)[:, None] * x.square().mean(0)[None, :]
-    torch.testing.assert_close(preconditioner.parts.stacks[0].diagonal(slice(None), 0.0)[0], expected)
+    torch.testing.assert_close(preconditioner.parts.groups[0].diagonal(slice(None), 0.0)[0], expected)
 
 
 def test_inputs_alone():
@@ -57,7 +57,7 @@ def test_inputs_alone():
     x = draw(B, I)
     module(x).square().sum().div(B).backward()
     preconditioner.step()
-    found = preconditioner.parts.stacks[0].diagonal(slice(None), 0.0).expand(1, O, I)
+    found = preconditioner.parts.groups[0].diagonal(slice(None), 0.0).expand(1, O, I)
     torch.testing.assert_close(found[0], x.square().mean(0).expand(O, I))
 
 
@@ -82,7 +82,7 @@ def test_tables(tied, sharing):
     tokens = torch.randint(9, (B, 3), generator=torch.Generator().manual_seed(0))
     model(tokens).square().sum().div(B).backward()
     preconditioner.step()
-    stack = next(one for one in preconditioner.parts.stacks if hasattr(one.curvature, "merged"))
+    stack = next(one for one in preconditioner.parts.groups if hasattr(one.curvature, "merged"))
     merged = stack.curvature.merged(stack.corrected(slice(None), stack.curvature.diagonal_reads))
     G, A = (torch.diag_embed(own) if own.ndim == 2 else own for own in (merged["G"], merged["A"]))
     expected = torch.kron(G[0].tril(), A[0].tril()).diagonal().view(9, 5)
@@ -101,7 +101,7 @@ def test_norm_layers(form, bias):
     g = 3 * output.detach().square()
     normal = (x - x.mean(1, keepdim=True)) / (x.var(1, unbiased=False, keepdim=True) + module.eps).sqrt()
     columns = [(g * normal).square().mean(0), *([g.square().mean(0)] if bias else [])]
-    torch.testing.assert_close(preconditioner.parts.stacks[0].diagonal(slice(None), 0.0)[0], torch.stack(columns, -1))
+    torch.testing.assert_close(preconditioner.parts.groups[0].diagonal(slice(None), 0.0)[0], torch.stack(columns, -1))
 
 
 def test_rank_one():

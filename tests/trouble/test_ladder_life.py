@@ -55,7 +55,7 @@ def test_a_factor_of_the_damping_holds_for_the_diagonal_too():
     curvature = Failing()
     curvature.inputs = 4
     model, preconditioner = make(curvature)
-    for stack in preconditioner.parts.stacks:
+    for stack in preconditioner.parts.groups:
         stack.factor = 3.0
     reference, (x,) = Reference(), batches(1)
     reference.see(x)
@@ -71,7 +71,7 @@ def test_a_quadratic_model_leaves_out_what_is_unusable():
         take(model, preconditioner, x)
         if not index:
             poison(preconditioner, "2")
-    first, last = preconditioner.parts.stacks
+    first, last = preconditioner.parts.groups
     ones = torch.ones(1, 4, 4, dtype=torch.float64)
     assert first.fisher_product(ones).any()
     assert first.fisher_product(ones).isfinite().all()

@@ -228,7 +228,7 @@ class Averager(ABC):
             AveragingError: on all ranks, naming what differs and on which ranks.
         """
         rank = dist.get_rank() if dist.is_initialized() else 0
-        check_alike(self.grid.everywhere((rank, values)))
+        check_alike(self.grid.all_gather_objects((rank, values)))
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent inside its node and between nodes, in all and by kind of message.
@@ -362,7 +362,7 @@ def repeat_to_equal_length(grid: Grid, loader: Any, *, repeat: bool) -> Iterator
     Raises:
         AveragingError: on all ranks, if one has no batch to repeat.
     """
-    lengths = grid.everywhere(len(loader))
+    lengths = grid.all_gather_objects(len(loader))
     if repeat and not all(lengths) and any(lengths):
         raise AveragingError(f"ranks without a single batch to repeat: {[r for r, n in enumerate(lengths) if not n]}")
     yield from loader

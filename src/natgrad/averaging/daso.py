@@ -409,7 +409,7 @@ class DASO(Averager):
         if pending["turn"] is None or per_rank:
             return converted
         messages = {name: converted[name] for name in ("sent", "summed")}
-        kept = [found for found in self.grid.inside.everywhere(messages) if found["summed"]]
+        kept = [found for found in self.grid.inside.all_gather_objects(messages) if found["summed"]]
         return converted | (kept[0] if kept and not messages["summed"] else messages)
 
     def _check_wrapper(self) -> bool:

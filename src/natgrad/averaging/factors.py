@@ -32,34 +32,34 @@ class Factors(AveragedTensors):
         self._preconditioner = preconditioner
 
     def _kept(self) -> Iterator[tuple[BlockGroup, list[Tensor], list[str]]]:
-        """Yield the stacks that this rank keeps averages of, their weights, and which averages can be merged.
+        """Yield the groups that this rank keeps averages of, their weights, and which averages can be merged.
 
-        Also stacks without statistics yet, with weight 0: another node may have some.
+        Also groups without statistics yet, with weight 0: another node may have some.
         """
-        for stack in self._preconditioner.parts.stacks:
-            names = [spec.name for spec in stack.statistics if spec.decayed and spec.name not in stack.restarting]
-            if stack.role.keeps_averages and names:
-                stack.allocate_averages()
-                yield stack, stack.weights, names
+        for group in self._preconditioner.parts.groups:
+            names = [spec.name for spec in group.statistics if spec.decayed and spec.name not in group.restarting]
+            if group.role.keeps_averages and names:
+                group.allocate_averages()
+                yield group, group.weights, names
 
     def _read(self) -> list[Tensor]:
         tensors = []
-        for stack, weights, names in self._kept():
-            tensors += [*(weight.clone() for weight in weights), *(stack.averages.read(name, _ALL) for name in names)]
+        for group, weights, names in self._kept():
+            tensors += [*(weight.clone() for weight in weights), *(group.averages.read(name, _ALL) for name in names)]
         return tensors
 
     def _write(self, tensors: Sequence[Tensor]) -> None:
         merged = iter(tensors)
-        for stack, weights, names in self._kept():
+        for group, weights, names in self._kept():
             fresh, weight = [next(merged) for _ in weights], weights[0]
             for name in names:
-                stack.averages.write(name, _ALL, next(merged))
+                group.averages.write(name, _ALL, next(merged))
             # What is not averaged is divided by the same weight later.
             gain = torch.where(weight > 0, fresh[0] / weight.clamp(min=torch.finfo(weight.dtype).tiny), 1)
-            for spec in stack.statistics:
+            for spec in group.statistics:
                 if spec.name not in names and spec.decayed:
-                    value = stack.averages.read(spec.name, _ALL)
-                    stack.averages.write(spec.name, _ALL, value * along(gain, value.ndim - 1))
+                    value = group.averages.read(spec.name, _ALL)
+                    group.averages.write(spec.name, _ALL, value * along(gain, value.ndim - 1))
             torch._foreach_copy_(weights, fresh)
 
 
@@ -67,7 +67,7 @@ def describe(preconditioner: Preconditioner | None) -> str | None:
     """Describe what has to be the same on all nodes for factors to be averaged; None: there are no factors."""
     if preconditioner is None:
         return None
-    kinds = dict.fromkeys(type(stack.curvature).__name__ for stack in preconditioner.parts.stacks)
+    kinds = dict.fromkeys(type(group.curvature).__name__ for group in preconditioner.parts.groups)
     return f"{' and '.join(kinds)} by the plan {preconditioner.parts.structure.digest():08x}"
 
 
@@ -84,7 +84,7 @@ def check_owners(preconditioner: Preconditioner, grid: Grid) -> None:
         ValueError: if the preconditioner works over other ranks than those of the node, or nodes are not equal.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    theirs, ours = (runtime.everywhere(rank) for runtime in (preconditioner.parts.runtime, grid.inside))
+    theirs, ours = (runtime.all_gather_objects(rank) for runtime in (preconditioner.parts.runtime, grid.inside))
     allowed = f"one over the ranks of its node ({ours}), as with mesh=mesh['local']"
     require(theirs == ours, "preconditioner", f"a Preconditioner over ranks {theirs}", allowed)
     equal = len(set(grid.sizes)) == 1

@@ -47,7 +47,9 @@ class Ring:
         require(world % self.ranks == 0, "ranks", ranks, f"a divisor of {world}")
         start = rank - rank % self.ranks
         following = start + (rank - start + 1) % self.ranks
-        self._link = grid.inside if dict(grid.everywhere((rank, grid.node)))[following] == grid.node else grid.between
+        self._link = (
+            grid.inside if dict(grid.all_gather_objects((rank, grid.node)))[following] == grid.node else grid.between
+        )
 
     def mean_(self, tensor: Tensor, kind: str) -> None:
         """Average a tensor over the whole world, in place, and wait."""

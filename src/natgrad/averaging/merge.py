@@ -207,7 +207,7 @@ class Momenta:
     def agree(self, grid: Grid) -> None:
         """Find out which all ranks have; collective, and waits."""
         found = [(name, key) for name, parameter in self._parameters().items() for key in self._keys(parameter)]
-        everywhere = grid.everywhere(found)
+        everywhere = grid.all_gather_objects(found)
         common = set(found).intersection(*everywhere)
         self.known = [pair for pair in everywhere[0] if pair in common]
 

@@ -97,7 +97,7 @@ def _check_same(nodes: Nodes | DeviceMesh | None) -> None:
     elif nodes is not None:
         given = [list(ranks) for ranks in nodes.grid] if isinstance(nodes, Nodes) else nodes
     world = Communicator(dist.group.WORLD)
-    check_alike(world.everywhere((world.rank, {"nodes": given})))
+    check_alike(world.all_gather_objects((world.rank, {"nodes": given})))
 
 
 class Grid:
@@ -188,14 +188,14 @@ class Grid:
         """The weight of each node: its share of the ranks times the number of nodes, which is 1 for equal nodes."""
         return [self.nodes * size / self.ranks for size in self.sizes]
 
-    def everywhere(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the value of each rank, anything picklable, by node and local index; collective, and waits."""
-        found = self.inside.everywhere(value)
+        found = self.inside.all_gather_objects(value)
         if self.nodes == 1:
             return found
         if self.local == 0:
-            found = [answer for node in self.between.everywhere(found) for answer in node]
-        answers: list[Any] = self.inside.everywhere(found if self.local == 0 else None)[0]
+            found = [answer for node in self.between.all_gather_objects(found) for answer in node]
+        answers: list[Any] = self.inside.all_gather_objects(found if self.local == 0 else None)[0]
         return answers
 
     def traffic(self) -> dict[str, int]:

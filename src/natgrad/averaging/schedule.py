@@ -288,7 +288,7 @@ class MeanLoss:
 
     def over(self, grid: Grid) -> float | None:
         """Return the mean over all batches of all ranks, and begin anew; None: no loss was known; collective."""
-        found = grid.everywhere((float(self._sum), self._count))
+        found = grid.all_gather_objects((float(self._sum), self._count))
         self._sum, self._count = 0.0, 0
         count = sum(number for _, number in found)
         return sum(loss for loss, _ in found) / count if count else None

@@ -88,21 +88,21 @@ class Capture:
         self.seconds = 0.0
         self.ambiguous: Samples | None = None
 
-    def attach(self, stacks: list[BlockGroup], sums: StatisticsBuffer, rows: Collected) -> None:
-        """Capture the layers of `stacks` into `sums` and `rows`, instead of earlier ones."""
+    def attach(self, groups: list[BlockGroup], sums: StatisticsBuffer, rows: Collected) -> None:
+        """Capture the layers of `groups` into `sums` and `rows`, instead of earlier ones."""
         self.detach()
         self.sums, self.rows = sums, rows
         self._owners = owners(self._root)
-        for stack in stacks:
-            for member in stack.members:
-                self._layers[member.layer.name] = (member.layer, stack.curvature)
-                self._places[member.layer.name] = (stack, member)
-                if stack.role.captures:
+        for group in groups:
+            for member in group.members:
+                self._layers[member.layer.name] = (member.layer, group.curvature)
+                self._places[member.layer.name] = (group, member)
+                if group.role.captures:
                     self.captured.add(member.layer.name)
-                    self.replays |= {member.layer.name} if stack.replayed_statistics else set()
+                    self.replays |= {member.layer.name} if group.replayed_statistics else set()
         self.audit.attach([layer for layer, _ in self._layers.values()])
         self.forward.script = Recording(self._root) if self.records_passes or (self.wanted and self.replays) else None
-        if any(stack.curvature.likelihood is not None for stack in stacks):
+        if any(group.curvature.likelihood is not None for group in groups):
             compiled.allow_two_passes()
 
     def detach(self) -> None:
@@ -249,14 +249,14 @@ class Capture:
         script = self.forward.script
         return script.of(self.backwards) if isinstance(script, Recording) else []
 
-    def replaying(self, stacks: list[BlockGroup], sums: StatisticsBuffer, repetition: Repetition) -> Capture:
+    def replaying(self, groups: list[BlockGroup], sums: StatisticsBuffer, repetition: Repetition) -> Capture:
         """Return a capture for passes that repeat the recorded ones, which adds to `sums`.
 
         It does not repeat warnings.
         """
         replay = Capture(self._root, reductions=self._reductions, counts_samples=False, audit=GradientAudit(off=True))
         replay._terms, replay._replaying = self._terms.anew(), True
-        replay.attach(stacks, sums, Collected([], None))
+        replay.attach(groups, sums, Collected([], None))
         replay.forward.script = repetition
         return replay
 
@@ -383,9 +383,9 @@ class Capture:
 
     def _accumulate(self, name: str, inputs: Rows, gradients: Rows, scale: float) -> None:
         """Add one use of a layer to its sums."""
-        stack, member = self._places[name]
-        computed = stack.seen_by(member) if stack.computed_for_capture else None
-        self.sums.add(name, lambda sums: stack.curvature.accumulate(sums, inputs, gradients, scale, computed))
+        group, member = self._places[name]
+        computed = group.read_for_capture(member) if group.computed_for_capture else None
+        self.sums.add(name, lambda sums: group.curvature.accumulate(sums, inputs, gradients, scale, computed))
 
     def _pool(self, use: LayerCall, task: int, inputs: Rows, gradients: Rows, scale: float) -> None:
         name = use.primary.name

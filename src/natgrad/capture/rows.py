@@ -37,21 +37,21 @@ class Collected:
         tallies: The number of samples of each layer.
     """
 
-    def __init__(self, stacks: Iterable[BlockGroup], wire: torch.dtype | None, origin: Origin | None = None) -> None:
+    def __init__(self, groups: Iterable[BlockGroup], wire: torch.dtype | None, origin: Origin | None = None) -> None:
         """Start without rows.
 
         Args:
-            stacks: The groups with gathered statistics.
+            groups: The groups with gathered statistics.
             wire: The dtype in which rows are sent. bfloat16 rows are also kept in it; float16 rows are not, because
                 small numbers would be lost without the scale of a message.
             origin: The rank that the rows belong to. None: there is one process.
         """
-        self._stacks = {member.layer.name: stack for stack in stacks for member in stack.members}
+        self._groups = {member.layer.name: group for group in groups for member in group.members}
         self._narrow = wire if wire == torch.bfloat16 else None
         self.wanted = True
         self.origin = Origin() if origin is None else origin
         self._rows: dict[str, list[tuple[int, Tensor, Tensor, float]]] = {}
-        self.tallies = {name: SampleCount() for name in self._stacks}
+        self.tallies = {name: SampleCount() for name in self._groups}
 
     def add(self, layer: str, inputs: Tensor, gradients: Tensor, scale: float) -> None:
         """Keep the rows of one backward pass.
@@ -62,7 +62,7 @@ class Collected:
             gradients: Rows g ``[n, B, o]``, times ``1 / scale``; copied.
             scale: The factor that makes them those of per-sample losses.
         """
-        dtype = self._narrow or self._stacks[layer].dtype
+        dtype = self._narrow or self._groups[layer].dtype
         own = inputs.to(dtype), gradients.to(dtype, copy=True)
         self._rows.setdefault(layer, []).append((self.origin.rank, *own, scale))
 
@@ -87,7 +87,7 @@ class Collected:
         Returns:
             ``[n, m, i]`` and ``[n, m, o]``, in at least float32, read-only: they may be the layer's inputs.
         """
-        dtype, rows = at_least_float32(self._stacks[layer].work_dtype), self._rows.pop(layer)
+        dtype, rows = at_least_float32(self._groups[layer].work_dtype), self._rows.pop(layer)
         inputs = joined([one.to(dtype) for _, one, _, _ in rows], 1)
         return inputs, joined([one.to(dtype) * (scale * gain) for _, _, one, scale in rows], 1)
 

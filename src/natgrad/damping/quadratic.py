@@ -29,7 +29,7 @@ class Model:
     """This rank's part of the quadratic model at one step.
 
     Attributes:
-        stacks: All stacks, each with the rank that accounts for it.
+        groups: All groups, each with the rank that accounts for it.
         damping: γ.
         scale: The factor that makes raw gradients those of the mean loss.
         shares: The rows that this rank evaluates, by the ``id`` of the slot: raw gradients, and parameters before the
@@ -37,27 +37,27 @@ class Model:
         others: The same for parameters without curvature, with their names.
     """
 
-    stacks: list[tuple[BlockGroup, int]]
+    groups: list[tuple[BlockGroup, int]]
     damping: float
     scale: float | Tensor
     shares: dict[int, tuple[Tensor | None, Tensor]]
     others: list[tuple[str, nn.Parameter, Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, stacks: Sequence[BlockGroup], runtime: Communicator, damping: float, scale: float | Tensor) -> Model:
+    def of(cls, groups: Sequence[BlockGroup], runtime: Communicator, damping: float, scale: float | Tensor) -> Model:
         """Copy the raw gradients and the parameters of layers, before preconditioning."""
-        pairs, rows = list(zip(stacks, accountants(stacks), strict=True)), Rows(runtime)
+        pairs, rows = list(zip(groups, accountants(groups), strict=True)), Rows(runtime)
         shares = {
             id(slot): (_copy(held_rows(slot, rows.held(slot))), _parameter(slot, rows.held(slot)).clone())
-            for stack, accountant in pairs
-            for slot in slots_of(stack)
+            for group, accountant in pairs
+            for slot in slots_of(group)
             if rows.counts(slot, accountant)
         }
         return cls(pairs, damping, scale, shares)
 
-    def take_others(self, model: nn.Module, stacks: Iterable[BlockGroup], runtime: Communicator) -> None:
+    def take_others(self, model: nn.Module, groups: Iterable[BlockGroup], runtime: Communicator) -> None:
         """Copy those of parameters without curvature, when all ranks have their gradients."""
-        known = {id(slot.parameter) for stack in stacks for member in stack.members for slot in member.layer.slots}
+        known = {id(slot.parameter) for group in groups for member in group.members for slot in member.layer.slots}
         rest = [(name, p) for name, p in model.named_parameters() if p.grad is not None and id(p) not in known]
         for name, parameter in rest:
             assert parameter.grad is not None
@@ -89,29 +89,29 @@ class Model:
     def _add_layers(self, linear: Tensor, curved: Tensor, runtime: Communicator) -> None:
         """Add this rank's part of the groups in place. Collective if any is sharded."""
         rows, changes = Rows(runtime), {}
-        for stack, accountant in self.stacks:
-            for slot in slots_of(stack):
+        for group, accountant in self.groups:
+            for slot in slots_of(group):
                 if rows.counts(slot, accountant):
                     gradient, before = self.shares[id(slot)]
                     D = changes[id(slot)] = _parameter(slot, rows.held(slot)) - before
                     if gradient is not None:
                         linear += _inner(gradient, D).to(linear) * self.scale
-                    curved += (self.damping * stack.factor * _inner(D, D)).to(curved)
-        whole = rows.whole([(stack, (accountant,)) for stack, accountant in self.stacks], changes, "replay")
-        for stack, _ in self.stacks:
-            if id(stack) in whole:
-                D = whole[id(stack)]
-                curved += _inner(D, stack.fisher_product(D)).to(curved)
+                    curved += (self.damping * group.factor * _inner(D, D)).to(curved)
+        whole = rows.whole([(group, (accountant,)) for group, accountant in self.groups], changes, "replay")
+        for group, _ in self.groups:
+            if id(group) in whole:
+                D = whole[id(group)]
+                curved += _inner(D, group.fisher_product(D)).to(curved)
 
 
-def accounted(stacks: Sequence[BlockGroup], rank: int) -> list[BlockGroup]:
+def accounted(groups: Sequence[BlockGroup], rank: int) -> list[BlockGroup]:
     """Return the groups that a rank accounts for."""
-    return [stack for stack, accountant in zip(stacks, accountants(stacks), strict=True) if accountant == rank]
+    return [group for group, accountant in zip(groups, accountants(groups), strict=True) if accountant == rank]
 
 
-def accountants(stacks: Sequence[BlockGroup]) -> list[int]:
+def accountants(groups: Sequence[BlockGroup]) -> list[int]:
     """Return the rank that accounts for each group: one of its workers, in turn."""
-    workers = [stack.role.seat.workers for stack in stacks]
+    workers = [group.role.seat.workers for group in groups]
     return [own[index % len(own)] for index, own in enumerate(workers)]
 
 

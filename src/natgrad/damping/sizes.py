@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def extent(
-    stacks: Sequence[BlockGroup], runtime: Communicator, device: torch.device, clip: Clip, scale: float | Tensor
+    groups: Sequence[BlockGroup], runtime: Communicator, device: torch.device, clip: Clip, scale: float | Tensor
 ) -> Extent:
     """Return the argument of `Adaptation.measure`.
 
@@ -32,32 +32,32 @@ def extent(
     Collective, in one message on `device`.
 
     Args:
-        stacks: All layers with curvature.
+        groups: All layers with curvature.
         runtime: The ranks.
         device: The device of the message.
         clip: The KL clip of the step.
         scale: The factor that makes raw gradients those of the mean loss.
     """
-    counts = [stack.parameters(member) for stack in stacks for member in stack.members]
+    counts = [group.parameters(member) for group in groups for member in group.members]
     layers, start, rows = len(counts), 0, Rows(runtime)
     message = torch.zeros(2 * layers + 2, dtype=torch.float64, device=device)
-    for stack, accountant in zip(stacks, accountants(stacks), strict=True):
-        stop = start + len(stack.members)
-        if accountant == runtime.rank and stack.weight is not None:
-            own = measured(stack, "trace")[0].double() / tensor_on(stack.device, counts[start:stop])
+    for group, accountant in zip(groups, accountants(groups), strict=True):
+        stop = start + len(group.members)
+        if accountant == runtime.rank and group.weight is not None:
+            own = measured(group, "trace")[0].double() / tensor_on(group.device, counts[start:stop])
             message[start:stop] = own.nan_to_num(0.0, 0.0, 0.0).to(device)
-        for index, member in enumerate(stack.members, layers + start):
+        for index, member in enumerate(group.members, layers + start):
             held = [held_rows(slot, rows.held(slot)) for slot in member.layer.slots if rows.counts(slot, accountant)]
             for gradient in held:
                 if gradient is not None:
                     message[index] += (_square(gradient) * scale**2).to(device)
         start = stop
-    slots = {id(slot.parameter): slot for stack in stacks for one in stack.members for slot in one.layer.slots}
+    slots = {id(slot.parameter): slot for group in groups for one in group.members for slot in one.layer.slots}
     for slot in slots.values():
         parameter = slot.parameter.detach()
         square = local(parameter).double().square().sum().to(device)
         message[-2] += square / copies(slot.name, parameter, runtime.ranks)
-    message[-1] = float(runtime.rank == 0) * _rate(stacks, clip) / scale
+    message[-1] = float(runtime.rank == 0) * _rate(groups, clip) / scale
     if runtime.ranks > 1 and layers:
         runtime.sum_(message, {"counters": len(message)})
     *told, length, rate = message.tolist()
@@ -78,13 +78,15 @@ def _square(part: Tensor) -> Tensor:
     return norm.square()
 
 
-def _rate(stacks: Sequence[BlockGroup], clip: Clip) -> float:
+def _rate(groups: Sequence[BlockGroup], clip: Clip) -> float:
     """Return the largest learning rate of layers with curvature, including those of schedulers; 0 if not needed."""
     if clip.optimizer is None or not isinstance(clip.bound, (int, float)):
         return 0.0
-    covered = {id(slot.parameter) for stack in stacks for member in stack.members for slot in member.layer.slots}
-    groups = [
-        one for one in clip.optimizer.param_groups if any(id(parameter) in covered for parameter in one["params"])
+    covered = {id(slot.parameter) for group in groups for member in group.members for slot in member.layer.slots}
+    used = [
+        options
+        for options in clip.optimizer.param_groups
+        if any(id(parameter) in covered for parameter in options["params"])
     ]
-    rates = (group.get(name) for group in groups for name in ("lr", "initial_lr", "max_lr"))
+    rates = (options.get(name) for options in used for name in ("lr", "initial_lr", "max_lr"))
     return max((float(rate) for rate in rates if rate is not None), default=0.0)

@@ -67,7 +67,7 @@ class TrustRegion:
             require(fits, "curvature", curvature, allowed)
 
     def hold(
-        self, gradients: Gradients, optimizer: torch.optim.Optimizer, runtime: Communicator, *, apart: bool
+        self, gradients: Gradients, optimizer: torch.optim.Optimizer, runtime: Communicator, *, shares_work: bool
     ) -> Tensor | float:
         """Change preconditioned gradients so that the optimizer's step stays within the bound, and return s.
 
@@ -75,24 +75,24 @@ class TrustRegion:
             gradients: Of all groups; blocks that are not finite are zero.
             optimizer: The SGD.
             runtime: The ranks.
-            apart: Whether each rank holds the curvature of some layers only.
+            shares_work: Whether each rank holds the curvature of some layers only.
         """
-        stacks, rules = [entry.stack for entry in gradients.entries], _rules(optimizer)
-        apart = apart or any(map(has_shards, stacks))  # no rank alone has all rows
-        mine = {id(stack) for stack in (accounted(stacks, runtime.rank) if apart else stacks)}
-        rows = _Added.of(stacks, rules, runtime)
+        groups, rules = [entry.group for entry in gradients.entries], _rules(optimizer)
+        shares_work = shares_work or any(map(has_shards, groups))  # no rank alone has all rows
+        mine = {id(group) for group in (accounted(groups, runtime.rank) if shares_work else groups)}
+        rows = _Added.of(groups, rules, runtime)
         beside = [rows.beside(entry) for entry in gradients.entries]
         total: Tensor | None = None
         for entry, B in zip(gradients.entries, beside, strict=True):
-            if id(entry.stack) in mine:
-                D = _whole(entry, entry.V + B) * _rates(entry.stack, lambda slot: rules[id(slot.parameter)].rate(slot))
-                own = torch.linalg.vecdot(D.flatten(), entry.stack.fisher_product(D).flatten()).double()
+            if id(entry.group) in mine:
+                D = _whole(entry, entry.V + B) * _rates(entry.group, lambda slot: rules[id(slot.parameter)].rate(slot))
+                own = torch.linalg.vecdot(D.flatten(), entry.group.fisher_product(D).flatten()).double()
                 total = own if total is None else total + own.to(total)
-        if not stacks:
+        if not groups:
             return 1.0
-        total = torch.zeros((), dtype=torch.float64, device=stacks[0].device) if total is None else total
-        if apart and runtime.ranks > 1:
-            message = total.to(stacks[0].device).reshape(1)
+        total = torch.zeros((), dtype=torch.float64, device=groups[0].device) if total is None else total
+        if shares_work and runtime.ranks > 1:
+            message = total.to(groups[0].device).reshape(1)
             runtime.sum_(message, {"counters": 1})
             total = message[0]
         s = (2 * self.radius / total).sqrt().clamp(max=1.0).nan_to_num(1.0)
@@ -170,26 +170,26 @@ class _Added:
         self._rows, self._values, self._whole = rows, values, whole
 
     @classmethod
-    def of(cls, stacks: Sequence[BlockGroup], rules: _Rules, runtime: Communicator) -> _Added:
+    def of(cls, groups: Sequence[BlockGroup], rules: _Rules, runtime: Communicator) -> _Added:
         """Collect the rows on the ranks that account for the groups. Collective if anything is added."""
         rows, values = Rows(runtime), dict[int, Tensor]()
         added = [
-            (stack, (accountant,))
-            for stack, accountant in zip(stacks, accountants(stacks), strict=True)
-            if any(rules[id(slot.parameter)].adds for slot in slots_of(stack))
+            (group, (accountant,))
+            for group, accountant in zip(groups, accountants(groups), strict=True)
+            if any(rules[id(slot.parameter)].adds for slot in slots_of(group))
         ]
-        for stack, _ in added:
-            for slot in slots_of(stack):
+        for group, _ in added:
+            for slot in slots_of(group):
                 values[id(slot)] = rules[id(slot.parameter)].added(slot, rows.held(slot))
         return cls(rows, values, rows.whole(added, values, "gradients"))
 
     def beside(self, entry: Entry) -> Tensor | float:
         """Return the additions as blocks ``[n, o, i]``, zero where this rank does not have them."""
-        if entry.shares is not None or id(slots_of(entry.stack)[0]) not in self._values:
+        if entry.shares is not None or id(slots_of(entry.group)[0]) not in self._values:
             return 0.0
-        stack, places = entry.stack, entry.places()
-        found = self._whole[id(stack)] if id(stack) in self._whole else self._rows.own(stack, self._values)
-        return found if places is None else found[tensor_on(stack.device, places)]
+        group, places = entry.group, entry.places()
+        found = self._whole[id(group)] if id(group) in self._whole else self._rows.own(group, self._values)
+        return found if places is None else found[tensor_on(group.device, places)]
 
     def hold(self, entry: Entry, s: Tensor) -> None:
         """Make the optimizer's step s times as long in this rank's rows of layers that other ranks precondition."""
@@ -240,22 +240,22 @@ def _whole(entry: Entry, values: Tensor) -> Tensor:
     places = entry.places()
     if places is None:
         return values
-    whole = values.new_zeros(entry.stack.size, *values.shape[1:])
-    whole[tensor_on(entry.stack.device, places)] = values
+    whole = values.new_zeros(entry.group.size, *values.shape[1:])
+    whole[tensor_on(entry.group.device, places)] = values
     return whole
 
 
-def _rates(stack: BlockGroup, of: Callable[[Slot], float | Tensor]) -> float | Tensor:
+def _rates(group: BlockGroup, of: Callable[[Slot], float | Tensor]) -> float | Tensor:
     """Return a number per parameter of a group as one number, or as blocks ``[N, o, i]`` if they differ."""
-    values = [of(slot) for slot in slots_of(stack)]
+    values = [of(slot) for slot in slots_of(group)]
     if not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1:
         return values[0]
-    dtype, device = stack.work_dtype, stack.device
+    dtype, device = group.work_dtype, group.device
     # Filled on the device, because copying numbers would make the host wait.
     numbers = {
         id(slot): value.to(device, dtype)
         if isinstance(value, Tensor)
         else torch.full((), value, dtype=dtype, device=device)
-        for slot, value in zip(slots_of(stack), values, strict=True)
+        for slot, value in zip(slots_of(group), values, strict=True)
     }
-    return stacked(stack, lambda slot: numbers[id(slot)].expand(slot.parameter.shape))
+    return stacked(group, lambda slot: numbers[id(slot)].expand(slot.parameter.shape))

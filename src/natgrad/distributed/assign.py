@@ -123,7 +123,7 @@ def _owners(
         column, work, weight = column_of[key], plan.layers[key], weights[key, part]
         load = loads[column]
         cheaper = placement.rule.decomposes_everywhere and _is_cheaper_everywhere(placement, work, part)
-        if cheaper or part in work.everywhere:
+        if cheaper or part in work.on_every_worker:
             owners[key][part] = None
             load.add(slice(None), weight)
         elif placement.owners == "round-robin":
@@ -138,7 +138,7 @@ def _is_cheaper_everywhere(placement: Placement, work: LayerDemand, part: str) -
     """Return whether every rank decomposes a part sooner than it would receive the result (SPD-KFAC, section IV-B)."""
     if work.rows is not None:
         return False  # the batch decides the number of rows, and so the size of the result
-    size = work.results.get(part, 0) * work.travels
+    size = work.results.get(part, 0) * work.bytes_per_element
     return placement.link.work(work.parts[part]) < placement.link.message(size)
 
 

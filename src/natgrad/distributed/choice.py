@@ -113,7 +113,7 @@ def _products(plan: Plan[Key]) -> float:
     speeds = plan.placement.speeds or (1.0,) * plan.ranks
     work = [0.0] * plan.columns
     for key in plan.seats:
-        work[plan.home(key)] += plan.layers[key].solve
+        work[plan.column_of(key)] += plan.layers[key].solve
     return max(work[rank % plan.columns] / speeds[rank] for rank in range(plan.ranks)) / plan.placement.link.products
 
 
@@ -123,7 +123,7 @@ def _shards(plan: Plan[Key], row: Link) -> float:
         return 0.0
     sizes = [0.0] * plan.columns
     for key, layer in plan.layers.items():
-        sizes[plan.home(key)] += layer.gradients * layer.itemsize / (len(layer.shards) or 1)
+        sizes[plan.column_of(key)] += layer.gradients * layer.itemsize / (len(layer.shards) or 1)
     total, others = sum(sizes), plan.columns - 1
     return row.message(max(max(others * size, total - size) for size in sizes))
 
@@ -135,7 +135,7 @@ def _collection(plan: Plan[Key]) -> float:
     for key, layer in plan.layers.items():
         if layer.shards:
             S = len(layer.shards)
-            sizes[plan.home(key)] += sum(layer.shards) * layer.itemsize
+            sizes[plan.column_of(key)] += sum(layer.shards) * layer.itemsize
     if not any(sizes):
         return 0.0
     # A rank sends its share of each layer to the layer's workers among the S ranks of its replica, and receives the
@@ -152,7 +152,7 @@ def _reduction(plan: Plan[Key], cycle: Cycle) -> float:
         return 0.0
     sizes = [0] * plan.columns
     for key, layer in plan.layers.items():
-        sizes[plan.home(key)] += layer.gradients * layer.itemsize
+        sizes[plan.column_of(key)] += layer.gradients * layer.itemsize
     ranks = range(plan.ranks)
     to_owners = Exchange("reduced", ranks, tuple(sizes), True)
     exchange = to_owners if plan.columns == plan.ranks else Exchange("reduced", ranks, sum(sizes))

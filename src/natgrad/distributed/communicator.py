@@ -119,7 +119,7 @@ class Communicator:
         if self.group is None or (len(key[0]) == self.ranks and not purpose):
             return self.group
         if key not in self._known:
-            offers = self.everywhere(groups.offer(self.group, key))
+            offers = self.all_gather_objects(groups.offer(self.group, key))
             with self.talking():
                 self._known[key] = groups.subgroup(self.group, key, offers)
         return self._known[key]
@@ -131,7 +131,7 @@ class Communicator:
 
     # --- Objects and numbers ------------------------------------------------------------------------------------
 
-    def everywhere(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the value of each rank, any picklable object whose tensors are on the host; collective."""
         found: list[Any] = [value]
         if self.ranks > 1:

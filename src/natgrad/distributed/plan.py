@@ -44,7 +44,7 @@ class LayerDemand:
         parts: The work of each task, in multiply-adds.
         sums: Elements of its statistics as they are sent (triangles of symmetric matrices).
         replayed: Elements of the statistics of a second pass over the batch.
-        everywhere: The tasks that every worker runs for itself.
+        on_every_worker: The tasks that every worker runs for itself.
         results: Elements of the result of each task as they are sent.
         rows: The rows of samples, where these are sent in place of sums.
         gradients: Elements of its gradient.
@@ -63,7 +63,7 @@ class LayerDemand:
     parts: Mapping[str, float]
     sums: int = 0
     replayed: int = 0
-    everywhere: frozenset[str] = frozenset()
+    on_every_worker: frozenset[str] = frozenset()
     results: Mapping[str, int] = field(default_factory=dict)
     rows: Rows | None = None
     gradients: int = 0
@@ -83,7 +83,7 @@ class LayerDemand:
         return sum(self.parts.values())
 
     @property
-    def travels(self) -> int:
+    def bytes_per_element(self) -> int:
         """Bytes of each element of sums and results as they are sent."""
         return self.itemsize if self.wire is None else self.wire
 
@@ -192,9 +192,9 @@ class Plan(Printed, Generic[Key]):
 
     def server(self, key: Key, rank: int) -> int:
         """Return the worker of a layer that sends `rank` the preconditioned gradient: itself, if it is one."""
-        return rank - rank % self.columns + self.home(key)
+        return rank - rank % self.columns + self.column_of(key)
 
-    def home(self, key: Key) -> int:
+    def column_of(self, key: Key) -> int:
         """Return the column of a layer."""
         return self.seats[key].workers[0] % self.columns
 
@@ -265,7 +265,7 @@ class Plan(Printed, Generic[Key]):
         """
         local = self._local(samples)
         rows = [self.row(rank) for rank in range(0, self.ranks, self.columns)]
-        widths = {key: layer.travels if in_bytes else 1 for key, layer in self.layers.items()}
+        widths = {key: layer.bytes_per_element if in_bytes else 1 for key, layer in self.layers.items()}
         sums = {key: layer.sums * widths[key] for key, layer in self.layers.items()}
         replayed = {key: layer.replayed * widths[key] for key, layer in self.layers.items()}
         factors = self._sum_exchanges("factors", sums) + self._sum_exchanges("replay", replayed)
@@ -280,8 +280,8 @@ class Plan(Printed, Generic[Key]):
         if self.columns > 1 and not self._is_sharded:
             gradients, counters = [0] * self.columns, [0] * self.columns
             for key, layer in self.layers.items():
-                gradients[self.home(key)] += layer.gradients * (layer.itemsize if in_bytes else 1)
-                counters[self.home(key)] += layer.blocks + 2  # <V, W>; what has served it, and trouble
+                gradients[self.column_of(key)] += layer.gradients * (layer.itemsize if in_bytes else 1)
+                counters[self.column_of(key)] += layer.blocks + 2  # <V, W>; what has served it, and trouble
             for row in rows:
                 step += [Exchange("gradients", row, tuple(gradients)), Exchange("counters", row, tuple(counters))]
         found: dict[Moment, list[Exchange]] = {"factors": factors, "inverses": inverses, "step": step}
@@ -297,8 +297,8 @@ class Plan(Printed, Generic[Key]):
             if where == "all":
                 everywhere, layers = everywhere + size, layers + 1
             elif where == "worker":
-                owned[self.home(key)] += size
-                counters[self.home(key)] += 2
+                owned[self.column_of(key)] += size
+                counters[self.column_of(key)] += 2
         ranks = range(self.ranks)
         if layers:
             every += [Exchange(kind, ranks, everywhere), Exchange("counters", ranks, 2 * layers)]
@@ -391,7 +391,7 @@ class Plan(Printed, Generic[Key]):
         held = [sum(self.layers[key].averages for key, seat in self.seats.items() if seat.sums == "all")] * self.columns
         for key, seat in self.seats.items():
             received = 0 if seat.sums == "all" else self.layers[key].averages
-            held[self.home(key)] += received + self.layers[key].held
+            held[self.column_of(key)] += received + self.layers[key].held
         return held
 
     def renewal(self, rank: int) -> float:
@@ -404,7 +404,7 @@ class Plan(Printed, Generic[Key]):
         for key, seat in self.seats.items():
             for part, owner in seat.owners.items():
                 if owner is None:
-                    everywhere[self.home(key)] += self.weight(key, part)
+                    everywhere[self.column_of(key)] += self.weight(key, part)
                     continue
                 renewals[owner] += self.weight(key, part)
         return [own + everywhere[rank % self.columns] for rank, own in enumerate(renewals)]

@@ -37,7 +37,7 @@ def _ranks(plan: Plan[Any]) -> Table:
     total = sum(plan.weights.values()) or 1.0
     layers = [0] * plan.columns
     for key in plan.seats:
-        layers[plan.home(key)] += 1
+        layers[plan.column_of(key)] += 1
     if plan.ranks <= _RANKS:
         parts = _parts(plan)
         for rank in range(plan.ranks):

@@ -30,7 +30,7 @@ def check_reduction(model: nn.Module, runtime: Communicator, gradients: str) -> 
         NatgradError: on all ranks, if it differs.
     """
     if isinstance(model, DistributedDataParallel):
-        _check_alike([{"gradients": own} for own in runtime.everywhere(gradients)])
+        _check_alike([{"gradients": own} for own in runtime.all_gather_objects(gradients)])
 
 
 def check_agreement(parts: Parts, damping: float) -> None:
@@ -47,10 +47,10 @@ def check_agreement(parts: Parts, damping: float) -> None:
     """
     if parts.runtime.ranks == 1:
         return
-    nearest = parts.runtime.everywhere(parts.reductions.nearest)
+    nearest = parts.runtime.all_gather_objects(parts.reductions.nearest)
     if parts.reductions.is_undecided:
         parts.reductions.nearest = next((each for each in nearest if each is not None), None)
-    found = parts.runtime.everywhere((parts.structure.digest(), _settings(parts, damping)))
+    found = parts.runtime.all_gather_objects((parts.structure.digest(), _settings(parts, damping)))
     if any(plan != found[0][0] for plan, _ in found):
         raise NatgradError(
             "the ranks have made different plans: their models or curvatures differ, or the options of "
@@ -79,14 +79,14 @@ def _check_alike(settings: Sequence[Mapping[str, str]]) -> None:
 
 def _settings(parts: Parts, damping: float) -> dict[str, str]:
     """Return descriptions of the settings that must be equal, besides the plan."""
-    progress, stacks = parts.progress, parts.stacks
-    made = [(one.curvature, one.statistics, one.tasks) for one in stacks]
+    progress, groups = parts.progress, parts.groups
+    made = [(one.curvature, one.statistics, one.tasks) for one in groups]
     kinds = [(type(c), type(c.likelihood), c.factor_decay, *tensors) for c, *tensors in made]
     return {
         "state": f"step {progress.step}, factors of {progress.last_factors}, inverses of {progress.last_inverses}",
         "curvature": f"{crc32(repr(kinds).encode()):08x}",
-        "dtypes": str([str(one.dtype) for one in stacks]),
-        **_options_of({id(one.curvature): one.curvature for one in stacks}.values()),
+        "dtypes": str([str(one.dtype) for one in groups]),
+        **_options_of({id(one.curvature): one.curvature for one in groups}.values()),
         "damping": str(damping),
         "rule": parts.damping.settings,
         "kl_clip": str(parts.clip.bound),

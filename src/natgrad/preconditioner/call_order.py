@@ -65,7 +65,7 @@ class CallOrder:
         preconditioner = self._preconditioner()
         if preconditioner is None or not self._are_new(preconditioner) or _changes_nothing(optimizer):
             return
-        self._used.note(preconditioner.parts.stacks)
+        self._used.note(preconditioner.parts.groups)
         if not self._warned_of_forgotten:
             self._warned_of_forgotten = True
             warnings.warn(

@@ -38,7 +38,7 @@ class Decompositions:
                 )
             finally:
                 if not parts.background.keys:
-                    parts.scheduler.end_renewal(parts.stacks, plan, keys)
+                    parts.scheduler.end_renewal(parts.groups, plan, keys)
 
     def end(self) -> None:
         """End decompositions in progress, between two steps, so that the next passes use their results."""
@@ -69,7 +69,7 @@ class Decompositions:
             return damping
         with parts.progress.phase("renew", parts.runtime):
             device = next(parameter.device for parameter in parts.root.parameters())
-            parts.damping.measure(extent(parts.stacks, parts.runtime, device, parts.clip, scale))
+            parts.damping.measure(extent(parts.groups, parts.runtime, device, parts.clip, scale))
         parts.progress.damping = parts.damping_now()
         return parts.progress.damping
 
@@ -84,17 +84,17 @@ class Decompositions:
             captured = (capture.wanted or not parts.summed) and not parts.renews_in_background
             captured = captured and (capture.rows.wanted or not parts.gathered)
             captured = captured and len(capture.sums.choice.sides) == len(SIDES)
-            usable = parts.inspection.usable(parts.stacks, observed(parts.stacks), captured=captured)
+            usable = parts.inspection.usable(parts.groups, observed(parts.groups), captured=captured)
             reads = scheduler.due_parts(parts.progress)
-            keys = scheduler.select_layers(parts.stacks, plan, usable, damping, parts.progress)
+            keys = scheduler.select_layers(parts.groups, plan, usable, damping, parts.progress)
             decided = scheduler.selects_layers and bool(usable)
-            work = parts.stacks, plan, parts.runtime, keys, scheduler.kept_parts, damping
+            work = parts.groups, plan, parts.runtime, keys, scheduler.kept_parts, damping
             if parts.renews_in_background:
                 if not parts.background.begin(*work, parts.progress) and decided:
                     parts.progress.renewed_inverses(reads)
                 return
             updated = renew(*work, parts.watch, parts.precision.wire, reads=reads)
-            scheduler.end_renewal(parts.stacks, plan, keys)
+            scheduler.end_renewal(parts.groups, plan, keys)
             decided = decided or updated or rows_updated
             if parts.agreed(decided) if begins else decided or parts.shares_work:
                 parts.progress.renewed_inverses(reads)

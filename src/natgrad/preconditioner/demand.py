@@ -29,7 +29,7 @@ def work(layer: Layer, curvature: Curvature, precision: Precision) -> LayerDeman
     return LayerDemand(
         parts={task.name: task.cost * n for task in tasks},
         replayed=n * sum(spec.numel for spec in statistics if spec.name in replayed),
-        everywhere=frozenset(task.name for task in tasks if task.on_every_worker),
+        on_every_worker=frozenset(task.name for task in tasks if task.on_every_worker),
         sums=n * sum(prod(packed_shape(spec)) for spec in statistics),
         results={task.name: n * sum(prod(packed_shape(spec)) for spec in task.writes) for task in tasks},
         rows=Rows(width=n * sum(sizes), share=curvature.rows_per_rank, linked=linked) if rows else None,

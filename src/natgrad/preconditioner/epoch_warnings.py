@@ -25,18 +25,18 @@ class EpochWarnings:
         self._intervals = {interval.steps_per_epoch: interval for interval in _counting(refresh)}
         self._steps = self._began = 0
 
-    def step_ended(self, step: int, epoch: int, stacks: Iterable[BlockGroup]) -> None:
+    def step_ended(self, step: int, epoch: int, groups: Iterable[BlockGroup]) -> None:
         """Count a step. Warn after the 1000th, if a curvature depends on epochs and the first has not ended.
 
         Args:
             step: Completed steps.
             epoch: The number of ended epochs.
-            stacks: The groups; read in that step only.
+            groups: The groups; read in that step only.
         """
         self._steps += 1
         if step != PATIENCE or epoch:
             return
-        waiting = next((one.curvature for one in stacks if sums_gradients(one)), None)
+        waiting = next((one.curvature for one in groups if sums_gradients(one)), None)
         if waiting is not None:
             warnings.warn(
                 f"natgrad: {PATIENCE} steps without next_epoch(): {waiting!r} takes them all for its first epoch, in "

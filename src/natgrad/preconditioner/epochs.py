@@ -16,18 +16,18 @@ from natgrad.errors import require
 from natgrad.state.block_group import BlockGroup
 
 
-def add_gradients(stack: BlockGroup, W: Tensor, places: list[int] | None) -> None:
+def add_gradients(group: BlockGroup, W: Tensor, places: list[int] | None) -> None:
     """Add gradients ``[n, o, i]`` to those of the epoch, where the choice of rows needs these.
 
     Args:
-        stack: The blocks.
+        group: The blocks.
         W: The gradients; what is not finite is left out.
         places: Which blocks they are of; None: of all.
     """
-    if not sums_gradients(stack):
+    if not sums_gradients(group):
         return
-    stack.allocate_averages()
-    total = stack.allocate_memory()[EPOCH_GRADIENT]
+    group.allocate_averages()
+    total = group.allocate_memory()[EPOCH_GRADIENT]
     own = W.flatten(1).nan_to_num(0.0, 0.0, 0.0).to(total.dtype)
     if places is None:
         total.add_(own)
@@ -35,14 +35,14 @@ def add_gradients(stack: BlockGroup, W: Tensor, places: list[int] | None) -> Non
         total.index_add_(0, torch.tensor(places, device="cpu").to(total.device), own)
 
 
-def sums_gradients(stack: BlockGroup) -> bool:
+def sums_gradients(group: BlockGroup) -> bool:
     """Return whether the choice of rows depends on the gradients of each epoch."""
-    return any(spec.name == EPOCH_GRADIENT for spec in stack.memories)
+    return any(spec.name == EPOCH_GRADIENT for spec in group.memory_specs)
 
 
-def _take_square(stack: BlockGroup) -> Tensor:
+def _take_square(group: BlockGroup) -> Tensor:
     """Return ‖Δ‖² of some layers in float64, and begin the next Δ."""
-    total = stack.memory[EPOCH_GRADIENT]
+    total = group.memory[EPOCH_GRADIENT]
     square = total.square().sum(dtype=torch.float64)
     total.zero_()
     return square
@@ -84,27 +84,27 @@ class Epochs:
         # What is not finite tells of trouble, which the better method is for.
         return not (isfinite(older) and isfinite(newer)) or abs(newer - older) >= threshold * older
 
-    def next(self, stacks: Sequence[BlockGroup], runtime: Communicator) -> None:
+    def next(self, groups: Sequence[BlockGroup], runtime: Communicator) -> None:
         """End an epoch; collective, and the host waits for the norm.
 
         Args:
-            stacks: The blocks.
+            groups: The blocks.
             runtime: The ranks.
         """
-        stacks = [stack for stack in stacks if sums_gradients(stack)]
-        squares = [_take_square(stack) for stack in stacks if stack.role.is_gradient_worker and stack.memory]
-        if stacks:
+        groups = [group for group in groups if sums_gradients(group)]
+        squares = [_take_square(group) for group in groups if group.role.is_gradient_worker and group.memory]
+        if groups:
             own = float(torch.stack([square.cpu() for square in squares]).sum()) if squares else 0.0
             # Each of a layer's workers adds its share: all ranks go by the very same number.
-            workers = len(stacks[0].role.seat.workers)
+            workers = len(groups[0].role.seat.workers)
             total = runtime.totals([own / workers], "counters")[0]
             self.norms = [*self.norms, total**0.5][-2:]
         self.epoch += 1
         self.before, self.rates, self.decayed = self.rates or self.before, [], False
 
-    def metrics(self, stacks: Sequence[BlockGroup]) -> dict[str, float | Tensor]:
+    def metrics(self, groups: Sequence[BlockGroup]) -> dict[str, float | Tensor]:
         """Return the epoch, the rows that stand for the batch where this rank works, and whether KID chose them."""
-        rows = [stack.rows for stack in stacks if stack.gathered]
+        rows = [group.rows for group in groups if group.gathered]
         if not rows:
             return {}
         return {"epoch": self.epoch, "rows": max(rows), "kid": float(bool(self.used))}

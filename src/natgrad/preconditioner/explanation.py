@@ -108,7 +108,7 @@ class Explanation(Printed):
 
 
 def explain(
-    stacks: list[BlockGroup],
+    groups: list[BlockGroup],
     coverage: Coverage,
     reasons: Mapping[str, str],
     plan: Plan[str],
@@ -120,7 +120,7 @@ def explain(
     """Describe all parameters of a model.
 
     Args:
-        stacks: The groups of covered layers.
+        groups: The groups of covered layers.
         coverage: The other parameters, and the order of the model.
         reasons: Why covered layers are not preconditioned, by layer key.
         plan: The owners.
@@ -130,11 +130,11 @@ def explain(
         reductions: The reductions of the layers. None: the same for all.
     """
     rows = []
-    total = sum(task.cost * stack.size for stack in stacks for task in stack.tasks) or 1.0
-    for stack in stacks:
-        work = sum(task.cost for task in stack.tasks)
-        fallbacks = stack.failures.fallbacks
-        for member in stack.members:
+    total = sum(task.cost * group.size for group in groups for task in group.tasks) or 1.0
+    for group in groups:
+        work = sum(task.cost for task in group.tasks)
+        fallbacks = group.failures.fallbacks
+        for member in group.members:
             layer = member.layer
             if layer.key in reasons:
                 plain = reasons[layer.key]
@@ -145,12 +145,12 @@ def explain(
                     Row(
                         parameter=slot.label,
                         shape=slot.shape,
-                        curvature=repr(stack.curvature),
-                        verdict="" if stack.decisions is None else stack.decisions.describe(layer),
+                        curvature=repr(group.curvature),
+                        verdict="" if group.decisions is None else group.decisions.describe(layer),
                         owners=dict(plan.seats[layer.key].owners) if first else None,
                         share=work * layer.blocks / total if first else 0.0,
                         time=layer.seconds / seconds if first and seconds else None,
-                        bytes=stack.bytes_per_block() * layer.blocks if first else 0,
+                        bytes=group.bytes_per_block() * layer.blocks if first else 0,
                         preconditioned=layer.key in served,
                         fallback=fallbacks.get(layer.key, ""),
                         reduction="" if reductions is None else reductions.of(layer.name),

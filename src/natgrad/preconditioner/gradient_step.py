@@ -46,15 +46,17 @@ class GradientStep:
             measures = progress.step == (progress.last_factors if parts.summed else progress.last_inverses)
             skips = parts.capture.sums.skip_step
             fallback = FallbackPolicy(parts.watch.guard, measures=measures, skip_step=skips, step=progress.step)
-            gradients = Gradients.take(parts.stacks, fallback, exchanged=parts.shares_work)
+            gradients = Gradients.take(parts.groups, fallback, exchanged=parts.shares_work)
             gradients.solve(damping, parts.runtime)
             if parts.shares_work:
                 self._share(gradients, owned)
             layer_scale = None if parts.scaling.of_sum is None else parts.layer_scale
-            bad = parts.clip.apply(gradients, scale, parts.runtime, apart=parts.shares_work, layer_scale=layer_scale)
+            bad = parts.clip.apply(
+                gradients, scale, parts.runtime, shares_work=parts.shares_work, layer_scale=layer_scale
+            )
             gradients.tell(parts.watch, bad)
             gradients.give()
-            parts.given.note(parts.stacks)
+            parts.given.note(parts.groups)
 
     def _share(self, gradients: Gradients, owned: list[OwnedGradients]) -> None:
         """Send the preconditioned gradients of all layers to every rank."""

@@ -85,9 +85,9 @@ class Parts:
     seed: int
 
     @property
-    def stacks(self) -> list[BlockGroup]:
+    def groups(self) -> list[BlockGroup]:
         """The groups of blocks."""
-        return self.structure.stacks
+        return self.structure.groups
 
     @property
     def device(self) -> torch.device | None:
@@ -97,12 +97,12 @@ class Parts:
     @property
     def summed(self) -> list[BlockGroup]:
         """The groups whose statistics are summed."""
-        return [stack for stack in self.stacks if stack.statistics]
+        return [group for group in self.groups if group.statistics]
 
     @property
     def gathered(self) -> list[BlockGroup]:
         """The groups whose statistics are gathered."""
-        return [stack for stack in self.stacks if stack.gathered]
+        return [group for group in self.groups if group.gathered]
 
     @property
     def shares_work(self) -> bool:
@@ -129,7 +129,7 @@ class Parts:
             ValueError: if a schedule returns a value that is not allowed.
         """
         damping = self.damping.now(self.progress.step)
-        check_damping([(one.curvature, one.factor) for one in self.stacks if one.replayed_statistics], damping)
+        check_damping([(one.curvature, one.factor) for one in self.groups if one.replayed_statistics], damping)
         return damping
 
     def gains(self, count: Count | None) -> tuple[Mapping[str, float], float | Tensor]:

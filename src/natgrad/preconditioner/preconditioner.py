@@ -319,7 +319,7 @@ class Preconditioner:
         progress.ended = perf_counter()
         parts.inspection.report()
         parts.watch.check()
-        self._epoch_warnings.step_ended(progress.step, parts.epochs.epoch, parts.stacks)
+        self._epoch_warnings.step_ended(progress.step, parts.epochs.epoch, parts.groups)
 
     def _check_step(self, count: Count | None, closure: Closure | None) -> None:
         """Check that a step may begin. Raises what `step` documents."""
@@ -343,7 +343,7 @@ class Preconditioner:
         self._order.check()
         # With gradients="reduce" a rank without samples has no backward pass, and still takes part.
         if capture.idle and not (parts.reduces and parts.runtime.ranks > 1):
-            self._unseen.check(parts.stacks, begins=not progress.has_curvature)
+            self._unseen.check(parts.groups, begins=not progress.has_curvature)
         if not parts.reduces and capture.idle and parts.given.untouched():
             # The decorator of `step` adds a stack frame.
             warnings.warn("natgrad: step() without a backward pass since the last one", NatgradWarning, stacklevel=4)
@@ -361,7 +361,7 @@ class Preconditioner:
 
         ``HyLo(method="switch")`` needs it: it then sums the norm of its gradients over the ranks (collective).
         """
-        self.parts.epochs.next(self.parts.stacks, self.parts.runtime)
+        self.parts.epochs.next(self.parts.groups, self.parts.runtime)
         self._epoch_warnings.epoch_ended(self.parts.progress.step)
 
     def discard(self) -> None:
@@ -393,8 +393,8 @@ class Preconditioner:
         parts = self.parts
         if not self._detached:
             self._statistics.attach()
-            parts.hooks.attach(parts.root, [member.layer for stack in parts.stacks for member in stack.members])
-        parts.scheduler.find_stopped(parts.stacks)
+            parts.hooks.attach(parts.root, [member.layer for group in parts.groups for member in group.members])
+        parts.scheduler.find_stopped(parts.groups)
         parts.watch.forget()
         parts.progress.began = parts.progress.ended = 0.0
 
@@ -456,8 +456,8 @@ class Preconditioner:
             **self.parts.damping.metrics(self.parts.progress.damping),
             "kl_scale": self.parts.clip.last,
             **self.parts.watch.metrics(),
-            **self.parts.scheduler.metrics(self.parts.stacks),
-            **self.parts.epochs.metrics(self.parts.stacks),
+            **self.parts.scheduler.metrics(self.parts.groups),
+            **self.parts.epochs.metrics(self.parts.groups),
             "plain_layers": len(self.parts.inspection.reasons),
         }
 
@@ -479,11 +479,11 @@ class Preconditioner:
         note += f"; {structure.plan.note}" if self.parts.runtime.ranks > 1 else ""
         damping = self.parts.damping.constant
         if damping is not None:
-            note += "; " + describe_damping(damping, ((one.curvature, one.factor) for one in structure.stacks))
+            note += "; " + describe_damping(damping, ((one.curvature, one.factor) for one in structure.groups))
         note += f"; {chosen}" if (chosen := self.parts.reductions.explain()) else ""
         served = self.parts.watch.served.keys()
         reductions = self.parts.reductions if self.parts.reductions.is_mapping else None
-        return explain(structure.stacks, structure.coverage, reasons, structure.plan, seconds, served, note, reductions)
+        return explain(structure.groups, structure.coverage, reasons, structure.plan, seconds, served, note, reductions)
 
     @property
     def plan(self) -> Plan[str]:
@@ -541,7 +541,7 @@ class Preconditioner:
         self.parts.scheduler.receive_times(self.parts.background.fold(self.parts.watch, alone=not gather))
         if gather:
             self._decompositions.end()
-        blocks, counted = states.snapshot(self.parts.structure.ahead().stacks), self.parts.watch.state_dict()
+        blocks, counted = states.snapshot(self.parts.structure.ahead().groups), self.parts.watch.state_dict()
         if gather and self.parts.shares_work:
             blocks, counted = states.union(blocks, counted, self.parts.runtime)
         return {
@@ -569,19 +569,19 @@ class Preconditioner:
         self._follow_model()
         restarted: list[str] = []
         if partial:
-            state, restarted = states.completed(state, parts.stacks, parts.runtime if parts.shares_work else None)
+            state, restarted = states.completed(state, parts.groups, parts.runtime if parts.shares_work else None)
         counters = {"updates": parts.progress.updates, "watch": parts.watch.state_dict()}
-        state = states.checked(state, parts.stacks, counters)
+        state = states.checked(state, parts.groups, counters)
         parts.scheduler.check_state(state)
         parts.epochs, parts.damping = (
             Epochs.loaded(state["epochs"]),
             parts.damping.loaded(state["damping"]),
         )
-        states.restore(state["blocks"], parts.stacks)
+        states.restore(state["blocks"], parts.groups)
         parts.background.drop(parts.progress)
         parts.progress.load_state_dict(state)
         parts.watch.load_state_dict(state["watch"])
-        parts.scheduler.load_state_dict(state, parts.progress, parts.stacks)
+        parts.scheduler.load_state_dict(state, parts.progress, parts.groups)
         if restarted:  # so that the next step captures and decomposes everything
             parts.progress.captured, parts.progress.renewed = {}, {}
         self._statistics.choose_next()

@@ -28,7 +28,7 @@ class SecondLook:
             return ""
         if parts.damping.tries(parts.progress.step):
             return parts.damping.name
-        replayed = (stack.curvature for stack in parts.stacks if stack.replayed_statistics)
+        replayed = (group.curvature for group in parts.groups if group.replayed_statistics)
         first = next(replayed, None)
         return type(first).__name__ if capture.wanted and first is not None else ""
 
@@ -41,11 +41,11 @@ class SecondLook:
             before: The step at which statistics were updated before this one.
         """
         parts, progress, optimizer = self._parts, self._parts.progress, self._parts.clip.optimizer
-        replayed = any(stack.replayed_statistics for stack in parts.stacks)
+        replayed = any(group.replayed_statistics for group in parts.groups)
         if optimizer is None or progress.last_factors != progress.step or not replayed:
             return
         shares = parts.gains(count)[0]
-        replay = Replay.of(parts.stacks, parts.capture, parts.runtime, closure, shares=shares, scaling=parts.scaling)
+        replay = Replay.of(parts.groups, parts.capture, parts.runtime, closure, shares=shares, scaling=parts.scaling)
         last = progress.last_inverses
         damping = progress.damping if last is not None and (before is None or last > before) else None
         parts.second.await_step(optimizer, lambda: self._replay(replay, damping))
@@ -54,28 +54,28 @@ class SecondLook:
     def _replay(self, replay: Replay, damping: float | None) -> None:
         """Run the second pass. With a `damping` also run the tasks that use it."""
         parts = self._parts
-        stacks = [stack for stack in parts.stacks if stack.replayed_statistics]
-        views = [stack.showing(stack.replayed_statistics) for stack in stacks]
+        groups = [group for group in parts.groups if group.replayed_statistics]
+        views = [group.with_statistics(group.replayed_statistics) for group in groups]
         with parts.progress.phase("replay", parts.runtime):
             sums = replay.sums(parts.model, views, parts.capture, parts.hooks, parts.runtime)
         with parts.progress.phase("renew", parts.runtime):
-            keys = replay.learn(stacks, sums, views, parts.watch, parts.runtime)
+            keys = replay.learn(groups, sums, views, parts.watch, parts.runtime)
             if damping is not None:
                 plan, wire = parts.structure.plan, parts.precision.wire
-                renew(stacks, plan, parts.runtime, keys, (), damping, parts.watch, wire, replayed=True)
+                renew(groups, plan, parts.runtime, keys, (), damping, parts.watch, wire, replayed=True)
 
     def quadratic_model(self, damping: float, scale: float | Tensor) -> Model | None:
         """Return the quadratic model of the loss at the present parameters, if a damping rule needs it in this step."""
         parts = self._parts
         if not parts.damping.tries(parts.progress.step):
             return None
-        return Model.of(parts.stacks, parts.runtime, damping, scale)
+        return Model.of(parts.groups, parts.runtime, damping, scale)
 
     def compare(self, model: Model, closure: Closure | None, count: Count | None) -> None:
         """Schedule the comparison of the optimizer's step with its quadratic model."""
         parts, capture, optimizer = self._parts, self._parts.capture, self._parts.clip.optimizer
         assert optimizer is not None  # checked when the preconditioner was built
-        model.take_others(parts.root, parts.stacks, parts.runtime)
+        model.take_others(parts.root, parts.groups, parts.runtime)
         weight = parts.scaling.weight(capture.number(count))
         losses = Losses(closure if capture.backwards else None, capture.recorded(), weight)
         self._compute(losses)

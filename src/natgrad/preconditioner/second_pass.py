@@ -154,7 +154,7 @@ class Replay:
     @classmethod
     def of(
         cls,
-        stacks: Iterable[BlockGroup],
+        groups: Iterable[BlockGroup],
         capture: Capture,
         runtime: Communicator,
         closure: Closure | None,
@@ -163,14 +163,14 @@ class Replay:
         scaling: Scaling,
     ) -> Replay:
         """Collect the data before the optimizer's step. Collective if parameters are sharded."""
-        own = [stack for stack in stacks if stack.replayed_statistics]
+        own = [group for group in groups if group.replayed_statistics]
         P = _weights(own, runtime)
         shown = {
-            id(stack): stack.curvature.replay_summary(
-                stack.corrected(slice(None), stack.replayed_statistics), P[id(stack)]
+            id(group): group.curvature.replay_summary(
+                group.corrected(slice(None), group.replayed_statistics), P[id(group)]
             )
-            for stack in own
-            if stack.role.is_gradient_worker
+            for group in own
+            if group.role.is_gradient_worker
         }
         passes = len(capture.backwards)
         gain = scaling.of_captured(passes)
@@ -243,7 +243,7 @@ class Replay:
 
     def learn(
         self,
-        stacks: Sequence[BlockGroup],
+        groups: Sequence[BlockGroup],
         sums: StatisticsBuffer,
         views: Sequence[BlockGroup],
         watch: FailureCounters,
@@ -253,45 +253,45 @@ class Replay:
 
         Collective if parameters are sharded.
         """
-        origins = dict(zip(map(id, views), stacks, strict=True))
-        P = _weights(stacks, runtime)
+        origins = dict(zip(map(id, views), groups, strict=True))
+        P = _weights(groups, runtime)
         flags: list[tuple[BlockGroup, slice, Tensor]] = []
         for piece in sums.arrived():
-            stack, blocks = origins[id(piece.stack)], piece.blocks
-            if not stack.role.is_gradient_worker or stack.fresh is None:
+            group, blocks = origins[id(piece.group)], piece.blocks
+            if not group.role.is_gradient_worker or group.fresh is None:
                 continue
             rows = piece.rows.clamp(min=1)
-            means = {name: (own / along(rows, own.ndim - 1)).to(stack.work_dtype) for name, own in piece.sums.items()}
-            after = stack.curvature.replay_summary(means, P[id(stack)][blocks])
-            before = {name: own[blocks] for name, own in self.shown[id(stack)].items()}
+            means = {name: (own / along(rows, own.ndim - 1)).to(group.work_dtype) for name, own in piece.sums.items()}
+            after = group.curvature.replay_summary(means, P[id(group)][blocks])
+            before = {name: own[blocks] for name, own in self.shown[id(group)].items()}
             finite = torch.stack([own.flatten(1).sum(1).isfinite() for own in after.values()]).all(0)
-            seen = (piece.rows > 0) & stack.fresh[blocks]
-            memory = stack.allocate_memory()
-            known = {spec.name: memory.read(spec.name, blocks) for spec in stack.memories}
-            stack.rewrite(blocks, known, stack.curvature.replay_update(known, before, after), seen & finite)
-            watch.saw_replays(stack, blocks, seen & ~finite)
-            flags.append((stack, blocks, seen & finite))
+            seen = (piece.rows > 0) & group.fresh[blocks]
+            memory = group.allocate_memory()
+            known = {spec.name: memory.read(spec.name, blocks) for spec in group.memory_specs}
+            group.write_memory(blocks, known, group.curvature.replay_update(known, before, after), seen & finite)
+            watch.saw_replays(group, blocks, seen & ~finite)
+            flags.append((group, blocks, seen & finite))
         return _whole_layers(flags)
 
 
-def _weights(stacks: Sequence[BlockGroup], runtime: Communicator) -> dict[int, Tensor]:
+def _weights(groups: Sequence[BlockGroup], runtime: Communicator) -> dict[int, Tensor]:
     """Return the parameters of the groups that this rank is a worker of ``[N, o, i]``, by the group's ``id``."""
-    rows, slots = Rows(runtime), [slot for stack in stacks for slot in slots_of(stack)]
+    rows, slots = Rows(runtime), [slot for group in groups for slot in slots_of(group)]
     own = {id(slot): rows_of(slot.name, slot.parameter.detach(), rows.held(slot)) for slot in slots}
-    return rows.whole([(stack, stack.role.seat.workers) for stack in stacks], own, "replay")
+    return rows.whole([(group, group.role.seat.workers) for group in groups], own, "replay")
 
 
 def _whole_layers(flags: Sequence[tuple[BlockGroup, slice, Tensor]]) -> set[str]:
     """Return the keys of the layers whose blocks are all flagged. Waits once for each device."""
-    good: set[tuple[int, int]] = set()  # stacks and blocks
+    good: set[tuple[int, int]] = set()  # groups and blocks
     for device in dict.fromkeys(flag.device for _, _, flag in flags):
         own = [entry for entry in flags if entry[2].device == device]
-        places = [(id(stack), block) for stack, blocks, _ in own for block in range(blocks.start, blocks.stop)]
+        places = [(id(group), block) for group, blocks, _ in own for block in range(blocks.start, blocks.stop)]
         told = torch.cat([flag for _, _, flag in own]).tolist()
         good |= {place for place, fine in zip(places, told, strict=True) if fine}
     return {
         member.layer.key
-        for stack in {id(stack): stack for stack, _, _ in flags}.values()
-        for member in stack.members
-        if all((id(stack), block) in good for block in range(member.start, member.stop))
+        for group in {id(group): group for group, _, _ in flags}.values()
+        for member in group.members
+        if all((id(group), block) in good for block in range(member.start, member.stop))
     }

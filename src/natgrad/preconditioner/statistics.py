@@ -24,17 +24,17 @@ class Statistics:
         origin = Origin(parts.runtime.rank, parts.runtime.ranks, not placement.rule.uses_own_samples)
         rows = Collected(parts.gathered, wire if parts.runtime.ranks > 1 else None, origin)
         parts.capture.records_passes = parts.damping.tries(parts.progress.step)
-        parts.capture.attach(parts.stacks, self._buffer(), rows)
+        parts.capture.attach(parts.groups, self._buffer(), rows)
 
     def _buffer(self) -> StatisticsBuffer:
         """Return the sums of all layers, in the messages of the placement."""
         parts, placement = self._parts, self._parts.structure.plan.placement
-        stacks, shared = parts.summed, parts.runtime.ranks > 1
+        groups, shared = parts.summed, parts.runtime.ranks > 1
         riders = parts.scheduler.budget.numbers if parts.scheduler.budget is not None and shared else 0
         if not (placement.rule.sends_during_backward and shared):
-            return StatisticsBuffer(stacks, fused=shared, riders=riders)
+            return StatisticsBuffer(groups, fused=shared, riders=riders)
         return BucketedStatistics(
-            stacks,
+            groups,
             names=[layer.name for layer, _ in parts.structure.coverage.layers],
             bucket=placement.bucket,
             runtime=parts.runtime,
@@ -46,11 +46,11 @@ class Statistics:
     def choose_next(self) -> None:
         """Tell the hooks what the coming step needs."""
         parts, scheduler, capture = self._parts, self._parts.scheduler, self._parts.capture
-        scheduler.receive_decisions(parts.stacks)
+        scheduler.receive_decisions(parts.groups)
         choice = Choice(scheduler.due_statistics(parts.progress), scheduler.stopped)
         capture.records_passes = parts.damping.tries(parts.progress.step)
         capture.reset(
-            wanted=any(choice.portion(member.layer.name, stack) for stack in parts.summed for member in stack.members),
+            wanted=any(choice.portion(member.layer.name, group) for group in parts.summed for member in group.members),
             rows=bool(parts.gathered) and "gradients" in scheduler.due_parts(parts.progress),
             choice=choice,
         )
@@ -74,7 +74,7 @@ class Statistics:
         """What the coming step draws labels from, before the loss is differentiated; None: it needs none."""
         parts, capture = self._parts, self._parts.capture
         sums = capture.wanted and "gradients" in capture.sums.choice.sides
-        wanted = (one.curvature for one in parts.stacks if (capture.rows.wanted if one.gathered else sums))
+        wanted = (one.curvature for one in parts.groups if (capture.rows.wanted if one.gathered else sums))
         return next((curvature.likelihood for curvature in wanted if curvature.likelihood is not None), None)
 
     def update(self, count: Count | None) -> None:
@@ -89,12 +89,12 @@ class Statistics:
             sums.rider = parts.scheduler.take_times("sums", parts.structure.plan)
             sums.close(*parts.gains(count))
             if parts.renews_in_background:
-                parts.background.post(parts.stacks, sums, parts.runtime, parts.progress, parts.inspection, wire)
+                parts.background.post(parts.groups, sums, parts.runtime, parts.progress, parts.inspection, wire)
                 return
             sums.travel(parts.runtime, wire)
             parts.scheduler.receive_times(sums.heard)
             if "gradients" in sides:
-                parts.inspection.look(parts.stacks, sums, parts.runtime)
+                parts.inspection.look(parts.groups, sums, parts.runtime)
         with parts.progress.phase("renew", parts.runtime):
             updated = fold(sums, parts.watch, parts.progress.step)
             # The answer is waited for only before the first update: a checkpoint loader may step before any forward,

@@ -28,11 +28,11 @@ from natgrad.state.roles import RankRole
 
 
 class Structure:
-    """Which layers a model has, the stacks of their blocks, and who renews which.
+    """Which layers a model has, the groups of their blocks, and who renews which.
 
     Attributes:
         coverage: Which parameter has which curvature.
-        stacks: The blocks.
+        groups: The blocks.
         plan: Who does what.
     """
 
@@ -65,7 +65,7 @@ class Structure:
         self.plan = self._planned()
         check_combinations(self.coverage.layers, self.plan.placement, self._refresh, None, self._ranks)
         self._seated.update(self.plan.seats)
-        self.stacks = stack(
+        self.groups = group(
             self.coverage.layers,
             self._precision,
             self.plan,
@@ -76,16 +76,16 @@ class Structure:
             self._prepare_refresh(self._refresh)
 
     def _prepare_refresh(self, rule: RefreshRule) -> None:
-        """Have the stacks keep what a refresh rule needs."""
-        for group in self.stacks:
-            group.apart = rule.separate and 0 < len(group.input_statistics) < len(group.statistics)
+        """Have the groups keep what a refresh rule needs."""
+        for group in self.groups:
+            group.inputs_apart = rule.separate and 0 < len(group.input_statistics) < len(group.statistics)
             if rule.criterion is not None and not group.gathered:
                 group.decisions = DecisionState(group, compares_averages=rule.criterion.measure == "drift")
 
     def digest(self) -> int:
         """Return a number that is the same on ranks with the same plan for the same layers."""
         sizes = [
-            (member.layer.key, one.outputs, one.inputs, one.factor) for one in self.stacks for member in one.members
+            (member.layer.key, one.outputs, one.inputs, one.factor) for one in self.groups for member in one.members
         ]
         return crc32(repr((str(self.plan.placement), self.plan.seats, sizes)).encode())
 
@@ -113,10 +113,10 @@ class Structure:
         """Follow parameters that were moved, frozen, thawed or replaced; blocks of unchanged shape keep their state.
 
         Args:
-            before: Is called where stacks are about to be replaced.
+            before: Is called where groups are about to be replaced.
 
         Returns:
-            Whether the stacks are new ones.
+            Whether the groups are new ones.
 
         Raises:
             NatgradError: if the model was sharded meanwhile.
@@ -159,9 +159,9 @@ class Structure:
         return self.coverage.signature() != self._signature
 
     def _build_anew(self) -> None:
-        known = states.blocks(self.stacks)
+        known = states.blocks(self.groups)
         self._build()
-        states.restore(states.fitting(known, self.stacks), self.stacks)
+        states.restore(states.fitting(known, self.groups), self.groups)
 
     @property
     def _accelerated(self) -> bool:
@@ -169,18 +169,18 @@ class Structure:
 
     def move(self) -> bool:
         """Move all tensors to where the parameters are now; tell whether any was elsewhere."""
-        moved = [one.follow() for one in self.stacks]  # all of them, not only up to the first
+        moved = [one.follow() for one in self.groups]  # all of them, not only up to the first
         return any(moved)
 
 
-def stack(
+def group(
     layers: list[tuple[Layer, Curvature]],
     precision: Precision,
     plan: Plan[str],
     rank: int,
     factor: Callable[[Layer], float] = lambda _: 1.0,
 ) -> list[BlockGroup]:
-    """Put layers with the same curvature, sizes, dtype, device, workers and damping into one stack, in their order.
+    """Put layers with the same curvature, sizes, dtype, device, workers and damping into one group, in their order.
 
     Args:
         layers: The layers.

@@ -60,22 +60,22 @@ class BlockGroup:
         size: N.
         averages: Running averages of the statistics ``[N, *shape]``; empty before the first factor refresh.
         weight: The bias correction ``1 - dᵏ`` of each block's running averages ``[N]``.
-        early_weight: That of the statistics of inputs alone, where these are `apart`.
-        apart: Whether statistics of inputs alone have an interval of their own.
+        input_weight: That of the statistics of inputs alone, where these are `inputs_apart`.
+        inputs_apart: Whether statistics of inputs alone have an interval of their own.
         decisions: The decisions of a refresh rule on the layers; None: there is no such rule.
-        held: The results of the tasks ``[N, *shape]``; empty before the first inverse refresh.
+        results: The results of the tasks ``[N, *shape]``; empty before the first inverse refresh.
         memory: The state that the curvature keeps from step to step ``[N, *shape]``; empty before it is first used.
         fresh: Whether the last update of the averages changed each block ``[N]``, where a second pass over the batch
             reads it; None: there was no update.
-        good: For each task and block, whether `held` has a result.
-        ready: For each layer, whether `held` is complete.
+        good: For each task and block, whether `results` has a result.
+        ready: For each layer, whether `results` is complete.
         failures: The failures of its blocks.
         basis_version: For each block, how often its running averages have started again (`Task.restarts`).
         statistics: The statistics of the curvature that are summed.
         gathered: The statistics whose rows are gathered; they are held with the results.
         rows: The number of their rows (`natgrad.specs.ROWS`); 0 before the first renewal.
         tasks: The tasks of the curvature.
-        memories: The specs of `memory`.
+        memory_specs: The specs of `memory`.
         input_statistics: The names of the statistics of inputs alone.
         replayed_statistics: The names of those that a second pass over the batch accumulates again.
         computed_for_capture: The names of the results that accumulating statistics reads.
@@ -90,7 +90,7 @@ class BlockGroup:
         self.role, self.factor = role, factor
         self.curvature = curvature
         self.outputs, self.inputs = layers[0].outputs, layers[0].inputs
-        statistics, self.tasks, self.memories = declarations(curvature, self.outputs, self.inputs)
+        statistics, self.tasks, self.memory_specs = declarations(curvature, self.outputs, self.inputs)
         self.statistics, self.gathered, self.rows = summed(statistics), gathered(statistics), 0
         self.input_statistics = input_statistics(curvature, self.statistics)
         self.replayed_statistics = replayed_statistics(self.statistics)
@@ -105,10 +105,10 @@ class BlockGroup:
         self._place: tuple[torch.device, torch.dtype] | None = None
         self.averages = StateTensors()
         self.weight: Tensor | None = None
-        self.early_weight: Tensor | None = None
-        self.apart = False
+        self.input_weight: Tensor | None = None
+        self.inputs_apart = False
         self.decisions: DecisionState | None = None
-        self.held = StateTensors()
+        self.results = StateTensors()
         self.memory = StateTensors()
         self.fresh: Tensor | None = None
         self.good = {task.name: [False] * self.size for task in self.tasks}
@@ -155,9 +155,9 @@ class BlockGroup:
         if self.weight is None or (self.weight.device, self.weight.dtype) == place:
             return before not in (None, place)
         self.weight = self.weight.to(self.device, self.dtype)
-        self.early_weight = None if self.early_weight is None else self.early_weight.to(self.weight)
+        self.input_weight = None if self.input_weight is None else self.input_weight.to(self.weight)
         self.averages = self.averages.to(self._precision.factor_dtype(self._parameter), self.device)
-        self.held, self.memory = (kept.to(self._solve_dtype, self.device) for kept in (self.held, self.memory))
+        self.results, self.memory = (kept.to(self._solve_dtype, self.device) for kept in (self.results, self.memory))
         if self.decisions is not None:
             self.decisions.to(self.work_dtype, self.device)
         return True
@@ -166,7 +166,7 @@ class BlockGroup:
         """Allocate the running averages unless they exist, and return the bias corrections."""
         if self.weight is None:
             self.weight = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-            self.early_weight = self.weight.clone() if self.apart else None
+            self.input_weight = self.weight.clone() if self.inputs_apart else None
             dtype = self._precision.factor_dtype(self._parameter)
             self.averages = StateTensors(self.statistics, self.size, dtype, self.device, pack=True)
         return self.weight
@@ -174,18 +174,18 @@ class BlockGroup:
     @property
     def weights(self) -> list[Tensor]:
         """All bias corrections."""
-        return [weight for weight in (self.weight, self.early_weight) if weight is not None]
+        return [weight for weight in (self.weight, self.input_weight) if weight is not None]
 
     def weight_of(self, statistic: str) -> Tensor | None:
         """Return the bias correction of a statistic ``[N]``; None: there are no running averages."""
-        early = self.early_weight is not None and statistic in self.input_statistics
-        return self.early_weight if early else self.weight
+        early = self.input_weight is not None and statistic in self.input_statistics
+        return self.input_weight if early else self.weight
 
-    def allocate_held(self) -> StateTensors:
+    def allocate_results(self) -> StateTensors:
         """Allocate the results of tasks unless they exist, and return them."""
-        if not self.held:
-            self.held = self.draft(self.rows)
-        return self.held
+        if not self.results:
+            self.results = self.draft(self.rows)
+        return self.results
 
     def draft(self, rows: int) -> StateTensors:
         """Return zeros for the results of a renewal, with this number of rows."""
@@ -194,7 +194,7 @@ class BlockGroup:
     def allocate_memory(self) -> StateTensors:
         """Allocate the curvature's state unless it exists, and return it."""
         if not self.memory:
-            self.memory = StateTensors(self.memories, self.size, self._solve_dtype, self.device)
+            self.memory = StateTensors(self.memory_specs, self.size, self._solve_dtype, self.device)
         return self.memory
 
     def corrected(
@@ -208,20 +208,20 @@ class BlockGroup:
             diagonal: The statistics of which the diagonal is returned.
         """
         averages = unpacked(self.snapshot(blocks, names, diagonal), self.statistics, diagonal)
-        return {**averages, **self.remembered(blocks, names)}
+        return {**averages, **self.read_memory(blocks, names)}
 
-    def remembered(self, blocks: slice | Tensor, names: Collection[str]) -> dict[str, Tensor]:
+    def read_memory(self, blocks: slice | Tensor, names: Collection[str]) -> dict[str, Tensor]:
         """Return some tensors of the curvature's state for some blocks, in the dtype of gradients."""
-        own = [spec.name for spec in self.memories if spec.name in names]
+        own = [spec.name for spec in self.memory_specs if spec.name in names]
         return {name: self.allocate_memory().read(name, blocks).to(self.work_dtype) for name in own}
 
     def computed(self, blocks: slice | Tensor) -> dict[str, Tensor]:
         """Return the results of the tasks for some blocks."""
-        return self._made(self.held, blocks, self.work_dtype)
+        return self._made(self.results, blocks, self.work_dtype)
 
     def _made(self, names: Iterable[str], blocks: slice | Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return some results for some blocks, in `dtype` unless the curvature accepts narrow ones."""
-        made = {name: self.held.read(name, blocks) for name in names}
+        made = {name: self.results.read(name, blocks) for name in names}
         return made if self.curvature.takes_narrow else {name: own.to(dtype) for name, own in made.items()}
 
     def live_averages(self, blocks: slice | Tensor) -> dict[str, Tensor]:
@@ -241,10 +241,10 @@ class BlockGroup:
 
     def _solve(self, blocks: slice | Tensor, W: Tensor, damping: float) -> Tensor:
         known: dict[str, Tensor] = {}
-        if self.memories:
-            known = self.remembered(blocks, [spec.name for spec in self.memories])
+        if self.memory_specs:
+            known = self.read_memory(blocks, [spec.name for spec in self.memory_specs])
             fine = W.flatten(1).sum(1).isfinite()
-            self.rewrite(blocks, known, self.curvature.update_state(known, W), fine)
+            self.write_memory(blocks, known, self.curvature.update_state(known, W), fine)
         computed, averages = self.computed(blocks), self.live_averages(blocks)
         return self.curvature.precondition(computed, averages, known, W, damping * self.factor)
 
@@ -273,7 +273,7 @@ class BlockGroup:
         # Rounding to a narrow dtype may leave a mean of squares below 0.
         return diagonal.clamp(min=0) + damping * self.factor
 
-    def rewrite(
+    def write_memory(
         self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor
     ) -> None:
         """Write new tensors of the curvature's state for some blocks.
@@ -288,7 +288,7 @@ class BlockGroup:
             known[name] = torch.where(along(fine, values.ndim - 1), values, known[name])
             self.memory.write(name, blocks, known[name])
 
-    def seen_by(self, member: LayerBlocks) -> dict[str, Tensor] | None:
+    def read_for_capture(self, member: LayerBlocks) -> dict[str, Tensor] | None:
         """Return the results that accumulating a layer's statistics reads; None: they are incomplete."""
         if not self.ready[self.members.index(member)]:
             return None
@@ -298,7 +298,7 @@ class BlockGroup:
         """Return the last results of a task for some blocks; None: it does not need them, or some are missing."""
         if not (task.needs_previous and all(self.good[task.name][blocks])):
             return None
-        return {spec.name: self.held.read(spec.name, blocks).to(self.work_dtype) for spec in task.writes}
+        return {spec.name: self.results.read(spec.name, blocks).to(self.work_dtype) for spec in task.writes}
 
     def snapshot(
         self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()
@@ -322,7 +322,7 @@ class BlockGroup:
             )
             self.fresh[blocks] = fine
 
-    def showing(self, names: tuple[str, ...]) -> BlockGroup:
+    def with_statistics(self, names: tuple[str, ...]) -> BlockGroup:
         """Return a shallow copy with some of the statistics only."""
         other = copy(self)
         other.statistics = tuple(spec for spec in self.statistics if spec.name in names)
@@ -335,7 +335,7 @@ class BlockGroup:
             *((packed_shape(spec), spec_dtype(spec, factors)) for spec in self.statistics if self.role.keeps_averages),
             *(
                 (spec.shape, spec_dtype(spec, held))
-                for spec in (*self.written(self.rows), *self.memories)
+                for spec in (*self.written(self.rows), *self.memory_specs)
                 if self.role.is_gradient_worker
             ),
         ]
@@ -353,32 +353,32 @@ class BlockGroup:
             member.layer.seconds += seconds * (member.stop - member.start) / blocks
 
     @property
-    def _held_specs(self) -> list[TensorSpec]:
-        """The specs of `held`: the results, and with gathered rows these, their number of samples and their damping."""
+    def _result_specs(self) -> list[TensorSpec]:
+        """The specs of `results`. Gathered rows come with their number of samples and their damping."""
         numbers = (TensorSpec("samples", ()), TensorSpec("damping", ())) if self.gathered else ()
         return [*self.gathered, *(spec for task in self.tasks for spec in task.writes), *numbers]
 
     def written(self, rows: int) -> list[TensorSpec]:
-        """Return the specs of `held` for this number of rows."""
-        return [spec.sized(rows) for spec in self._held_specs]
+        """Return the specs of `results` for this number of rows."""
+        return [spec.sized(rows) for spec in self._result_specs]
 
     @property
     def sized_by_batch(self) -> dict[str, TensorSpec]:
-        """The specs of those tensors of `held` whose size the batch decides, by name."""
-        return {spec.name: spec for spec in self._held_specs if spec.sized_by_batch}
+        """The specs of those tensors of `results` whose size the batch decides, by name."""
+        return {spec.name: spec for spec in self._result_specs if spec.sized_by_batch}
 
     def rows_of(self, own: Mapping[str, Tensor]) -> int:
         """Return the number of rows in the state of a layer."""
         first = own.get(self.gathered[0].name) if self.gathered else None
         return first.shape[1] if isinstance(first, Tensor) and first.ndim == 3 else 0
 
-    def make_room(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+    def allocate_for(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Allocate the rows that the states of some layers hold."""
         most = max(map(self.rows_of, states), default=0)
         self._resize(most if len(states) == len(self.members) else max(most, self.rows))
 
-    def fitted(self, name: str, values: Tensor, rows: int | None = None) -> Tensor:
-        """Return values ``[n, ...]`` of a tensor of `held`, padded with zeros to this number of rows (None: `rows`)."""
+    def padded(self, name: str, values: Tensor, rows: int | None = None) -> Tensor:
+        """Return values ``[n, ...]`` of a result, padded with zeros to this number of rows (None: `rows`)."""
         spec = self.sized_by_batch.get(name)
         if spec is None:
             return values
@@ -388,17 +388,17 @@ class BlockGroup:
     def _resize(self, rows: int) -> None:
         if rows == self.rows:
             return
-        before, kept, whole = self.held, min(rows, self.rows), slice(None)
-        self.rows, self.held = rows, StateTensors()
+        before, kept, whole = self.results, min(rows, self.rows), slice(None)
+        self.rows, self.results = rows, StateTensors()
         if not before:
             return
-        fresh = self.allocate_held()
-        for spec in self._held_specs:
+        fresh = self.allocate_results()
+        for spec in self._result_specs:
             own = whole, *(slice(kept) if size == ROWS else whole for size in spec.shape)
-            fresh.write(spec.name, whole, self.fitted(spec.name, before.read(spec.name, whole)[own]))
+            fresh.write(spec.name, whole, self.padded(spec.name, before.read(spec.name, whole)[own]))
 
     def install(self, fresh: StateTensors, rows: int, fine: Mapping[LayerBlocks, list[bool]]) -> None:
-        """Replace `held` for the blocks that a renewal of gathered rows has succeeded for; the others keep theirs.
+        """Replace `results` for the blocks that a renewal of gathered rows has succeeded for; the others keep theirs.
 
         Args:
             fresh: The results, allocated by `draft`.
@@ -409,14 +409,14 @@ class BlockGroup:
         for member, flags in fine.items():
             good[member.blocks] = flags
         if all(good):
-            self.held, self.rows = fresh, rows
+            self.results, self.rows = fresh, rows
         elif any(good):
             self._resize(max(rows, self.rows))
-            held = self.allocate_held()
+            held = self.allocate_results()
             for block in (block for block, flag in enumerate(good) if flag):
                 own = slice(block, block + 1)
                 for name in fresh:
-                    held.write(name, own, self.fitted(name, fresh.read(name, own)))
+                    held.write(name, own, self.padded(name, fresh.read(name, own)))
         for member, flags in fine.items():
             for task in self.tasks:
                 self.renewed(task.name, member.start, flags)
@@ -432,7 +432,7 @@ class BlockGroup:
         for name in task.restarts if self.averages else ():
             self.averages[name][blocks] = 0
 
-    def outlived(self, versions: Sequence[int], blocks: slice) -> Tensor | None:
+    def restarted_since(self, versions: Sequence[int], blocks: slice) -> Tensor | None:
         """Return which of some blocks have started again since the given versions ``[n]``; None: none."""
         changed = [before != now for before, now in zip(versions[blocks], self.basis_version[blocks], strict=True)]
         return tensor_on(self.device, changed) if any(changed) else None

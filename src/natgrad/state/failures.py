@@ -36,12 +36,12 @@ class FailureState:
     """The failures of the N blocks of a group, kept by the workers of its layers.
 
     Attributes:
-        behind: For each block, how many renewals in a row failed: the decomposition failed, or all statistics since the
-            renewal before were non-finite.
+        failed_refreshes: For each block, how many renewals in a row failed: the decomposition failed, or all statistics
+            since the renewal before were non-finite.
         norm: Running average of ‖V‖ ``[N]``, 0 before the first step. None: not allocated.
         invalid: Blocks whose current inverse gave a non-finite or non-descent direction ``[N]`` (bool). Cleared by the
             next successful decomposition. None: not allocated.
-        suspected: Whether the host has seen that a block is `invalid`.
+        has_invalid: Whether the host has seen that a block is `invalid`.
         last: The keys of layers and their levels ``[m]`` in the last step. None: all were fresh.
     """
 
@@ -53,17 +53,17 @@ class FailureState:
             size: N.
         """
         self._failures = {part: [0] * size for part in (_STATISTICS, *parts)}
-        self.behind = [0] * size
+        self.failed_refreshes = [0] * size
         self.norm: Tensor | None = None
         self.invalid: Tensor | None = None
-        self.suspected = False
+        self.has_invalid = False
         self.last: tuple[list[str], Tensor] | None = None
         self._seen: Tensor | None = None
 
     # --- Renewals -----------------------------------------------------------------------------------------------
 
     @staticmethod
-    def saw(some: Sequence[tuple[FailureState, slice]], fine: Tensor, bad: Tensor) -> None:
+    def record_statistics(some: Sequence[tuple[FailureState, slice]], fine: Tensor, bad: Tensor) -> None:
         """Record which blocks had finite statistics and which had non-finite ones.
 
         Args:
@@ -85,7 +85,7 @@ class FailureState:
             self.invalid[start : start + len(success)] &= ~tensor_on(self.invalid.device, success)
 
     def conclude(self, blocks: Iterable[int]) -> None:
-        """End a renewal of some blocks: update `behind`."""
+        """End a renewal of some blocks: update `failed_refreshes`."""
         if self._seen is not None:
             own, failures = sorted(set(blocks)), self._failures[_STATISTICS]
             for block, seen in zip(own, self._seen[own].tolist(), strict=True):
@@ -96,24 +96,24 @@ class FailureState:
 
     def _allocate_seen(self, device: torch.device) -> Tensor:
         if self._seen is None:
-            self._seen = torch.zeros(len(self.behind), dtype=torch.int8, device=device)
+            self._seen = torch.zeros(len(self.failed_refreshes), dtype=torch.int8, device=device)
         return self._seen
 
     def _count(self) -> None:
-        self.behind = [max(own) for own in zip(*self._failures.values(), strict=True)]
+        self.failed_refreshes = [max(own) for own in zip(*self._failures.values(), strict=True)]
 
     # --- Steps --------------------------------------------------------------------------------------------------
 
     def allocate_invalid(self, device: torch.device) -> Tensor:
         """Return `invalid`, allocating it if needed."""
         if self.invalid is None:
-            self.invalid = torch.zeros(len(self.behind), dtype=torch.bool, device=device)
+            self.invalid = torch.zeros(len(self.failed_refreshes), dtype=torch.bool, device=device)
         return self.invalid
 
     def allocate_norm(self, like: Tensor) -> Tensor:
         """Return `norm`, allocating it if needed."""
         if self.norm is None:
-            self.norm = like.new_zeros(len(self.behind))
+            self.norm = like.new_zeros(len(self.failed_refreshes))
         return self.norm
 
     def to(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -137,12 +137,12 @@ class FailureState:
 
     def state(self, blocks: slice) -> dict[str, Tensor]:
         """Return the state of some blocks for a checkpoint: `norm`, and everything else as integers."""
-        count = len(self.behind[blocks])
+        count = len(self.failed_refreshes[blocks])
         norm, invalid, seen = (
             torch.zeros(count, device="cpu") if own is None else own[blocks].cpu()
             for own in (self.norm, self.invalid, self._seen)
         )
-        known = torch.full((count,), self.suspected, device="cpu")
+        known = torch.full((count,), self.has_invalid, device="cpu")
         failures = (torch.tensor(own[blocks], device="cpu") for own in self._failures.values())
         return {"norm": norm, "ladder": torch.stack([own.int() for own in (known, invalid, seen, *failures)], 1)}
 
@@ -160,7 +160,7 @@ class FailureState:
         self.allocate_norm(torch.empty(0, dtype=dtype, device=device))[blocks] = norm.to(device, dtype)
         self.allocate_invalid(device)[blocks] = invalid.to(device, torch.bool)
         self._allocate_seen(device)[blocks] = seen.to(device, torch.int8)
-        self.suspected = self.suspected or bool(known.any())
+        self.has_invalid = self.has_invalid or bool(known.any())
         for own, counts in zip(self._failures.values(), failures, strict=True):
             own[blocks] = counts.tolist()
         self._count()

@@ -12,16 +12,16 @@ from natgrad.layers import Layer, Slot
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 
 
-def stacked(stack: BlockGroup, of: Callable[[Slot], Tensor | None]) -> Tensor:
+def stacked(group: BlockGroup, of: Callable[[Slot], Tensor | None]) -> Tensor:
     """Return a tensor for each parameter of a block group as blocks ``[N, o, i]``, in the dtype of solves.
 
     Args:
-        stack: The block group, none of whose parameters is sharded.
+        group: The block group, none of whose parameters is sharded.
         of: Returns the tensor, shaped as the parameter; None counts as zero.
     """
-    B = torch.zeros(stack.size, stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
+    B = torch.zeros(group.size, group.outputs, group.inputs, dtype=group.work_dtype, device=group.device)
     targets, sources = [], []
-    for layer, slot, view in places(stack.members, B):
+    for layer, slot, view in places(group.members, B):
         tensor = of(slot)
         for values, place in () if tensor is None else match(layer, slot, tensor.detach(), view):
             targets.append(place)
@@ -31,16 +31,16 @@ def stacked(stack: BlockGroup, of: Callable[[Slot], Tensor | None]) -> Tensor:
     return B
 
 
-def assembled(stack: BlockGroup, pieces: Mapping[int, Iterable[Piece]]) -> Tensor:
+def assembled(group: BlockGroup, pieces: Mapping[int, Iterable[Piece]]) -> Tensor:
     """Return rows of tensors shaped as a group's parameters as blocks ``[N, o, i]``; other rows are zero.
 
     Args:
-        stack: The block group.
+        group: The block group.
         pieces: The rows, by the ``id`` of the parameter.
     """
-    B = torch.zeros(stack.size, stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
+    B = torch.zeros(group.size, group.outputs, group.inputs, dtype=group.work_dtype, device=group.device)
     targets, sources = [], []
-    for layer, slot, view in places(stack.members, B):
+    for layer, slot, view in places(group.members, B):
         own = [(start, rows.contiguous()) for start, rows in pieces.get(id(slot.parameter), ())]
         for values, place in pairs(layer, slot, own, view):
             targets.append(place)
@@ -50,9 +50,9 @@ def assembled(stack: BlockGroup, pieces: Mapping[int, Iterable[Piece]]) -> Tenso
     return B
 
 
-def parameters(stack: BlockGroup) -> Tensor:
+def parameters(group: BlockGroup) -> Tensor:
     """Return the parameters of a block group, none of them sharded, as blocks ``[N, o, i]``."""
-    return stacked(stack, lambda slot: slot.parameter)
+    return stacked(group, lambda slot: slot.parameter)
 
 
 def places(members: list[LayerBlocks], stacked: Tensor) -> Iterator[tuple[Layer, Slot, Tensor]]:

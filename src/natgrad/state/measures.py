@@ -34,14 +34,14 @@ class Unit:
     statistics: frozenset[str]
 
 
-def units(stack: BlockGroup, by: By) -> list[Unit]:
+def units(group: BlockGroup, by: By) -> list[Unit]:
     """Return the units of the layers of a group.
 
     By "layer" there is one. By "factor" tasks that read the same statistics form one: A and G are separate where each
     has a task of its own.
     """
     found: list[Unit] = []
-    for task in stack.tasks:
+    for task in group.tasks:
         unit, others = Unit(frozenset({task.name}), frozenset(task.reads)), []
         for other in found:
             if by == "factor" and unit.statistics.isdisjoint(other.statistics):
@@ -58,59 +58,59 @@ def measurable(curvature: Curvature, statistics: Collection[Statistic], measure:
     return not gathered(statistics) and bool(needed.get(measure or "nothing", True))
 
 
-def measured(stack: BlockGroup, measure: Measure, by: By = "layer") -> Tensor:
+def measured(group: BlockGroup, measure: Measure, by: By = "layer") -> Tensor:
     """Return a measure of the current running averages for each unit of each layer ``[U, M]``; nan where not available.
 
     Args:
-        stack: The block group, which has averages; "basis" also needs results of tasks, "drift" `BlockGroup.decisions`.
+        group: The block group, which has averages; "basis" also needs results of tasks, "drift" `BlockGroup.decisions`.
         measure: The measure (`natgrad.RefreshRule`); a trace is without damping.
         by: What a unit is.
     """
-    return _MEASURES[measure](stack, units(stack, by))
+    return _MEASURES[measure](group, units(group, by))
 
 
-def _trace(stack: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
+def _trace(group: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
     """Return ``tr F`` of each layer."""
-    curvature, names = stack.curvature, stack.curvature.trace_reads or ()
-    traces = [curvature.trace(stack.corrected(blocks, names), stack.outputs) for blocks in _pieces(stack, names)]
-    return _by_layer(stack, torch.cat(traces))[None]
+    curvature, names = group.curvature, group.curvature.trace_reads or ()
+    traces = [curvature.trace(group.corrected(blocks, names), group.outputs) for blocks in _pieces(group, names)]
+    return _by_layer(group, torch.cat(traces))[None]
 
 
-def _norm(stack: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
+def _norm(group: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
     """Return ``Π ‖X‖`` over the statistics X that tasks read."""
-    squares = _squares_of(stack, stack.snapshot)
+    squares = _squares_of(group, group.snapshot)
     return torch.stack([square.sqrt() for square in squares.values()]).prod(0)[None]
 
 
-def _drift(stack: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
+def _drift(group: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
     """Return the largest ``‖X - X_last‖ / ‖X_last‖`` of the statistics X that tasks read."""
-    state = stack.decisions
+    state = group.decisions
     assert state is not None
 
     def last(blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
-        return {name: state.last_averages.read(name, blocks).to(stack.work_dtype) for name in names}
+        return {name: state.last_averages.read(name, blocks).to(group.work_dtype) for name in names}
 
     def moved(blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
-        now, before = stack.snapshot(blocks, names), last(blocks, names)
+        now, before = group.snapshot(blocks, names), last(blocks, names)
         return {name: now[name] - before[name] for name in names}
 
     if not state.last_averages:
-        shape = len(stack_units), len(stack.members)
-        return torch.full(shape, torch.inf, dtype=stack.work_dtype, device=stack.device)
-    differences, lasts = _squares_of(stack, moved), _squares_of(stack, last)
+        shape = len(stack_units), len(group.members)
+        return torch.full(shape, torch.inf, dtype=group.work_dtype, device=group.device)
+    differences, lasts = _squares_of(group, moved), _squares_of(group, last)
     return _largest(stack_units, [(name, (differences[name] / lasts[name]).sqrt()) for name in lasts])
 
 
-def _basis(stack: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
+def _basis(group: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
     """Return the largest ``‖offdiag(Qᵀ X Q)‖ / ‖X‖`` of the factors X with eigenvectors Q."""
-    curvature, names, found = stack.curvature, stack.curvature.off_diagonal_reads or (), []
-    with full_products(stack.device):
-        for blocks in _pieces(stack, names):
-            held = {name: stack.held.read(name, blocks).to(stack.work_dtype) for name in stack.held}
-            pairs = curvature.off_diagonal(stack.corrected(blocks, names), held)
+    curvature, names, found = group.curvature, group.curvature.off_diagonal_reads or (), []
+    with full_products(group.device):
+        for blocks in _pieces(group, names):
+            held = {name: group.results.read(name, blocks).to(group.work_dtype) for name in group.results}
+            pairs = curvature.off_diagonal(group.corrected(blocks, names), held)
             found.append(torch.stack([torch.stack(pair) for pair in pairs]))  # [factors, 2, n]
     off, whole = torch.cat(found, -1).unbind(1)
-    shares = [_by_layer(stack, left_out) / _by_layer(stack, all_) for left_out, all_ in zip(off, whole, strict=True)]
+    shares = [_by_layer(group, left_out) / _by_layer(group, all_) for left_out, all_ in zip(off, whole, strict=True)]
     # A factor made of several statistics is named by any of them: all are in one unit.
     return _largest(stack_units, [(name, share.sqrt()) for name, share in zip(names, shares, strict=False)])
 
@@ -132,17 +132,17 @@ def _largest(stack_units: Sequence[Unit], found: Sequence[tuple[str, Tensor]]) -
     return torch.stack(rows)
 
 
-def _squares_of(stack: BlockGroup, read: Callable[[slice, tuple[str, ...]], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _squares_of(group: BlockGroup, read: Callable[[slice, tuple[str, ...]], Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the squared Frobenius norm of each statistic over the blocks of each layer ``[M]``."""
-    assert stack.decisions is not None
-    names = stack.decisions.names
+    assert group.decisions is not None
+    names = group.decisions.names
     pieces: dict[str, list[Tensor]] = {name: [] for name in names}
-    for blocks in _pieces(stack, names):
+    for blocks in _pieces(group, names):
         tensors = read(blocks, names)
-        for spec in stack.statistics:
+        for spec in group.statistics:
             if spec.name in pieces:
                 pieces[spec.name].append(_squares(spec, tensors[spec.name]))
-    return {name: _by_layer(stack, torch.cat(squares)) for name, squares in pieces.items()}
+    return {name: _by_layer(group, torch.cat(squares)) for name, squares in pieces.items()}
 
 
 def _squares(spec: Statistic, packed: Tensor) -> Tensor:
@@ -154,16 +154,16 @@ def _squares(spec: Statistic, packed: Tensor) -> Tensor:
     return 2 * squares - diagonals.reshape(len(packed), -1).square().sum(1)
 
 
-def _by_layer(stack: BlockGroup, values: Tensor) -> Tensor:
+def _by_layer(group: BlockGroup, values: Tensor) -> Tensor:
     """Return the sum of ``[N]`` over the blocks of each layer ``[M]``."""
-    if len(stack.members) == stack.size:
+    if len(group.members) == group.size:
         return values
-    return torch.stack([values[member.blocks].sum() for member in stack.members])
+    return torch.stack([values[member.blocks].sum() for member in group.members])
 
 
-def _pieces(stack: BlockGroup, names: tuple[str, ...]) -> Iterator[slice]:
+def _pieces(group: BlockGroup, names: tuple[str, ...]) -> Iterator[slice]:
     """Yield the blocks to read at a time."""
-    numel = sum(prod(spec.shape) for spec in stack.statistics if spec.name in names)
+    numel = sum(prod(spec.shape) for spec in group.statistics if spec.name in names)
     step = max(1, _CHUNK // max(1, numel))
-    for start in range(0, stack.size, step):
-        yield slice(start, min(start + step, stack.size))
+    for start in range(0, group.size, step):
+        yield slice(start, min(start + step, group.size))

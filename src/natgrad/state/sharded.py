@@ -18,14 +18,14 @@ from natgrad.state.block_group import BlockGroup
 from natgrad.state.matrices import assembled
 
 
-def slots_of(stack: BlockGroup) -> Sequence[Slot]:
+def slots_of(group: BlockGroup) -> Sequence[Slot]:
     """Return the parameters of a block group, or the parts of them that belong to it."""
-    return [slot for member in stack.members for slot in member.layer.slots]
+    return [slot for member in group.members for slot in member.layer.slots]
 
 
-def has_shards(stack: BlockGroup) -> bool:
-    """Return whether any parameter of a stack is sharded."""
-    return any(is_sharded(slot.parameter) for slot in slots_of(stack))
+def has_shards(group: BlockGroup) -> bool:
+    """Return whether any parameter of a group is sharded."""
+    return any(is_sharded(slot.parameter) for slot in slots_of(group))
 
 
 class Rows:
@@ -45,22 +45,22 @@ class Rows:
             return accountant == self._runtime.rank
         return self._holders.together(slot, accountant, self._runtime.rank)
 
-    def own(self, stack: BlockGroup, values: Mapping[int, Tensor]) -> Tensor:
+    def own(self, group: BlockGroup, values: Mapping[int, Tensor]) -> Tensor:
         """Return the rows of this rank as blocks ``[N, o, i]``, zero elsewhere.
 
         Args:
-            stack: The block group.
+            group: The block group.
             values: The rows, by the ``id`` of the slot.
         """
-        return assembled(stack, self._pieces(slots_of(stack), values))
+        return assembled(group, self._pieces(slots_of(group), values))
 
     def whole(
-        self, stacks: Iterable[tuple[BlockGroup, Sequence[int]]], values: Mapping[int, Tensor], kind: str
+        self, groups: Iterable[tuple[BlockGroup, Sequence[int]]], values: Mapping[int, Tensor], kind: str
     ) -> dict[int, Tensor]:
         """Gather the rows of all ranks on some of them; collective.
 
         Args:
-            stacks: Block groups, each with the ranks that receive all of its rows.
+            groups: Block groups, each with the ranks that receive all of its rows.
             values: The rows of this rank in the dtype of the parameters, by the ``id`` of the slot; those of a replica
                 without a receiving rank may be left out.
             kind: The kind that the bytes are counted as.
@@ -68,14 +68,14 @@ class Rows:
         Returns:
             Blocks ``[N, o, i]`` of the groups that this rank receives, by the ``id`` of the group.
         """
-        wanted = [(stack, tuple(receivers)) for stack, receivers in stacks]
-        slots = [(slot, receivers) for stack, receivers in wanted for slot in slots_of(stack)]
+        wanted = [(group, tuple(receivers)) for group, receivers in groups]
+        slots = [(slot, receivers) for group, receivers in wanted for slot in slots_of(group)]
         gathered = collect_rows(slots, lambda slot, rows: values[id(slot)], self._runtime, kind)
         found = {}
-        for stack, receivers in wanted:
+        for group, receivers in wanted:
             if self._runtime.rank in receivers:
-                present = [slot for slot in slots_of(stack) if not is_sharded(slot.parameter)]
-                found[id(stack)] = assembled(stack, {**gathered, **self._pieces(present, values)})
+                present = [slot for slot in slots_of(group) if not is_sharded(slot.parameter)]
+                found[id(group)] = assembled(group, {**gathered, **self._pieces(present, values)})
         return found
 
     def _pieces(self, slots: Iterable[Slot], values: Mapping[int, Tensor]) -> dict[int, list[Piece]]:

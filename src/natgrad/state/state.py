@@ -19,41 +19,41 @@ Blocks = dict[str, dict[str, Tensor]]
 _FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "epochs", "blocks", "watch", "damping")
 
 
-def blocks(stacks: list[BlockGroup]) -> Blocks:
+def blocks(groups: list[BlockGroup]) -> Blocks:
     """Return the tensors of this rank's blocks, even before the first step; views where they are stored alike."""
     result: Blocks = {}
-    for stack in stacks:
-        for member in stack.members:
+    for group in groups:
+        for member in group.members:
             own: dict[str, Tensor] = {}
-            if stack.role.keeps_averages:
-                own["weight"] = stack.allocate_averages()[member.blocks]
-                if stack.early_weight is not None:
-                    own["early weight"] = stack.early_weight[member.blocks]
-                own |= {name: stack.averages.whole(name, member.blocks) for name in stack.averages}
-            if stack.role.is_gradient_worker:
-                held = stack.allocate_held()
+            if group.role.keeps_averages:
+                own["weight"] = group.allocate_averages()[member.blocks]
+                if group.input_weight is not None:
+                    own["early weight"] = group.input_weight[member.blocks]
+                own |= {name: group.averages.whole(name, member.blocks) for name in group.averages}
+            if group.role.is_gradient_worker:
+                held = group.allocate_results()
                 own |= {
-                    name: kept.whole(name, member.blocks) for kept in (held, stack.allocate_memory()) for name in kept
+                    name: kept.whole(name, member.blocks) for kept in (held, group.allocate_memory()) for name in kept
                 }
-                good = [[stack.good[task.name][block] for task in stack.tasks] for block in _range(member)]
+                good = [[group.good[task.name][block] for task in group.tasks] for block in _range(member)]
                 own["renewed"] = torch.tensor(good, device="cpu")
-                own |= stack.failures.state(member.blocks)
-            if stack.decisions is not None:
-                own |= stack.decisions.state(member)
+                own |= group.failures.state(member.blocks)
+            if group.decisions is not None:
+                own |= group.decisions.state(member)
             if own:
                 result[member.layer.key] = own
     return result
 
 
-def snapshot(stacks: list[BlockGroup]) -> dict[str, dict[str, Any]]:
+def snapshot(groups: list[BlockGroup]) -> dict[str, dict[str, Any]]:
     """Return copies of `blocks` on the host.
 
     Tensors whose size a batch decides are put into tuples. ``torch.distributed.checkpoint`` loads tensors into those of
     a new model's state, which must have the right size, but loads the contents of tuples as they were saved.
     """
-    unsized = {member.layer.key: stack.sized_by_batch for stack in stacks for member in stack.members}
+    unsized = {member.layer.key: group.sized_by_batch for group in groups for member in group.members}
     copies: dict[str, dict[str, Any]] = {}
-    for key, own in blocks(stacks).items():
+    for key, own in blocks(groups).items():
         whole = {name: tensor.cpu().clone() for name, tensor in own.items()}
         copies[key] = {name: (tensor,) if name in unsized[key] else tensor for name, tensor in whole.items()}
     return copies
@@ -62,7 +62,7 @@ def snapshot(stacks: list[BlockGroup]) -> dict[str, dict[str, Any]]:
 def union(given: Blocks, counted: dict[str, int], runtime: Communicator) -> tuple[Blocks, dict[str, int]]:
     """Return the blocks of all ranks, on each rank's host, and the highest value of each counter; collective."""
     mine = {key: own for key, own in given.items() if "renewed" in own}  # workers hold the complete state of a layer
-    found = runtime.everywhere((mine, counted))
+    found = runtime.all_gather_objects((mine, counted))
     whole: Blocks = {}
     for own, _ in reversed(found):  # the lowest rank wins
         for key, tensors in own.items():
@@ -71,13 +71,13 @@ def union(given: Blocks, counted: dict[str, int], runtime: Communicator) -> tupl
 
 
 def checked(
-    state: Mapping[str, Any], stacks: list[BlockGroup], counters: Mapping[str, Mapping[str, int]]
+    state: Mapping[str, Any], groups: list[BlockGroup], counters: Mapping[str, Mapping[str, int]]
 ) -> Mapping[str, Any]:
     """Return `state` without the tuples of `snapshot`, after checking that it is complete and fits the model.
 
     Args:
         state: The state to load.
-        stacks: All block groups.
+        groups: All block groups.
         counters: The current value of each field that holds counters.
 
     Raises:
@@ -97,16 +97,16 @@ def checked(
         fits = fits and all(map(_is_whole, state[name].values()))
         require(fits, f"state[{name!r}]", state[name], f"a whole number for each of {', '.join(counted)}")
     given = state["blocks"]
-    known = {member.layer.key for stack in stacks for member in stack.members}
+    known = {member.layer.key for group in groups for member in group.members}
     fits = isinstance(given, Mapping) and all(isinstance(own, Mapping) for own in given.values())
     require(fits, "state['blocks']", type(given).__name__, "a dict of dicts of tensors")
-    wanted = _shapes(stacks, given)
+    wanted = _shapes(groups, given)
     for verb, names in (
         ("is missing", set(wanted) - set(given)),
         ("is unknown to the model", set(given) - known),
     ):
         require(not names, "state['blocks']", sorted(names)[:5], f"those of the model: each of these {verb}")
-    for key, shapes in (*wanted.items(), *_remembered(stacks, given).items()):
+    for key, shapes in (*wanted.items(), *_remembered(groups, given).items()):
         for name, shape in shapes.items():
             tensor = given[key].get(name)
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
@@ -115,7 +115,7 @@ def checked(
 
 
 def completed(
-    state: Mapping[str, Any], stacks: list[BlockGroup], runtime: Communicator | None
+    state: Mapping[str, Any], groups: list[BlockGroup], runtime: Communicator | None
 ) -> tuple[Mapping[str, Any], list[str]]:
     """Add blocks that a state lacks, as zeros, so that they start anew.
 
@@ -124,7 +124,7 @@ def completed(
 
     Args:
         state: The state to load, not checked yet.
-        stacks: All block groups.
+        groups: All block groups.
         runtime: The ranks, which start the same blocks anew (collective); None: every rank's state lacks the same.
 
     Returns:
@@ -134,64 +134,64 @@ def completed(
     given = state.get("blocks") if isinstance(state, Mapping) else None
     fits = isinstance(given, Mapping) and all(isinstance(own, Mapping) for own in given.values())
     blocks: dict[str, dict[str, Any]] = {key: dict(own) for key, own in given.items()} if fits and given else {}
-    wanted = _shapes(stacks, blocks) if fits else {}
+    wanted = _shapes(groups, blocks) if fits else {}
     missing = {key for key, shapes in wanted.items() if not shapes.keys() <= blocks.get(key, {}).keys()}
-    averages = {member.layer.key: _averages(stack) for stack in stacks for member in stack.members}
+    averages = {member.layer.key: _averages(group) for group in groups for member in group.members}
     whole = {key for key, names in averages.items() if names is not None and names <= blocks.get(key, {}).keys()}
     if runtime is not None:
-        found = runtime.everywhere((missing, whole))
+        found = runtime.all_gather_objects((missing, whole))
         missing, whole = set().union(*(own for own, _ in found)), whole.intersection(*(own for _, own in found))
     if not missing:
         return state, []
     for key in missing & averages.keys():
         before, kept = blocks.pop(key, {}), (averages[key] or set()) | {"early weight"}
-        shapes = _shapes(stacks, blocks).get(key)
+        shapes = _shapes(groups, blocks).get(key)
         if shapes is not None:
             blocks[key] = {name: torch.zeros(shape, device="cpu") for name, shape in shapes.items()}
             blocks[key] |= {name: before[name] for name in kept & before.keys() if key in whole}
     return {**state, "blocks": blocks}, sorted(missing)
 
 
-def _averages(stack: BlockGroup) -> set[str] | None:
+def _averages(group: BlockGroup) -> set[str] | None:
     """Return the names of a layer's running averages on this rank; None: they cannot be used without the rest."""
-    if stack.memories or stack.restarting or stack.gathered:
+    if group.memory_specs or group.restarting or group.gathered:
         return None
-    return {"weight", *(spec.name for spec in stack.statistics)} if stack.role.keeps_averages else set()
+    return {"weight", *(spec.name for spec in group.statistics)} if group.role.keeps_averages else set()
 
 
-def restore(given: Mapping[str, Mapping[str, Tensor]], stacks: list[BlockGroup]) -> None:
+def restore(given: Mapping[str, Mapping[str, Tensor]], groups: list[BlockGroup]) -> None:
     """Copy checked blocks into the block groups; blocks that are not given stay as they are."""
-    for stack in stacks:
-        loaded = [given[member.layer.key] for member in stack.members if given.get(member.layer.key)]
-        if loaded and stack.role.is_gradient_worker:
-            stack.make_room(loaded)
-        for member in stack.members:
+    for group in groups:
+        loaded = [given[member.layer.key] for member in group.members if given.get(member.layer.key)]
+        if loaded and group.role.is_gradient_worker:
+            group.allocate_for(loaded)
+        for member in group.members:
             own = given.get(member.layer.key, {})
             if not own:
                 continue
             kept = []
-            if stack.role.keeps_averages:
-                weight = stack.allocate_averages()
+            if group.role.keeps_averages:
+                weight = group.allocate_averages()
                 weight[member.blocks] = own["weight"].to(weight)
-                if stack.early_weight is not None:  # with one interval for both, both have the same
-                    stack.early_weight[member.blocks] = own.get("early weight", own["weight"]).to(weight)
-                kept.append(stack.averages)
-            if stack.role.is_gradient_worker:
-                kept += [stack.allocate_held(), stack.allocate_memory()]
+                if group.input_weight is not None:  # with one interval for both, both have the same
+                    group.input_weight[member.blocks] = own.get("early weight", own["weight"]).to(weight)
+                kept.append(group.averages)
+            if group.role.is_gradient_worker:
+                kept += [group.allocate_results(), group.allocate_memory()]
                 flags = own["renewed"].tolist()
-                for column, task in enumerate(stack.tasks):
-                    stack.renewed(task.name, member.start, [bool(row[column]) for row in flags], forget=True)
-                stack.failures.load(member.start, own, stack.work_dtype, stack.device)
-            if stack.decisions is not None:
-                stack.decisions.restore(member, own)
+                for column, task in enumerate(group.tasks):
+                    group.renewed(task.name, member.start, [bool(row[column]) for row in flags], forget=True)
+                group.failures.load(member.start, own, group.work_dtype, group.device)
+            if group.decisions is not None:
+                group.decisions.restore(member, own)
             for tensors in kept:
                 for name in tensors:
-                    tensors.write_whole(name, member.blocks, stack.fitted(name, own[name].to(stack.device)))
+                    tensors.write_whole(name, member.blocks, group.padded(name, own[name].to(group.device)))
 
 
-def fitting(given: Blocks, stacks: list[BlockGroup]) -> Blocks:
+def fitting(given: Blocks, groups: list[BlockGroup]) -> Blocks:
     """Return the blocks of `given` whose shapes still fit."""
-    wanted = _shapes(stacks, given)
+    wanted = _shapes(groups, given)
     return {
         key: own
         for key, own in given.items()
@@ -216,18 +216,18 @@ def _is_whole(value: object) -> bool:
 
 
 def _shapes(
-    stacks: list[BlockGroup], given: Mapping[str, Mapping[str, Tensor]]
+    groups: list[BlockGroup], given: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     wanted = {}
-    for stack in stacks:
-        for member in stack.members:
+    for group in groups:
+        for member in group.members:
             n = member.stop - member.start
             shapes: dict[str, tuple[int, ...]] = {}
-            if stack.role.keeps_averages:
-                shapes |= {"weight": (n,), **{spec.name: (n, *spec.shape) for spec in stack.statistics}}
-            if stack.role.is_gradient_worker:
-                written = (*stack.written(stack.rows_of(given.get(member.layer.key, {}))), *stack.memories)
-                shapes |= {"renewed": (n, len(stack.tasks)), **stack.failures.shapes(n)}
+            if group.role.keeps_averages:
+                shapes |= {"weight": (n,), **{spec.name: (n, *spec.shape) for spec in group.statistics}}
+            if group.role.is_gradient_worker:
+                written = (*group.written(group.rows_of(given.get(member.layer.key, {}))), *group.memory_specs)
+                shapes |= {"renewed": (n, len(group.tasks)), **group.failures.shapes(n)}
                 shapes |= {spec.name: (n, *spec.shape) for spec in written}
             if shapes:
                 wanted[member.layer.key] = shapes
@@ -235,15 +235,15 @@ def _shapes(
 
 
 def _remembered(
-    stacks: list[BlockGroup], given: Mapping[str, Mapping[str, Tensor]]
+    groups: list[BlockGroup], given: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the shapes of the tensors of decisions on layers; layers for which any is missing start anew."""
     found = {}
-    for stack in stacks:
-        if stack.decisions is None:
+    for group in groups:
+        if group.decisions is None:
             continue
-        for member in stack.members:
-            shapes = stack.decisions.shapes(member)
+        for member in group.members:
+            shapes = group.decisions.shapes(member)
             if given.get(member.layer.key, {}).keys() >= shapes.keys():
                 found[member.layer.key] = shapes
     return found

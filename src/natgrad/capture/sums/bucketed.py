@@ -57,7 +57,7 @@ class BucketedStatistics(StatisticsBuffer):
 
     def __init__(
         self,
-        stacks: Sequence[BlockGroup],
+        groups: Sequence[BlockGroup],
         *,
         names: Sequence[str],
         bucket: int,
@@ -69,7 +69,7 @@ class BucketedStatistics(StatisticsBuffer):
         """Lay out the buckets.
 
         Args:
-            stacks: The stacks; all ranks receive the sums of all of them.
+            groups: The groups; all ranks receive the sums of all of them.
             names: The names of the layers, in the order of the model.
             bucket: The most bytes of a bucket of several layers.
             runtime: The ranks.
@@ -85,7 +85,7 @@ class BucketedStatistics(StatisticsBuffer):
         self._next = 0  # the bucket that leaves next in this pass
         self._gain_now: float | Tensor = 1.0  # that of the step
         self._may_leave = False  # from the first step on, in which all ranks make a queue for them
-        super().__init__(stacks, fused=True, riders=riders)
+        super().__init__(groups, fused=True, riders=riders)
 
     def _laid_out(self, portions: Mapping[str, Portion]) -> list[Bucket]:
         layers = [(*self._members[name], portions[name]) for name in reversed(self._names) if name in portions]
@@ -94,9 +94,9 @@ class BucketedStatistics(StatisticsBuffer):
         buckets: list[list[tuple[BlockGroup, LayerBlocks, Portion]]] = []
         size = 0
         for layer, own in zip(layers, sizes, strict=True):
-            stack = layer[0]
-            last = buckets[-1][-1][0] if buckets else stack
-            fits = size + own <= limit and (last.dtype, last.device) == (stack.dtype, stack.device)
+            group = layer[0]
+            last = buckets[-1][-1][0] if buckets else group
+            fits = size + own <= limit and (last.dtype, last.device) == (group.dtype, group.device)
             if buckets and fits:
                 buckets[-1].append(layer)
                 size += own

@@ -27,27 +27,27 @@ Shares: TypeAlias = Mapping[str, float]
 
 @dataclass
 class Piece:
-    """Neighbouring layers of a stack, and which of their statistics are meant.
+    """Neighbouring layers of a group, and which of their statistics are meant.
 
     Attributes:
-        stack: The stack.
+        group: The group.
         members: The layers.
         portion: Which statistics.
     """
 
-    stack: BlockGroup
+    group: BlockGroup
     members: list[LayerBlocks]
     portion: Portion = "whole"
 
     @property
     def blocks(self) -> slice:
-        """Which of the stack's blocks."""
+        """Which of the group's blocks."""
         return slice(self.members[0].start, self.members[-1].stop)
 
     @cached_property
     def specs(self) -> list[Statistic]:
         """The statistics."""
-        return portion_of(self.stack, self.portion)
+        return portion_of(self.group, self.portion)
 
 
 @dataclass
@@ -83,17 +83,17 @@ class SampleCount:
 
 @dataclass
 class Arrived:
-    """What has been summed for some blocks of a stack.
+    """What has been summed for some blocks of a group.
 
     Attributes:
-        stack: The stack.
+        group: The group.
         blocks: Which of its N blocks.
         sums: A tensor ``[n, *packed_shape(spec)]`` for each statistic.
         samples: ``[n]``.
         rows: Samples times positions ``[n]``.
     """
 
-    stack: BlockGroup
+    group: BlockGroup
     blocks: slice
     sums: dict[str, Tensor]
     samples: Tensor
@@ -111,7 +111,7 @@ class Bucket:
     """
 
     def __init__(self, pieces: list[Piece], kind: str = "factors", riders: int = 0) -> None:
-        """Lay out neighbouring layers of some stacks with the same role; no tensor is made.
+        """Lay out neighbouring layers of some groups with the same role; no tensor is made.
 
         Args:
             pieces: The layers.
@@ -119,7 +119,7 @@ class Bucket:
             riders: How many numbers that are none of a layer travel behind the counters.
         """
         self._riders = riders
-        self.pieces, self.role, self.kind = pieces, pieces[0].stack.role, kind
+        self.pieces, self.role, self.kind = pieces, pieces[0].group.role, kind
         self.places = {member.layer.name: index for index, piece in enumerate(pieces) for member in piece.members}
         self._counters = 2 * len(self.places) + riders
         self.numel = self._counters + sum(
@@ -135,7 +135,7 @@ class Bucket:
         """Make the buffer, of uninitialised memory, and cut it into views; or return the one there is."""
         if self.buffer is not None:
             return self.buffer
-        first = self.pieces[0].stack
+        first = self.pieces[0].group
         self.buffer = torch.empty(self.numel, dtype=first.dtype, device=first.device)
         offset = 0
         for index, piece in enumerate(self.pieces):
@@ -151,7 +151,7 @@ class Bucket:
         return self.buffer
 
     def stacked(self, index: int, blocks: slice) -> dict[str, Tensor]:
-        """Return the sums of some of the stack's blocks that are in one piece."""
+        """Return the sums of some of the group's blocks that are in one piece."""
         start = self.pieces[index].blocks.start
         own = slice(blocks.start - start, blocks.stop - start)
         return {name: tensor[own] for name, tensor in self._stacked[index].items()}
@@ -178,7 +178,7 @@ class Bucket:
             if size != len(piece.members):
                 repeats = tensor_on(own.device, [member.stop - member.start for member in piece.members])
                 own = own.repeat_interleave(repeats, dim=0, output_size=size)
-            yield Arrived(piece.stack, blocks, sums, own[:, 0], own[:, 1])
+            yield Arrived(piece.group, blocks, sums, own[:, 0], own[:, 1])
 
     @property
     def riders(self) -> Tensor | None:
@@ -265,26 +265,26 @@ class Departed:
             posted.wait()
             self.heard = self.heard if message.riders is None else message.riders
             for piece in message.arrived():
-                place = piece.stack.device, piece.stack.dtype
+                place = piece.group.device, piece.group.dtype
                 sums = {name: tensor.to(*place) for name, tensor in piece.sums.items()}
                 yield replace(piece, sums=sums, samples=piece.samples.to(*place), rows=piece.rows.to(*place))
             message.release()
 
 
-def portion_of(stack: BlockGroup, portion: Portion) -> list[Statistic]:
-    """Return some of the statistics of a stack."""
-    early = stack.input_statistics
-    return [spec for spec in stack.statistics if portion == "whole" or (spec.name in early) == (portion == "inputs")]
+def portion_of(group: BlockGroup, portion: Portion) -> list[Statistic]:
+    """Return some of the statistics of a group."""
+    early = group.input_statistics
+    return [spec for spec in group.statistics if portion == "whole" or (spec.name in early) == (portion == "inputs")]
 
 
 def neighbours(layers: Iterable[tuple[BlockGroup, LayerBlocks, Portion]]) -> list[Piece]:
-    """Return layers as runs of those that follow each other in their stacks."""
-    stacks: dict[tuple[int, Portion], list[Piece]] = {}
-    for stack, member, portion in layers:
-        stacks.setdefault((id(stack), portion), []).append(Piece(stack, [member], portion))
+    """Return layers as runs of those that follow each other in their groups."""
+    groups: dict[tuple[int, Portion], list[Piece]] = {}
+    for group, member, portion in layers:
+        groups.setdefault((id(group), portion), []).append(Piece(group, [member], portion))
     pieces: list[Piece] = []
-    for runs in stacks.values():
-        pieces.append(Piece(runs[0].stack, [], runs[0].portion))
+    for runs in groups.values():
+        pieces.append(Piece(runs[0].group, [], runs[0].portion))
         for run in sorted(runs, key=lambda run: run.blocks.start):
             last = pieces[-1]
             if last.members and last.blocks.stop != run.blocks.start:
@@ -301,7 +301,7 @@ def _correct(
 
     A layer not seen gets zeros.
     """
-    plain = _drawn(piece.stack) or (isinstance(factor, float) and factor == 1.0)
+    plain = _drawn(piece.group) or (isinstance(factor, float) and factor == 1.0)
     for spec in piece.specs:
         if not seen:
             views[spec.name].zero_()
@@ -311,6 +311,6 @@ def _correct(
             views[spec.name].mul_(shares[spec.per])
 
 
-def _drawn(stack: BlockGroup) -> bool:
+def _drawn(group: BlockGroup) -> bool:
     """Return whether labels are sampled, which know nothing of the loss, its scale and its mean."""
-    return stack.curvature.likelihood is not None
+    return group.curvature.likelihood is not None

@@ -41,14 +41,14 @@ class Choice:
     sides: frozenset[Side] = frozenset(SIDES)
     without: frozenset[str] = frozenset()
 
-    def portion(self, layer: str, stack: BlockGroup) -> Portion | None:
+    def portion(self, layer: str, group: BlockGroup) -> Portion | None:
         """Return the portion of the statistics of a layer; None: nothing."""
         if layer in self.without or not self.sides:
             return None
         if len(self.sides) == len(SIDES):
             return "whole"
         portion: Portion = "inputs" if "inputs" in self.sides else "rest"
-        return portion if portion_of(stack, portion) else None
+        return portion if portion_of(group, portion) else None
 
 
 WHOLE = Choice()
@@ -67,32 +67,32 @@ class StatisticsBuffer:
     Memory is taken when a layer is first captured, and dropped when it has been read: at the end of a forward pass,
     when memory is scarcest, the sums would be in the way. With `fused` all sums of one dtype and device are one
     message to each destination; otherwise each layer has its own, which exists no sooner than it must, and on an
-    accelerator each stack, whose averages take a few calls for all of its layers.
+    accelerator each group, whose averages take a few calls for all of its layers.
 
     Attributes:
         skip_step: Whether a ``GradScaler`` skips this step (a lazy bool, the same on all ranks); None: it cannot.
         choice: What is collected.
         rider: What this rank has to say beside its sums.
-        basis_version: `BlockGroup.basis_version` as they were when this step began, by the ``id`` of the stack.
+        basis_version: `BlockGroup.basis_version` as they were when this step began, by the ``id`` of the group.
     """
 
-    def __init__(self, stacks: Sequence[BlockGroup], *, fused: bool, kind: str = "factors", riders: int = 0) -> None:
-        """Lay out the messages of those `stacks` to whose sums this rank adds or from whom it receives them.
+    def __init__(self, groups: Sequence[BlockGroup], *, fused: bool, kind: str = "factors", riders: int = 0) -> None:
+        """Lay out the messages of those `groups` to whose sums this rank adds or from whom it receives them.
 
         Args:
-            stacks: The stacks.
+            groups: The groups.
             fused: See above.
             kind: What they are counted as.
             riders: How many numbers of `rider` travel with a message to all ranks.
         """
-        stacks = [stack for stack in stacks if stack.role.captures or stack.role.keeps_averages]
+        groups = [group for group in groups if group.role.captures or group.role.keeps_averages]
         self._fused, self._kind, self._riders = fused, kind, riders
         self.rider: Sequence[float] = ()
-        self._members = {member.layer.name: (stack, member) for stack in stacks for member in stack.members}
+        self._members = {member.layer.name: (group, member) for group in groups for member in group.members}
         self.tallies = {name: SampleCount() for name in self._members}
         self._filled: set[str] = set()  # the layers whose sums are initialised
         self.skip_step: Tensor | None = None
-        self._stacks = stacks
+        self._groups = groups
         self.note_basis_versions()
         self.choice, self._portions = WHOLE, self._portions_of(WHOLE)
         self._layouts = {WHOLE: self._laid_out(self._portions)}
@@ -108,18 +108,18 @@ class StatisticsBuffer:
         self._arrange(self._layouts[choice])
 
     def _portions_of(self, choice: Choice) -> dict[str, Portion]:
-        portions = {name: choice.portion(name, stack) for name, (stack, _) in self._members.items()}
+        portions = {name: choice.portion(name, group) for name, (group, _) in self._members.items()}
         return {name: portion for name, portion in portions.items() if portion is not None}
 
     def _laid_out(self, portions: Mapping[str, Portion]) -> list[Bucket]:
         groups: dict[object, list[tuple[BlockGroup, LayerBlocks, Portion]]] = {}
         for name, portion in portions.items():
-            stack, member = self._members[name]
+            group, member = self._members[name]
             if self._fused:
-                key: object = (stack.dtype, stack.device, *_destination(stack))
+                key: object = (group.dtype, group.device, *_destination(group))
             else:
-                key = name if on_host(stack.device) else id(stack)
-            groups.setdefault(key, []).append((stack, member, portion))
+                key = name if on_host(group.device) else id(group)
+            groups.setdefault(key, []).append((group, member, portion))
         messages, riders = [], self._riders
         for layers in groups.values():
             rides = layers[0][0].role.seat.sums == "all"
@@ -164,8 +164,8 @@ class StatisticsBuffer:
             layer: The layer.
             accumulate: Adds to whole sums, as `Curvature.accumulate` does.
         """
-        views, (stack, member) = self._views(layer), self._members[layer]
-        specs = portion_of(stack, self._portions[layer])
+        views, (group, member) = self._views(layer), self._members[layer]
+        specs = portion_of(group, self._portions[layer])
         like = next(iter(views.values()))
         whole = {spec.name: like.new_zeros(member.stop - member.start, *spec.shape) for spec in specs}
         accumulate(whole)
@@ -254,7 +254,7 @@ class StatisticsBuffer:
 
         At the same moment on all ranks, whatever passes they throw away.
         """
-        self.basis_version = {id(stack): list(stack.basis_version) for stack in self._stacks}
+        self.basis_version = {id(group): list(group.basis_version) for group in self._groups}
 
     def reset(self) -> None:
         """Begin the next step."""
@@ -267,6 +267,6 @@ class StatisticsBuffer:
             message.release()
 
 
-def _destination(stack: BlockGroup) -> tuple[object, ...]:
-    seat = stack.role.seat
+def _destination(group: BlockGroup) -> tuple[object, ...]:
+    seat = group.role.seat
     return seat.sums, None if seat.sums == "all" else seat.workers

@@ -65,16 +65,16 @@ class Clip:
         scale: float | Tensor,
         runtime: Communicator,
         *,
-        apart: bool,
+        shares_work: bool,
         layer_scale: Callable[[Layer], float | Tensor] | None = None,
     ) -> list[Tensor]:
         """Scale the preconditioned gradients by ν. Blocks that are not finite become zero.
 
         Args:
-            gradients: Raw and preconditioned gradients of all stacks.
+            gradients: Raw and preconditioned gradients of all groups.
             scale: The factor that makes the raw gradients those of the mean loss.
             runtime: The ranks.
-            apart: Whether each rank holds the curvature of some layers only.
+            shares_work: Whether each rank holds the curvature of some layers only.
             layer_scale: Returns an additional factor for a layer. None: 1 for all.
 
         Returns:
@@ -84,7 +84,7 @@ class Clip:
             assert self.optimizer is not None
             bad = [~entry.inner.isfinite() for entry in gradients.entries]
             gradients.clear_(bad)
-            self.last = self.bound.hold(gradients, self.optimizer, runtime, apart=apart)
+            self.last = self.bound.hold(gradients, self.optimizer, runtime, shares_work=shares_work)
             return bad
         return self._scale(gradients, scale, self.bound, layer_scale)
 

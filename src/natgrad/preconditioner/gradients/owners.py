@@ -116,7 +116,7 @@ class OwnedGradients:
 
 
 def reduce_to_workers(
-    model: nn.Module, stacks: Sequence[BlockGroup], runtime: Communicator, samples: int, *, summed: bool
+    model: nn.Module, groups: Sequence[BlockGroup], runtime: Communicator, samples: int, *, summed: bool
 ) -> tuple[float | Tensor, list[OwnedGradients]]:
     """Replace ``.grad`` of each layer on its only worker by that of the loss over the samples of all ranks.
 
@@ -125,7 +125,7 @@ def reduce_to_workers(
 
     Args:
         model: The model; all its trained parameters take part.
-        stacks: Its covered layers, each with one worker.
+        groups: Its covered layers, each with one worker.
         runtime: The ranks.
         samples: This rank's samples (token losses: positions) of the step.
         summed: Whether the loss sums over samples; otherwise it is a mean.
@@ -140,17 +140,17 @@ def reduce_to_workers(
     total = _agree(trained, runtime, samples)
     # If no rank has counted samples (double backward), all ranks weigh alike.
     weight = None if summed else torch.where(total > 0, samples * runtime.ranks / total.clamp(min=1), 1.0)
-    groups = _by_owner(trained, stacks, runtime.ranks)
-    for group in groups:
-        own = None if weight is None else weight.to(group.device, at_least_float32(group.dtype))
-        values = group.addends(own)
+    owned = _by_owner(trained, groups, runtime.ranks)
+    for bucket in owned:
+        own = None if weight is None else weight.to(bucket.device, at_least_float32(bucket.dtype))
+        values = bucket.addends(own)
         nothing = [values[0].new_empty(0)] * runtime.ranks
-        result, _ = runtime.reduce_to_owners(values, nothing, "gradients", group.dtype)
-        group.write(runtime.rank, result if summed else result / runtime.ranks)
+        result, _ = runtime.reduce_to_owners(values, nothing, "gradients", bucket.dtype)
+        bucket.write(runtime.rank, result if summed else result / runtime.ranks)
     if not summed:
-        return 1.0, groups
-    wide = torch.float64 if any(group.dtype == torch.float64 for group in groups) else torch.float32
-    return 1.0 / total.clamp(min=1).to(wide), groups
+        return 1.0, owned
+    wide = torch.float64 if any(bucket.dtype == torch.float64 for bucket in owned) else torch.float32
+    return 1.0 / total.clamp(min=1).to(wide), owned
 
 
 def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int) -> Tensor:
@@ -166,34 +166,34 @@ def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int) -> 
     return counters[0]
 
 
-def _by_owner(trained: Iterable[nn.Parameter], stacks: Sequence[BlockGroup], ranks: int) -> list[OwnedGradients]:
+def _by_owner(trained: Iterable[nn.Parameter], groups: Sequence[BlockGroup], ranks: int) -> list[OwnedGradients]:
     """Return the owners of the gradients, for each device and dtype, in the order of the parameters.
 
     Args:
         trained: Trained parameters of the model.
-        stacks: Its covered layers, each with one worker.
+        groups: Its covered layers, each with one worker.
         ranks: P.
     """
     workers: dict[int, list[tuple[slice | None, int]]] = {}
-    for stack in stacks:
-        for member in stack.members:
+    for group in groups:
+        for member in group.members:
             for slot in member.layer.slots:
-                workers.setdefault(id(slot.parameter), []).append((slot.rows, stack.role.server))
+                workers.setdefault(id(slot.parameter), []).append((slot.rows, group.role.server))
     found: dict[tuple[torch.device, torch.dtype], OwnedGradients] = {}
     for parameter in trained:
         kind = parameter.device, parameter.dtype
-        group = found.setdefault(kind, OwnedGradients([[] for _ in range(ranks)], []))
+        bucket = found.setdefault(kind, OwnedGradients([[] for _ in range(ranks)], []))
         known, end = workers.get(id(parameter)), 0
         if known is None:
-            group.uncovered.append(Part(parameter))
+            bucket.uncovered.append(Part(parameter))
             continue
         for rows, worker in sorted(known, key=lambda part: 0 if part[0] is None else part[0].start):
             if rows is not None and rows.start > end:  # rows of another layer, which is left to the optimizer
-                group.uncovered.append(Part(parameter, slice(end, rows.start)))
-            group.covered[worker].append(Part(parameter, rows))
+                bucket.uncovered.append(Part(parameter, slice(end, rows.start)))
+            bucket.covered[worker].append(Part(parameter, rows))
             end = len(parameter) if rows is None else rows.stop
         if end < len(parameter):
-            group.uncovered.append(Part(parameter, slice(end, len(parameter))))
+            bucket.uncovered.append(Part(parameter, slice(end, len(parameter))))
     return list(found.values())
 
 

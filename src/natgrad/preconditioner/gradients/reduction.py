@@ -174,11 +174,11 @@ class Scaling:
         """
         scale: float | Tensor = 1.0
         owned: list[OwnedGradients] = []
-        device = structure.stacks[0].device if structure.stacks else None
-        dtype = structure.stacks[0].work_dtype if structure.stacks else torch.float32
+        device = structure.groups[0].device if structure.groups else None
+        dtype = structure.groups[0].work_dtype if structure.groups else torch.float32
         passes = self._passes(model, runtime, backwards, device, dtype)
         if self._reduces and structure.plan.columns == runtime.ranks > 1:
-            scale, owned = reduce_to_workers(model, structure.stacks, runtime, samples, summed=self._summed)
+            scale, owned = reduce_to_workers(model, structure.groups, runtime, samples, summed=self._summed)
         elif self._reduces:
             scale = reduce_gradients(model, runtime, samples, summed=self._summed)
         elif (self._summed or self._mixed) and device is not None:

@@ -60,7 +60,7 @@ def share(
     for group in uncovered:
         buckets.setdefault((group.device, group.dtype), _Bucket()).uncovered.append(group)
     for entry in gradients.entries:
-        buckets.setdefault((entry.stack.device, entry.stack.work_dtype), _Bucket()).entries.append(entry)
+        buckets.setdefault((entry.group.device, entry.group.work_dtype), _Bucket()).entries.append(entry)
     holders, row, total = Holders(runtime), plan.row(runtime.rank), None
     runtime.subgroup(row)
     for (device, dtype), bucket in buckets.items():
@@ -79,7 +79,7 @@ def _share_whole(
     bucket: _Bucket, scalars: Tensor, row: Sequence[int], runtime: Communicator, watch: FailureCounters
 ) -> list[Tensor]:
     """Exchange whole gradients, and return the scalars of each rank of the row."""
-    entries = {rank: [entry for entry in bucket.entries if entry.stack.role.server == rank] for rank in row}
+    entries = {rank: [entry for entry in bucket.entries if entry.group.role.server == rank] for rank in row}
     own = entries[runtime.rank]
     empty = scalars.new_empty(0)
     values = [
@@ -102,7 +102,7 @@ def _share_whole(
         summed.append(vectors[len(sizes[rank]) :])
         for entry, vector, told in zip(entries[rank], vectors, numbers[1:], strict=False):
             if rank != runtime.rank:
-                entry.V = vector.view(entry.stack.size, entry.stack.outputs, entry.stack.inputs)
+                entry.V = vector.view(entry.group.size, entry.group.outputs, entry.group.inputs)
             _hear(entry, told, watch)
     for group, own_pieces in zip(bucket.uncovered, zip(*summed, strict=True), strict=True):
         group.write_uncovered(own_pieces)
@@ -119,7 +119,7 @@ def _share_rows(
 ) -> list[Tensor]:
     """Send each rank of the row the rows that it holds (FSDP2), and return the scalars of each."""
     me, entries = runtime.rank, bucket.entries
-    own = [entry for entry in entries if entry.stack.role.is_gradient_worker]
+    own = [entry for entry in entries if entry.group.role.is_gradient_worker]
     told = [_counters(entry, watch) for entry in own]
     for entry in own:
         entry.clear_(~entry.inner.isfinite())  # a rank that receives some rows does not know their blocks
@@ -133,7 +133,7 @@ def _share_rows(
     sizes: dict[int, list[int]] = {rank: [] if rank == me else [len(scalars)] for rank in row}
     theirs: dict[int, list[Entry]] = {rank: [] for rank in row}
     for entry in entries:
-        server = entry.stack.role.server
+        server = entry.group.role.server
         if server != me:
             theirs[server].append(entry)
     for rank in row:
@@ -155,7 +155,7 @@ def _share_rows(
             if shares:
                 entry.shares = [Share(slot, rows, member.start, next(values)) for member, slot, rows in shares]
             else:
-                entry.V = next(values).view(entry.stack.size, entry.stack.outputs, entry.stack.inputs)
+                entry.V = next(values).view(entry.group.size, entry.group.outputs, entry.group.inputs)
             _hear(entry, numbers, watch)
     for entry, numbers in zip(own, told, strict=True):
         _hear(entry, numbers, watch)
@@ -191,7 +191,7 @@ def _value_sizes(entry: Entry, holders: Holders, rank: int) -> list[int]:
 
 
 def _numel(entry: Entry) -> int:
-    return entry.stack.size * entry.stack.outputs * entry.stack.inputs
+    return entry.group.size * entry.group.outputs * entry.group.inputs
 
 
 def _row_numel(slot: Slot, rows: range) -> int:
@@ -199,26 +199,26 @@ def _row_numel(slot: Slot, rows: range) -> int:
 
 
 def _counter_count(entry: Entry) -> int:
-    stack = entry.stack
-    return stack.size + 2 * len(stack.members) + (0 if stack.decisions is None else stack.decisions.message_size)
+    group = entry.group
+    return group.size + 2 * len(group.members) + (0 if group.decisions is None else group.decisions.message_size)
 
 
 def _counters(entry: Entry, watch: FailureCounters) -> Tensor:
-    stack, like = entry.stack, entry.inner
+    group, like = entry.group, entry.inner
     ready = entry.told()
     if isinstance(ready, bool):
-        ready = like.new_full((len(stack.members),), float(ready))
-    verdicts = [] if stack.decisions is None or not stack.decisions.is_sent else [stack.decisions.message(like)]
-    return torch.cat([like, ready, watch.trouble(stack).to(like), *verdicts])
+        ready = like.new_full((len(group.members),), float(ready))
+    verdicts = [] if group.decisions is None or not group.decisions.is_sent else [group.decisions.message(like)]
+    return torch.cat([like, ready, watch.trouble(group).to(like), *verdicts])
 
 
 def _hear(entry: Entry, counters: Tensor, watch: FailureCounters) -> None:
     """Apply the counters that a worker sent, also on the worker itself, so that all ranks decide alike."""
-    stack, layers = entry.stack, len(entry.stack.members)
-    told = stack.size + 2 * layers
-    entry.inner, ready, trouble, verdicts = counters.split([stack.size, layers, layers, len(counters) - told])
-    if stack.decisions is not None:
-        stack.decisions.received = verdicts if len(verdicts) else None
-    repeats = tensor_on(stack.device, entry.blocks)
-    entry.ready = ready.repeat_interleave(repeats, output_size=stack.size)
-    watch.heard(stack, trouble.repeat_interleave(repeats, output_size=stack.size))
+    group, layers = entry.group, len(entry.group.members)
+    told = group.size + 2 * layers
+    entry.inner, ready, trouble, verdicts = counters.split([group.size, layers, layers, len(counters) - told])
+    if group.decisions is not None:
+        group.decisions.received = verdicts if len(verdicts) else None
+    repeats = tensor_on(group.device, entry.blocks)
+    entry.ready = ready.repeat_interleave(repeats, output_size=group.size)
+    watch.heard(group, trouble.repeat_interleave(repeats, output_size=group.size))

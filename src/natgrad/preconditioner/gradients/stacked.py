@@ -45,10 +45,10 @@ class Share:
 
 @dataclass
 class Entry:
-    """The gradients of some layers of a stack.
+    """The gradients of some layers of a group.
 
     Attributes:
-        stack: The stack.
+        group: The group.
         members: The layers.
         fallback: Replaces what is unsound.
         ready: Whether they have curvature: all (True), none (False), or the `Level` of each block's layer ``[N]``.
@@ -58,7 +58,7 @@ class Entry:
         inner: ⟨V, W⟩ of each block ``[N]``; not finite where the gradient is not.
     """
 
-    stack: BlockGroup
+    group: BlockGroup
     members: list[LayerBlocks]
     fallback: FallbackPolicy
     ready: bool | Tensor = False
@@ -78,8 +78,8 @@ class Entry:
             damping: γ.
             gathered: The rows of sharded gradients, by the parameter's ``id``.
         """
-        stack, started = self.stack, perf_counter()
-        W = torch.empty(sum(self.blocks), stack.outputs, stack.inputs, dtype=stack.work_dtype, device=stack.device)
+        group, started = self.group, perf_counter()
+        W = torch.empty(sum(self.blocks), group.outputs, group.inputs, dtype=group.work_dtype, device=group.device)
         targets, sources = [], []
         for layer, slot, view in places(self.members, W):
             gradient = slot.parameter.grad
@@ -93,24 +93,24 @@ class Entry:
                 sources.append(rows)
         if targets:  # there may be none: other ranks expect a result even for a layer that no rank has used
             torch._foreach_copy_(targets, sources)
-        add_gradients(stack, W, self.places())
+        add_gradients(group, W, self.places())
         V = self._solved(W, damping)
-        stack.charge(self.members, perf_counter() - started)
-        return Case(stack, self.members, self.places(), W, V)
+        group.charge(self.members, perf_counter() - started)
+        return Case(group, self.members, self.places(), W, V)
 
     def _solved(self, W: Tensor, damping: float) -> Tensor:
-        stack, places = self.stack, self.places()
-        flags = [stack.ready[stack.members.index(member)] for member in self.members]
+        group, places = self.group, self.places()
+        flags = [group.ready[group.members.index(member)] for member in self.members]
         if not any(flags):
             return W
         if all(flags):
-            return stack.solve(self.where, W, damping)
+            return group.solve(self.where, W, damping)
         # Layers without curvature keep their gradients.
         every = [flag for flag, count in zip(flags, self.blocks, strict=True) for _ in range(count)]
-        own = tensor_on(stack.device, [index for index, flag in enumerate(every) if flag])
-        blocks = own if places is None else tensor_on(stack.device, places)[own]
+        own = tensor_on(group.device, [index for index, flag in enumerate(every) if flag])
+        blocks = own if places is None else tensor_on(group.device, places)[own]
         V = W.clone()
-        V[own] = stack.solve(blocks, W[own], damping)
+        V[own] = group.solve(blocks, W[own], damping)
         return V
 
     def told(self) -> bool | Tensor:
@@ -126,7 +126,7 @@ class Entry:
 
     def places(self) -> list[int] | None:
         """Return the indices of these blocks in the group. None: all blocks."""
-        if len(self.members) == len(self.stack.members):
+        if len(self.members) == len(self.group.members):
             return None
         return [block for member in self.members for block in range(member.start, member.stop)]
 
@@ -134,7 +134,7 @@ class Entry:
     def where(self) -> slice | Tensor:
         """`places` as an index."""
         places = self.places()
-        return slice(None) if places is None else tensor_on(self.stack.device, places)
+        return slice(None) if places is None else tensor_on(self.group.device, places)
 
     def scale_(self, scale: float | Tensor) -> list[Tensor]:
         """Multiply V by `scale` where there is curvature. Return tensors that the caller must multiply as a whole."""
@@ -166,13 +166,13 @@ class Gradients:
         self.entries = entries
 
     @classmethod
-    def take(cls, stacks: list[BlockGroup], fallback: FallbackPolicy, *, exchanged: bool) -> Gradients:
+    def take(cls, groups: list[BlockGroup], fallback: FallbackPolicy, *, exchanged: bool) -> Gradients:
         """Collect the layers with a ``.grad``; all layers if results are exchanged, so that ranks agree."""
         entries = []
-        for stack in stacks:
-            members = [member for member in stack.members if exchanged or _has_gradient(member)]
+        for group in groups:
+            members = [member for member in group.members if exchanged or _has_gradient(member)]
             if members:
-                entries.append(Entry(stack, members, fallback))
+                entries.append(Entry(group, members, fallback))
         return cls(entries)
 
     def solve(self, damping: float, runtime: Communicator) -> None:
@@ -184,7 +184,7 @@ class Gradients:
         """
         for bucket in self._buckets():
             gathered = _collect(bucket, runtime)
-            for some in alike([entry for entry in bucket if entry.stack.role.is_gradient_worker]):
+            for some in alike([entry for entry in bucket if entry.group.role.is_gradient_worker]):
                 cases = [entry.solved(damping, gathered) for entry in some]
                 outcomes = some[0].fallback.replace_unsound(cases, damping)
                 for entry, outcome in zip(some, outcomes, strict=True):
@@ -196,8 +196,8 @@ class Gradients:
         bucket: list[Entry] = []
         size = 0
         for entry in self.entries:
-            stack = entry.stack
-            more = stack.size * stack.outputs * stack.inputs * stack.work_dtype.itemsize
+            group = entry.group
+            more = group.size * group.outputs * group.inputs * group.work_dtype.itemsize
             if size and size + more > _BUCKET:
                 yield bucket
                 bucket, size = [], 0
@@ -225,9 +225,9 @@ class Gradients:
     def tell(self, watch: FailureCounters, bad: Sequence[Tensor]) -> None:
         """Count the blocks of each entry that were not finite, `bad` ``[N]``, and the levels of its layers."""
         watch.saw_gradients(
-            [Trouble(entry.stack, entry.where, own) for entry, own in zip(self.entries, bad, strict=True)]
+            [Trouble(entry.group, entry.where, own) for entry, own in zip(self.entries, bad, strict=True)]
         )
-        watch.saw_levels([(entry.stack, entry.members, entry.told()) for entry in self.entries])
+        watch.saw_levels([(entry.group, entry.members, entry.told()) for entry in self.entries])
 
     def give(self) -> None:
         """Write the preconditioned gradients into ``.grad``, in place."""
@@ -253,10 +253,10 @@ def alike(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     """Yield entries that are processed together (`together`), whose raw gradients are in memory at once."""
 
     def nbytes(entry: Entry) -> int:
-        stack = entry.stack
-        return sum(entry.blocks) * stack.outputs * stack.inputs * stack.work_dtype.itemsize
+        group = entry.group
+        return sum(entry.blocks) * group.outputs * group.inputs * group.work_dtype.itemsize
 
-    return together(entries, lambda entry: (entry.stack.device, entry.stack.work_dtype), nbytes)
+    return together(entries, lambda entry: (entry.group.device, entry.group.work_dtype), nbytes)
 
 
 def _collect(entries: Sequence[Entry], runtime: Communicator) -> dict[int, list[Piece]]:
@@ -269,7 +269,7 @@ def _collect(entries: Sequence[Entry], runtime: Communicator) -> dict[int, list[
         The rows by the parameter's ``id``, without plain parameters.
     """
     wanted = [
-        (slot, entry.stack.role.seat.workers)
+        (slot, entry.group.role.seat.workers)
         for entry in entries
         for member in entry.members
         for slot in member.layer.slots

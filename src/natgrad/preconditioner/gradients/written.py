@@ -24,11 +24,11 @@ class WrittenGradients:
         """Begin before the first step."""
         self._versions: list[tuple[Slot, weakref.ref[Tensor], int]] = []
 
-    def note(self, stacks: Iterable[BlockGroup]) -> None:
+    def note(self, groups: Iterable[BlockGroup]) -> None:
         """Record the present gradients, without keeping them alive."""
         self._versions = [
             (slot, weakref.ref(gradient), gradient._version)
-            for slot in _slots(stacks)
+            for slot in _slots(groups)
             if (gradient := slot.parameter.grad) is not None
         ]
 
@@ -57,17 +57,17 @@ class Unseen:
         """Begin before the first step."""
         self._warned = False
 
-    def check(self, stacks: Iterable[BlockGroup], *, begins: bool) -> None:
+    def check(self, groups: Iterable[BlockGroup], *, begins: bool) -> None:
         """Warn once if the gradients of this step come from no backward pass.
 
         Args:
-            stacks: All stacks.
+            groups: All groups.
             begins: Whether the hooks have never seen a backward pass. Later they need not see every pass, and only
                 missing gradients are a sign.
         """
         if self._warned:
             return
-        if all(slot.parameter.grad is None for slot in _slots(stacks)):
+        if all(slot.parameter.grad is None for slot in _slots(groups)):
             message = (
                 "step() comes without a backward pass, and there is nothing to precondition: call "
                 "preconditioner.step() after loss.backward()"
@@ -84,5 +84,5 @@ class Unseen:
         warnings.warn(f"natgrad: {message}", NatgradWarning, stacklevel=5)  # the caller of `step`
 
 
-def _slots(stacks: Iterable[BlockGroup]) -> Iterator[Slot]:
-    return (slot for stack in stacks for member in stack.members for slot in member.layer.slots)
+def _slots(groups: Iterable[BlockGroup]) -> Iterator[Slot]:
+    return (slot for group in groups for member in group.members for slot in member.layer.slots)

@@ -37,14 +37,14 @@ class Case:
     """The gradients of some layers in one step.
 
     Attributes:
-        stack: Their stack.
+        group: Their group.
         members: The layers.
-        places: Their blocks in the stack; None: all of it.
+        places: Their blocks in the group; None: all of it.
         W: Their gradients ``[N, o, i]``.
         V: The preconditioned gradients; W where there is no curvature yet.
     """
 
-    stack: BlockGroup
+    group: BlockGroup
     members: list[LayerBlocks]
     places: list[int] | None
     W: Tensor
@@ -99,7 +99,7 @@ class FallbackPolicy:
         outcomes: dict[int, Outcome] = {}
         alike: dict[object, list[tuple[int, Case, list[int] | bool]]] = {}
         for index, case in enumerate(cases):
-            start = self._start(case.stack, case.members)
+            start = self._start(case.group, case.members)
             if start is False or not self.guard.ladder:
                 ready = (
                     start
@@ -108,7 +108,7 @@ class FallbackPolicy:
                 )
                 outcomes[index] = Outcome(case.V, dots(case.V, case.W), ready, plain=ready is not True)
             else:
-                key = case.W.device, case.W.dtype, case.stack.curvature.positive_definite
+                key = case.W.device, case.W.dtype, case.group.curvature.positive_definite
                 alike.setdefault(key, []).append((index, case, start))
         for group in alike.values():
             indices, members, starts = zip(*group, strict=True)
@@ -124,9 +124,9 @@ class FallbackPolicy:
             damping: γ.
         """
         waits = not on_host(cases[0].W)
-        states, places = [case.stack.failures for case in cases], [case.blocks for case in cases]
+        states, places = [case.group.failures for case in cases], [case.blocks for case in cases]
         for case in cases:
-            case.stack.failures.suspected = self._suspects(case.stack, eager=not waits)
+            case.group.failures.has_invalid = self._suspects(case.group, eager=not waits)
         inners = [dots(case.V, case.W) for case in cases]
         inner, square = joined(inners), joined([dots(case.W, case.W) for case in cases])
         levels = joined([_levels(start, own) for start, own in zip(starts, inners, strict=True)])
@@ -134,7 +134,7 @@ class FallbackPolicy:
         natural = finite & ((levels == Level.FRESH) | (levels == Level.STALE))
         known = [(state.allocate_invalid(inner.device), blocks) for state, blocks in zip(states, places, strict=True)]
         invalid = joined([flags[blocks] for flags, blocks in known])
-        invalid = invalid | (natural & ~_is_sound(inner, square, definite=cases[0].stack.curvature.positive_definite))
+        invalid = invalid | (natural & ~_is_sound(inner, square, definite=cases[0].group.curvature.positive_definite))
         write_(known, invalid)
         if self.measures:
             self._measure(cases, natural & ~invalid)
@@ -149,22 +149,22 @@ class FallbackPolicy:
         for case, start, product, norms, gone, level in zip(cases, starts, *split, strict=True):
             V, served, reached = case.V, product, level
             if lacking:
-                failing = case.stack.failures.suspected or (not isinstance(start, bool) and Level.DIAGONAL in start)
+                failing = case.group.failures.has_invalid or (not isinstance(start, bool) and Level.DIAGONAL in start)
                 other, own, lower = self._fallback(case, norms, damping, diagonal=failing or not waits)
                 V = torch.where(gone[:, None, None], other, V)
                 served, reached = torch.where(gone, own, product), torch.where(gone, lower, level)
             outcomes.append(Outcome(V, served, _worst(reached, case.members), plain=start is not True))
         return outcomes
 
-    def _start(self, stack: BlockGroup, members: list[LayerBlocks]) -> bool | list[int]:
+    def _start(self, group: BlockGroup, members: list[LayerBlocks]) -> bool | list[int]:
         """Return the best level that the renewals of each block allow; True: all `FRESH`, False: all `PLAIN`."""
-        behind, patience = stack.failures.behind, self.guard.patience
-        ready = [stack.ready[stack.members.index(member)] for member in members]
-        if not any(behind) and (all(ready) or not any(ready)):
+        failed, patience = group.failures.failed_refreshes, self.guard.patience
+        ready = [group.ready[group.members.index(member)] for member in members]
+        if not any(failed) and (all(ready) or not any(ready)):
             return all(ready)
         levels: list[int] = []
         for member, complete in zip(members, ready, strict=True):
-            own = behind[member.blocks]
+            own = failed[member.blocks]
             if not complete:
                 tried = any(own) and self.guard.ladder
                 levels += [Level.DIAGONAL if tried else Level.PLAIN] * len(own)
@@ -173,19 +173,19 @@ class FallbackPolicy:
             levels += [Level.FRESH if not n else Level.STALE if n <= allowed else Level.DIAGONAL for n in own]
         return levels if any(levels) else False
 
-    def _suspects(self, stack: BlockGroup, *, eager: bool) -> bool:
+    def _suspects(self, group: BlockGroup, *, eager: bool) -> bool:
         """Return whether the host knows of any block that has failed."""
-        invalid = stack.failures.invalid
+        invalid = group.failures.invalid
         if invalid is None:
             return False
-        return bool(invalid.any()) if eager or self.step % _PATIENCE == 0 else stack.failures.suspected
+        return bool(invalid.any()) if eager or self.step % _PATIENCE == 0 else group.failures.has_invalid
 
     def _fallback(self, case: Case, square: Tensor, damping: float, *, diagonal: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return V, ⟨V, W⟩ and the level of the two lowest fallbacks: the diagonal if `diagonal` and available."""
-        stack, blocks, W = case.stack, case.blocks, case.W
-        scale = _graft(stack.failures.allocate_norm(W)[blocks], square)
+        group, blocks, W = case.group, case.blocks, case.W
+        scale = _graft(group.failures.allocate_norm(W)[blocks], square)
         V, inner, levels = W * scale[:, None, None], square * scale, torch.full_like(square, Level.GRAFTED)
-        D = stack.diagonal(blocks, damping) if diagonal else None
+        D = group.diagonal(blocks, damping) if diagonal else None
         if D is None:
             return V, inner, levels
         upper = W / D
@@ -196,7 +196,7 @@ class FallbackPolicy:
 
     def _measure(self, cases: Sequence[Case], natural: Tensor) -> None:
         """Update the running averages of ‖V‖ for the blocks that are `natural` ``[N]`` (bool)."""
-        norms = [(case.stack.failures.allocate_norm(case.V), case.blocks) for case in cases]
+        norms = [(case.group.failures.allocate_norm(case.V), case.blocks) for case in cases]
         seen = joined([torch.linalg.vector_norm(case.V, dim=(1, 2)) for case in cases])
         before = joined([known[blocks] for known, blocks in norms])
         after = torch.where(before > 0, torch.lerp(seen, before, _DECAY), seen)

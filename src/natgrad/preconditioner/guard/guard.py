@@ -65,12 +65,12 @@ class Trouble:
     """Failures among some blocks of a group.
 
     Attributes:
-        stack: The group.
+        group: The group.
         blocks: The n blocks, as a slice or as indices.
         bad: The blocks that failed ``[n]`` (bool).
     """
 
-    stack: BlockGroup
+    group: BlockGroup
     blocks: slice | Tensor
     bad: Tensor
 
@@ -99,19 +99,19 @@ class FailureCounters:
         """Count the blocks whose statistics were not finite."""
         self._count("skipped_factors", _FACTORS, seen)
 
-    def saw_replays(self, stack: BlockGroup, blocks: slice, bad: Tensor) -> None:
+    def saw_replays(self, group: BlockGroup, blocks: slice, bad: Tensor) -> None:
         """Count the blocks ``[n]`` whose second pass gave non-finite values."""
-        self._count("skipped_factors", _REPLAY, [Trouble(stack, blocks, bad)])
+        self._count("skipped_factors", _REPLAY, [Trouble(group, blocks, bad)])
 
     def saw_gradients(self, seen: Sequence[Trouble]) -> None:
         """Count the blocks whose gradients were not finite."""
         self._count("skipped_gradients", "gradients", seen)
 
-    def saw_decompositions(self, stack: BlockGroup, part: str, start: int, success: list[bool]) -> None:
+    def saw_decompositions(self, group: BlockGroup, part: str, start: int, success: list[bool]) -> None:
         """Count the blocks from `start` on whose decomposition failed."""
         blocks = slice(start, start + len(success))
         bad = ~torch.tensor(success, device="cpu")
-        self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", [Trouble(stack, blocks, bad)])
+        self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", [Trouble(group, blocks, bad)])
 
     def saw_levels(self, seen: Sequence[tuple[BlockGroup, list[LayerBlocks], bool | Tensor]]) -> None:
         """Count and record the fallback levels of layers in this step.
@@ -121,10 +121,10 @@ class FailureCounters:
         """
         fallen = []
         self.served.note([(members, levels) for _, members, levels in seen])
-        for stack, members, levels in seen:
-            stack.failures.last = None
+        for group, members, levels in seen:
+            group.failures.last = None
             if isinstance(levels, Tensor) and not known_all(levels <= Level.FRESH):
-                stack.failures.last = [member.layer.key for member in members], levels
+                group.failures.last = [member.layer.key for member in members], levels
                 fallen.append(levels)
         for some in together(fallen, lambda levels: (levels.device, levels.dtype)):
             own = joined(some)
@@ -134,19 +134,19 @@ class FailureCounters:
             fallbacks, counts = self._fallen[own.device]
             counts += (own == fallbacks).sum(1)
 
-    def trouble(self, stack: BlockGroup) -> Tensor:
-        """Return how often in a row the curvature of each layer of a stack could not be renewed ``[M]``."""
-        known = [streak for (kind, own), (_, streak) in self._streaks.items() if own == id(stack) and _is_renewal(kind)]
-        worst = torch.zeros(stack.size, dtype=torch.int32, device=stack.device)
+    def trouble(self, group: BlockGroup) -> Tensor:
+        """Return how often in a row the curvature of each layer of a group could not be renewed ``[M]``."""
+        known = [streak for (kind, own), (_, streak) in self._streaks.items() if own == id(group) and _is_renewal(kind)]
+        worst = torch.zeros(group.size, dtype=torch.int32, device=group.device)
         for streak in known:
             worst = torch.maximum(worst, streak.to(worst))
-        if not known or len(stack.members) == stack.size:
-            return worst[: len(stack.members)]
-        return torch.stack([worst[member.blocks].amax() for member in stack.members])
+        if not known or len(group.members) == group.size:
+            return worst[: len(group.members)]
+        return torch.stack([worst[member.blocks].amax() for member in group.members])
 
-    def heard(self, stack: BlockGroup, trouble: Tensor) -> None:
+    def heard(self, group: BlockGroup, trouble: Tensor) -> None:
         """Record the failures in a row of each block ``[N]`` that the worker of a group sent."""
-        self._streaks[_HEARD, id(stack)] = (stack, trouble)
+        self._streaks[_HEARD, id(group)] = (group, trouble)
 
     def check(self) -> None:
         """Raise if a layer has failed more often in a row than the guard allows.
@@ -158,13 +158,13 @@ class FailureCounters:
         if self.guard.limit is None:
             return
         found: dict[str, list[str]] = {}
-        for (kind, own), (stack, streak) in self._streaks.items():
+        for (kind, own), (group, streak) in self._streaks.items():
             if _is_renewal(kind) and (_HEARD, own) in self._streaks:
                 continue  # all ranks use the numbers of the worker, so that all raise
             if not on_host(streak) and self._checks % self._PATIENCE:
                 continue
             worst = streak.tolist()
-            names = [m.layer.key for m in stack.members if max(worst[m.blocks]) >= self.guard.limit]
+            names = [m.layer.key for m in group.members if max(worst[m.blocks]) >= self.guard.limit]
             if names:
                 found.setdefault(kind, []).extend(names)
         if found:
@@ -199,13 +199,13 @@ class FailureCounters:
 
     def _count(self, total: str, kind: str, seen: Sequence[Trouble]) -> None:
         for some in together(seen, lambda one: (one.bad.device, None)):
-            bad, keys = joined([one.bad for one in some]), [(kind, id(one.stack)) for one in some]
+            bad, keys = joined([one.bad for one in some]), [(kind, id(one.group)) for one in some]
             if known_all(~bad) and not any(key in self._streaks for key in keys):
                 continue
             places: list[tuple[Tensor, slice | Tensor]] = []
             for one, key in zip(some, keys, strict=True):
                 if key not in self._streaks:
-                    self._streaks[key] = one.stack, torch.zeros(one.stack.size, dtype=torch.int32, device=bad.device)
+                    self._streaks[key] = one.group, torch.zeros(one.group.size, dtype=torch.int32, device=bad.device)
                 places.append((self._streaks[key][1], one.blocks))
             write_(places, (joined([streak[blocks] for streak, blocks in places]) + 1) * bad)
             self._add(total, bad.sum())

@@ -47,50 +47,50 @@ class Inspection:
         """Start again with the next step, because the layers have changed."""
         self._looked, self._late = False, True
 
-    def look(self, stacks: list[BlockGroup], sums: StatisticsBuffer, runtime: Communicator) -> None:
+    def look(self, groups: list[BlockGroup], sums: StatisticsBuffer, runtime: Communicator) -> None:
         """Find tables with gradients in rows that were not looked up, as from ``F.linear(h, table.weight)``.
 
         The gradient of such a row would be divided by the damping alone. The check waits for the device, so it is done
         only once.
 
         Args:
-            stacks: All stacks.
+            groups: All groups.
             sums: The sums over all ranks of an update of the factors.
             runtime: The ranks, each of which may hold a part of the gradients.
         """
         if self.looked:
             return
         self._looked = True
-        tables = [member.layer for _, member in _tables(stacks)]
+        tables = [member.layer for _, member in _tables(groups)]
         if not tables:
             return
         # Sums that are on other ranks are checked there.
         strays = [
             _strays(member.layer, sums.of(member.layer.name)["D"][0])
-            if stack.role.keeps_averages
-            else torch.zeros((), device=stack.device)
-            for stack, member in _tables(stacks)
+            if group.role.keeps_averages
+            else torch.zeros((), device=group.device)
+            for group, member in _tables(groups)
         ]
         found = torch.stack([stray.to(strays[0]) for stray in strays])
         runtime.sum_(found, {"counters": len(found)})
         self._misused = {layer.key for layer, stray in zip(tables, found.tolist(), strict=True) if stray > 0}
 
-    def usable(self, stacks: list[BlockGroup], seen: set[str], *, captured: bool) -> set[str]:
+    def usable(self, groups: list[BlockGroup], seen: set[str], *, captured: bool) -> set[str]:
         """Return the keys of those layers whose curvature may be renewed.
 
         Args:
-            stacks: All stacks.
+            groups: All groups.
             seen: The keys of the layers with statistics.
             captured: Whether the hooks captured statistics in this step.
         """
         if captured and not self._late:
             # A rank that only uses its own samples may have gradients of samples that it has not captured.
-            told = (stack for stack in stacks if stack.role.keeps_averages and stack.role.seat.sums != "alone")
-            received = (member.layer for stack in told for member in stack.members)
+            told = (group for group in groups if group.role.keeps_averages and group.role.seat.sums != "alone")
+            received = (member.layer for group in told for member in group.members)
             unseen = (layer for layer in received if layer.key not in seen)
             self._uncalled = {layer.key for layer in unseen if _has_gradient(layer)}
         # After loading a checkpoint, a layer without curvature may be one that was found before.
-        waiting = [] if self._looked else [m.layer.key for s, m in _tables(stacks) if not s.ready[s.members.index(m)]]
+        waiting = [] if self._looked else [m.layer.key for s, m in _tables(groups) if not s.ready[s.members.index(m)]]
         return seen.difference(self._misused, waiting)
 
     def report(self) -> None:
@@ -112,8 +112,8 @@ class Inspection:
             warnings.warn(message, NatgradWarning, stacklevel=5)  # the caller of `step`
 
 
-def _tables(stacks: Iterable[BlockGroup]) -> Iterator[tuple[BlockGroup, LayerBlocks]]:
-    return ((stack, member) for stack in stacks for member in stack.members if member.layer.form == "one-hot")
+def _tables(groups: Iterable[BlockGroup]) -> Iterator[tuple[BlockGroup, LayerBlocks]]:
+    return ((group, member) for group in groups for member in group.members if member.layer.form == "one-hot")
 
 
 def _strays(table: Layer, lookups: Tensor) -> Tensor:

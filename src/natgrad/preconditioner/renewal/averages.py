@@ -38,15 +38,15 @@ def fold(sums: StatisticsBuffer | Departed, watch: FailureCounters, seed: int) -
         told = seen if sums.skip_step is None else seen & ~sums.skip_step.to(seen.device)
         fine = told & finite
         _average(pieces, parted(fine, samples), sums, seed)
-        FailureState.saw([(piece.stack.failures, piece.blocks) for piece in pieces], fine, told & ~finite)
+        FailureState.record_statistics([(piece.group.failures, piece.blocks) for piece in pieces], fine, told & ~finite)
         bad = parted(seen & ~finite, samples)
-        watch.saw_factors([Trouble(one.stack, one.blocks, own) for one, own in zip(pieces, bad, strict=True)])
+        watch.saw_factors([Trouble(one.group, one.blocks, own) for one, own in zip(pieces, bad, strict=True)])
         renewed = fine.any() if renewed is None else renewed | fine.any().to(renewed.device)
     return renewed
 
 
 def _place(piece: Arrived) -> tuple[torch.device, object]:
-    return piece.samples.device, (piece.samples.dtype, piece.stack.curvature.factor_decay, len(_specs(piece)))
+    return piece.samples.device, (piece.samples.dtype, piece.group.curvature.factor_decay, len(_specs(piece)))
 
 
 def _nbytes(piece: Arrived) -> int:
@@ -54,7 +54,7 @@ def _nbytes(piece: Arrived) -> int:
 
 
 def _specs(piece: Arrived) -> list[Statistic]:
-    return [spec for spec in piece.stack.statistics if spec.name in piece.sums]
+    return [spec for spec in piece.group.statistics if spec.name in piece.sums]
 
 
 def _finite(pieces: Sequence[Arrived]) -> Tensor:
@@ -79,30 +79,30 @@ class _Update:
     @property
     def average(self) -> Tensor:
         """The running average in the dtype of sums: a view if it is kept in that dtype."""
-        stack = self.piece.stack
-        return stack.averages.read(self.spec.name, self.piece.blocks).to(stack.dtype)
+        group = self.piece.group
+        return group.averages.read(self.spec.name, self.piece.blocks).to(group.dtype)
 
     @property
     def narrow(self) -> bool:
         """Whether it is kept in a narrower dtype than it is updated in."""
-        return self.piece.stack.averages.narrow(self.spec.name)
+        return self.piece.group.averages.narrow(self.spec.name)
 
     def write(self, average: Tensor, seed: int) -> None:
         """Store an average that is not a view."""
         generator = torch.Generator(average.device).manual_seed(seed)
-        self.piece.stack.averages.write(self.spec.name, self.piece.blocks, average, generator)
+        self.piece.group.averages.write(self.spec.name, self.piece.blocks, average, generator)
 
 
 def _average(pieces: Sequence[Arrived], fine: Sequence[Tensor], sums: StatisticsBuffer | Departed, seed: int) -> None:
     """Update the averages of similar pieces and their bias corrections, for the blocks that are `fine`."""
-    decay = pieces[0].stack.curvature.factor_decay
+    decay = pieces[0].group.curvature.factor_decay
     shares: dict[tuple[str, float], list[Tensor]] = {}
     updates: list[_Update] = []
     for index, (piece, own) in enumerate(zip(pieces, fine, strict=True)):
-        stack, blocks, restarting = piece.stack, piece.blocks, piece.stack.restarting
-        stack.allocate_averages()
-        stack.note(blocks, own)
-        past = stack.outlived(sums.basis_version[id(stack)], blocks) if restarting else None
+        group, blocks, restarting = piece.group, piece.blocks, piece.group.restarting
+        group.allocate_averages()
+        group.note(blocks, own)
+        past = group.restarted_since(sums.basis_version[id(group)], blocks) if restarting else None
         for spec in _specs(piece):
             fresh = piece.sums[spec.name]
             if past is not None and spec.name in restarting:
@@ -135,7 +135,7 @@ def _correct(pieces: Sequence[Arrived], fine: Sequence[Tensor], decay: float) ->
     places: list[tuple[Tensor, slice | Tensor]] = []
     which = []
     for piece, own in zip(pieces, fine, strict=True):
-        weights = (piece.stack.weight_of(spec.name) for spec in _specs(piece))
+        weights = (piece.group.weight_of(spec.name) for spec in _specs(piece))
         for weight in {id(weight): weight for weight in weights if weight is not None}.values():
             places.append((weight, piece.blocks))
             which.append(own)

@@ -87,7 +87,7 @@ class Background:
 
     def post(
         self,
-        stacks: list[BlockGroup],
+        groups: list[BlockGroup],
         sums: StatisticsBuffer,
         runtime: Communicator,
         progress: StepCounters,
@@ -97,7 +97,7 @@ class Background:
         """Start to send the `sums` of this step, which the next step adds to the running averages.
 
         Args:
-            stacks: All stacks.
+            groups: All groups.
             sums: The closed sums of this step.
             runtime: The ranks.
             progress: Records that factors were updated; nothing reads them before they are.
@@ -108,9 +108,9 @@ class Background:
         if not inspection.looked:
             for message in posted:
                 message.wait()
-            inspection.look(stacks, sums, runtime)
+            inspection.look(groups, sums, runtime)
         self._departed = sums.depart(posted), progress.step
-        if stacks:
+        if groups:
             progress.renewed_factors()
 
     def fold(self, watch: FailureCounters, *, alone: bool = False) -> Tensor | Sequence[float] | None:
@@ -133,7 +133,7 @@ class Background:
 
     def begin(
         self,
-        stacks: list[BlockGroup],
+        groups: list[BlockGroup],
         plan: Plan[str],
         runtime: Communicator,
         keys: set[str],
@@ -144,7 +144,7 @@ class Background:
         """Start to renew some layers from their present running averages. No renewal may be in progress.
 
         Args:
-            stacks: All stacks.
+            groups: All groups.
             plan: The owner of each task.
             runtime: The ranks.
             keys: The layers, which have statistics; the same on every rank.
@@ -156,7 +156,7 @@ class Background:
             Whether there is anything to do.
         """
         assert self._renewal is None
-        jobs = jobs_of(stacks, plan, keys, kept=kept)
+        jobs = jobs_of(groups, plan, keys, kept=kept)
         if not jobs:
             return False
         renewal = _Renewal(progress.step, progress.last_inverses, keys, jobs)
@@ -200,7 +200,7 @@ class Background:
         self._renewal = None
         success, own = [], None
         for job, pieces in zip(renewal.jobs, renewal.pieces, strict=True):
-            job.stack.allocate_held()
+            job.group.allocate_results()
             error, beside = _keep(job, pieces)
             own, self.seconds = own or error, self.seconds + beside
             success.append(job.success)
@@ -236,15 +236,15 @@ class Background:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="natgrad")
             # The thread ends when the preconditioner is deleted.
             weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
-        stack, task, pieces = job.stack, job.task, []
+        group, task, pieces = job.group, job.task, []
         copies = []
         for blocks in job.pieces():
-            averages, previous = stack.snapshot(blocks, task.reads, task.diagonal_of), stack.previous(task, blocks)
-            state = _copied(stack.remembered(blocks, task.reads))
+            averages, previous = group.snapshot(blocks, task.reads, task.diagonal_of), group.previous(task, blocks)
+            state = _copied(group.read_memory(blocks, task.reads))
             copies.append((blocks, averages, state, None if previous is None else _copied(previous)))
-        stream = self._stream(stack.device)
+        stream = self._stream(group.device)
         for blocks, averages, state, previous in copies:
-            work = stack.curvature, task, stack.statistics, averages, state, damping * stack.factor, previous, stream
+            work = group.curvature, task, group.statistics, averages, state, damping * group.factor, previous, stream
             pieces.append((blocks, self._thread.submit(_decompose, *work)))
         return pieces
 
@@ -307,15 +307,15 @@ def _keep(job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> tuple[Excep
             raised = error
             continue
         waited += perf_counter() - started
-        stack = job.stack
+        group = job.group
         for tensor in (*outcome.written.values(), outcome.fine):
             if tensor.device.type == "cuda":
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        place = stack.device, stack.work_dtype  # the model may have been moved since
+        place = group.device, group.work_dtype  # the model may have been moved since
         written = {name: tensor.to(*place) for name, tensor in outcome.written.items()}
-        kept = job.keep(blocks, written, outcome.fine.to(stack.device))
+        kept = job.keep(blocks, written, outcome.fine.to(group.device))
         job.done.update(zip(own, map(float, kept), strict=True))
         seconds += outcome.seconds
     if pieces:
-        job.stack.charge(job.members, seconds)
+        job.group.charge(job.members, seconds)
     return raised, max(0.0, seconds - waited)

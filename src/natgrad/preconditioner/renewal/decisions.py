@@ -63,7 +63,7 @@ class LayerDecision:
     """The decision on one layer.
 
     Attributes:
-        stack: The group of the layer.
+        group: The group of the layer.
         member: The layer's blocks in the group.
         index: The index of the layer in the group.
         state: The decisions on the layers of the group.
@@ -75,7 +75,7 @@ class LayerDecision:
         outcome: The decision.
     """
 
-    stack: BlockGroup
+    group: BlockGroup
     member: LayerBlocks
     index: int
     state: DecisionState
@@ -94,11 +94,11 @@ class LayerDecision:
     @property
     def begins(self) -> bool:
         """Whether the layer has no usable result: it was never renewed as a whole, or its result is invalid."""
-        failures = self.stack.failures
+        failures = self.group.failures
         invalid = (
-            failures.suspected and failures.invalid is not None and bool(failures.invalid[self.member.blocks].any())
+            failures.has_invalid and failures.invalid is not None and bool(failures.invalid[self.member.blocks].any())
         )
-        return not self.stack.ready[self.index] or invalid
+        return not self.group.ready[self.index] or invalid
 
     @property
     def value(self) -> float:
@@ -112,13 +112,13 @@ class LayerDecision:
 
     def share_of(self, parts: Collection[str]) -> float:
         """Return the part of the work of a complete renewal that some parts take."""
-        costs = {task.name: task.cost for task in self.stack.tasks}
+        costs = {task.name: task.cost for task in self.group.tasks}
         return sum(costs[name] for name in parts) / (sum(costs.values()) or 1.0)
 
     @property
     def kept_parts(self) -> set[tuple[str, str]]:
         """The parts that are not renewed: pairs of layer key and part name."""
-        return {(self.key, task.name) for task in self.stack.tasks if task.name not in self.parts}
+        return {(self.key, task.name) for task in self.group.tasks if task.name not in self.parts}
 
     def apply(self, verdicts: Sequence[Verdict]) -> None:
         """Apply the verdicts on the units: the layer is renewed if any is, and stopped if all are."""
@@ -135,37 +135,37 @@ class LayerDecision:
         self.state.begin_renewal(self.index, frozenset().union(*read))
 
 
-def layer_decisions(stacks: Sequence[BlockGroup], keys: Collection[str] | None = None) -> Iterator[LayerDecision]:
+def layer_decisions(groups: Sequence[BlockGroup], keys: Collection[str] | None = None) -> Iterator[LayerDecision]:
     """Yield the layers with these `keys` that this rank is a worker of. None: all layers."""
-    for stack in stacks:
-        if stack.decisions is None or (keys is not None and not stack.role.is_gradient_worker):
+    for group in groups:
+        if group.decisions is None or (keys is not None and not group.role.is_gradient_worker):
             continue
-        for index, member in enumerate(stack.members):
+        for index, member in enumerate(group.members):
             if keys is None or member.layer.key in keys:
-                yield LayerDecision(stack, member, index, stack.decisions)
+                yield LayerDecision(group, member, index, group.decisions)
 
 
 def measure_all(layers: Sequence[LayerDecision], measure: Measure, by: By, damping: float) -> None:
     """Measure layers, with one transfer per device. Layers that cannot be measured get nan."""
-    units_of_stack = {id(layer.stack): units(layer.stack, by) for layer in layers}
-    every = {id(layer.stack): layer.stack for layer in layers}
-    stacks = {key: one for key, one in every.items() if measurable(one.curvature, one.statistics, measure)}
+    units_of_stack = {id(layer.group): units(layer.group, by) for layer in layers}
+    every = {id(layer.group): layer.group for layer in layers}
+    groups = {key: one for key, one in every.items() if measurable(one.curvature, one.statistics, measure)}
     found: dict[torch.device, list[tuple[BlockGroup, Tensor]]] = {}
-    for stack in stacks.values() if measure != "nothing" else ():
-        if stack.weight is not None and (stack.held or measure != "basis"):
-            found.setdefault(stack.device, []).append((stack, measured(stack, measure, by)))
+    for group in groups.values() if measure != "nothing" else ():
+        if group.weight is not None and (group.results or measure != "basis"):
+            found.setdefault(group.device, []).append((group, measured(group, measure, by)))
     values: dict[int, list[list[float]]] = {}
     for pairs in found.values():
         numbers = iter(torch.cat([tensor.double().flatten() for _, tensor in pairs]).tolist())
-        for stack, tensor in pairs:
-            values[id(stack)] = [[next(numbers) for _ in stack.members] for _ in tensor]
+        for group, tensor in pairs:
+            values[id(group)] = [[next(numbers) for _ in group.members] for _ in tensor]
     damped = damping if measure == "trace" else 0.0
     for layer in layers:
-        layer.units = units_of_stack[id(layer.stack)]
-        rows = values.get(id(layer.stack))
+        layer.units = units_of_stack[id(layer.group)]
+        rows = values.get(id(layer.group))
         layer.values = [nan] * len(layer.units) if rows is None else [row[layer.index] for row in rows]
         layer.undamped = layer.value
-        trace = damped * layer.stack.factor * layer.stack.parameters(layer.member)
+        trace = damped * layer.group.factor * layer.group.parameters(layer.member)
         layer.values = [value + trace for value in layer.values]
 
 
@@ -214,15 +214,15 @@ class DecisionState:
         in_progress: The indices of the layers whose renewal is in progress.
     """
 
-    def __init__(self, stack: BlockGroup, *, compares_averages: bool) -> None:
+    def __init__(self, group: BlockGroup, *, compares_averages: bool) -> None:
         """Start without decisions, and without tensors on a device.
 
         Args:
-            stack: The group.
+            group: The group.
             compares_averages: Whether the rule compares averages with those of the last renewal.
         """
-        self._stack, self._compares_averages = stack, compares_averages
-        self._numbers = torch.tensor([_NOTHING] * len(stack.members), dtype=torch.float64, device="cpu")
+        self._group, self._compares_averages = group, compares_averages
+        self._numbers = torch.tensor([_NOTHING] * len(group.members), dtype=torch.float64, device="cpu")
         self.is_sent = False
         self.received: Tensor | None = None
         self.last_averages = StateTensors()
@@ -231,8 +231,8 @@ class DecisionState:
     @property
     def names(self) -> tuple[str, ...]:
         """The statistics that renewals read."""
-        read = {name for task in self._stack.tasks for name in task.reads}
-        return tuple(spec.name for spec in self._stack.statistics if spec.name in read)
+        read = {name for task in self._group.tasks for name in task.reads}
+        return tuple(spec.name for spec in self._group.statistics if spec.name in read)
 
     def last(self, index: int) -> float | None:
         """Return the number that the rule remembers for a layer. None: none."""
@@ -249,16 +249,16 @@ class DecisionState:
 
     def describe(self, layer: Layer) -> str:
         """Return a word for the last decision on a layer. Empty: renewed, or no decision."""
-        index = next(index for index, member in enumerate(self._stack.members) if member.layer is layer)
+        index = next(index for index, member in enumerate(self._group.members) if member.layer is layer)
         return _WORDS.get(self.outcome(index), "")
 
     @property
     def bytes_per_block(self) -> int:
         """The bytes of `last_averages` for one block."""
-        if not (self._compares_averages and self._stack.role.is_gradient_worker):
+        if not (self._compares_averages and self._group.role.is_gradient_worker):
             return 0
-        specs = [spec for spec in self._stack.statistics if spec.name in self.names]
-        dtype = self._stack.work_dtype
+        specs = [spec for spec in self._group.statistics if spec.name in self.names]
+        dtype = self._group.work_dtype
         return sum(prod(packed_shape(spec)) * spec_dtype(spec, dtype).itemsize for spec in specs)
 
     def note(self, index: int, last: float | None, outcome: float, undamped: float) -> None:
@@ -278,7 +278,7 @@ class DecisionState:
 
     def apply_received(self) -> None:
         """Apply the decisions that a worker sent, unless this rank is a worker. Waits for the device."""
-        if self.received is not None and not self._stack.role.is_gradient_worker:
+        if self.received is not None and not self._group.role.is_gradient_worker:
             self._numbers.copy_(self.received.to("cpu", torch.float64).view(-1, 3))
         self.is_sent, self.received = False, None
 
@@ -288,8 +288,8 @@ class DecisionState:
         """Record that a layer is being renewed from the present values of some `statistics`."""
         self.in_progress.add(index)
         if self._compares_averages:
-            blocks, names = self._stack.members[index].blocks, tuple(name for name in self.names if name in statistics)
-            for name, average in self._stack.snapshot(blocks, names).items():
+            blocks, names = self._group.members[index].blocks, tuple(name for name in self.names if name in statistics)
+            for name, average in self._group.snapshot(blocks, names).items():
                 self._allocate().write(name, blocks, average)
 
     def end_renewal(self, index: int, *, failed: bool) -> None:
@@ -303,7 +303,7 @@ class DecisionState:
         self.in_progress.discard(index)
         self._set(index, numbers)
         for name in self.last_averages:
-            self.last_averages[name][self._stack.members[index].blocks] = 0
+            self.last_averages[name][self._group.members[index].blocks] = 0
 
     def _set(self, index: int, numbers: tuple[float, ...]) -> None:
         self._numbers[index] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -315,9 +315,9 @@ class DecisionState:
 
     def _allocate(self) -> StateTensors:
         if not self.last_averages:
-            specs = [spec for spec in self._stack.statistics if spec.name in self.names]
+            specs = [spec for spec in self._group.statistics if spec.name in self.names]
             self.last_averages = StateTensors(
-                specs, self._stack.size, self._stack.work_dtype, self._stack.device, pack=True
+                specs, self._group.size, self._group.work_dtype, self._group.device, pack=True
             )
         return self.last_averages
 
@@ -325,9 +325,9 @@ class DecisionState:
 
     def state(self, member: LayerBlocks) -> dict[str, Tensor]:
         """Return the state of a layer by the names of its tensors in a checkpoint."""
-        n, index = member.stop - member.start, self._stack.members.index(member)
+        n, index = member.stop - member.start, self._group.members.index(member)
         tensors = {_NUMBERS: self._numbers[index].expand(n, -1)}
-        if self._compares_averages and self._stack.role.is_gradient_worker:
+        if self._compares_averages and self._group.role.is_gradient_worker:
             averages = self._allocate()
             tensors |= {f"{_PREFIX}{name}": averages.whole(name, member.blocks) for name in averages}
         if index not in self.in_progress:
@@ -340,21 +340,21 @@ class DecisionState:
         """Return the shapes of the tensors of `state`."""
         n = member.stop - member.start
         shapes: dict[str, tuple[int, ...]] = {_NUMBERS: (n, 3)}
-        if self._compares_averages and self._stack.role.is_gradient_worker:
-            specs = (replace(spec, name=f"{_PREFIX}{spec.name}") for spec in self._stack.statistics)
+        if self._compares_averages and self._group.role.is_gradient_worker:
+            specs = (replace(spec, name=f"{_PREFIX}{spec.name}") for spec in self._group.statistics)
             wanted = {f"{_PREFIX}{name}" for name in self.names}
             shapes |= {spec.name: (n, *spec.shape) for spec in specs if spec.name in wanted}
         return shapes
 
     def restore(self, member: LayerBlocks, given: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned. Start again if the checkpoint was written without this rule."""
-        index = self._stack.members.index(member)
+        index = self._group.members.index(member)
         if not all(name in given for name in self.shapes(member)):
             self._forget(index, _NOTHING)
             return
         self.in_progress.discard(index)
         self._numbers[index] = given[_NUMBERS][0].to(self._numbers)
-        if self._compares_averages and self._stack.role.is_gradient_worker:
+        if self._compares_averages and self._group.role.is_gradient_worker:
             averages = self._allocate()
             for name in averages:
-                averages.write_whole(name, member.blocks, given[f"{_PREFIX}{name}"].to(self._stack.device))
+                averages.write_whole(name, member.blocks, given[f"{_PREFIX}{name}"].to(self._group.device))

@@ -31,7 +31,7 @@ class Seen:
     """The rows of a layer on their way.
 
     Attributes:
-        stack: Its stack.
+        group: Its group.
         member: Its place there.
         samples: S of all ranks.
         share: How many rows each rank selects.
@@ -41,7 +41,7 @@ class Seen:
         fine: Whether each block succeeded.
     """
 
-    stack: BlockGroup
+    group: BlockGroup
     member: LayerBlocks
     samples: float
     share: int
@@ -80,11 +80,11 @@ class RowRenewal:
     step: int
     wire: torch.dtype | None
 
-    def run(self, stacks: Iterable[BlockGroup], rows: Collected, shares: Shares, gain: float | Tensor) -> bool:
+    def run(self, groups: Iterable[BlockGroup], rows: Collected, shares: Shares, gain: float | Tensor) -> bool:
         """Renew what is made of rows; layers that nobody saw, and blocks that fail, keep what they had.
 
         Args:
-            stacks: Those with gathered statistics.
+            groups: Those with gathered statistics.
             rows: Theirs, of this rank; given away.
             shares: For each layer, how many tokens count of those that it was taken to have; all where it is missing.
             gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
@@ -93,35 +93,35 @@ class RowRenewal:
             Whether any block of the layers that this rank works for was renewed.
         """
         gathers = rows.origin.together and self.runtime.ranks > 1
-        seen = self._counted([stack for stack in stacks if stack.role.captures], rows, shares, gathers=gathers)
+        seen = self._counted([group for group in groups if group.role.captures], rows, shares, gathers=gathers)
         if not seen:
             return False
 
         def kind(one: Seen) -> tuple[object, ...]:
             name = _name(one)
-            return id(one.stack), one.samples, one.share, shares.get(name, 1.0), repr(rows.counts(name))
+            return id(one.group), one.samples, one.share, shares.get(name, 1.0), repr(rows.counts(name))
 
         for alike in _groups(seen, kind):
             self._select(alike, rows, shares.get(_name(alike[0]), 1.0), gain)
         self.epochs.used = any(one.chosen.Y is not None for one in seen)
         if gathers:
             gather(seen, self.plan, self.runtime, self.wire)
-        seen = [one for one in seen if one.stack.role.is_gradient_worker]
+        seen = [one for one in seen if one.group.role.is_gradient_worker]
         self._finish(seen, gathers=gathers)
         return any(flag for one in seen for flag in one.fine)
 
-    def _counted(self, stacks: Sequence[BlockGroup], rows: Collected, shares: Shares, *, gathers: bool) -> list[Seen]:
+    def _counted(self, groups: Sequence[BlockGroup], rows: Collected, shares: Shares, *, gathers: bool) -> list[Seen]:
         """Return the layers that any rank has seen; all ranks learn the rows and samples of each, if any `gathers`."""
-        places = [(stack, member) for stack in stacks for member in stack.members]
+        places = [(group, member) for group in groups for member in group.members]
         names = [member.layer.name for _, member in places]
         own = [float(rows.count(name)) for name in names]
         own += [rows.tallies[name].samples * shares.get(name, 1.0) for name in names]
         found = [own]
         if gathers and own:
-            message = torch.tensor(own, dtype=torch.float64, device="cpu").to(stacks[0].device)
+            message = torch.tensor(own, dtype=torch.float64, device="cpu").to(groups[0].device)
             found = self.runtime.gather(message, {"counters": len(own)}, self.runtime.group).tolist()
         seen = []
-        for index, (stack, member) in enumerate(places):
+        for index, (group, member) in enumerate(places):
             samples = sum(numbers[len(names) + index] for numbers in found)
             most = int(max(numbers[index] for numbers in found))
             if samples <= 0 or most == 0:
@@ -129,27 +129,27 @@ class RowRenewal:
             # A worker that goes by its own rows alone takes as many as if all ranks had so many samples.
             origin = rows.origin
             every = samples * (1 if origin.together else origin.ranks)
-            count = stack.curvature.rows_per_rank(every, most, origin.ranks)
+            count = group.curvature.rows_per_rank(every, most, origin.ranks)
             nothing = torch.empty(0, device="cpu")
             empty = kernel.Selection(nothing, nothing, None, nothing)
-            seen.append(Seen(stack, member, samples, count, empty, nothing, nothing, []))
+            seen.append(Seen(group, member, samples, count, empty, nothing, nothing, []))
         return seen
 
     def _select(self, alike: list[Seen], rows: Collected, share: float, gain: float | Tensor) -> None:
-        """Select rows of this rank, or of each whose step this process does; of layers of a stack with equally many."""
-        stack, started, counts = alike[0].stack, perf_counter(), rows.counts(_name(alike[0]))
+        """Select rows of this rank, or of each whose step this process does; of layers of a group with equally many."""
+        group, started, counts = alike[0].group, perf_counter(), rows.counts(_name(alike[0]))
         # Drawn labels know nothing of the loss, its scale and its mean.
-        factor = 1.0 if stack.curvature.likelihood is not None else gain * share
+        factor = 1.0 if group.curvature.likelihood is not None else gain * share
         taken = [rows.take(_name(one), factor) if rows.count(_name(one)) else _none(one) for one in alike]
         A, G = (joined(each, 0) for each in zip(*taken, strict=True))
         finite = A.flatten(1).sum(1).isfinite() & G.flatten(1).sum(1).isfinite()
-        options = {"samples": alike[0].samples, "damping": self.damping * stack.factor}
+        options = {"samples": alike[0].samples, "damping": self.damping * group.factor}
         found, start = [], 0
         for rank, count in counts.items():
             a, g = A[:, start : start + count], G[:, start : start + count]
-            starts = torch.cat([self._drawn(one, rank) for one in alike]).to(stack.device)
-            with full_products(stack.device):
-                found.append(stack.curvature.select(a, g, alike[0].share, self.epochs, **options, starts=starts))
+            starts = torch.cat([self._drawn(one, rank) for one in alike]).to(group.device)
+            with full_products(group.device):
+                found.append(group.curvature.select(a, g, alike[0].share, self.epochs, **options, starts=starts))
             start += count
         chosen = _joined(found)
         start = 0
@@ -158,7 +158,7 @@ class RowRenewal:
             Y = None if chosen.Y is None else chosen.Y[own]
             one.chosen = kernel.Selection(chosen.A[own], chosen.G[own], Y, chosen.fine[own])
             one.finite, start = finite[own], own.stop
-        stack.charge([one.member for one in alike], perf_counter() - started)
+        group.charge([one.member for one in alike], perf_counter() - started)
 
     def _drawn(self, one: Seen, rank: int) -> Tensor:
         """Return a random number for each block, a function of seed, rank, step and layer."""
@@ -170,23 +170,23 @@ class RowRenewal:
     def _finish(self, seen: list[Seen], *, gathers: bool) -> None:
         """Make M of the selected rows of all ranks, each on the layer's owner, and hold all of it on its workers."""
         drafts = {}
-        for own in _groups(seen, lambda one: (id(one.stack),)):
+        for own in _groups(seen, lambda one: (id(one.group),)):
             rows = max(one.chosen.A.shape[1] for one in own)
-            drafts[id(own[0].stack)] = (own[0].stack.draft(rows), rows)
+            drafts[id(own[0].group)] = (own[0].group.draft(rows), rows)
         for some in together(seen, self._place, _nbytes):
-            self._invert(some, drafts[id(some[0].stack)][0])
+            self._invert(some, drafts[id(some[0].group)][0])
         if gathers:
             give(seen, self.plan, self.runtime)
-        for own in _groups(seen, lambda one: (id(one.stack),)):
-            stack, (fresh, rows) = own[0].stack, drafts[id(own[0].stack)]
+        for own in _groups(seen, lambda one: (id(one.group),)):
+            group, (fresh, rows) = own[0].group, drafts[id(own[0].group)]
             for one in own:
-                fresh.write("M", one.member.blocks, stack.fitted("M", one.M.to(stack.device), rows))
+                fresh.write("M", one.member.blocks, group.padded("M", one.M.to(group.device), rows))
             self._judge(own)
-            stack.install(fresh, rows, {one.member: one.fine for one in own})
+            group.install(fresh, rows, {one.member: one.fine for one in own})
 
     def _place(self, one: Seen) -> tuple[torch.device, object]:
         """Return where a layer's M is made, and what else is equal for those that are made together."""
-        return one.stack.device, (id(one.stack), one.samples, one.chosen.A.shape[1], self._owns(one))
+        return one.group.device, (id(one.group), one.samples, one.chosen.A.shape[1], self._owns(one))
 
     def _owns(self, one: Seen) -> bool:
         return self.plan.seats[one.member.layer.key].owners["M"] in (None, self.runtime.rank)
@@ -196,45 +196,45 @@ class RowRenewal:
 
         Args:
             some: The layers.
-            fresh: What their stack will hold.
+            fresh: What their group will hold.
         """
-        stack, started, members = some[0].stack, perf_counter(), [one.member for one in some]
+        group, started, members = some[0].group, perf_counter(), [one.member for one in some]
         rows, own = fresh["A"].shape[1], some[0].chosen.A.shape[1]
-        chosen, blocks, damping = _together([one.chosen for one in some]), _blocks(members), self.damping * stack.factor
-        places = blocks if isinstance(blocks, slice) else tensor_on(stack.device, blocks)
-        stack.allocate_averages()[places] = 1  # as those that have been seen
+        chosen, blocks, damping = _together([one.chosen for one in some]), _blocks(members), self.damping * group.factor
+        places = blocks if isinstance(blocks, slice) else tensor_on(group.device, blocks)
+        group.allocate_averages()[places] = 1  # as those that have been seen
         gathered = {"A": chosen.A, "G": chosen.G}
         if "Y" in fresh:
             gathered["Y"] = _links(chosen, damping)
         for name, values in gathered.items():
-            fresh.write(name, places, stack.fitted(name, values, rows))
+            fresh.write(name, places, group.padded(name, values, rows))
         fresh["samples"][places], fresh["damping"][places] = some[0].samples, damping
         if self._owns(some[0]):
-            reads = {name: fresh.read(name, places)[:, :own].to(stack.work_dtype) for name in ("A", "G")}
+            reads = {name: fresh.read(name, places)[:, :own].to(group.work_dtype) for name in ("A", "G")}
             reads |= {"samples": torch.tensor(some[0].samples, dtype=torch.float64, device="cpu")}
             reads |= {} if chosen.Y is None else {"Y": chosen.Y}
-            (task,) = stack.tasks
-            with full_products(stack.device):
-                written, fine = compute(stack.curvature, task, reads, damping, None, rows=own)
+            (task,) = group.tasks
+            with full_products(group.device):
+                written, fine = compute(group.curvature, task, reads, damping, None, rows=own)
             M = written["M"]
             flags = (fine & chosen.fine & joined([one.finite for one in some], 0)).tolist()
         else:
-            M = torch.zeros(len(chosen.A), own, own, dtype=stack.work_dtype, device=stack.device)
+            M = torch.zeros(len(chosen.A), own, own, dtype=group.work_dtype, device=group.device)
             flags = [False] * len(M)
         start = 0
         for one in some:
             end = start + one.blocks
             one.M, one.fine, start = M[start:end], flags[start:end], end
-        stack.charge(members, perf_counter() - started)
+        group.charge(members, perf_counter() - started)
 
     def _judge(self, some: Sequence[Seen]) -> None:
-        """Count what failed of layers of a stack: rows that are not finite, or what was made of finite ones."""
-        self.watch.saw_factors([Trouble(one.stack, one.member.blocks, ~one.finite) for one in some])
+        """Count what failed of layers of a group: rows that are not finite, or what was made of finite ones."""
+        self.watch.saw_factors([Trouble(one.group, one.member.blocks, ~one.finite) for one in some])
         finite = iter(joined([one.finite for one in some], 0).tolist())
         for one in some:
             usable = list(islice(finite, one.blocks))
             made = [fine or not each for fine, each in zip(one.fine, usable, strict=True)]
-            self.watch.saw_decompositions(one.stack, "M", one.member.start, made)
+            self.watch.saw_decompositions(one.group, "M", one.member.start, made)
 
 
 def _joined(found: Sequence[kernel.Selection]) -> kernel.Selection:
@@ -270,7 +270,7 @@ def _blocks(members: Sequence[LayerBlocks]) -> slice | list[int]:
 def _nbytes(one: Seen) -> int:
     """Return about what it takes to make M of a layer."""
     rows = one.chosen.A.shape[1]
-    return 4 * one.blocks * rows * rows * one.stack.work_dtype.itemsize
+    return 4 * one.blocks * rows * rows * one.group.work_dtype.itemsize
 
 
 def _groups(seen: Iterable[Seen], key: Callable[[Seen], tuple[object, ...]]) -> list[list[Seen]]:
@@ -286,7 +286,7 @@ def _name(one: Seen) -> str:
 
 def _none(one: Seen) -> tuple[Tensor, Tensor]:
     """Return no rows."""
-    stack = one.stack
-    shapes = ((one.blocks, 0, size) for size in (stack.inputs, stack.outputs))
-    a, g = (torch.zeros(shape, dtype=stack.work_dtype, device=stack.device) for shape in shapes)
+    group = one.group
+    shapes = ((one.blocks, 0, size) for size in (group.inputs, group.outputs))
+    a, g = (torch.zeros(shape, dtype=group.work_dtype, device=group.device) for shape in shapes)
     return a, g

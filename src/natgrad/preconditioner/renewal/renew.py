@@ -36,7 +36,7 @@ class Job:
     """
 
     owner: int | None
-    stack: BlockGroup
+    group: BlockGroup
     task: Task
     start: int
     stop: int
@@ -48,25 +48,25 @@ class Job:
 
     def read(self, spec: TensorSpec) -> Tensor:
         """Return a tensor that the task wrote, as it is sent ``[numel(spec)]``."""
-        held = self.stack.held.read(spec.name, slice(self.start, self.stop))
+        held = self.group.results.read(spec.name, slice(self.start, self.stop))
         return pack(held, spec).reshape(-1)
 
     def write(self, spec: TensorSpec, values: Tensor) -> None:
         """Store a received tensor."""
         whole = unpack(values.view(-1, *packed_shape(spec)), spec)
-        self.stack.held.write(spec.name, slice(self.start, self.stop), whole)
+        self.group.results.write(spec.name, slice(self.start, self.stop), whole)
 
     @property
     def members(self) -> list[LayerBlocks]:
         """The layers."""
-        return [member for member in self.stack.members if self.start <= member.start < self.stop]
+        return [member for member in self.group.members if self.start <= member.start < self.stop]
 
     def pieces(self) -> Iterator[slice]:
         """Yield the blocks that are decomposed together."""
         whole = set(self.task.reads) - set(self.task.diagonal_of)
-        read = sum(spec.numel for spec in self.stack.statistics if spec.name in whole)
+        read = sum(spec.numel for spec in self.group.statistics if spec.name in whole)
         step = max(1, _BATCH // max(read, sum(spec.numel for spec in self.task.writes)))
-        good = self.stack.good[self.task.name]
+        good = self.group.good[self.task.name]
         start = self.start
         for stop in range(self.start + 1, self.stop + 1):
             # Blocks with a last result to start from are separate from those without.
@@ -79,15 +79,15 @@ class Job:
         """Run the task, store its results and return the result of each block. Failed blocks keep their old result."""
         started = perf_counter()
         for blocks in self.pieces():
-            self._renew(blocks, damping * self.stack.factor)
-        self.stack.charge(self.members, perf_counter() - started)
+            self._renew(blocks, damping * self.group.factor)
+        self.group.charge(self.members, perf_counter() - started)
         return self.success
 
     def _renew(self, blocks: slice, damping: float) -> None:
-        stack, task = self.stack, self.task
-        averages = stack.corrected(blocks, task.reads, task.diagonal_of)
-        with full_products(stack.device):
-            written, fine = compute(stack.curvature, task, averages, damping, stack.previous(task, blocks))
+        group, task = self.group, self.task
+        averages = group.corrected(blocks, task.reads, task.diagonal_of)
+        with full_products(group.device):
+            written, fine = compute(group.curvature, task, averages, damping, group.previous(task, blocks))
         flags = self.keep(blocks, written, fine)
         self.done.update(zip(range(blocks.start, blocks.stop), map(float, flags), strict=True))
 
@@ -98,7 +98,7 @@ class Job:
 
     def keep(self, blocks: slice, written: Mapping[str, Tensor], fine: Tensor) -> list[bool]:
         """Store the results of some blocks where they are `fine`, and return these flags."""
-        held, flags = self.stack.held, [bool(flag) for flag in fine.tolist()]
+        held, flags = self.group.results, [bool(flag) for flag in fine.tolist()]
         for spec in self.task.writes:
             before, fresh = held.read(spec.name, blocks), written[spec.name]
             if not all(flags):
@@ -144,17 +144,17 @@ def compute(
     return written, fine
 
 
-def observed(stacks: list[BlockGroup]) -> set[str]:
+def observed(groups: list[BlockGroup]) -> set[str]:
     """Return the keys of the layers with statistics. Waits for the device."""
-    known = [stack for stack in stacks if stack.weight is not None]
-    weights = [torch.stack(stack.weights).amin(0) for stack in known]
+    known = [group for group in groups if group.weight is not None]
+    weights = [torch.stack(group.weights).amin(0) for group in known]
     seen = iter(torch.cat([weight.to(weights[0]) for weight in weights]).tolist() if weights else [])
-    blocks = [(stack, [next(seen) > 0 for _ in range(stack.size)]) for stack in known]
-    return {member.layer.key for stack, own in blocks for member in stack.members if all(own[member.blocks])}
+    blocks = [(group, [next(seen) > 0 for _ in range(group.size)]) for group in known]
+    return {member.layer.key for group, own in blocks for member in group.members if all(own[member.blocks])}
 
 
 def renew(
-    stacks: list[BlockGroup],
+    groups: list[BlockGroup],
     plan: Plan[str],
     runtime: Communicator,
     keys: Collection[str],
@@ -169,7 +169,7 @@ def renew(
     """Run the tasks of some layers, each on its owner, and exchange the results among the workers.
 
     Args:
-        stacks: All stacks.
+        groups: All groups.
         plan: The owner of each task.
         runtime: The ranks.
         keys: The layers, which have statistics; the same on all their workers.
@@ -183,10 +183,10 @@ def renew(
     Returns:
         Whether there was anything to do.
     """
-    jobs = jobs_of(stacks, plan, keys, kept=kept, reads=reads, replayed=replayed)
+    jobs = jobs_of(groups, plan, keys, kept=kept, reads=reads, replayed=replayed)
     success: list[list[float]] = []
     for job in jobs:
-        job.stack.allocate_held()
+        job.group.allocate_results()
         mine = job.owner in (None, runtime.rank)
         success.append(job.run(damping) if mine else [0.0] * (job.stop - job.start))
     conclude(jobs, success, plan.column(runtime.rank), runtime, watch, wire)
@@ -219,16 +219,16 @@ def conclude(
         success = _exchange(jobs, success, workers, runtime, wire)
     for job, numbers in zip(jobs, success, strict=True):
         flags = [number > 0 for number in numbers]
-        job.stack.renewed(job.task.name, job.start, flags)
-        job.stack.restart(job.task, job.start, flags)
-        watch.saw_decompositions(job.stack, job.task.name, job.start, flags)
-    for stack in {id(job.stack): job.stack for job in jobs}.values():
-        stack.failures.conclude(block for job in jobs if job.stack is stack for block in range(job.start, job.stop))
+        job.group.renewed(job.task.name, job.start, flags)
+        job.group.restart(job.task, job.start, flags)
+        watch.saw_decompositions(job.group, job.task.name, job.start, flags)
+    for group in {id(job.group): job.group for job in jobs}.values():
+        group.failures.conclude(block for job in jobs if job.group is group for block in range(job.start, job.stop))
     return [job for job, numbers in zip(jobs, success, strict=True) if RAISED in numbers]
 
 
 def jobs_of(
-    stacks: list[BlockGroup],
+    groups: list[BlockGroup],
     plan: Plan[str],
     keys: Collection[str],
     *,
@@ -241,25 +241,25 @@ def jobs_of(
     Tasks with `Task.after_replay` are run by a renewal the first time, and by replays afterwards.
     """
     jobs: list[Job] = []
-    for stack in stacks:
-        if not stack.role.is_gradient_worker or stack.gathered:
+    for group in groups:
+        if not group.role.is_gradient_worker or group.gathered:
             continue
-        for task in stack.tasks:
-            if side_of(task.reads, stack.input_statistics) not in reads:
+        for task in group.tasks:
+            if side_of(task.reads, group.input_statistics) not in reads:
                 continue
-            for member in stack.members:
-                begun = task.after_replay and all(stack.good[task.name][member.blocks])
+            for member in group.members:
+                begun = task.after_replay and all(group.good[task.name][member.blocks])
                 due = member.layer.key in keys and (member.layer.key, task.name) not in kept
                 if due and begun == replayed:
                     owner = plan.seats[member.layer.key].owners[task.name]
-                    _append(jobs, Job(owner, stack, task, member.start, member.stop))
+                    _append(jobs, Job(owner, group, task, member.start, member.stop))
     return jobs
 
 
 def _append(jobs: list[Job], job: Job) -> None:
     """Append `job`, or join it with the last job if they are neighbours."""
     last = jobs[-1] if jobs else None
-    if last and (last.owner, last.stack, last.task, last.stop) == (job.owner, job.stack, job.task, job.start):
+    if last and (last.owner, last.group, last.task, last.stop) == (job.owner, job.group, job.task, job.start):
         last.stop = job.stop
     else:
         jobs.append(job)
@@ -341,9 +341,9 @@ def _buckets(jobs: list[Job], workers: Sequence[int], wire: torch.dtype | None) 
     for index, job in enumerate(jobs):
         if job.owner is None:
             continue
-        stack = job.stack
-        travels = narrower(wire, stack.held.dtype)
-        kind = stack.device, stack.work_dtype, narrower(travels, stack.work_dtype)
+        group = job.group
+        travels = narrower(wire, group.results.dtype)
+        kind = group.device, group.work_dtype, narrower(travels, group.work_dtype)
         bucket = found.setdefault(kind, _Bucket(*kind, [[] for _ in workers]))
         bucket.jobs[workers.index(job.owner)].append(index)
     return list(found.values())

@@ -34,7 +34,7 @@ def gather(seen: Sequence[Seen], plan: Plan[str], runtime: Communicator, wire: t
     for alike in _alike(seen):
         parcels: dict[int, _Parcel] = {}
         for column in range(plan.columns):
-            own = [one for one in alike if plan.home(one.member.layer.key) == column]
+            own = [one for one in alike if plan.column_of(one.member.layer.key) == column]
             if own:
                 parcels[column] = _Parcel(own, wire)
         mine = parcels.get(runtime.rank % plan.columns)
@@ -70,18 +70,18 @@ class _Parcel:
 
     def __init__(self, seen: Sequence[Seen], wire: torch.dtype | None) -> None:
         """Pack what was chosen."""
-        self._seen, stack = seen, seen[0].stack
+        self._seen, group = seen, seen[0].group
         states = [torch.where(one.chosen.fine, 1.0, _FAILED).where(one.finite, _NOT_FINITE) for one in seen]
         narrow = [rows.flatten() for one in seen for rows in (one.chosen.A, one.chosen.G)]
         wide = [one.chosen.Y.flatten() for one in seen if one.chosen.Y is not None]
-        told = torch.cat(states).to(stack.work_dtype)
+        told = torch.cat(states).to(group.work_dtype)
         self._layout = WireFormat(
             wide=sum(map(len, wide)) + len(told),
             narrow=sum(map(len, narrow)),
-            dtype=stack.work_dtype,
-            wire=narrower(wire, stack.work_dtype),
+            dtype=group.work_dtype,
+            wire=narrower(wire, group.work_dtype),
         )
-        message = self._layout.empty(1, stack.device)
+        message = self._layout.empty(1, group.device)
         # What is not finite is not looked at: it must not harm the scale of its neighbours either.
         pieces = [piece.nan_to_num(0, 0, 0)[None] for piece in narrow]
         self._layout.write(message, torch.cat([*wide, told])[None], pieces)
@@ -146,5 +146,5 @@ def _alike(seen: Sequence[Seen]) -> list[list[Seen]]:
     """Return layers of one device and dtype together."""
     groups: dict[tuple[torch.device, torch.dtype], list[Seen]] = {}
     for one in seen:
-        groups.setdefault((one.stack.device, one.stack.work_dtype), []).append(one)
+        groups.setdefault((one.group.device, one.group.work_dtype), []).append(one)
     return list(groups.values())

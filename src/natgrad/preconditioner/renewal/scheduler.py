@@ -90,14 +90,14 @@ class RefreshScheduler:
         return self.rule.criterion is not None
 
     def select_layers(
-        self, stacks: Sequence[BlockGroup], plan: Plan[str], usable: set[str], damping: float, progress: StepCounters
+        self, groups: Sequence[BlockGroup], plan: Plan[str], usable: set[str], damping: float, progress: StepCounters
     ) -> set[str]:
         """Decide on each layer, and return the keys of those to renew that this rank is a worker of.
 
         Waits for the device if the rule measures layers.
 
         Args:
-            stacks: All stacks.
+            groups: All groups.
             plan: The workers.
             usable: The keys of the layers that have statistics.
             damping: γ.
@@ -112,7 +112,7 @@ class RefreshScheduler:
         assert criterion.measure is not None
         layers = [
             layer
-            for layer in layer_decisions(stacks, usable)
+            for layer in layer_decisions(groups, usable)
             if layer.begins or layer.state.outcome(layer.index) != STOPPED
         ]
         measure_all(layers, criterion.measure, self.rule.by, damping)
@@ -127,33 +127,33 @@ class RefreshScheduler:
             layer.state.note(layer.index, last, layer.outcome, layer.undamped)
             if renewed:
                 layer.begin_renewal()
-        for stack in stacks:
-            if stack.decisions is not None:
-                stack.decisions.is_sent = True
+        for group in groups:
+            if group.decisions is not None:
+                group.decisions.is_sent = True
         chosen = {layer.key: layer for layer in layers if layer.outcome == RENEWED}
         self.kept_parts = frozenset().union(*(layer.kept_parts for layer in chosen.values()))
         self._work_shares = {key: layer.share for key, layer in chosen.items()}
         return set(chosen)
 
-    def end_renewal(self, stacks: Sequence[BlockGroup], plan: Plan[str], keys: Collection[str]) -> None:
+    def end_renewal(self, groups: Sequence[BlockGroup], plan: Plan[str], keys: Collection[str]) -> None:
         """Record the end of the renewal of the layers that `select_layers` returned."""
-        for layer in layer_decisions(stacks, keys):
+        for layer in layer_decisions(groups, keys):
             work = self._work_shares.get(layer.key, 1.0) * plan.weights[layer.key]
             self._unsent.work += work / len(plan.seats[layer.key].workers)
-            layer.state.end_renewal(layer.index, failed=any(layer.stack.failures.behind[layer.member.blocks]))
+            layer.state.end_renewal(layer.index, failed=any(layer.group.failures.failed_refreshes[layer.member.blocks]))
 
-    def receive_decisions(self, stacks: Sequence[BlockGroup]) -> None:
+    def receive_decisions(self, groups: Sequence[BlockGroup]) -> None:
         """Apply the decisions that workers sent in this step. Waits for the device if there are any."""
-        sent = [stack.decisions for stack in stacks if stack.decisions is not None and stack.decisions.is_sent]
+        sent = [group.decisions for group in groups if group.decisions is not None and group.decisions.is_sent]
         for decisions in sent:
             decisions.apply_received()
         if sent:
-            self.find_stopped(stacks)
+            self.find_stopped(groups)
 
-    def find_stopped(self, stacks: Sequence[BlockGroup]) -> None:
+    def find_stopped(self, groups: Sequence[BlockGroup]) -> None:
         """Update `stopped`."""
         self.stopped = frozenset(
-            layer.member.layer.name for layer in layer_decisions(stacks) if layer.state.outcome(layer.index) == STOPPED
+            layer.member.layer.name for layer in layer_decisions(groups) if layer.state.outcome(layer.index) == STOPPED
         )
 
     def _apply_cap(self, budget: Budget, layers: Sequence[LayerDecision], plan: Plan[str], step: int) -> None:
@@ -165,8 +165,8 @@ class RefreshScheduler:
         self.read_times()
         due = [layer for layer in layers if layer.outcome == RENEWED and not layer.begins]
         changes, work = [layer.change for layer in due], [layer.share * plan.weights[layer.key] for layer in due]
-        columns = {plan.home(layer.key) for layer in layers}
-        known = sum(weight for key, weight in plan.weights.items() if plan.home(key) in columns)
+        columns = {plan.column_of(layer.key) for layer in layers}
+        known = sum(weight for key, weight in plan.weights.items() if plan.column_of(key) in columns)
         part = known / (sum(plan.weights.values()) or 1.0)
         for layer, chosen in zip(due, budget.choose(changes, work, part), strict=True):
             layer.outcome = RENEWED if chosen else WAITING
@@ -245,11 +245,11 @@ class RefreshScheduler:
 
     # --- Metrics and checkpoints ----------------------------------------------------------------------------------
 
-    def metrics(self, stacks: Sequence[BlockGroup]) -> dict[str, float | Tensor]:
+    def metrics(self, groups: Sequence[BlockGroup]) -> dict[str, float | Tensor]:
         """Return the number of layers with each decision, and the share of time, if the rule has them."""
         found: dict[str, float | Tensor] = {}
         if self.selects_layers:
-            outcomes = [layer.state.outcome(layer.index) for layer in layer_decisions(stacks)]
+            outcomes = [layer.state.outcome(layer.index) for layer in layer_decisions(groups)]
             found |= {name: outcomes.count(code) for code, name in _METRICS.items()}
         if self.budget is not None:
             found["preconditioning_share"] = self.budget.taken
@@ -286,7 +286,7 @@ class RefreshScheduler:
         fits = fits and all(isinstance(number, (int, float)) for number in budget.values())
         require(fits, "state['refresh']['budget']", budget, f"a number for each of {', '.join(wanted)}")
 
-    def load_state_dict(self, state: Mapping[str, Any], progress: StepCounters, stacks: Sequence[BlockGroup]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], progress: StepCounters, groups: Sequence[BlockGroup]) -> None:
         """Restore what `state_dict` returned, after `check_state` and after everything else is restored."""
         given = state.get("refresh", {})
         if self.rule.separate and {"captured", "renewed"} <= given.keys():
@@ -299,4 +299,4 @@ class RefreshScheduler:
                 self.budget.load_state_dict(given["budget"])
         if "rule" in given:
             self.rule.load_state_dict(given["rule"])
-        self.find_stopped(stacks)
+        self.find_stopped(groups)

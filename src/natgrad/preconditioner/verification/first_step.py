@@ -102,13 +102,13 @@ class FirstStep:
         """Return what there is of gradients and factors; collective."""
         parts = self.parts
         gradients = {name: None if p.grad is None else whole(p.grad).cpu() for name, p in parts.root.named_parameters()}
-        blocks = states.snapshot(parts.stacks)
+        blocks = states.snapshot(parts.groups)
         if parts.shares_work:
             blocks, _ = states.union(blocks, {}, parts.runtime)
         factors = {
-            member.layer.key: {spec.name: blocks[member.layer.key][spec.name] for spec in stack.statistics}
-            for stack in parts.stacks
-            for member in stack.members
+            member.layer.key: {spec.name: blocks[member.layer.key][spec.name] for spec in group.statistics}
+            for group in parts.groups
+            for member in group.members
         }
         return Outcome(gradients, factors)
 

@@ -65,20 +65,20 @@ class Verification(Printed):
         return f"<Verification of {len(self.rows)} layers: worst {self.worst:.1e}; {self.note}>"
 
 
-def compare(stacks: Sequence[BlockGroup], root: nn.Module, placed: Outcome, plain: Outcome) -> list[Difference]:
+def compare(groups: Sequence[BlockGroup], root: nn.Module, placed: Outcome, plain: Outcome) -> list[Difference]:
     """Return the differences of all layers, and of what is left to the optimizer, in the order of the model."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     apart = {name: _difference(value, plain.gradients[name]) for name, value in placed.gradients.items()}
     rows: dict[str, Difference] = {}
-    for stack in stacks:
-        for member in stack.members:
+    for group in groups:
+        for member in group.members:
             layer = member.layer
             own = list(dict.fromkeys(names[id(slot.parameter)] for slot in layer.slots))
             gradient = max(apart.pop(name, 0.0) for name in own)
             known = plain.factors[layer.key]  # none where rows are kept
             factors = max((_difference(v, known[name]) for name, v in placed.factors[layer.key].items()), default=0.0)
             rows[own[0]] = Difference(
-                layer=layer.name, curvature=repr(stack.curvature), gradient=gradient, factors=factors
+                layer=layer.name, curvature=repr(group.curvature), gradient=gradient, factors=factors
             )
     rows |= {name: Difference(layer=name, curvature="", gradient=value) for name, value in apart.items()}
     return [rows[name] for name in placed.gradients if name in rows]

@@ -53,13 +53,13 @@ def verify(
             batches, drawn = _gather(batch, parts.runtime), _gather(scores, parts.runtime)
             plain = plain_copy(root, dtype)
         if untouched:  # the gradients are those that the last step has written, in tensors written into since
-            original.given.note(original.stacks)
+            original.given.note(original.groups)
         owned = _owned(parts)
         selects = parts.reduces and bool(parts.gathered)  # each rank selects of its own rows
         alone = FirstStep(plain_parts(parts, preconditioner.curvature, plain, counts_samples=bool(owned) or selects))
         alone.parts.capture.rows.origin = parts.capture.rows.origin
         if owned or selects:
-            every = {member.layer.name for stack in parts.stacks for member in stack.members}
+            every = {member.layer.name for group in parts.groups for member in group.members}
             shown = owned or [every] * parts.runtime.ranks
             expected = _step_by_owners(alone, batches, drawn, loss_fn, dtype, shown, parts.reduces)
         else:
@@ -68,7 +68,7 @@ def verify(
             expected = _step_alone(alone, batches, drawn, loss_fn, dtype)
     note = f"{parts.runtime.ranks} rank{'s' if parts.runtime.ranks > 1 else ''} of {type(model).__name__}"
     note += ", each layer's factors of the samples of its owner alone" if owned else ""
-    return Verification(compare(parts.stacks, root, placed, expected), note)
+    return Verification(compare(parts.groups, root, placed, expected), note)
 
 
 def _step_together(together: FirstStep, batch: Any, loss_fn: LossFunction) -> tuple[Outcome, list[Tensor]]:
@@ -101,7 +101,7 @@ def _step_alone(
 def _owned(parts: Parts) -> list[set[str]]:
     """Return the layers whose statistics each rank captures; none: all ranks capture those of all."""
     plan, ranks = parts.structure.plan, range(parts.runtime.ranks)
-    layers = [member.layer for stack in parts.stacks for member in stack.members]
+    layers = [member.layer for group in parts.groups for member in group.members]
     owned = [{layer.name for layer in layers if plan.captures(layer.key, rank)} for rank in ranks]
     return owned if any(len(own) < len(layers) for own in owned) else []
 
@@ -196,7 +196,7 @@ def _gather(value: Any, runtime: Communicator) -> list[Any]:
     """Return what each rank has, tensors on the host."""
     leaves, spec = tree_flatten(value)
     leaves = [leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return [tree_unflatten(each, spec) for each in runtime.everywhere(leaves)]
+    return [tree_unflatten(each, spec) for each in runtime.all_gather_objects(leaves)]
 
 
 def _join(batches: list[Any]) -> Any:
