@@ -23,6 +23,7 @@ EVERY: dict[str, Callable[..., Curvature]] = {
     "kfac newton-schulz": partial(natgrad.KFAC, form="newton-schulz"),
     "ekfac": natgrad.EKFAC,
     "rank one": natgrad.RankOne,
+    "spectral": natgrad.Spectral,
     "sngd": natgrad.SNGD,
     "hylo whole": partial(natgrad.HyLo, rank=1.0, method="kid"),
     "hylo kid": partial(natgrad.HyLo, rank=0.5, method="kid"),

@@ -58,13 +58,20 @@ def test_damping_means_the_same_at_every_batch_size(make):
     dense.assert_equal(once.gradients, twice.gradients, 1e-9)
 
 
+def is_normalized(training, name):
+    """Return whether the gradient of a parameter has a length that does not depend on the raw gradient's."""
+    layers = {row.parameter: row for row in training.preconditioner.explain().rows}
+    return layers[name].preconditioned and training.preconditioner.curvature.is_normalized
+
+
 @every
 def test_a_summed_loss_is_the_mean_loss_times_the_samples(make):
     mean, summed = Training(make, kl_clip=None), Training(make, kl_clip=None, reduction="sum")
     x, y = batch(0)
     mean.precondition((x, y))
     summed.precondition((x, y), reduction="sum")
-    expected = {name: gradient * len(x) for name, gradient in mean.gradients.items()}
+    scales = {name: 1 if is_normalized(mean, name) else len(x) for name in mean.gradients}
+    expected = {name: gradient * scales[name] for name, gradient in mean.gradients.items()}
     dense.assert_equal(summed.gradients, expected, 1e-9)
 
 
@@ -98,7 +105,9 @@ def test_training_resumes_bit_by_bit(make, steps):
 @every
 def test_a_poisoned_batch_leaves_curvature_and_parameters_finite(make):
     training = Training(make, refresh=natgrad.Refresh(factors=1, inverses=1))
-    training.model.scale.requires_grad_(False)  # which the optimizer would take the NaN to
+    covered = {id(parameter) for parameter in training.preconditioner.parameters()}
+    for parameter in training.model.parameters():
+        parameter.requires_grad_(id(parameter) in covered)  # the optimizer would take the NaN to the others
     training.step(batch(0))
     x, y = batch(1)
     x[0] = float("nan")
@@ -161,7 +170,7 @@ def test_batches_of_other_sizes_and_of_none(make):
     for step, samples in enumerate((12, 1, 5)):
         training.step(batch(step, samples=samples))
     training.precondition(batch(3, samples=0), reduction="sum")
-    if not isinstance(training.preconditioner.curvature, natgrad.KBFGS):  # which goes on with its average
+    if not isinstance(training.preconditioner.curvature, (natgrad.KBFGS, natgrad.Spectral)):  # they have momentum
         assert not any(gradient.any() for gradient in training.gradients.values())
     training.step(batch(4))
     assert all(parameter.isfinite().all() for parameter in training.model.parameters())

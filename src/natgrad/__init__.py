@@ -41,6 +41,7 @@ _HOMES = {
     "Guard": "natgrad.preconditioner.guard.guard",
     "Likelihood": "natgrad.curvature.likelihood",
     "NatgradError": "natgrad.errors",
+    "NaturalMuon": "natgrad.preconditioner.natural_muon",
     "NatgradWarning": "natgrad.errors",
     "Nodes": "natgrad.averaging",
     "Link": "natgrad.distributed",
@@ -55,6 +56,7 @@ _HOMES = {
     "Adaptive": "natgrad.refresh",
     "BasisRule": "natgrad.refresh",
     "Capped": "natgrad.refresh",
+    "DoublingInterval": "natgrad.refresh",
     "DriftRule": "natgrad.refresh",
     "GrowingInterval": "natgrad.refresh",
     "MultiStepInterval": "natgrad.refresh",
@@ -66,6 +68,7 @@ _HOMES = {
     "RefreshRule": "natgrad.refresh",
     "register_refresh": "natgrad.refresh",
     "Schedule": "natgrad.schedule",
+    "Spectral": "natgrad.curvature",
     "TrustRegion": "natgrad.damping",
     "UnitWise": "natgrad.curvature",
     "averaging": "natgrad",
@@ -92,6 +95,7 @@ if TYPE_CHECKING:
     from natgrad.curvature import Curvature as Curvature
     from natgrad.curvature import HyLo as HyLo
     from natgrad.curvature import RankOne as RankOne
+    from natgrad.curvature import Spectral as Spectral
     from natgrad.curvature import UnitWise as UnitWise
     from natgrad.curvature.likelihood import Bernoulli as Bernoulli
     from natgrad.curvature.likelihood import Categorical as Categorical
@@ -115,10 +119,12 @@ if TYPE_CHECKING:
     from natgrad.linalg.precision import Precision as Precision
     from natgrad.preconditioner import Preconditioner as Preconditioner
     from natgrad.preconditioner.guard.guard import Guard as Guard
+    from natgrad.preconditioner.natural_muon import NaturalMuon as NaturalMuon
     from natgrad.preconditioner.optimizer import PreconditionedOptimizer as PreconditionedOptimizer
     from natgrad.refresh import Adaptive as Adaptive
     from natgrad.refresh import BasisRule as BasisRule
     from natgrad.refresh import Capped as Capped
+    from natgrad.refresh import DoublingInterval as DoublingInterval
     from natgrad.refresh import DriftRule as DriftRule
     from natgrad.refresh import GrowingInterval as GrowingInterval
     from natgrad.refresh import MultiStepInterval as MultiStepInterval

@@ -6,6 +6,7 @@ from natgrad.curvature.kbfgs import KBFGS
 from natgrad.curvature.kfac import KFAC
 from natgrad.curvature.rank_one import RankOne
 from natgrad.curvature.rows import SNGD, HyLo
+from natgrad.curvature.spectral import Spectral
 from natgrad.curvature.unitwise import UnitWise
 
-__all__ = ["EKFAC", "KBFGS", "KFAC", "SNGD", "Curvature", "HyLo", "RankOne", "UnitWise"]
+__all__ = ["EKFAC", "KBFGS", "KFAC", "SNGD", "Curvature", "HyLo", "RankOne", "Spectral", "UnitWise"]

@@ -45,6 +45,10 @@ class Curvature(ABC):
         default_damping: The damping of a preconditioner that is given none, and of norm layers beside it.
         positive_definite: Whether ⟨V, W⟩ ≥ 0 for every gradient W and its preconditioned gradient V. What violates it
             is then treated as a numerical failure.
+        is_normalized: Whether the length of the preconditioned gradient does not depend on that of the gradient. The KL
+            clip then leaves it alone.
+        covers_bias: Whether it preconditions a layer's bias with the weight, as the last column. Otherwise the bias is
+            left to the optimizer.
         takes_narrow: Whether it multiplies computed tensors of a narrower dtype than the gradient's by itself
             (`natgrad.Precision.solve`); otherwise it is given them in the gradient's.
         diagonal_reads: The statistics that `diagonal` reads; None: it is not available.
@@ -58,6 +62,8 @@ class Curvature(ABC):
     sum_positions: bool = False
     default_damping: float = 1e-3
     positive_definite: bool = True
+    is_normalized: bool = False
+    covers_bias: bool = True
     takes_narrow: bool = False
     diagonal_reads: tuple[str, ...] | None = None
     fisher_product_reads: tuple[str, ...] | None = None

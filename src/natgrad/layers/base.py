@@ -111,7 +111,7 @@ class Layer(ABC):
     """
 
     weight_name: ClassVar[str] = "weight"
-    bias_name: ClassVar[str] = "bias"
+    bias_name: str = "bias"
     blocks: int
     outputs: int
     inputs: int
@@ -132,6 +132,12 @@ class Layer(ABC):
     def reshaped(self) -> bool:
         """Whether a parameter's shape has changed since `lay_out`."""
         return any(slot.shape != shape for slot, shape in zip(self.slots, self._shapes, strict=True))
+
+    def leave_bias(self) -> None:
+        """Leave the bias to the optimizer: the blocks become those of the weight alone."""
+        self.bias_name, self.bias = "", False  # no parameter has this name
+        self.lay_out()
+        self._shapes = [slot.shape for slot in self.slots]
 
     def lay_out(self) -> None:
         """Set the sizes and the slots: here those of a weight ``[n o, ...]`` and a bias ``[n o]``."""

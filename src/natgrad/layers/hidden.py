@@ -40,6 +40,12 @@ class HiddenLayer(LinearLayer):
         super().__init__(qualified(name, part), module)
 
     @override
+    def leave_bias(self) -> None:
+        weight = next(iter(self._leaves))
+        self._leaves = {weight: self._leaves[weight], "": None}
+        super().leave_bias()
+
+    @override
     def lay_out(self) -> None:
         (weight, rows), (bias, _) = self._leaves.items()
         self.weight, self.bias = is_trained(self.module, weight), is_trained(self.module, bias)

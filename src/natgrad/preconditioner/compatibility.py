@@ -137,6 +137,12 @@ TABLE: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         "curvature",
+        lambda own: own.damping is not None and own.damping.sizes and own.curvature.is_normalized,
+        "one whose damping has the unit of the Fisher, as KFAC",
+        "damping={damping} goes by the size of the Fisher, and the damping of {curvature} is relative to it",
+    ),
+    Incompatibility(
+        "curvature",
         lambda own: own.damping is not None and own.damping.sizes and own.curvature.trace_reads is None,
         "one whose statistics tell its trace, as KFAC",
         "damping={damping} goes by the size of the Fisher",

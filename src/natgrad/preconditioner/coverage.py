@@ -109,6 +109,8 @@ def cover(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None
             taken.add(id(parameter))
             special = reason_for(one.place.module, leaf) if one.layers else ""
             reason = special or one.reason or "no layer type covers this parameter"
+            if not (special or one.reason) and one.layers and one.choice is not None and not one.choice.covers_bias:
+                reason = f"{type(one.choice).__name__} leaves biases to the optimizer"
             shape = () if is_lazy(parameter) else tuple(parameter.shape)
             left.append(Left(qualified(one.place.name, leaf), shape, reason if parameter.requires_grad else "frozen"))
     names = [qualified(one.place.name, leaf) for one in found for leaf in one.place.module._parameters]
@@ -135,6 +137,12 @@ def _find(place: Place, curvature: Curvature | Mapping[str, Curvature | None]) -
         return _Found(place, [], None, reason, known=False)
     made = layers_for(place.name, place.module, place.parent)
     layers, reason = ([], made) if isinstance(made, str) else (made, "")
+    if not choice.covers_bias:
+        if any(not layer.weight for layer in layers):
+            layers, reason = [], f"its weight is frozen, and {type(choice).__name__} leaves biases to the optimizer"
+        for layer in layers:
+            if layer.bias and layer.form == "matrix":
+                layer.leave_bias()
     return _Found(place, layers, choice, reason, is_known(place.module))
 
 

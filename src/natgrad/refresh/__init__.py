@@ -4,6 +4,7 @@ from natgrad.refresh.criteria import BasisRule, DriftRule, TraceRule
 from natgrad.refresh.policy import (
     Adaptive,
     Capped,
+    DoublingInterval,
     GrowingInterval,
     MultiStepInterval,
     Refresh,
@@ -24,6 +25,7 @@ __all__ = [
     "Candidate",
     "Capped",
     "Clock",
+    "DoublingInterval",
     "DriftRule",
     "GrowingInterval",
     "MultiStepInterval",

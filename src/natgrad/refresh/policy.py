@@ -250,6 +250,28 @@ class GrowingInterval:
 
 
 @dataclass(frozen=True)
+class DoublingInterval:
+    """Due at steps 0, 1, 2, 4, 8... until the interval is `most`: early in training curvature changes fastest.
+
+    Attributes:
+        most: The longest interval, in steps.
+
+    Raises:
+        ValueError: if it is below 1.
+    """
+
+    most: float
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        check_number("most", self.most, INTERVAL, minimum=1)
+
+    def __call__(self, step: int) -> float:
+        """Return the interval after `step` completed steps."""
+        return max(1.0, min(float(self.most), step / 2))
+
+
+@dataclass(frozen=True)
 class TwoPhaseInterval:
     """1 before epoch 13, then 20: of the steps of 45 epochs 32 % are refreshes (Osawa 2019, eq. 23).
 

@@ -107,7 +107,7 @@ class Clip:
             size = joined(inner).abs()
             fine = size < torch.inf
             bad.update(zip(map(id, entries), parted(~fine, inner), strict=True))
-            if bound is not None and any(entry.ready is not False for entry in entries):
+            if bound is not None and any(entry.is_clipped for entry in entries):
                 share = torch.where(fine, size, 0).mul_(_squares(rates, entries, size)).sum()
                 total = share if total is None else total + share.to(total)
         nu: float | Tensor = 1.0
@@ -129,7 +129,7 @@ def _squares(rates: Mapping[int, float | Tensor], entries: Sequence[Entry], like
     found: list[float | Tensor] = []
     for entry in entries:
         firsts = [member.layer.slots[0].parameter for member in entry.members]
-        rate: float | Tensor = _rate(rates, firsts, entry.blocks, like) if entry.ready is not False else 0.0
+        rate: float | Tensor = _rate(rates, firsts, entry.blocks, like) if entry.is_clipped else 0.0
         square = rate * rate
         if entry.plain and isinstance(entry.ready, Tensor):
             square = (entry.ready > 0).to(like) * square

@@ -136,8 +136,15 @@ class Entry:
         places = self.places()
         return slice(None) if places is None else tensor_on(self.group.device, places)
 
+    @property
+    def is_clipped(self) -> bool:
+        """Whether the KL clip applies: there is curvature, which keeps the gradient's length."""
+        return self.ready is not False and not self.group.curvature.is_normalized
+
     def scale_(self, scale: float | Tensor) -> list[Tensor]:
         """Multiply V by `scale` where there is curvature. Return tensors that the caller must multiply as a whole."""
+        if not self.is_clipped:
+            return []
         if self.shares is not None:
             for share in self.shares:
                 assert isinstance(self.ready, Tensor)  # sent by the worker together with the shares
@@ -146,7 +153,7 @@ class Entry:
         if self.plain and isinstance(self.ready, Tensor):
             self.V.mul_(torch.where(self.ready > 0, scale, 1.0)[:, None, None])
             return []
-        return [self.V] if self.ready is not False else []
+        return [self.V]
 
     def clear_(self, bad: Tensor) -> None:
         """Make V zero where it is `bad` ``[N]``."""

@@ -1,0 +1,167 @@
+"""Natural Muon: the polar factor of the momentum between inverse roots of K-FAC's factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from natgrad.curvature.base import Curvature, check_estimate
+from natgrad.curvature.likelihood import Likelihood
+from natgrad.errors import require
+from natgrad.layers import Layer, Rows
+from natgrad.linalg import product
+from natgrad.linalg.roots import inverse_root, polar
+from natgrad.schedule import check_whole, is_number
+from natgrad.specs import Statistic, Task, TensorSpec
+
+# The root mean square of the update's elements, that of Adam's updates in practice (Liu 2025, section 2.2).
+_SIZE = 0.2
+# The cost of an inverse root in Cholesky inverses: eigenvectors, and one product.
+_ROOT = 6.0
+
+
+class Spectral(Curvature):
+    """Steepest descent under the spectral norm, in coordinates in which inputs and output gradients are white.
+
+    With the factors A and G of K-FAC (`KFAC`), damped relative to their mean eigenvalues, ``A_δ = A + δ (tr A / d) I``,
+    and the momentum M of the raw gradient g (``M ← μ M + (1 - μ) g``, Nesterov: ``M̂ = μ M + (1 - μ) g``) the update is
+
+        ``U = polar(G_δ^-p M̂ A_δ^-p) A_δ^-p``, scaled to ``‖U‖_F = 0.2 √(d_out d_in)``
+
+    Without factors (p = 0) that is Muon; p = 1 on A alone is Newton-Muon (Du & Su 2026). Only the direction of the
+    gradient counts, not its length: neither the loss scale nor `Preconditioner`'s ``reduction`` and KL clip change the
+    update. It preconditions weight matrices; biases, norms and embeddings are left to the optimizer, whose learning
+    rate should be that of AdamW. `natgrad.NaturalMuon` is a whole optimizer made of it.
+    """
+
+    default_damping = 1e-2
+    positive_definite = False  # the momentum may point away from the gradient
+    is_normalized = True
+    trace_reads = ("A", "G")
+    covers_bias = False
+
+    def __init__(
+        self,
+        *,
+        power: float = 0.25,
+        steps: int | None = 5,
+        momentum: float = 0.9,
+        fisher: Literal["empirical", "sampled"] = "empirical",
+        factor_decay: float = 0.6,
+        likelihood: str | Likelihood | None = None,
+    ) -> None:
+        """Choose the variant.
+
+        Args:
+            power: p, the exponent of the inverse roots, in [0, 1].
+            steps: Newton-Schulz steps of the polar factor. None: the exact polar factor, by singular values. 0: no
+                polar factor, ``U = G_δ^-p M̂ A_δ^-p``; with p = 1/2 that is Shampoo's exponent on K-FAC's factors.
+            momentum: μ in [0, 1).
+            fisher: As of `KFAC`.
+            factor_decay: The weight of the old in the running averages, in [0, 1). Factors are meant to be captured
+                every 25 steps or so.
+            likelihood: As of `KFAC`.
+
+        Raises:
+            ValueError: if an argument is not allowed.
+        """
+        require(is_number(power) and 0 <= power <= 1, "power", power, "a number in [0, 1]")
+        if steps is not None:
+            check_whole("steps", steps, 0)
+        require(is_number(momentum) and 0 <= momentum < 1, "momentum", momentum, "a number in [0, 1)")
+        self.power, self.steps, self.momentum, self.fisher = float(power), steps, float(momentum), fisher
+        self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
+
+    def __repr__(self) -> str:
+        """Show the variant."""
+        return f"Spectral(power={self.power:g}, steps={self.steps}, momentum={self.momentum:g}, fisher={self.fisher!r})"
+
+    @override
+    def variant_for(self, layer: Layer) -> Curvature | str:
+        if layer.form != "matrix" or any(other.form != "matrix" for other in layer.others):
+            return f"{type(self).__name__} is for matrices that map inputs to outputs"
+        return self
+
+    @override
+    def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
+        if not self.power:
+            return ()
+        return (
+            Statistic("A", (d_in, d_in), symmetric=True, source="inputs"),
+            Statistic("G", (d_out, d_out), symmetric=True, source="gradients", per="position", gradient_power=2),
+        )
+
+    @override
+    def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
+        if not self.power:
+            return ()
+        return tuple(
+            Task(name, (name,), (TensorSpec(f"root_{name}", (size, size), symmetric=True),), _ROOT * size**3)
+            for name, size in (("A", d_in), ("G", d_out))
+        )
+
+    @override
+    def state(self, d_out: int, d_in: int) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("momentum", (d_out, d_in), at_least_float32=True),)
+
+    @override
+    def accumulate(
+        self,
+        sums: Mapping[str, Tensor],
+        inputs: Rows,
+        gradients: Rows,
+        scale: float,
+        computed: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        if "A" in sums:
+            inputs.add_gram_(sums["A"], scale=1.0)
+        if "G" in sums:
+            gradients.add_gram_(sums["G"], scale=scale * scale)
+
+    @override
+    def compute(
+        self,
+        task: str,
+        averages: Mapping[str, Tensor],
+        damping: float,
+        previous: Mapping[str, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        if not self.power:
+            return {}, next(iter(averages.values())).isfinite().flatten(1).all(1)
+        root, succeeded = inverse_root(averages[task], damping, self.power)
+        return {f"root_{task}": root}, succeeded
+
+    @override
+    def update_state(self, state: Mapping[str, Tensor], gradient: Tensor) -> Mapping[str, Tensor]:
+        return {"momentum": torch.lerp(gradient, state["momentum"], self.momentum)}
+
+    @override
+    def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
+        A, G = (averages[name].diagonal(dim1=-2, dim2=-1).sum(-1) for name in ("A", "G"))
+        return A * G
+
+    @override
+    def precondition(
+        self,
+        computed: Mapping[str, Tensor],
+        averages: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        damping: float,
+    ) -> Tensor:
+        update = torch.lerp(gradient, state["momentum"], self.momentum)
+        if self.power:
+            update = product(product(computed["root_G"], update), computed["root_A"])
+        if self.steps != 0:
+            update = polar(update, self.steps)
+            if self.power:
+                update = product(update, computed["root_A"])
+        norm = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True)
+        size = _SIZE * prod(update.shape[1:]) ** 0.5
+        scaled: Tensor = update * (size / torch.where(norm > 0, norm, 1))
+        return scaled

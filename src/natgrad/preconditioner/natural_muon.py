@@ -1,0 +1,199 @@
+"""Natural Muon as one optimizer for a whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from glob import escape
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from natgrad.curvature import Curvature, Spectral
+from natgrad.damping import Damping
+from natgrad.distributed import Placement
+from natgrad.errors import require
+from natgrad.layers import layers_for
+from natgrad.linalg.precision import Precision
+from natgrad.preconditioner.arguments import unwrap
+from natgrad.preconditioner.coverage import places
+from natgrad.preconditioner.guard.guard import Guard
+from natgrad.preconditioner.optimizer import PreconditionedOptimizer
+from natgrad.preconditioner.preconditioner import Preconditioner
+from natgrad.refresh import DoublingInterval, Refresh, RefreshRule
+from natgrad.schedule import check_number, is_number
+
+
+class NaturalMuon(PreconditionedOptimizer):
+    """Muon in the coordinates of K-FAC's factors, for a whole model (`natgrad.Spectral`).
+
+    Weight matrices of linear layers, convolutions and attention move by natgrad's update, all other parameters
+    (embeddings, norms, biases, and those that no layer type covers) by AdamW at the same learning rate. The update has
+    the size of Adam's, so that one learning rate suits both.
+
+    ``param_groups[0]`` holds the matrices, ``param_groups[1]`` the other parameters. ``explain()`` of the attribute
+    `preconditioner` shows which is which, and why.
+
+    Example:
+        >>> optimizer = natgrad.NaturalMuon(model, lr=2e-2)
+        >>> for inputs, targets in loader:
+        ...     optimizer.zero_grad()
+        ...     criterion(model(inputs), targets).backward()
+        ...     optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 2e-2,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        power: float = 0.25,
+        damping: Damping = 1e-2,
+        interval: int = 25,
+        *,
+        steps: int | None = 5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        head: Literal["spectral", "adamw"] | Curvature = "spectral",
+        heads: Sequence[str] | None = None,
+        adamw: Sequence[str] = (),
+        refresh: RefreshRule | str | None = None,
+        placement: str | Placement = "auto",
+        precision: Precision | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        mesh: Any = None,
+        guard: Guard | None = None,
+        gradients: Literal["averaged", "reduce"] = "averaged",
+        accumulation: Literal["mean", "sum"] = "mean",
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        """Attach hooks to the layers of `model`.
+
+        Args:
+            model: The model: plain, in ``DistributedDataParallel``, or sharded by FSDP2 (``fully_shard``) beforehand.
+            lr: The learning rate. Start at 2e-2, and try twice and half of it.
+            momentum: μ of the matrices, in [0, 1).
+            weight_decay: Decoupled weight decay of all parameters, times the learning rate. Set it in a parameter group
+                to change it for that group.
+            power: p, the exponent of the inverse roots, in [0, 1]; 0 is Muon.
+            damping: δ, relative to the mean eigenvalue of each factor: a number above 0, or a callable of the step.
+            interval: Steps between two refreshes of factors and roots. Early refreshes come at steps 0, 1, 2, 4, 8...
+                (`natgrad.DoublingInterval`).
+            steps: Newton-Schulz steps of the polar factor (`natgrad.Spectral`).
+            betas: Of AdamW.
+            eps: Of AdamW.
+            head: What moves the layer nearest to the loss: "spectral" as all others, "adamw", or a `natgrad.Curvature`
+                such as ``natgrad.Spectral(power=0.5, steps=0)``.
+            heads: The fnmatch patterns of the names of these layers. None: the last layer of the model with a weight
+                matrix, in the order of ``model.named_modules()``.
+            adamw: The fnmatch patterns of the names of layers that AdamW moves.
+            refresh: A rule in place of `interval`.
+            placement: As of `natgrad.Preconditioner`, like all that follow.
+            precision: The dtypes of factors, messages and solves.
+            process_group: The ranks, if the model has no wrapper that determines them.
+            mesh: A one-dimensional ``DeviceMesh`` instead of `process_group`, or the mesh of FSDP2.
+            guard: How natgrad reacts to numerical failures.
+            gradients: "averaged", or "reduce": natgrad averages gradients itself.
+            accumulation: With K backward passes per step, whether the loss is divided by K ("mean") or not ("sum").
+            scaler: The ``GradScaler`` that scales the loss.
+
+        Raises:
+            ValueError: if an argument is not allowed, or the model has no weight matrix. The model is unchanged then.
+        """
+        require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module, not its parameters")
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
+            check_number(name, value, "a number >= 0", minimum=0)
+        check_number("interval", interval, "a number of steps >= 1", minimum=1)
+        fits = isinstance(betas, Sequence) and len(betas) == 2 and all(is_number(one) and 0 <= one < 1 for one in betas)
+        require(fits, "betas", betas, "two numbers in [0, 1)")
+        fits = isinstance(head, Curvature) or (isinstance(head, str) and head in ("spectral", "adamw"))
+        require(fits, "head", head, "'spectral', 'adamw' or a natgrad.Curvature")
+        for name, patterns in (("heads", heads or ()), ("adamw", adamw)):
+            fits = not isinstance(patterns, str) and all(isinstance(pattern, str) for pattern in patterns)
+            require(fits, name, patterns, "a sequence of fnmatch patterns")
+        spectral = Spectral(power=power, steps=steps, momentum=momentum)
+        last = _last_matrix(unwrap(model))
+        require(last is not None, "model", type(model).__name__, "a model with linear layers or convolutions")
+        assert last is not None
+        chosen = {"spectral": spectral, "adamw": None}[head] if isinstance(head, str) else head
+        curvature: dict[str, Curvature | None] = dict.fromkeys(adamw)
+        if chosen is not spectral:
+            curvature |= dict.fromkeys([escape(last)] if heads is None else heads, chosen)
+        curvature["*"] = spectral
+        interval_rule = DoublingInterval(interval)
+        preconditioner = Preconditioner(
+            model,
+            curvature,
+            damping=damping,
+            kl_clip=None,
+            refresh=Refresh(factors=interval_rule, inverses=interval_rule) if refresh is None else refresh,
+            reduction="mean",
+            placement=placement,
+            precision=precision,
+            process_group=process_group,
+            mesh=mesh,
+            guard=guard,
+            gradients=gradients,
+            accumulation=accumulation,
+            scaler=scaler,
+        )
+        covered = {id(parameter): parameter for parameter in preconditioner.parameters()}  # attention's appears thrice
+        others = [p for p in model.parameters() if p.requires_grad and id(p) not in covered]
+        update = _Update(list(covered.values()), others, lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps)
+        super().__init__(update, preconditioner)
+
+    def __repr__(self) -> str:
+        """Show the parameter groups."""
+        return f"NaturalMuon({self.optimizer!r})"
+
+
+class _Update(Optimizer):
+    """Moves matrices against natgrad's updates, and other parameters by AdamW."""
+
+    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], **options: Any) -> None:
+        """Make a group of each that is not empty; `options` are those of AdamW."""
+        defaults = AdamW([*matrices, *others], **options).defaults
+        groups = ((matrices, True), (others, False))
+        super().__init__(
+            [{"params": parameters, "spectral": spectral} for parameters, spectral in groups if parameters],
+            {**defaults, "spectral": False},
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; `closure` is evaluated first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [
+                parameter for parameter in group["params"] if group["spectral"] and parameter.grad is not None
+            ]
+            if parameters and group["weight_decay"]:
+                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            if parameters:
+                torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
+        self._by_adamw().step()
+        return loss
+
+    def _by_adamw(self) -> AdamW:
+        """Return the AdamW of the other groups, with their state."""
+        if "_adamw" not in self.__dict__:  # also in copies, which have groups and state alone
+            self._adamw = AdamW([parameter for group in self.param_groups for parameter in group["params"]])
+        self._adamw.param_groups = [group for group in self.param_groups if not group["spectral"]]
+        self._adamw.state = self.state
+        return self._adamw
+
+
+def _last_matrix(model: nn.Module) -> str | None:
+    """Return the name of the last module with a weight matrix; None: there is none."""
+    last = None
+    for place in places(model):
+        layers = layers_for(place.name, place.module, place.parent) if place.module._parameters else ""
+        if not isinstance(layers, str) and any(layer.form == "matrix" and layer.weight for layer in layers):
+            last = place.name
+    return last

@@ -1,0 +1,143 @@
+"""Natural Muon does what its definition says, computed densely by singular values, in float64."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import conv2d, mse_loss, unfold
+
+import natgrad
+from natgrad.linalg.roots import inverse_root, polar
+from tests.dense.reference import relative_error
+
+DELTA, MOMENTUM, DECAY = 0.02, 0.8, 0.5
+
+
+def power(X, exponent):
+    values, vectors = torch.linalg.eigh(X)
+    return vectors @ torch.diag(values**exponent) @ vectors.mT
+
+
+def damped(X):
+    return X + DELTA * X.trace() / len(X) * torch.eye(len(X)).double()
+
+
+class Dense:
+    """The update of one weight matrix, from the definition."""
+
+    def __init__(self, exponent, *, is_polar=True):
+        self.exponent, self.is_polar, self.M, self.A, self.G = exponent, is_polar, 0, 0, 0
+
+    def step(self, a, g, W):
+        """Take the rows a and g of a batch and the gradient of the mean loss; return the update."""
+        self.A = DECAY * self.A + (1 - DECAY) * a.mT @ a / len(a)
+        self.G = DECAY * self.G + (1 - DECAY) * g.mT @ g / len(g)
+        self.M = MOMENTUM * self.M + (1 - MOMENTUM) * W
+        U = MOMENTUM * self.M + (1 - MOMENTUM) * W
+        A, G = (power(damped(X), -self.exponent) for X in (self.A, self.G))
+        U = G @ U @ A
+        if self.is_polar:
+            left, _, right = torch.linalg.svd(U, full_matrices=False)
+            U = left @ right @ A
+        return 0.2 * W.numel() ** 0.5 * U / U.norm()
+
+
+def spectral(exponent=0.25, steps=None):
+    return natgrad.Spectral(power=exponent, steps=steps, momentum=MOMENTUM, factor_decay=DECAY)
+
+
+def precondition(model, curvature, x, y, preconditioner=None):
+    refresh = natgrad.Refresh(factors=1, inverses=1)
+    if preconditioner is None:
+        preconditioner = natgrad.Preconditioner(model, curvature, damping=DELTA, refresh=refresh)
+    model.zero_grad()
+    mse_loss(model(x), y).backward()
+    preconditioner.step()
+    return preconditioner
+
+
+@pytest.mark.parametrize(("exponent", "steps"), [(0.25, None), (0.5, None), (0.25, 0), (0.5, 0)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(5, 7), (7, 5)])
+def test_a_linear_layer_moves_by_the_definition(exponent, steps, inputs, outputs):
+    torch.manual_seed(0)
+    model = nn.Linear(inputs, outputs).double()
+    reference, preconditioner = Dense(exponent, is_polar=steps is None), None
+    for step in range(3):
+        x, y = torch.randn(16, inputs).double() * (1 + step), torch.randn(16, outputs).double()
+        g = 2 * (model(x) - y).detach() / outputs
+        bias = g.mean(0)
+        preconditioner = precondition(model, spectral(exponent, steps), x, y, preconditioner)
+        assert relative_error(model.weight.grad, reference.step(x, g, g.mT @ x / len(x))) < 1e-9
+        torch.testing.assert_close(model.bias.grad, bias)  # left to the optimizer
+        with torch.no_grad():
+            model.weight -= 0.1 * model.weight.grad
+
+
+def test_a_convolution_with_groups_moves_group_by_group():
+    torch.manual_seed(0)
+    model = nn.Conv2d(4, 6, 3, groups=2, bias=False).double()
+    x, y = torch.randn(8, 4, 6, 6).double(), torch.randn(8, 6, 4, 4).double()
+    g = 2 * (conv2d(x, model.weight, groups=2) - y).detach() / y[0].numel()
+    precondition(model, spectral(), x, y)
+    for group in range(2):
+        a = unfold(x[:, 2 * group : 2 * group + 2], 3).mT.flatten(0, 1)
+        rows = g[:, 3 * group : 3 * group + 3].flatten(2).mT.flatten(0, 1)
+        expected = Dense(0.25).step(a, rows, rows.mT @ a / len(x))
+        found = model.weight.grad[3 * group : 3 * group + 3].flatten(1)
+        assert relative_error(found, expected) < 1e-9
+
+
+def test_without_roots_it_is_muon():
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4, bias=False).double()
+    x, y = torch.randn(8, 6).double(), torch.randn(8, 4).double()
+    precondition(model, natgrad.Spectral(power=0), x, y)
+    found = model.weight.grad.clone()
+    model.zero_grad()
+    mse_loss(model(x), y).backward()
+    update = polar(model.weight.grad[None], 5)[0]
+    assert relative_error(found, 0.2 * 24**0.5 * update / update.norm()) < 1e-9
+
+
+@pytest.mark.parametrize("change", [{"reduction": "sum"}, {"kl_clip": 1e-9, "damping": DELTA}])
+def test_neither_reduction_nor_clip_changes_the_update(change):
+    found = []
+    for options in ({}, change):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4).double()
+        x, y = torch.randn(8, 6).double(), torch.randn(8, 4).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        preconditioner = natgrad.Preconditioner(
+            model, spectral(), **{"damping": DELTA, "optimizer": optimizer, **options}
+        )
+        mse_loss(model(x), y, reduction=options.get("reduction", "mean")).backward()
+        preconditioner.step()
+        found.append(model.weight.grad)
+    assert relative_error(*found) < 1e-9
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 9), (2, 9, 5), (1, 6, 6)])
+def test_newton_schulz_is_near_the_polar_factor(shape):
+    X = torch.randn(shape, generator=torch.Generator().manual_seed(0)).double()
+    exact, near = polar(X, None), polar(X, 5)
+    values = torch.linalg.svdvals(near)
+    assert 0.65 < values.min() <= values.max() < 1.25
+    torch.testing.assert_close(torch.linalg.svdvals(exact), torch.ones_like(values))
+    U, _, Vh = torch.linalg.svd(X, full_matrices=False)
+    torch.testing.assert_close(exact, U @ Vh)
+
+
+def test_a_matrix_of_zeros_has_a_polar_factor_of_zeros_and_the_identitys_root():
+    zeros = torch.zeros(1, 3, 4).double()
+    assert not polar(zeros, 5).any()
+    assert not polar(zeros, None).any()
+    root, succeeded = inverse_root(torch.zeros(1, 3, 3).double(), 0.25, 0.5)
+    assert succeeded.all()
+    torch.testing.assert_close(root[0], 2 * torch.eye(3).double())
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("power", 1.5), ("power", -0.1), ("steps", -1), ("steps", 2.5), ("momentum", 1.0)]
+)
+def test_arguments_are_checked(argument, value):
+    with pytest.raises(ValueError, match=f"{argument}="):
+        natgrad.Spectral(**{argument: value})

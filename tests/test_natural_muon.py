@@ -1,0 +1,217 @@
+"""`natgrad.NaturalMuon`: one optimizer for a whole model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import natgrad
+
+
+class Network(nn.Module):
+    """An embedding, a norm, attention, a convolution, a bias on its own, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(11, 8)
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.convolution = nn.Conv1d(8, 6, 3, groups=2)
+        self.shift = nn.Parameter(torch.zeros(6))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        y = self.norm(self.table(x))
+        y = y + self.attention(y, y, y, need_weights=False)[0]
+        return self.head((self.convolution(y.mT).mean(-1) + self.shift).tanh())
+
+
+MATRICES = {"attention.in_proj_weight", "attention.out_proj.weight", "convolution.weight", "head.weight"}
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randint(11, (16, 5), generator=generator)
+    return x, (x < 4).sum(1).clamp(max=3)
+
+
+def train(model, optimizer, first, last):
+    for step in range(first, last):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def moved(model, optimizer, step=0):
+    """Return by how much one step moves each parameter."""
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    train(model, optimizer, step, step + 1)
+    return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
+
+
+def names(model, group):
+    by_identity = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {by_identity[id(parameter)] for parameter in group["params"]}
+
+
+def test_matrices_move_by_the_update_and_all_else_by_adamw():
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model, lr=0.02)
+    matrices, others = optimizer.param_groups
+    assert names(model, matrices) == MATRICES
+    assert names(model, others) == {name for name, _ in model.named_parameters()} - MATRICES
+    reference = copy.deepcopy(model)
+    adamw = torch.optim.AdamW(reference.parameters(), lr=0.02, betas=(0.9, 0.95), weight_decay=0)
+    found, expected = moved(model, optimizer), moved(reference, adamw)
+    for name in names(model, others):
+        torch.testing.assert_close(found[name], expected[name])
+    for name in MATRICES - {"convolution.weight", "attention.in_proj_weight"}:
+        rms = found[name].square().mean().sqrt().item()
+        assert rms == pytest.approx(0.2 * 0.02, rel=1e-4)
+
+
+def test_it_learns():
+    model = Network()
+    first = cross_entropy(model(batch(0)[0]), batch(0)[1]).item()
+    assert train(model, natgrad.NaturalMuon(model, lr=0.1), 0, 60) < first / 3
+
+
+def test_weight_decay_is_decoupled():
+    plain, decayed = Network(), Network()
+    first, second = natgrad.NaturalMuon(plain, lr=0.1), natgrad.NaturalMuon(decayed, lr=0.1, weight_decay=0.5)
+    start = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
+    one, two = moved(plain, first), moved(decayed, second)
+    for name, step in one.items():
+        torch.testing.assert_close(two[name], step - 0.05 * start[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_scheduler_sets_the_rate_of_all_parameters():
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model, lr=0.02)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step == 0))
+    train(model, optimizer, 0, 1)
+    scheduler.step()
+    assert not any(step.any() for step in moved(model, optimizer, 1).values())
+
+
+@pytest.mark.parametrize("head", ["adamw", natgrad.Spectral(power=0.5, steps=0)])
+def test_the_last_layer_can_be_moved_in_another_way(head):
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model, head=head)
+    plan = {row.parameter: row for row in optimizer.preconditioner.explain().rows}
+    assert ("head.weight" in names(model, optimizer.param_groups[0])) == (head != "adamw")
+    if head != "adamw":
+        assert plan["head.weight"].curvature.startswith(repr(head))
+        assert plan["convolution.weight"].curvature.startswith("Spectral(power=0.25")
+
+
+def test_layers_can_be_left_to_adamw_by_name():
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model, adamw=["attention*"], head="adamw", heads=["conv*"])
+    assert names(model, optimizer.param_groups[0]) == {"head.weight"}
+
+
+def test_refreshes_double_their_distance_up_to_the_interval():
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model, interval=6)
+    due, before = [], None
+    for step in range(24):
+        train(model, optimizer, step, step + 1)
+        root = optimizer.preconditioner.state_dict()["blocks"]["head.weight"]["root_A"]
+        if before is None or not torch.equal(root, before):
+            due.append(step)
+        before = root
+    assert due == [0, 1, 2, 4, 8, 14, 20]
+
+
+def test_resuming_is_bit_exact():
+    straight, resumed = Network(), Network()
+    first = natgrad.NaturalMuon(straight, interval=3)
+    train(straight, first, 0, 7)
+    state = {"model": copy.deepcopy(straight.state_dict()), "optimizer": copy.deepcopy(first.state_dict())}
+    train(straight, first, 7, 12)
+    second = natgrad.NaturalMuon(resumed, interval=3)
+    resumed.load_state_dict(state["model"])
+    second.load_state_dict(state["optimizer"])
+    train(resumed, second, 7, 12)
+    for one, two in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_copy_goes_on_as_the_original():
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model, interval=3)
+    train(model, optimizer, 0, 4)
+    other, copied = copy.deepcopy((model, optimizer))
+    train(model, optimizer, 4, 8)
+    train(other, copied, 4, 8)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_frozen_layers_stay_and_a_layer_that_is_not_used_too():
+    model = Network()
+    model.convolution.requires_grad_(False)
+    model.spare = nn.Linear(3, 3)
+    optimizer = natgrad.NaturalMuon(model)
+    train(model, optimizer, 0, 1)
+    steps = moved(model, optimizer, 1)
+    assert not any(steps[name].any() for name in ("convolution.weight", "convolution.bias", "spare.weight"))
+    assert steps["head.weight"].any()
+
+
+def test_an_embedding_tied_with_the_head_is_left_to_adamw():
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 7, bias=False))
+    model[2].weight = model[0].weight
+    optimizer = natgrad.NaturalMuon(model)
+    assert names(model, optimizer.param_groups[0]) == {"1.weight"}
+    for _ in range(2):
+        optimizer.zero_grad()
+        cross_entropy(model(torch.arange(6)), torch.arange(6)).backward()
+        optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_step_of_nan_moves_no_matrix():
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model)
+    train(model, optimizer, 0, 3)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer.zero_grad()
+    cross_entropy(model(batch(3)[0]) * torch.nan, batch(3)[1]).backward()
+    optimizer.step()
+    assert all(torch.equal(model.get_parameter(name), before[name]) for name in MATRICES)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"lr": -1}, "lr"),
+        ({"momentum": 1}, "momentum"),
+        ({"power": 2}, "power"),
+        ({"damping": 0}, "damping"),
+        ({"interval": 0}, "interval"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"head": "sgd"}, "head"),
+        ({"heads": "head"}, "heads"),
+        ({"adamw": "head"}, "adamw"),
+        ({"weight_decay": -1}, "weight_decay"),
+    ],
+)
+def test_a_wrong_argument_is_named_and_leaves_the_model_alone(options, named):
+    model = Network()
+    with pytest.raises(ValueError, match=f"^natgrad: {named}|^{named}"):
+        natgrad.NaturalMuon(model, **options)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("given", [list(Network().parameters()), nn.LayerNorm(3), nn.Sequential()])
+def test_a_model_with_matrices_is_needed(given):
+    with pytest.raises(ValueError, match="model"):
+        natgrad.NaturalMuon(given)
