@@ -1,7 +1,6 @@
 """`natgrad.NaturalMuon` on several ranks moves every parameter as one process does."""
 
 import pytest
-import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
