@@ -4,10 +4,8 @@ import pytest
 import torch
 
 import natgrad
-from natgrad.preconditioner.counters import StepCounters
-from natgrad.preconditioner.renewal import RefreshScheduler
 from natgrad.preconditioner.renewal.decisions import RENEWED, WAITING
-from natgrad.refresh.budget import Budget
+from natgrad.refresh.budget import Budget, StepTimes
 from tests.every import Training, batch
 from tests.refresh.test_adaptive import run, verdicts
 
@@ -23,6 +21,14 @@ class Seconds:
     def pass_(self, model, preconditioning=0.0):
         """Let seconds pass, some of them on preconditioning."""
         self.now, self.spent = self.now + model + preconditioning, self.spent + preconditioning
+
+
+def all_times(preconditioner):
+    """The times that a state holds: those of decisions so far, and those since the last one."""
+    state = preconditioner.state_dict()["refresh"]
+    times = StepTimes(*(state["budget"][name] for name in vars(StepTimes())))
+    times.add(state["times"])
+    return times
 
 
 @pytest.mark.parametrize(
@@ -55,14 +61,14 @@ def test_a_capped_training_keeps_its_share(monkeypatch, refresh):
 def test_a_pause_between_steps_is_no_time_of_training():
     """Of an evaluation of ten minutes preconditioning would else have one for itself."""
     training = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.1))
-    seconds, scheduler = Seconds(training.preconditioner), training.preconditioner.parts.scheduler
+    seconds = Seconds(training.preconditioner)
     for step in range(12):
         seconds.pass_(600.0 if step in (5, 6, 9) else 1.0, 0.01)
         training.step(batch(step))
-    # Eleven steps were told by then; the first is not known from end to end, and three of the others had a pause.
-    scheduler.read_times()
-    assert scheduler.budget.times.steps == 10
-    assert scheduler.budget.times.elapsed == pytest.approx(11 * 0.01 + 7 * 1.0 + 3 * 5.0)
+    # The first step is not known from end to end, and three of the others had a pause.
+    times = all_times(training.preconditioner)
+    assert times.steps == 11
+    assert times.elapsed == pytest.approx(12 * 0.01 + 8 * 1.0 + 3 * 5.0)
 
 
 @pytest.mark.filterwarnings("ignore:natgrad. solves alone")  # in real seconds, of so small a model
@@ -107,18 +113,6 @@ def test_the_account_of_a_capped_training_is_in_its_state():
     assert states[-1]["refresh"]["budget"]["elapsed"] > 0
 
 
-def test_ranks_that_save_in_between_have_the_same_account():
-    """To the last bit, or they would once decide differently."""
-    clock, generator = natgrad.Capped(), torch.Generator().manual_seed(0)
-    saving, other = RefreshScheduler(clock), RefreshScheduler(clock)
-    for _ in range(7):
-        heard = torch.rand(7, generator=generator)
-        for scheduler in (saving, other):
-            scheduler.receive_times(heard)
-        saving.state_dict(StepCounters())
-    assert saving.state_dict(StepCounters()) == other.state_dict(StepCounters())
-
-
 def test_a_capped_training_goes_on_from_the_state_of_another_clock():
     """No renewal was heard of, whose cost could be foretold."""
     _, states = run(natgrad.Refresh(inverses=2), 4)
@@ -133,7 +127,8 @@ def test_a_capped_training_goes_on_from_the_state_of_another_clock():
 
 
 @pytest.mark.parametrize(
-    "wrong", [7, {"captured": [1]}, {"renewed": [1, 2, "3"]}, {"budget": {"steps": 1.0}}, {"budget": [1.0]}]
+    "wrong",
+    [7, {"captured": [1]}, {"renewed": [1, 2, "3"]}, {"budget": {"steps": 1.0}}, {"budget": [1.0]}, {"times": [1.0]}],
 )
 def test_an_account_that_does_not_fit_changes_nothing(wrong):
     training, states = run(natgrad.Adaptive(natgrad.DriftRule(), inverses=2), 3)
@@ -148,14 +143,13 @@ def test_an_account_that_does_not_fit_changes_nothing(wrong):
 def test_going_back_to_a_state_costs_nothing():
     """What this process has spent before is in the account already."""
     training = Training(natgrad.KFAC, refresh=natgrad.Capped(refresh=natgrad.Refresh(inverses=2), share=0.2))
-    seconds, scheduler = Seconds(training.preconditioner), training.preconditioner.parts.scheduler
+    seconds = Seconds(training.preconditioner)
     for step in range(8):
         seconds.pass_(1.0, 0.1)
         training.step(batch(step))
         if step == 5:
             training.preconditioner.load_state_dict(training.preconditioner.state_dict())
-    scheduler.read_times()
-    # Of the first step and of that after the load only their own part is known; what was not yet told when it was
-    # saved is lost, and the last step is yet to be told.
-    assert scheduler.budget.times.spent == pytest.approx(0.6)
-    assert scheduler.budget.times.steps == 4
+    # Of the first step and of that after the load only their own part is known.
+    times = all_times(training.preconditioner)
+    assert times.spent == pytest.approx(0.8)
+    assert times.steps == 6

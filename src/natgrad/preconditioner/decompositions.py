@@ -86,7 +86,7 @@ class Decompositions:
             captured = captured and len(capture.sums.choice.sides) == len(SIDES)
             usable = parts.inspection.usable(parts.groups, observed(parts.groups), captured=captured)
             reads = scheduler.due_parts(parts.progress)
-            keys = scheduler.select_layers(parts.groups, plan, usable, damping, parts.progress)
+            keys = scheduler.select_layers(parts.groups, plan, parts.runtime, usable, damping, parts.progress)
             decided = scheduler.selects_layers and bool(usable)
             work = parts.groups, plan, parts.runtime, keys, scheduler.kept_parts, damping
             if parts.renews_in_background:

@@ -49,7 +49,7 @@ class GradientStep:
             gradients = Gradients.take(parts.groups, fallback, exchanged=parts.shares_work)
             gradients.solve(damping, parts.runtime)
             if parts.shares_work:
-                self._share(gradients, owned)
+                share(gradients, parts.structure.plan, parts.runtime, parts.watch, owned)
             layer_scale = None if parts.scaling.of_sum is None else parts.layer_scale
             bad = parts.clip.apply(
                 gradients, scale, parts.runtime, shares_work=parts.shares_work, layer_scale=layer_scale
@@ -57,9 +57,3 @@ class GradientStep:
             gradients.tell(parts.watch, bad)
             gradients.give()
             parts.given.note(parts.groups)
-
-    def _share(self, gradients: Gradients, owned: list[OwnedGradients]) -> None:
-        """Send the preconditioned gradients of all layers to every rank."""
-        parts, scheduler, plan = self._parts, self._parts.scheduler, self._parts.structure.plan
-        scalars = scheduler.take_times("gradients", plan) if parts.capture.wanted else ()
-        scheduler.receive_times(share(gradients, plan, parts.runtime, parts.watch, owned, scalars))

@@ -404,7 +404,7 @@ class Preconditioner:
         if parts.structure.move():
             parts.watch.forget()
         with parts.progress.phase("renew", parts.runtime):
-            parts.scheduler.receive_times(parts.background.fold(parts.watch))
+            parts.background.fold(parts.watch)
         if parts.structure.follow(lambda: self._decompositions.collect(early=True)):
             self._attach()
             parts.inspection.restart()
@@ -538,7 +538,7 @@ class Preconditioner:
         Returns:
             Nested dicts of numbers and tensors. Tensors whose size depends on the batch (rows) are in tuples.
         """
-        self.parts.scheduler.receive_times(self.parts.background.fold(self.parts.watch, alone=not gather))
+        self.parts.background.fold(self.parts.watch, alone=not gather)
         if gather:
             self._decompositions.end()
         blocks, counted = states.snapshot(self.parts.structure.ahead().groups), self.parts.watch.state_dict()

@@ -30,9 +30,8 @@ class Statistics:
         """Return the sums of all layers, in the messages of the placement."""
         parts, placement = self._parts, self._parts.structure.plan.placement
         groups, shared = parts.summed, parts.runtime.ranks > 1
-        riders = parts.scheduler.budget.numbers if parts.scheduler.budget is not None and shared else 0
         if not (placement.rule.sends_during_backward and shared):
-            return StatisticsBuffer(groups, fused=shared, riders=riders)
+            return StatisticsBuffer(groups, fused=shared)
         return BucketedStatistics(
             groups,
             names=[layer.name for layer, _ in parts.structure.coverage.layers],
@@ -40,7 +39,6 @@ class Statistics:
             runtime=parts.runtime,
             wire=parts.precision.wire,
             gain=parts.scaling.of_captured,
-            riders=riders,
         )
 
     def choose_next(self) -> None:
@@ -86,13 +84,11 @@ class Statistics:
             return
         wire, sides = parts.precision.wire, sums.choice.sides
         with parts.progress.phase("reduce", parts.runtime):
-            sums.rider = parts.scheduler.take_times("sums", parts.structure.plan)
             sums.close(*parts.gains(count))
             if parts.renews_in_background:
                 parts.background.post(parts.groups, sums, parts.runtime, parts.progress, parts.inspection, wire)
                 return
             sums.travel(parts.runtime, wire)
-            parts.scheduler.receive_times(sums.heard)
             if "gradients" in sides:
                 parts.inspection.look(parts.groups, sums, parts.runtime)
         with parts.progress.phase("renew", parts.runtime):

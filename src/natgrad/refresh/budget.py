@@ -83,11 +83,6 @@ class Budget:
         self.share, self.times, self.resume = share, StepTimes(), 0
 
     @property
-    def numbers(self) -> int:
-        """The number of numbers that ranks send each other."""
-        return len(fields(StepTimes))
-
-    @property
     def credit(self) -> float:
         """What may be spent now."""
         return self.share * self.times.elapsed - self.times.spent

@@ -64,7 +64,6 @@ class BucketedStatistics(StatisticsBuffer):
         runtime: Communicator,
         wire: torch.dtype | None,
         gain: Gain,
-        riders: int,
     ) -> None:
         """Lay out the buckets.
 
@@ -75,7 +74,6 @@ class BucketedStatistics(StatisticsBuffer):
             runtime: The ranks.
             wire: The dtype in which sums travel, if narrower than their own.
             gain: What `close` is given, by the number of backward passes.
-            riders: Those of `StatisticsBuffer`.
         """
         self._names, self._bucket = list(names), bucket
         self._runtime, self._wire, self._gain = runtime, wire, gain
@@ -85,7 +83,7 @@ class BucketedStatistics(StatisticsBuffer):
         self._next = 0  # the bucket that leaves next in this pass
         self._gain_now: float | Tensor = 1.0  # that of the step
         self._may_leave = False  # from the first step on, in which all ranks make a queue for them
-        super().__init__(groups, fused=True, riders=riders)
+        super().__init__(groups, fused=True)
 
     def _laid_out(self, portions: Mapping[str, Portion]) -> list[Bucket]:
         layers = [(*self._members[name], portions[name]) for name in reversed(self._names) if name in portions]
@@ -103,11 +101,7 @@ class BucketedStatistics(StatisticsBuffer):
             else:
                 buckets.append([layer])
                 size = own
-        last_bucket = len(buckets) - 1
-        return [
-            Bucket(neighbours(own), self._kind, self._riders if index == last_bucket else 0)
-            for index, own in enumerate(buckets)
-        ]
+        return [Bucket(neighbours(own), self._kind) for own in buckets]
 
     def _arrange(self, messages: list[Bucket]) -> None:
         super()._arrange(messages)
@@ -189,7 +183,7 @@ class BucketedStatistics(StatisticsBuffer):
                 "step(count=...) comes after statistics have left under placement='pipelined': pass another placement"
             )
         for index in self._staying:
-            self._messages[index].close(self.tallies, shares, gain, self.rider)
+            self._messages[index].close(self.tallies, shares, gain)
         self._gain_now = gain
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -110,18 +110,16 @@ class Bucket:
         kind: What its sums are counted as.
     """
 
-    def __init__(self, pieces: list[Piece], kind: str = "factors", riders: int = 0) -> None:
+    def __init__(self, pieces: list[Piece], kind: str = "factors") -> None:
         """Lay out neighbouring layers of some groups with the same role; no tensor is made.
 
         Args:
             pieces: The layers.
             kind: What its sums are counted as.
-            riders: How many numbers that are none of a layer travel behind the counters.
         """
-        self._riders = riders
         self.pieces, self.role, self.kind = pieces, pieces[0].group.role, kind
         self.places = {member.layer.name: index for index, piece in enumerate(pieces) for member in piece.members}
-        self._counters = 2 * len(self.places) + riders
+        self._counters = 2 * len(self.places)
         self.numel = self._counters + sum(
             (piece.blocks.stop - piece.blocks.start) * prod(packed_shape(spec))
             for piece in pieces
@@ -169,7 +167,7 @@ class Bucket:
     def arrived(self) -> Iterator[Arrived]:
         """Yield the sums of each piece, with the counters."""
         assert self.buffer is not None
-        counters, counted = self.buffer[self.numel - self._counters : self.numel - self._riders].view(-1, 2), 0
+        counters, counted = self.buffer[self.numel - self._counters :].view(-1, 2), 0
         for index, piece in enumerate(self.pieces):
             blocks, sums = piece.blocks, self.stacked(index, piece.blocks)
             own = counters[counted : counted + len(piece.members)]
@@ -179,13 +177,6 @@ class Bucket:
                 repeats = tensor_on(own.device, [member.stop - member.start for member in piece.members])
                 own = own.repeat_interleave(repeats, dim=0, output_size=size)
             yield Arrived(piece.group, blocks, sums, own[:, 0], own[:, 1])
-
-    @property
-    def riders(self) -> Tensor | None:
-        """The numbers behind the counters, while there is a buffer."""
-        if self.buffer is None or not self._riders:
-            return None
-        return self.buffer[self.numel - self._riders : self.numel]
 
     def release(self) -> None:
         """Drop the buffer."""
@@ -215,9 +206,7 @@ class Bucket:
             for member in piece.members:
                 _correct(piece, self.views[member.layer.name], gain / before, {}, seen=True)
 
-    def close(
-        self, tallies: Mapping[str, SampleCount], shares: Shares, gain: float | Tensor, riders: Sequence[float] = ()
-    ) -> Tensor:
+    def close(self, tallies: Mapping[str, SampleCount], shares: Shares, gain: float | Tensor) -> Tensor:
         """Make it ready to travel, and return the buffer: see `StatisticsBuffer.close`."""
         buffer = self.allocate()
         counters: list[float] = []
@@ -227,7 +216,6 @@ class Bucket:
             own = {"sample": share, "position": rows / max(1, tally.rows)}
             _correct(self.pieces[index], self.views[name], gain * share, own, seen=tally.rows > 0)
             counters += [tally.samples * share, rows]
-        counters += riders if self._riders else ()
         if self._counters:
             buffer[self.numel - len(counters) : self.numel] = tensor_on(buffer.device, counters, buffer.dtype)
         return buffer
@@ -239,7 +227,6 @@ class Departed:
     Attributes:
         skip_step: See `StatisticsBuffer`.
         basis_version: See `StatisticsBuffer`.
-        heard: See `StatisticsBuffer`, once all have arrived.
     """
 
     def __init__(
@@ -248,11 +235,9 @@ class Departed:
         posted: list[Work],
         skip_step: Tensor | None,
         basis_version: dict[int, list[int]],
-        rider: Sequence[float],
     ) -> None:
-        """Wrap `messages` and what they were `posted` as, and what this rank alone is to hear."""
+        """Wrap `messages` and what they were `posted` as."""
         self._messages, self._posted, self.skip_step, self.basis_version = messages, posted, skip_step, basis_version
-        self.heard: Tensor | Sequence[float] | None = rider
 
     @property
     def whole(self) -> bool:
@@ -263,7 +248,6 @@ class Departed:
         """Wait, and yield the sums; of a model that was moved meanwhile they are moved too."""
         for message, posted in zip(self._messages, self._posted, strict=True):
             posted.wait()
-            self.heard = self.heard if message.riders is None else message.riders
             for piece in message.arrived():
                 place = piece.group.device, piece.group.dtype
                 sums = {name: tensor.to(*place) for name, tensor in piece.sums.items()}

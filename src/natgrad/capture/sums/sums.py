@@ -72,22 +72,19 @@ class StatisticsBuffer:
     Attributes:
         skip_step: Whether a ``GradScaler`` skips this step (a lazy bool, the same on all ranks); None: it cannot.
         choice: What is collected.
-        rider: What this rank has to say beside its sums.
         basis_version: `BlockGroup.basis_version` as they were when this step began, by the ``id`` of the group.
     """
 
-    def __init__(self, groups: Sequence[BlockGroup], *, fused: bool, kind: str = "factors", riders: int = 0) -> None:
+    def __init__(self, groups: Sequence[BlockGroup], *, fused: bool, kind: str = "factors") -> None:
         """Lay out the messages of those `groups` to whose sums this rank adds or from whom it receives them.
 
         Args:
             groups: The groups.
             fused: See above.
             kind: What they are counted as.
-            riders: How many numbers of `rider` travel with a message to all ranks.
         """
         groups = [group for group in groups if group.role.captures or group.role.keeps_averages]
-        self._fused, self._kind, self._riders = fused, kind, riders
-        self.rider: Sequence[float] = ()
+        self._fused, self._kind = fused, kind
         self._members = {member.layer.name: (group, member) for group in groups for member in group.members}
         self.tallies = {name: SampleCount() for name in self._members}
         self._filled: set[str] = set()  # the layers whose sums are initialised
@@ -120,12 +117,7 @@ class StatisticsBuffer:
             else:
                 key = name if on_host(group.device) else id(group)
             groups.setdefault(key, []).append((group, member, portion))
-        messages, riders = [], self._riders
-        for layers in groups.values():
-            rides = layers[0][0].role.seat.sums == "all"
-            messages.append(Bucket(neighbours(layers), self._kind, riders if rides else 0))
-            riders = 0 if rides else riders
-        return messages
+        return [Bucket(neighbours(layers), self._kind) for layers in groups.values()]
 
     def portion(self, layer: str) -> Portion | None:
         """Return which statistics of a layer are collected; None: none, or there are no sums of it."""
@@ -218,10 +210,7 @@ class StatisticsBuffer:
 
     def depart(self, posted: list[Work]) -> Departed:
         """Give away the messages that were `posted`."""
-        rider = () if self._fused else self.rider
-        return Departed(
-            [message.give() for message in self._messages], posted, self.skip_step, self.basis_version, rider
-        )
+        return Departed([message.give() for message in self._messages], posted, self.skip_step, self.basis_version)
 
     def close(self, shares: Shares, gain: float | Tensor) -> None:
         """Make the messages ready to travel: unseen layers become zeros, gradients per-sample ones, counters filled in.
@@ -233,14 +222,7 @@ class StatisticsBuffer:
             gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
         """
         for message in self._messages:
-            message.close(self.tallies, shares, gain, self.rider)
-
-    @property
-    def heard(self) -> Tensor | Sequence[float] | None:
-        """The riders of all ranks, summed up, between `travel` and `arrived`; None: none has traveled."""
-        if not self._fused:
-            return self.rider
-        return next((own for message in self._messages if (own := message.riders) is not None), None)
+            message.close(self.tallies, shares, gain)
 
     def arrived(self) -> Iterator[Arrived]:
         """Yield the sums that are this rank's as they stand now, and drop each message once it has been read."""

@@ -38,8 +38,7 @@ def share(
     runtime: Communicator,
     watch: FailureCounters,
     uncovered: Sequence[OwnedGradients] = (),
-    scalars: Sequence[float] = (),
-) -> Tensor | None:
+) -> None:
     """Send the preconditioned gradients of all layers to every rank, or the rows that it holds (FSDP2).
 
     Each worker sends V and ⟨V, W⟩ of every block to the other ranks of its row, and for every layer its fallback level
@@ -51,86 +50,76 @@ def share(
         runtime: The ranks.
         watch: Counts the failures of all layers.
         uncovered: Reduced gradients of parameters without curvature. Every layer then has one worker.
-        scalars: Numbers of this rank, equally many on all ranks, sent in the first bucket.
-
-    Returns:
-        The scalars summed over the row, the same on all its ranks. None if there were none.
     """
     buckets: dict[tuple[torch.device, torch.dtype], _Bucket] = {}
     for group in uncovered:
         buckets.setdefault((group.device, group.dtype), _Bucket()).uncovered.append(group)
     for entry in gradients.entries:
         buckets.setdefault((entry.group.device, entry.group.work_dtype), _Bucket()).entries.append(entry)
-    holders, row, total = Holders(runtime), plan.row(runtime.rank), None
+    holders, row = Holders(runtime), plan.row(runtime.rank)
     runtime.subgroup(row)
     for (device, dtype), bucket in buckets.items():
-        numbers = tensor_on(device, list(scalars), dtype)
+        empty = torch.empty(0, dtype=dtype, device=device)
         slots = (slot for entry in bucket.entries for member in entry.members for slot in member.layer.slots)
         if any(is_sharded(slot.parameter) for slot in slots):
-            arrived = _share_rows(bucket, numbers, row, runtime, holders, watch)
+            _share_rows(bucket, empty, row, runtime, holders, watch)
         else:
-            arrived = _share_whole(bucket, numbers, row, runtime, watch)
-        if len(numbers):
-            total, scalars = torch.stack(arrived).sum(0), ()
-    return total
+            _share_whole(bucket, empty, row, runtime, watch)
 
 
 def _share_whole(
-    bucket: _Bucket, scalars: Tensor, row: Sequence[int], runtime: Communicator, watch: FailureCounters
-) -> list[Tensor]:
-    """Exchange whole gradients, and return the scalars of each rank of the row."""
+    bucket: _Bucket, empty: Tensor, row: Sequence[int], runtime: Communicator, watch: FailureCounters
+) -> None:
+    """Exchange whole gradients."""
     entries = {rank: [entry for entry in bucket.entries if entry.group.role.server == rank] for rank in row}
     own = entries[runtime.rank]
-    empty = scalars.new_empty(0)
     values = [
         *(entry.V.reshape(-1) for entry in own),
         *(group.piece for group in bucket.uncovered if group.piece is not None),
     ]
-    counters = [scalars, *(_counters(entry, watch) for entry in own)]
+    counters = [empty, *(_counters(entry, watch) for entry in own)]
     sizes = {rank: [_numel(entry) for entry in entries[rank]] for rank in row}
     pieces = {rank: [group.pieces[rank] for group in bucket.uncovered] for rank in row}
-    counts = {rank: [len(scalars), *(_counter_count(entry) for entry in entries[rank])] for rank in row}
+    counts = {rank: [_counter_count(entry) for entry in entries[rank]] for rank in row}
     totals = [(sum(sizes[rank]) + sum(pieces[rank]), sum(counts[rank])) for rank in row]
     shared = runtime.share_from_owners(
         (torch.cat([empty, *values]), torch.cat(counters)), totals, "gradients", ranks=row
     )
-    arrived, summed = [], []
+    summed = []
     for rank, (their_values, their_counters) in zip(row, shared, strict=True):
         vectors = their_values.split([*sizes[rank], *pieces[rank]])
         numbers = their_counters.split(counts[rank])
-        arrived.append(numbers[0])
         summed.append(vectors[len(sizes[rank]) :])
-        for entry, vector, told in zip(entries[rank], vectors, numbers[1:], strict=False):
+        for entry, vector, told in zip(entries[rank], vectors, numbers, strict=False):
             if rank != runtime.rank:
                 entry.V = vector.view(entry.group.size, entry.group.outputs, entry.group.inputs)
             _hear(entry, told, watch)
     for group, own_pieces in zip(bucket.uncovered, zip(*summed, strict=True), strict=True):
         group.write_uncovered(own_pieces)
-    return arrived
 
 
 def _share_rows(
     bucket: _Bucket,
-    scalars: Tensor,
+    empty: Tensor,
     row: Sequence[int],
     runtime: Communicator,
     holders: Holders,
     watch: FailureCounters,
-) -> list[Tensor]:
-    """Send each rank of the row the rows that it holds (FSDP2), and return the scalars of each."""
+) -> None:
+    """Send each rank of the row the rows that it holds (FSDP2)."""
     me, entries = runtime.rank, bucket.entries
     own = [entry for entry in entries if entry.group.role.is_gradient_worker]
     told = [_counters(entry, watch) for entry in own]
     for entry in own:
         entry.clear_(~entry.inner.isfinite())  # a rank that receives some rows does not know their blocks
-    counters = torch.cat([scalars, *told])
+    counters = torch.cat([empty, *told])
     outgoing = [
         torch.cat([counters, *(value for entry in own for value in _values(entry, holders, rank))])
         if rank != me
-        else scalars[:0]
+        else empty
         for rank in row
     ]
-    sizes: dict[int, list[int]] = {rank: [] if rank == me else [len(scalars)] for rank in row}
+    sizes: dict[int, list[int]] = {rank: [] for rank in row}
     theirs: dict[int, list[Entry]] = {rank: [] for rank in row}
     for entry in entries:
         server = entry.group.role.server
@@ -142,15 +131,12 @@ def _share_rows(
     counted = len(counters) * (len(row) - 1)
     runtime.count({"gradients": sum(map(len, outgoing)) - counted, "counters": counted}, counters.element_size())
     received = runtime.redistribute(outgoing, [sum(sizes[rank]) for rank in row], ranks=row)
-    arrived = []
     for rank, message in zip(row, received, strict=True):
         if rank == me:
-            arrived.append(scalars)
             continue
         vectors = message.split(sizes[rank])
-        arrived.append(vectors[0])
-        values = iter(vectors[1 + len(theirs[rank]) :])
-        for entry, numbers in zip(theirs[rank], vectors[1:], strict=False):
+        values = iter(vectors[len(theirs[rank]) :])
+        for entry, numbers in zip(theirs[rank], vectors, strict=False):
             shares = _shares(entry, holders, me)
             if shares:
                 entry.shares = [Share(slot, rows, member.start, next(values)) for member, slot, rows in shares]
@@ -159,7 +145,6 @@ def _share_rows(
             _hear(entry, numbers, watch)
     for entry, numbers in zip(own, told, strict=True):
         _hear(entry, numbers, watch)
-    return arrived
 
 
 def _shares(entry: Entry, holders: Holders, rank: int) -> list[tuple[LayerBlocks, Slot, range]]:

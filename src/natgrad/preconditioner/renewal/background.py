@@ -10,7 +10,7 @@ on averages that all ranks hold, so all ranks stay identical to the last bit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -113,21 +113,17 @@ class Background:
         if groups:
             progress.renewed_factors()
 
-    def fold(self, watch: FailureCounters, *, alone: bool = False) -> Tensor | Sequence[float] | None:
+    def fold(self, watch: FailureCounters, *, alone: bool = False) -> None:
         """Add the sums being sent to the running averages.
 
         Args:
             watch: Counts blocks with non-finite sums.
             alone: Do not communicate. Sums in a narrow dtype, which need a second message, are then left as they are.
-
-        Returns:
-            The scalars sent with the sums (`natgrad.capture.sums.StatisticsBuffer.heard`).
         """
         if self._departed is None or (alone and not self._departed[0].whole):
-            return None
+            return
         (departed, step), self._departed = self._departed, None
         fold(departed, watch, step)
-        return departed.heard
 
     # --- Renewals -----------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 All ranks that act on a decision derive it from equal numbers. Every worker of a layer measures it on averages that are
 identical to the last bit. The other ranks receive the decision in the same step, with the preconditioned gradients, and
-act on it in the next. The times of a rule with a cap differ between ranks, so they are summed over the ranks with the
-statistics. The host waits for the device only if a rule measures layers in a step in which renewals are due.
+act on it in the next. The times of a rule with a cap differ between ranks, so each decision begins with their sum over
+the ranks. The host waits for the device only if a rule measures layers in a step in which renewals are due.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from natgrad.distributed import Plan
+from natgrad.distributed import Communicator, Plan
 from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.renewal.decisions import (
@@ -59,10 +58,9 @@ class RefreshScheduler:
         self.now: Callable[[], float] = perf_counter
         self._work_shares: dict[str, float] = {}  # by the keys of the layers being renewed: the share of all their work
         self._pauses = PauseFilter()
-        self._unsent = StepTimes()  # of this rank
+        self._local_times = StepTimes()  # of this rank since the last decision
         self._step_ended: float | None = None
         self._spent = self._aside = 0.0  # by the end of the last step: all seconds, and those beside the steps
-        self._unread: list[Tensor] = []  # sums over the ranks, on the device
         self._has_warned = False
 
     # --- By counters ----------------------------------------------------------------------------------------------
@@ -90,15 +88,22 @@ class RefreshScheduler:
         return self.rule.criterion is not None
 
     def select_layers(
-        self, groups: Sequence[BlockGroup], plan: Plan[str], usable: set[str], damping: float, progress: StepCounters
+        self,
+        groups: Sequence[BlockGroup],
+        plan: Plan[str],
+        runtime: Communicator,
+        usable: set[str],
+        damping: float,
+        progress: StepCounters,
     ) -> set[str]:
         """Decide on each layer, and return the keys of those to renew that this rank is a worker of.
 
-        Waits for the device if the rule measures layers.
+        Waits for the device if the rule measures layers. Collective if the rule has a cap.
 
         Args:
             groups: All groups.
             plan: The workers.
+            runtime: The ranks.
             usable: The keys of the layers that have statistics.
             damping: γ.
             progress: The step.
@@ -118,6 +123,8 @@ class RefreshScheduler:
         measure_all(layers, criterion.measure, self.rule.by, damping)
         decide_all(layers, criterion, plan, progress.step)
         if self.budget is not None:
+            self.budget.times.add(runtime.totals(self._local_times.numbers(), "counters"))
+            self._local_times = StepTimes()
             self._apply_cap(self.budget, layers, plan, progress.step)
         for layer in layers:
             last, renewed = layer.state.last(layer.index), layer.outcome == RENEWED
@@ -139,7 +146,7 @@ class RefreshScheduler:
         """Record the end of the renewal of the layers that `select_layers` returned."""
         for layer in layer_decisions(groups, keys):
             work = self._work_shares.get(layer.key, 1.0) * plan.weights[layer.key]
-            self._unsent.work += work / len(plan.seats[layer.key].workers)
+            self._local_times.work += work / len(plan.seats[layer.key].workers)
             layer.state.end_renewal(layer.index, failed=any(layer.group.failures.failed_refreshes[layer.member.blocks]))
 
     def receive_decisions(self, groups: Sequence[BlockGroup]) -> None:
@@ -162,7 +169,6 @@ class RefreshScheduler:
         If each layer has one worker, a rank only knows the changes of its own layers. It then uses the part of the
         credit that its layers have in the total work.
         """
-        self.read_times()
         due = [layer for layer in layers if layer.outcome == RENEWED and not layer.begins]
         changes, work = [layer.change for layer in due], [layer.share * plan.weights[layer.key] for layer in due]
         columns = {plan.column_of(layer.key) for layer in layers}
@@ -192,7 +198,7 @@ class RefreshScheduler:
         before = spent() if self.budget is not None else 0.0
         yield
         if self.budget is not None:
-            setattr(self._unsent, kind, getattr(self._unsent, kind) + spent() - before)
+            setattr(self._local_times, kind, getattr(self._local_times, kind) + spent() - before)
 
     def end_step(self, spent: float, aside: float = 0.0) -> None:
         """Record the end of a step.
@@ -207,41 +213,14 @@ class RefreshScheduler:
         if self.budget is None:
             return
         now, more, beside = self.now(), spent - self._spent, aside - self._aside
-        self._unsent.add([0.0, 0.0, beside, 0.0, beside, 0.0, beside])
+        self._local_times.add([0.0, 0.0, beside, 0.0, beside, 0.0, beside])
         if self._step_ended is None:
-            self._unsent.fixed = 0.0
-            self._unsent.add([0.0, more, more, 0.0, 0.0, 0.0, 0.0])
+            self._local_times.fixed = 0.0
+            self._local_times.add([0.0, more, more, 0.0, 0.0, 0.0, 0.0])
         else:
             rest = self._pauses.training_seconds(now - self._step_ended - more)
-            self._unsent.add([1.0, more + rest, more, 0.0, 0.0, 0.0, 0.0])
+            self._local_times.add([1.0, more + rest, more, 0.0, 0.0, 0.0, 0.0])
         self._step_ended, self._spent, self._aside = now, spent, aside
-
-    def take_times(self, message: Literal["sums", "gradients"], plan: Plan[str]) -> list[float]:
-        """Return the times of this rank to send with a message, once. Empty without a cap.
-
-        Args:
-            message: The message: "gradients" if the plan sends no sums to all ranks.
-            plan: The plan.
-        """
-        scattered = plan.columns > 1 and not any(seat.sums == "all" for seat in plan.seats.values())
-        if self.budget is None or message != ("gradients" if scattered else "sums"):
-            return []
-        numbers, self._unsent = self._unsent.numbers(), StepTimes()
-        return numbers
-
-    def receive_times(self, times: Tensor | Sequence[float] | None) -> None:
-        """Take the times of all ranks, summed ``[7]``, if there are any."""
-        if isinstance(times, Tensor):
-            self._unread.append(times.clone())
-        elif times and self.budget is not None:
-            self.budget.times.add(times)
-
-    def read_times(self) -> None:
-        """Add up the received times in order, so that ranks that read at other steps get the same bits."""
-        if self._unread:
-            for times in torch.stack([tensor.to(self._unread[-1]) for tensor in self._unread]).tolist():
-                self.receive_times(times)
-            self._unread.clear()
 
     # --- Metrics and checkpoints ----------------------------------------------------------------------------------
 
@@ -262,8 +241,8 @@ class RefreshScheduler:
             state["captured"] = [progress.captured.get(side, -1) for side in SIDES]
             state["renewed"] = [progress.renewed.get(reads, -1) for reads in READS]
         if self.budget is not None:
-            self.read_times()
             state["budget"] = self.budget.state_dict()
+            state["times"] = self._local_times.numbers()
         if remembered := self.rule.state_dict():
             state["rule"] = remembered
         return {"refresh": state} if state else {}
@@ -285,6 +264,10 @@ class RefreshScheduler:
         fits = isinstance(budget, Mapping) and (not budget or budget.keys() >= wanted)
         fits = fits and all(isinstance(number, (int, float)) for number in budget.values())
         require(fits, "state['refresh']['budget']", budget, f"a number for each of {', '.join(wanted)}")
+        times = given.get("times", [])
+        fits = isinstance(times, Sequence) and len(times) in (0, len(StepTimes().numbers()))
+        fits = fits and all(isinstance(number, (int, float)) for number in times)
+        require(fits, "state['refresh']['times']", times, "a number for each field of StepTimes")
 
     def load_state_dict(self, state: Mapping[str, Any], progress: StepCounters, groups: Sequence[BlockGroup]) -> None:
         """Restore what `state_dict` returned, after `check_state` and after everything else is restored."""
@@ -294,7 +277,7 @@ class RefreshScheduler:
             progress.renewed = {reads: step for reads, step in zip(READS, given["renewed"], strict=True) if step >= 0}
         if self.budget is not None:
             self.budget = Budget(self.budget.share)
-            self._unsent, self._step_ended, self._unread = StepTimes(), None, []
+            self._local_times, self._step_ended = StepTimes(*given.get("times", ())), None
             if "budget" in given:
                 self.budget.load_state_dict(given["budget"])
         if "rule" in given:
