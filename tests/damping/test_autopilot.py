@@ -262,7 +262,7 @@ def test_it_means_the_same_however_the_loss_is_scaled(form, clip):
     assert scaled[0] == pytest.approx(64.0**2 * gammas[0], rel=1e-10)
     names = [name for name, _ in Net().named_parameters()]
     assert len(names) == 8
-    pairs = list(zip(one.parts.root.parameters(), other.parts.root.parameters(), strict=True))
+    pairs = list(zip(one.parts.structure.root.parameters(), other.parts.structure.root.parameters(), strict=True))
     dense.assert_equal(
         {name: mine.detach() for name, (mine, _) in zip(names, pairs, strict=True)},
         {name: theirs.detach() for name, (_, theirs) in zip(names, pairs, strict=True)},
@@ -363,7 +363,7 @@ def test_a_poisoned_first_batch_is_not_what_it_goes_by():
 def test_it_resumes_to_the_last_bit_and_verify_leaves_it_alone():
     whole, gammas = trained(natgrad.KFAC(form="inverse"), steps=8)
     half, _ = trained(natgrad.KFAC(form="inverse"), steps=4)
-    state = copy.deepcopy(half.parts.root.state_dict()), half.state_dict()
+    state = copy.deepcopy(half.parts.structure.root.state_dict()), half.state_dict()
     batch = torch.randn(8, 2, 4, dtype=F64)
     assert half.verify(batch, lambda model, x: model(x).square().mean()).worst < 1e-9
     assert half.state_dict()["damping"] == state[1]["damping"]

@@ -472,8 +472,8 @@ _add(
     "distributed/test_equality.py::test_every_rank_draws_its_own_labels",
     (
         "capture.labels:LabelSampler._generator",
-        "seed_of(self._seed, self._rank, step, draw)",
-        "seed_of(self._seed, 0, step, draw)",
+        "seed_of(self.seed, self._rank, step, draw)",
+        "seed_of(self.seed, 0, step, draw)",
     ),
 )
 _add(

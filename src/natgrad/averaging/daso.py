@@ -164,7 +164,7 @@ class DASO(Averager):
             self._scale = LossScale(self.exchange("scale", everyone=False), scaler, self.grid, device)
         momenta = AveragedTensors("momenta", self.exchange("momenta"), self._momenta.tensors)
         if preconditioner is not None:
-            if preconditioner.parts.reduces:
+            if preconditioner.parts.scaling.reduces:
                 self._gradients = None
             per_rank = not is_replicated(preconditioner, self.grid.inside.ranks)
             self._factors = Factors(self.exchange("factors", everyone=per_rank), preconditioner)

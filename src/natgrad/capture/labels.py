@@ -22,7 +22,7 @@ class LabelSampler:
             rank: The rank of this process; each rank draws different labels.
             reduction: The reduction of the loss.
         """
-        self._seed, self._rank, self._reduction = seed, rank, reduction
+        self.seed, self._rank, self._reduction = seed, rank, reduction
         self._last = (-1, 0)  # step, and number of draws in it
 
     def score(self, likelihood: Likelihood, outputs: Tensor, mask: Tensor | None, step: int) -> Tensor:
@@ -55,7 +55,7 @@ class LabelSampler:
         return score
 
     def _generator(self, step: int, draw: int, device: torch.device) -> torch.Generator:
-        return torch.Generator(device).manual_seed(seed_of(self._seed, self._rank, step, draw))
+        return torch.Generator(device).manual_seed(seed_of(self.seed, self._rank, step, draw))
 
 
 def seed_of(*parts: int | str) -> int:

@@ -47,9 +47,9 @@ def check_agreement(parts: Parts, damping: float) -> None:
     """
     if parts.runtime.ranks == 1:
         return
-    nearest = parts.runtime.all_gather_objects(parts.reductions.nearest)
-    if parts.reductions.is_undecided:
-        parts.reductions.nearest = next((each for each in nearest if each is not None), None)
+    nearest = parts.runtime.all_gather_objects(parts.scaling.reductions.nearest)
+    if parts.scaling.reductions.is_undecided:
+        parts.scaling.reductions.nearest = next((each for each in nearest if each is not None), None)
     found = parts.runtime.all_gather_objects((parts.structure.digest(), _settings(parts, damping)))
     if any(plan != found[0][0] for plan, _ in found):
         raise NatgradError(
@@ -90,11 +90,11 @@ def _settings(parts: Parts, damping: float) -> dict[str, str]:
         "damping": str(damping),
         "rule": parts.damping.settings,
         "kl_clip": str(parts.clip.bound),
-        "reduction": parts.reductions.describe(),
-        "gradients": "reduce" if parts.reduces else "averaged",
+        "reduction": parts.scaling.reductions.describe(),
+        "gradients": "reduce" if parts.scaling.reduces else "averaged",
         "scaling": parts.scaling.describe(),
-        "refresh": str(parts.refresh.settings(progress.step)),
-        "precision": str(parts.precision),
+        "refresh": str(parts.scheduler.rule.settings(progress.step)),
+        "precision": str(parts.structure.precision),
         "guard": str(parts.watch.guard),
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.capture.reductions import Reductions
 from natgrad.curvature import Curvature
+from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.damping import Control
 from natgrad.damping.adaptive import Adaptive
@@ -19,6 +20,7 @@ from natgrad.damping.trust_region import TrustRegion
 from natgrad.distributed import resolve
 from natgrad.distributed.fsdp import check_model, find_mesh, mesh_group, reshard
 from natgrad.errors import NatgradError, require, require_one_of
+from natgrad.layers import Layer
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.guard.guard import Guard
 from natgrad.schedule import check_number
@@ -116,6 +118,37 @@ def _check_reductions(reductions: Reductions, curvature: object, damping: object
     fits = not rule or reductions.single is not None or reductions.is_undecided
     allowed = f"the same for all layers with damping={type(damping).__name__}, which goes by one loss"
     require(fits, "reduction", reductions.describe(), allowed)
+
+
+def check_second_pass(covered: Iterable[tuple[Layer, Curvature]], optimizer: object, damping: Control) -> None:
+    """Check the arguments for curvatures and damping rules that need the batch again after the optimizer's step.
+
+    Raises:
+        ValueError: without an optimizer, or if the damping is 1 or more.
+    """
+    damping.check(optimizer)
+    replayed = [(curvature, layer) for layer, curvature in covered if replayed_of(curvature, layer)]
+    if not replayed:
+        return
+    allowed = f"given: {replayed[0][0]!r} looks at the batch again after its step"
+    require(optimizer is not None, "optimizer", optimizer, allowed)
+    if damping.constant is not None:
+        check_damping([(curvature, damping.factor(layer)) for curvature, layer in replayed], damping.constant)
+
+
+def replayed_of(curvature: Curvature, layer: Layer) -> tuple[str, ...]:
+    """Return the names of a layer's statistics that a second pass over the batch accumulates again."""
+    return replayed_statistics(statistics_of(curvature, layer))
+
+
+def check_damping(replayed: Iterable[tuple[Curvature, float]], damping: float) -> None:
+    """Check the damping of a step for curvatures with a second pass, each with a factor.
+
+    Raises:
+        ValueError: if it is 1 or more: the double damping of K-BFGS uses its root as a fraction.
+    """
+    for curvature, factor in replayed:
+        require(damping * factor < 1, "damping", damping * factor, f"a number below 1 with {curvature!r}")
 
 
 def check_joined(model: nn.Module) -> None:

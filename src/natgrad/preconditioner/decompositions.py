@@ -34,7 +34,7 @@ class Decompositions:
         with parts.scheduler.timed("renewing", parts.spent), parts.progress.phase("renew", parts.runtime):
             try:
                 parts.background.collect(
-                    plan, parts.runtime, parts.watch, parts.progress, parts.precision.wire, early=early
+                    plan, parts.runtime, parts.watch, parts.progress, parts.structure.precision.wire, early=early
                 )
             finally:
                 if not parts.background.keys:
@@ -68,7 +68,7 @@ class Decompositions:
         if not parts.damping.awaits_sizes or parts.progress.last_factors is None:
             return damping
         with parts.progress.phase("renew", parts.runtime):
-            device = next(parameter.device for parameter in parts.root.parameters())
+            device = next(parameter.device for parameter in parts.structure.root.parameters())
             parts.damping.measure(extent(parts.groups, parts.runtime, device, parts.clip, scale))
         parts.progress.damping = parts.damping_now()
         return parts.progress.damping
@@ -93,7 +93,7 @@ class Decompositions:
                 if not parts.background.begin(*work, parts.progress) and decided:
                     parts.progress.renewed_inverses(reads)
                 return
-            updated = renew(*work, parts.watch, parts.precision.wire, reads=reads)
+            updated = renew(*work, parts.watch, parts.structure.precision.wire, reads=reads)
             scheduler.end_renewal(parts.groups, plan, keys)
             decided = decided or updated or rows_updated
             if parts.agreed(decided) if begins else decided or parts.shares_work:
@@ -113,8 +113,8 @@ class Decompositions:
             epochs=parts.epochs,
             watch=parts.watch,
             damping=damping,
-            seed=parts.seed,
+            seed=parts.sampler.seed,
             step=parts.progress.step,
-            wire=parts.precision.wire,
+            wire=parts.structure.precision.wire,
         )
         return renewal.run(parts.gathered, capture.rows, *parts.gains(count))

@@ -29,9 +29,10 @@ class GradientStep:
         parts, capture = self._parts, self._parts.capture
         samples, backwards = capture.number(count), len(capture.backwards)
         with parts.progress.phase("reduce", parts.runtime):
-            if parts.device is not None and (parts.reduces or capture.wanted or capture.rows.wanted):
-                capture.sums.skip_step = parts.scaling.skip_step(parts.runtime, parts.device)
-            return parts.scaling.of_gradients(parts.root, parts.structure, parts.runtime, samples, backwards)
+            device = next((parameter.device for parameter in parts.structure.root.parameters()), None)
+            if device is not None and (parts.scaling.reduces or capture.wanted or capture.rows.wanted):
+                capture.sums.skip_step = parts.scaling.skip_step(parts.runtime, device)
+            return parts.scaling.of_gradients(parts.structure.root, parts.structure, parts.runtime, samples, backwards)
 
     def precondition(self, damping: float, scale: float | Tensor, owned: list[OwnedGradients]) -> None:
         """Precondition the gradients on their workers, share the results, clip them and write them back.
@@ -50,10 +51,9 @@ class GradientStep:
             gradients.solve(damping, parts.runtime)
             if parts.shares_work:
                 share(gradients, parts.structure.plan, parts.runtime, parts.watch, owned)
-            layer_scale = None if parts.scaling.of_sum is None else parts.layer_scale
+            layer_scale = None if parts.scaling.of_sum is None else parts.scaling.of_layer
             bad = parts.clip.apply(
                 gradients, scale, parts.runtime, shares_work=parts.shares_work, layer_scale=layer_scale
             )
             gradients.tell(parts.watch, bad)
             gradients.give()
-            parts.given.note(parts.groups)

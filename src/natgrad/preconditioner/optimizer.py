@@ -134,7 +134,7 @@ class PreconditionedOptimizer(Optimizer):
         one has no gradients or those that the last step left.
         """
         own = self.preconditioner
-        if self.state or not own.parts.capture.idle or own.parts.given.remain():
+        if self.state or not own.parts.capture.idle or own.call_order.written.remain():
             return False
         if any(float(group["lr"]) for group in self.param_groups if "lr" in group):
             return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
 from typing import Any, Literal, NoReturn
@@ -18,15 +17,21 @@ from natgrad.capture.labels import LabelSampler
 from natgrad.capture.model_hooks import Hooks
 from natgrad.capture.reductions import LEFT_OUT, Count, Reduction, Reductions
 from natgrad.curvature import KFAC, Curvature
-from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control, Damping, TrustRegion
 from natgrad.damping.default import default_damping, describe_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.fsdp import check_layers
-from natgrad.errors import NatgradError, NatgradWarning, describe, require
+from natgrad.errors import NatgradError, describe, require
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.agreement import check_agreement, check_reduction
-from natgrad.preconditioner.arguments import check_arguments, check_joined, resolve_group, unwrap
+from natgrad.preconditioner.arguments import (
+    check_arguments,
+    check_joined,
+    check_second_pass,
+    replayed_of,
+    resolve_group,
+    unwrap,
+)
 from natgrad.preconditioner.call_order import CallOrder
 from natgrad.preconditioner.compatibility import check_combinations, warn_of_combinations
 from natgrad.preconditioner.counters import StepCounters
@@ -38,14 +43,12 @@ from natgrad.preconditioner.explanation import Explanation, explain
 from natgrad.preconditioner.gradient_step import GradientStep
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
 from natgrad.preconditioner.gradients.reduction import Scaling, take_over_reduction
-from natgrad.preconditioner.gradients.written import Unseen, WrittenGradients
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.launch_check import warn_of_missing_process_group
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import Background, RefreshScheduler
-from natgrad.preconditioner.second_look import SecondLook
-from natgrad.preconditioner.second_pass import Closure, SecondPass, check_second_pass
+from natgrad.preconditioner.second_pass import Closure, SecondPass
 from natgrad.preconditioner.slow_renewal import warn_of_slow_renewal
 from natgrad.preconditioner.statistics import Statistics
 from natgrad.preconditioner.structure import Structure
@@ -61,6 +64,7 @@ class Preconditioner:
     Attributes:
         curvature: The `Curvature` of the layers, or the mapping of patterns to curvatures.
         parts: The internal components. Not part of the public interface.
+        call_order: Checks the order of calls. Not part of the public interface.
 
     Example:
         >>> preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(), optimizer=optimizer, damping=3e-3)
@@ -170,64 +174,57 @@ class Preconditioner:
             scaler=scaler,
             seed=seed,
         )
-        damping = default_damping(curvature) if damping is None else damping
-        root, control, where = unwrap(model), Control(damping), resolve(placement)
+        self.curvature = curvature
+        root, rule = unwrap(model), resolve(placement)
+        control = Control(default_damping(curvature) if damping is None else damping)
         covered = cover(root, curvature).layers
+        names = [layer.name for layer, _ in covered]
         check_layers(layer for layer, _ in covered)
         check_second_pass(covered, optimizer, control)
-        self.curvature = curvature
-        reduces = gradients == "reduce"
-        reductions, names = Reductions(reduction), [layer.name for layer, _ in covered]
-        scaling = Scaling(reductions, names, accumulation=accumulation, reduces=reduces, scaler=scaler)
         runtime = Communicator(resolve_group(model, process_group, mesh))
-        choices = (covered, where, refresh, control, runtime.ranks)
+        choices = (covered, rule, refresh, control, runtime.ranks)
         check_combinations(*choices)
+        reductions, reduces = Reductions(reduction), gradients == "reduce"
+        scaling = Scaling(reductions, names, accumulation=accumulation, reduces=reduces, scaler=scaler)
         # Every rank notices of layers that others capture how many positions a loss has, and passes to be repeated.
-        noticed = reductions.has_tokens() or any(
-            replayed_statistics(statistics_of(own, layer)) for layer, own in covered
+        notices = reductions.has_tokens() or any(replayed_of(own, layer) for layer, own in covered)
+        capture = Capture(
+            root,
+            reductions=reductions,
+            counts_samples=scaling.counts or (rule.rule.uses_own_samples and notices),
+            audit=GradientAudit(reduces=reduces, divides=accumulation == "mean"),
         )
-        counts_samples = scaling.counts or (where.rule.uses_own_samples and noticed)
-        audit = GradientAudit(reduces=reduces, divides=accumulation == "mean")
-        capture = Capture(root, reductions=reductions, counts_samples=counts_samples, audit=audit)
-        self.parts = Parts(
+        structure = Structure(
+            root,
+            curvature,
+            precision,
+            placement=rule,
+            rank=runtime.rank,
+            ranks=runtime.ranks,
+            refresh=refresh,
+            reduces=reduces,
+            factor=control.factor,
+        )
+        self.parts = parts = Parts(
             model=model,
-            root=root,
-            structure=Structure(
-                root,
-                curvature,
-                precision,
-                placement=where,
-                rank=runtime.rank,
-                ranks=runtime.ranks,
-                refresh=refresh,
-                reduces=reduces,
-                factor=control.factor,
-            ),
+            structure=structure,
             runtime=runtime,
             hooks=Hooks(capture.forward),
             capture=capture,
-            reductions=reductions,
+            sampler=LabelSampler(seed=seed, rank=runtime.rank, reduction=reductions.single or "mean"),
             scaling=scaling,
             damping=control,
-            refresh=refresh,
             scheduler=RefreshScheduler(refresh),
             background=Background(),
             clip=Clip(optimizer, kl_clip, covered),
-            given=WrittenGradients(),
-            second=SecondPass(),
-            sampler=LabelSampler(seed=seed, rank=runtime.rank, reduction=reductions.single or "mean"),
             watch=FailureCounters(guard),
             inspection=Inspection(),
             progress=StepCounters(),
             epochs=Epochs(),
-            precision=precision,
-            reduces=reduces,
-            seed=seed,
         )
-        self._statistics, self._decompositions = Statistics(self.parts), Decompositions(self.parts)
-        self._gradients, self._second_look = GradientStep(self.parts), SecondLook(self.parts)
-        self._unseen, self._detached, self._epoch_warnings = Unseen(), False, EpochWarnings(refresh)
-        structure = self.parts.structure
+        self._statistics, self._decompositions = Statistics(parts), Decompositions(parts)
+        self._gradients, self._second_pass = GradientStep(parts), SecondPass(parts)
+        self._detached, self._epoch_warnings = False, EpochWarnings(refresh)
         warn_of_idle(root, curvature, structure.coverage)
         reductions.warn_of_idle(names)
         warn_of_combinations(*choices)
@@ -237,9 +234,9 @@ class Preconditioner:
         check_reduction(model, runtime, gradients)
         if reduces:
             take_over_reduction(model)
-        elif where.rule.sends_during_backward and runtime.ranks > 1:
-            listen(model, self.parts.hooks.reduced)
-        self._order = CallOrder(self)
+        elif rule.rule.sends_during_backward and runtime.ranks > 1:
+            listen(model, parts.hooks.reduced)
+        self.call_order = CallOrder(parts)
         self._attach()
 
     # --- Training -----------------------------------------------------------------------------------------------
@@ -289,14 +286,14 @@ class Preconditioner:
         """
         closure, count = (None, closure) if isinstance(closure, int) else (closure, count)
         parts, progress = self.parts, self.parts.progress
-        parts.capture.forget_thrown_away(parts.model.parameters())
         self._check_step(count, closure)
         parts.capture.audit.report()
-        parts.refresh.check(progress.step)
+        parts.scheduler.rule.check(progress.step)
         damping = progress.damping = parts.damping_now()
         self._follow_model()
-        if not self._begins(damping):
+        if not (self.call_order.check() and self._has_work()):
             return
+        self._compare_settings(damping)
         if parts.renews_in_background:
             self._decompositions.collect(early=self._decompositions.are_due)
 
@@ -307,11 +304,10 @@ class Preconditioner:
             self._statistics.update(count)
         if self._decompositions.are_due:
             damping = self._decompositions.update(count, damping, scale)
-        self._second_look.prepare(count, closure, statistics_before)
-        model = self._second_look.quadratic_model(damping, scale)
+        model = self._second_pass.quadratic_model(damping, scale)
         self._gradients.precondition(damping, scale, owned)
-        if model is not None:
-            self._second_look.compare(model, closure, count)
+        self.call_order.written.note(parts.structure.slots)
+        self._second_pass.schedule(closure, count, model, statistics_before)
 
         progress.step += 1
         parts.scheduler.end_step(parts.spent(), parts.background.seconds)
@@ -323,10 +319,11 @@ class Preconditioner:
 
     def _check_step(self, count: Count | None, closure: Closure | None) -> None:
         """Check that a step may begin. Raises what `step` documents."""
-        parts, capture = self.parts, self.parts.capture
-        counts_samples = capture.was_open and capture.ambiguous is None and parts.reductions.single != "tokens"
+        parts, capture, reductions = self.parts, self.parts.capture, self.parts.scaling.reductions
+        capture.forget_thrown_away(parts.model.parameters())
+        counts_samples = capture.was_open and capture.ambiguous is None and reductions.single != "tokens"
         if not (counts_samples and isinstance(count, int)):  # an earlier step needed a count, this one does not
-            parts.reductions.check_count(count, capture.layers, capture.positions, capture.ambiguous)
+            reductions.check_count(count, capture.layers, capture.positions, capture.ambiguous)
         if self._detached:
             raise NatgradError("step() after detach(): build another Preconditioner, and load the state of this one")
         if capture.missing_samples:
@@ -335,26 +332,20 @@ class Preconditioner:
             )
         parts.scaling.check(differentiated=bool(capture.backwards))
         check_joined(parts.model)
-        parts.second.begin(self._second_look.asked_by, closure, skips=parts.scaling.skips)
+        self._second_pass.begin(closure)
 
-    def _begins(self, damping: float) -> bool:
-        """Warn if no backward pass precedes this step, and return whether there is anything to do."""
-        parts, capture, progress = self.parts, self.parts.capture, self.parts.progress
-        self._order.check()
-        # With gradients="reduce" a rank without samples has no backward pass, and still takes part.
-        if capture.idle and not (parts.reduces and parts.runtime.ranks > 1):
-            self._unseen.check(parts.groups, begins=not progress.has_curvature)
-        if not parts.reduces and capture.idle and parts.given.untouched():
-            # The decorator of `step` adds a stack frame.
-            warnings.warn("natgrad: step() without a backward pass since the last one", NatgradWarning, stacklevel=4)
-            return False
-        if parts.runtime.ranks == 1 and not capture.backwards and not progress.has_curvature:
-            return False  # torch's checkpoint loaders step before any forward pass
-        if progress.start_clock(layer for layer, _ in parts.structure.coverage.layers):
-            capture.warn_of_others()
+    def _has_work(self) -> bool:
+        """Return whether any backward pass was seen. Torch's checkpoint loaders step before any forward pass."""
+        parts = self.parts
+        return parts.runtime.ranks > 1 or bool(parts.capture.backwards) or parts.progress.has_curvature
+
+    def _compare_settings(self, damping: float) -> None:
+        """Compare the ranks in the first step, and after the layers have changed."""
+        parts = self.parts
+        if parts.progress.start_clock(layer for layer, _ in parts.structure.coverage.layers):
+            parts.capture.warn_of_others()
             check_agreement(parts, damping)
-        parts.reductions.warn_of_default()
-        return True
+        parts.scaling.reductions.warn_of_default()
 
     def next_epoch(self) -> None:
         """Mark the end of an epoch. Call it on every rank, between two steps.
@@ -379,9 +370,9 @@ class Preconditioner:
         Deleting this object does the same. Afterwards `step` raises a `natgrad.NatgradError`; `state_dict` still works.
         The communication hooks of ``gradients="reduce"`` and "pipelined" remain, because torch cannot remove them.
         """
-        self.parts.second.cancel()
-        self._order.detach()
-        self.parts.hooks.detach(self.parts.root)
+        self._second_pass.cancel()
+        self.call_order.detach()
+        self.parts.hooks.detach(self.parts.structure.root)
         self.parts.capture.detach()
         self.parts.background.close(self.parts.progress)
         self._detached = True
@@ -393,7 +384,9 @@ class Preconditioner:
         parts = self.parts
         if not self._detached:
             self._statistics.attach()
-            parts.hooks.attach(parts.root, [member.layer for group in parts.groups for member in group.members])
+            parts.hooks.attach(
+                parts.structure.root, [member.layer for group in parts.groups for member in group.members]
+            )
         parts.scheduler.find_stopped(parts.groups)
         parts.watch.forget()
         parts.progress.began = parts.progress.ended = 0.0
@@ -480,9 +473,9 @@ class Preconditioner:
         damping = self.parts.damping.constant
         if damping is not None:
             note += "; " + describe_damping(damping, ((one.curvature, one.factor) for one in structure.groups))
-        note += f"; {chosen}" if (chosen := self.parts.reductions.explain()) else ""
+        note += f"; {chosen}" if (chosen := self.parts.scaling.reductions.explain()) else ""
         served = self.parts.watch.served.keys()
-        reductions = self.parts.reductions if self.parts.reductions.is_mapping else None
+        reductions = self.parts.scaling.reductions if self.parts.scaling.reductions.is_mapping else None
         return explain(structure.groups, structure.coverage, reasons, structure.plan, seconds, served, note, reductions)
 
     @property
@@ -517,7 +510,7 @@ class Preconditioner:
         Raises:
             ValueError: if an argument is not allowed, or if a backward pass has not been followed by `step`.
         """
-        return verify(self, self.parts.model, batch, loss_fn, dtype)
+        return verify(self, batch, loss_fn, dtype)
 
     # --- State --------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The second pass over a batch after the optimizer's step, for K-BFGS.
+"""After the optimizer's step: a second pass over the batch, for K-BFGS, and damping by the change of the loss.
 
 A hook after the optimizer's step calls the closure. Each forward pass starts with the random numbers of the first one,
 so that dropout is the same (not in compiled models, whose passes no hook sees). Random numbers, buffers, training modes
@@ -8,27 +8,26 @@ and ``.grad`` stay unchanged. The backward pass computes gradients of the layers
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from natgrad.capture import Capture
-from natgrad.capture.model_hooks import Hooks, Pass
+from natgrad.capture.model_hooks import Pass
+from natgrad.capture.reductions import Count
 from natgrad.capture.repetition import Chance, Repetition, as_found
 from natgrad.capture.sums import StatisticsBuffer
 from natgrad.capture.sums.messages import Shares
-from natgrad.curvature import Curvature
-from natgrad.curvature.base import replayed_statistics, statistics_of
-from natgrad.damping import Control
+from natgrad.damping.losses import Losses
+from natgrad.damping.quadratic import Model
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import resharded, rows_of
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
-from natgrad.layers import Layer
-from natgrad.preconditioner.gradients.reduction import Scaling
-from natgrad.preconditioner.guard.guard import FailureCounters
+from natgrad.preconditioner.parts import Parts
+from natgrad.preconditioner.renewal import renew
 from natgrad.state.block_group import BlockGroup
 from natgrad.state.sharded import Rows, slots_of
 from natgrad.state.tensors import along
@@ -48,61 +47,55 @@ class Reevaluation:
         return self._closure()
 
 
-def check_second_pass(covered: Iterable[tuple[Layer, Curvature]], optimizer: object, damping: Control) -> None:
-    """Check the arguments for curvatures that need a second pass.
+@dataclass
+class _Batch:
+    """A batch that curvatures compare before and after the optimizer's step.
 
-    Raises:
-        ValueError: without an optimizer, or if the damping is 1 or more.
+    Attributes:
+        closure: Returns the loss of the batch. None: this rank had no batch.
+        recorded: The forward passes of the first pass.
+        summaries: The summaries of the first pass, by the ``id`` of the groups that this rank is a worker of.
+        shares: The argument of `StatisticsBuffer.close`.
+        gain: The argument of `StatisticsBuffer.close`.
+        scale: The scale of the loss.
+        damping: γ of the tasks that the second pass is followed by. None: there are none.
     """
-    damping.check(optimizer)
-    replayed = [(own, layer) for layer, own in covered if replayed_statistics(statistics_of(own, layer))]
-    if not replayed:
-        return
-    allowed = f"given: {replayed[0][0]!r} looks at the batch again after its step"
-    require(optimizer is not None, "optimizer", optimizer, allowed)
-    if damping.constant is not None:
-        check_damping([(own, damping.factor(layer)) for own, layer in replayed], damping.constant)
 
-
-def check_damping(curvatures: Iterable[tuple[Curvature, float]], damping: float) -> None:
-    """Check the damping of a step for curvatures with a second pass, each with a factor.
-
-    Raises:
-        ValueError: if it is 1 or more: the double damping of K-BFGS uses its root as a fraction.
-    """
-    for curvature, factor in curvatures:
-        require(damping * factor < 1, "damping", damping * factor, f"a number below 1 with {curvature!r}")
+    closure: Closure | None
+    recorded: Sequence[tuple[Pass, Chance]]
+    summaries: dict[int, Mapping[str, Tensor]]
+    shares: Shares
+    gain: float | Tensor
+    scale: float | Tensor
+    damping: float | None
 
 
 class SecondPass:
-    """Runs a closure in the hook that an optimizer calls after its step."""
+    """Evaluates the batch again after the optimizer's step, if a curvature or a damping rule needs it."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Parts) -> None:
         """Start without a scheduled pass."""
+        self._parts = parts
         self._handle: Any = None
-        self._act: Callable[[], None] | None = None
-        self._told = False
+        self._scheduled: Callable[[], None] | None = None
+        self._warned = False
 
-    def begin(self, asks: str, closure: object, *, skips: bool) -> None:
+    def begin(self, closure: object) -> None:
         """Begin a step: check its closure, and cancel the pass scheduled by the last step.
-
-        Args:
-            asks: What needs a second pass now. Empty: nothing.
-            closure: The argument of `natgrad.Preconditioner.step`.
-            skips: Whether a ``GradScaler`` may skip the optimizer's step.
 
         Raises:
             ValueError: if `closure` is not callable.
             NatgradError: if it is missing although it is needed.
         """
         require(closure is None or callable(closure), "closure", describe(closure), "a function without arguments")
+        asks = self._asked_by()
         if asks and closure is None:
             raise NatgradError(
                 f"{asks} needs preconditioner.step(closure): the closure returns the loss of the "
                 "same batch once more, without a backward pass"
             )
-        if self.cancel() and not skips and not self._told:
-            self._told = True
+        if self.cancel() and not self._parts.scaling.skips and not self._warned:
+            self._warned = True
             warnings.warn(
                 "natgrad: the optimizer that the Preconditioner was given has not stepped since the last step(), and "
                 "the second pass over that batch was left out",
@@ -110,83 +103,123 @@ class SecondPass:
                 stacklevel=4,  # the caller of `step`
             )
 
+    def _asked_by(self) -> str:
+        """Return what needs the batch again after this step. Empty: nothing."""
+        parts, capture = self._parts, self._parts.capture
+        if not capture.backwards:
+            return ""
+        if parts.damping.tries(parts.progress.step):
+            return parts.damping.name
+        replayed = next((group.curvature for group in parts.groups if group.replayed_statistics), None)
+        return type(replayed).__name__ if capture.wanted and replayed is not None else ""
+
     def cancel(self) -> bool:
         """Cancel the scheduled pass, and return whether there was one."""
         if self._handle is not None:
             self._handle.remove()
-        waited = self._act is not None
-        self._handle = self._act = None
+        waited = self._scheduled is not None
+        self._handle = self._scheduled = None
         return waited
 
-    def await_step(self, optimizer: torch.optim.Optimizer, act: Callable[[], None]) -> None:
+    def _after_optimizer_step(self, act: Callable[[], None]) -> None:
         """Call `act` once, after the optimizer's next step."""
-        self._act = act
+        self._scheduled = act
 
         def hook(*_: object) -> None:
             # The hook is not removed here, because the optimizer is iterating over its hooks.
-            waiting, self._act = self._act, None
+            waiting, self._scheduled = self._scheduled, None
             if waiting is not None:
-                waiting()
+                with torch.no_grad():
+                    waiting()
 
+        optimizer = self._parts.clip.optimizer
+        assert optimizer is not None  # checked when the preconditioner was built
         self._handle = optimizer.register_step_post_hook(hook)
 
+    # --- Damping by the change of the loss ------------------------------------------------------------------------
 
-@dataclass
-class Replay:
-    """The data for the second pass over a batch, collected before the optimizer's step.
+    def quadratic_model(self, damping: float, scale: float | Tensor) -> Model | None:
+        """Return the quadratic model of the loss at the present parameters, if a damping rule needs it in this step."""
+        parts = self._parts
+        if not parts.damping.tries(parts.progress.step):
+            return None
+        return Model.of(parts.groups, parts.runtime, damping, scale)
 
-    Attributes:
-        closure: Returns the loss of the batch. None: this rank had no batch.
-        recorded: The forward passes of the first pass.
-        shown: The summaries of the first pass, by the ``id`` of the groups that this rank is a worker of.
-        shares: The argument of `StatisticsBuffer.close`.
-        gain: The argument of `StatisticsBuffer.close`.
-        scale: The scale of the loss.
-    """
-
-    closure: Closure | None
-    recorded: Sequence[tuple[Pass, Chance]]
-    shown: dict[int, Mapping[str, Tensor]]
-    shares: Shares
-    gain: float | Tensor
-    scale: float | Tensor
-
-    @classmethod
-    def of(
-        cls,
-        groups: Iterable[BlockGroup],
-        capture: Capture,
-        runtime: Communicator,
-        closure: Closure | None,
-        *,
-        shares: Shares,
-        scaling: Scaling,
-    ) -> Replay:
-        """Collect the data before the optimizer's step. Collective if parameters are sharded."""
-        own = [group for group in groups if group.replayed_statistics]
-        P = _weights(own, runtime)
-        shown = {
-            id(group): group.curvature.replay_summary(
-                group.corrected(slice(None), group.replayed_statistics), P[id(group)]
-            )
-            for group in own
-            if group.role.is_gradient_worker
-        }
-        passes = len(capture.backwards)
-        gain = scaling.of_captured(passes)
-        return cls(closure if passes else None, capture.recorded(), shown, shares, gain, scaling.of_loss)
-
-    def sums(
-        self, model: nn.Module, views: list[BlockGroup], capture: Capture, hooks: Hooks, runtime: Communicator
-    ) -> StatisticsBuffer:
-        """Run the second pass, and return the sums over all ranks.
+    def schedule(
+        self, closure: Closure | None, count: Count | None, model: Model | None, statistics_before: int | None
+    ) -> None:
+        """Schedule what is to follow the optimizer's step.
 
         Args:
-            model: The model, in its wrapper.
-            views: Groups with the replayed statistics.
-            capture: The capture of the first pass.
-            hooks: The hooks on the model.
-            runtime: The ranks.
+            closure: The argument of `step`.
+            count: The argument of `step`.
+            model: The quadratic model of the loss, before gradients were preconditioned.
+            statistics_before: The step at which statistics were updated before this one.
+        """
+        parts = self._parts
+        if model is not None:
+            model.take_others(parts.structure.root, parts.groups, parts.runtime)
+            weight = parts.scaling.weight(parts.capture.number(count))
+            losses = Losses(closure if parts.capture.backwards else None, parts.capture.recorded(), weight)
+            self._evaluate(losses)
+            self._after_optimizer_step(lambda: self._judge(model, losses))
+        elif self._replayed and parts.progress.last_factors == parts.progress.step:
+            batch = self._first_pass(closure, count, statistics_before)
+            self._after_optimizer_step(lambda: self._replay(batch))
+
+    def _evaluate(self, losses: Losses) -> None:
+        with self._parts.progress.phase("replay", self._parts.runtime):
+            losses.compute(self._parts.model, self._parts.hooks)
+
+    def _judge(self, model: Model, losses: Losses) -> None:
+        """Update the damping rule with the actual and the predicted change of the loss."""
+        self._evaluate(losses)
+        parts = self._parts
+        device = next(parameter.device for parameter in parts.structure.root.parameters())
+        with parts.progress.phase("replay", parts.runtime):
+            parts.damping.learn(model.outcome(losses, parts.runtime, device))
+
+    # --- Curvatures that compare a batch before and after the step ------------------------------------------------
+
+    @property
+    def _replayed(self) -> list[BlockGroup]:
+        return [group for group in self._parts.groups if group.replayed_statistics]
+
+    def _first_pass(self, closure: Closure | None, count: Count | None, statistics_before: int | None) -> _Batch:
+        """Collect the data before the optimizer's step. Collective if parameters are sharded."""
+        parts, last = self._parts, self._parts.progress.last_inverses
+        weights = _weights(self._replayed, parts.runtime)
+        summaries = {
+            id(group): group.curvature.replay_summary(
+                group.corrected(slice(None), group.replayed_statistics), weights[id(group)]
+            )
+            for group in self._replayed
+            if group.role.is_gradient_worker
+        }
+        renewed = last is not None and (statistics_before is None or last > statistics_before)
+        return _Batch(
+            closure if parts.capture.backwards else None,
+            parts.capture.recorded(),
+            summaries,
+            *parts.gains(count),
+            scale=parts.scaling.of_loss,
+            damping=parts.progress.damping if renewed else None,
+        )
+
+    def _replay(self, batch: _Batch) -> None:
+        """Run the second pass, update the state of the curvatures, and run the tasks that use it."""
+        parts, groups = self._parts, self._replayed
+        views = [group.with_statistics(group.replayed_statistics) for group in groups]
+        with parts.progress.phase("replay", parts.runtime):
+            sums = self._sums(batch, views)
+        with parts.progress.phase("renew", parts.runtime):
+            keys = self._learn(batch, sums, groups, views)
+            if batch.damping is not None:
+                plan, wire = parts.structure.plan, parts.structure.precision.wire
+                renew(groups, plan, parts.runtime, keys, (), batch.damping, parts.watch, wire, replayed=True)
+
+    def _sums(self, batch: _Batch, views: list[BlockGroup]) -> StatisticsBuffer:
+        """Run the second pass, and return the sums over all ranks of groups with the replayed statistics.
 
         Raises:
             Exception: an error of the closure; on the other ranks a `NatgradError`. With a sharded model the others
@@ -194,10 +227,11 @@ class Replay:
             ValueError: if the closure does not return a loss.
             NatgradError: if the closure ran a backward pass, or used another batch.
         """
+        model, runtime = self._parts.model, self._parts.runtime
         sums, error = StatisticsBuffer(views, fused=runtime.ranks > 1, kind="replay"), None
         with resharded(model) as sharded:
             try:
-                self._repeat(model, views, sums, capture, hooks)
+                self._repeat(batch, views, sums)
             except Exception as raised:
                 if sharded:
                     raise
@@ -208,87 +242,84 @@ class Replay:
             raise error
         if failed:
             raise NatgradError("the closure has raised an error on another rank, whose own output tells it")
-        sums.close(self.shares, self.gain)
+        sums.close(batch.shares, batch.gain)
         sums.travel(runtime, None)
         return sums
 
-    def _repeat(
-        self, model: nn.Module, views: list[BlockGroup], sums: StatisticsBuffer, capture: Capture, hooks: Hooks
-    ) -> None:
+    def _repeat(self, batch: _Batch, views: list[BlockGroup], sums: StatisticsBuffer) -> None:
         """Run this rank's forward and backward passes again."""
-        if self.closure is None:
+        if batch.closure is None:
             return
-        repetition = Repetition(self.recorded)
-        replay = capture.replaying(views, sums, repetition)
-        with as_found(model), hooks.reporting_to(replay.forward), torch.enable_grad():
-            self._differentiate(self.closure(), sums, replay)
+        repetition = Repetition(batch.recorded)
+        replay = self._parts.capture.replaying(views, sums, repetition)
+        with as_found(self._parts.model), self._parts.hooks.reporting_to(replay.forward), torch.enable_grad():
+            result = batch.closure()
+            if not isinstance(batch.closure, Reevaluation):
+                _differentiate(result, sums, replay, batch.scale)
         replay.finish()
         passes = [forward.batch for forward in repetition.passes if forward.first in replay.backwards]
-        expected = [forward.batch for forward, _ in self.recorded]
+        expected = [forward.batch for forward, _ in batch.recorded]
         if expected and passes != expected:
             raise NatgradError(
                 f"the closure has shown batches of {passes} samples, the step was of {expected}: return the loss "
                 "of the same mini-batch, of all its parts where they were accumulated"
             )
 
-    def _differentiate(self, result: Any, sums: StatisticsBuffer, capture: Capture) -> None:
-        if isinstance(self.closure, Reevaluation):
-            return
-        if not sums.empty:
-            raise NatgradError("the closure has run a backward pass: it is to return the loss, and no more")
-        loss = result[0] if isinstance(result, tuple) and result else result
-        fits = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
-        require(fits, "closure()", describe(loss), "a scalar loss with a graph, or (loss, outputs)")
-        capture.replayed_pass(loss, self.scale)
-
-    def learn(
-        self,
-        groups: Sequence[BlockGroup],
-        sums: StatisticsBuffer,
-        views: Sequence[BlockGroup],
-        watch: FailureCounters,
-        runtime: Communicator,
+    def _learn(
+        self, batch: _Batch, sums: StatisticsBuffer, groups: Sequence[BlockGroup], views: Sequence[BlockGroup]
     ) -> set[str]:
         """Update the state of the curvatures, and return the keys of the layers whose values were all finite.
 
         Collective if parameters are sharded.
         """
-        origins = dict(zip(map(id, views), groups, strict=True))
-        P = _weights(groups, runtime)
+        originals = dict(zip(map(id, views), groups, strict=True))
+        weights = _weights(groups, self._parts.runtime)
         flags: list[tuple[BlockGroup, slice, Tensor]] = []
         for piece in sums.arrived():
-            group, blocks = origins[id(piece.group)], piece.blocks
+            group, blocks = originals[id(piece.group)], piece.blocks
             if not group.role.is_gradient_worker or group.fresh is None:
                 continue
             rows = piece.rows.clamp(min=1)
-            means = {name: (own / along(rows, own.ndim - 1)).to(group.work_dtype) for name, own in piece.sums.items()}
-            after = group.curvature.replay_summary(means, P[id(group)][blocks])
-            before = {name: own[blocks] for name, own in self.shown[id(group)].items()}
-            finite = torch.stack([own.flatten(1).sum(1).isfinite() for own in after.values()]).all(0)
+            means = {
+                name: (total / along(rows, total.ndim - 1)).to(group.work_dtype) for name, total in piece.sums.items()
+            }
+            after = group.curvature.replay_summary(means, weights[id(group)][blocks])
+            before = {name: summary[blocks] for name, summary in batch.summaries[id(group)].items()}
+            finite = torch.stack([summary.flatten(1).sum(1).isfinite() for summary in after.values()]).all(0)
             seen = (piece.rows > 0) & group.fresh[blocks]
             memory = group.allocate_memory()
             known = {spec.name: memory.read(spec.name, blocks) for spec in group.memory_specs}
             group.write_memory(blocks, known, group.curvature.replay_update(known, before, after), seen & finite)
-            watch.saw_replays(group, blocks, seen & ~finite)
+            self._parts.watch.saw_replays(group, blocks, seen & ~finite)
             flags.append((group, blocks, seen & finite))
         return _whole_layers(flags)
+
+
+def _differentiate(result: Any, sums: StatisticsBuffer, capture: Capture, scale: float | Tensor) -> None:
+    """Differentiate what the closure returned."""
+    if not sums.empty:
+        raise NatgradError("the closure has run a backward pass: it is to return the loss, and no more")
+    loss = result[0] if isinstance(result, tuple) and result else result
+    fits = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
+    require(fits, "closure()", describe(loss), "a scalar loss with a graph, or (loss, outputs)")
+    capture.replayed_pass(loss, scale)
 
 
 def _weights(groups: Sequence[BlockGroup], runtime: Communicator) -> dict[int, Tensor]:
     """Return the parameters of the groups that this rank is a worker of ``[N, o, i]``, by the group's ``id``."""
     rows, slots = Rows(runtime), [slot for group in groups for slot in slots_of(group)]
-    own = {id(slot): rows_of(slot.name, slot.parameter.detach(), rows.held(slot)) for slot in slots}
-    return rows.whole([(group, group.role.seat.workers) for group in groups], own, "replay")
+    held = {id(slot): rows_of(slot.name, slot.parameter.detach(), rows.held(slot)) for slot in slots}
+    return rows.whole([(group, group.role.seat.workers) for group in groups], held, "replay")
 
 
 def _whole_layers(flags: Sequence[tuple[BlockGroup, slice, Tensor]]) -> set[str]:
-    """Return the keys of the layers whose blocks are all flagged. Waits once for each device."""
-    good: set[tuple[int, int]] = set()  # groups and blocks
-    for device in dict.fromkeys(flag.device for _, _, flag in flags):
-        own = [entry for entry in flags if entry[2].device == device]
-        places = [(id(group), block) for group, blocks, _ in own for block in range(blocks.start, blocks.stop)]
-        told = torch.cat([flag for _, _, flag in own]).tolist()
-        good |= {place for place, fine in zip(places, told, strict=True) if fine}
+    """Return the keys of the layers whose blocks are all flagged."""
+    good = {
+        (id(group), block)
+        for group, blocks, fine in flags
+        for block, flag in zip(range(blocks.start, blocks.stop), fine.tolist(), strict=True)
+        if flag
+    }
     return {
         member.layer.key
         for group in {id(group): group for group, _, _ in flags}.values()

@@ -20,7 +20,7 @@ class Statistics:
     def attach(self) -> None:
         """Begin to capture what the layers show, as they are now."""
         parts = self._parts
-        placement, wire = parts.structure.plan.placement, parts.precision.wire
+        placement, wire = parts.structure.plan.placement, parts.structure.precision.wire
         origin = Origin(parts.runtime.rank, parts.runtime.ranks, not placement.rule.uses_own_samples)
         rows = Collected(parts.gathered, wire if parts.runtime.ranks > 1 else None, origin)
         parts.capture.records_passes = parts.damping.tries(parts.progress.step)
@@ -37,7 +37,7 @@ class Statistics:
             names=[layer.name for layer, _ in parts.structure.coverage.layers],
             bucket=placement.bucket,
             runtime=parts.runtime,
-            wire=parts.precision.wire,
+            wire=parts.structure.precision.wire,
             gain=parts.scaling.of_captured,
         )
 
@@ -57,7 +57,7 @@ class Statistics:
     def compare_gradients(self) -> None:
         """Compare ``.grad`` with what the hooks have seen, in some steps."""
         parts, audit = self._parts, self._parts.capture.audit
-        ranks = 1 if parts.reduces else parts.runtime.ranks
+        ranks = 1 if parts.scaling.reduces else parts.runtime.ranks
         with parts.progress.phase("reduce", parts.runtime):
             passes = len(parts.capture.backwards)
             numbers = audit.take(parts.scaling.of_loss, step=parts.progress.step, passes=passes)
@@ -82,7 +82,7 @@ class Statistics:
         sums = capture.sums
         if parts.runtime.ranks == 1 and sums.empty:
             return
-        wire, sides = parts.precision.wire, sums.choice.sides
+        wire, sides = parts.structure.precision.wire, sums.choice.sides
         with parts.progress.phase("reduce", parts.runtime):
             sums.close(*parts.gains(count))
             if parts.renews_in_background:

@@ -14,7 +14,7 @@ from natgrad.curvature.base import computed_for, gathered, statistics_of
 from natgrad.distributed import Assignment, Cycle, Link, Placement, Plan, make_plan
 from natgrad.distributed.fsdp import reshard
 from natgrad.errors import NatgradError
-from natgrad.layers import Layer
+from natgrad.layers import Layer, Slot
 from natgrad.linalg.device import on_host
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.compatibility import check_combinations
@@ -31,6 +31,8 @@ class Structure:
     """Which layers a model has, the groups of their blocks, and who renews which.
 
     Attributes:
+        root: The model without wrappers.
+        precision: The dtypes.
         coverage: Which parameter has which curvature.
         groups: The blocks.
         plan: Who does what.
@@ -50,7 +52,7 @@ class Structure:
         factor: Callable[[Layer], float] = lambda _: 1.0,
     ) -> None:
         """Cover the layers of `root`, with a `factor` of γ for each; no tensor is made."""
-        self._root, self._curvature, self._precision = root, curvature, precision
+        self.root, self._curvature, self.precision = root, curvature, precision
         self._placement, self._rank, self._ranks = placement, rank, ranks
         self._refresh, self._reduces, self._factor = refresh, reduces, factor
         self._sharded = reshard(root.modules())
@@ -60,20 +62,25 @@ class Structure:
             check_use(refresh, self.coverage.layers)
 
     def _build(self) -> None:
-        self.coverage = cover(self._root, self._curvature)
+        self.coverage = cover(self.root, self._curvature)
         self._signature = self.coverage.signature()
         self.plan = self._planned()
         check_combinations(self.coverage.layers, self.plan.placement, self._refresh, None, self._ranks)
         self._seated.update(self.plan.seats)
         self.groups = group(
             self.coverage.layers,
-            self._precision,
+            self.precision,
             self.plan,
             self._rank,
             self._factor,
         )
         if self._refresh is not None:
             self._prepare_refresh(self._refresh)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Every parameter, or part of one, of the covered layers."""
+        return [slot for layer, _ in self.coverage.layers for slot in layer.slots]
 
     def _prepare_refresh(self, rule: RefreshRule) -> None:
         """Have the groups keep what a refresh rule needs."""
@@ -90,7 +97,7 @@ class Structure:
         return crc32(repr((str(self.plan.placement), self.plan.seats, sizes)).encode())
 
     def _planned(self) -> Plan[str]:
-        works = {layer.key: work(layer, curvature, self._precision) for layer, curvature in self.coverage.layers}
+        works = {layer.key: work(layer, curvature, self.precision) for layer, curvature in self.coverage.layers}
         cycle = None
         asks = self._placement.name == "auto" or self._placement.positions is not None
         if asks and self._ranks > 1 and self._refresh is not None:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from natgrad.capture.reductions import Reductions
 from natgrad.distributed import Communicator, flatten, unflatten
 from natgrad.errors import NatgradError, require
+from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import on_host
 from natgrad.preconditioner.gradients.owners import OwnedGradients, reduce_to_workers
@@ -25,6 +26,8 @@ class Scaling:
     """How the user's loss is scaled: by its reduction, over backward passes, over ranks and by a ``GradScaler``.
 
     Attributes:
+        reductions: The reduction of the loss for each layer.
+        reduces: Whether natgrad averages the gradients over the ranks.
         counts: Whether the samples of every step must be counted.
         of_sum: If the loss is a sum for some layers and a mean for others: the factor for gradients of the former, in
             addition to the scale of the latter. None: all layers have the same reduction.
@@ -50,16 +53,16 @@ class Scaling:
         self._divided = accumulation == "mean"
         allowed = "'averaged', where reduction is 'sum' for some layers and not for others"
         require(not (self._mixed and reduces), "gradients", "reduce", allowed)
-        self._reduces, self._scaler = reduces, scaler
+        self.reductions, self.reduces, self._scaler = reductions, reduces, scaler
         self._scaled: Tensor | None = None  # number of ranks that had not unscaled in the last step
         self.of_sum: float | Tensor | None = None
         self.counts = self._summed or self._mixed or reduces or not self._divided
 
-    def unscaled(self) -> "Scaling":
-        """Return a copy without the ``GradScaler``."""
-        twin = copy(self)
-        twin._scaler = None
-        return twin
+    def unscaled(self, reductions: Reductions) -> "Scaling":
+        """Return a copy without the ``GradScaler``, with a copy of the reductions."""
+        result = copy(self)
+        result._scaler, result.reductions = None, reductions
+        return result
 
     @property
     def skips(self) -> bool:
@@ -68,7 +71,7 @@ class Scaling:
 
     def weight(self, samples: int) -> float | None:
         """Return the weight of this rank in the mean of the losses. None: the losses are summed."""
-        if not self._reduces:
+        if not self.reduces:
             return 1.0
         return None if self._summed else float(samples)
 
@@ -123,7 +126,7 @@ class Scaling:
         if self._scaler is None or not self.skips:
             return None
         states = [state for state in self._scaler._per_optimizer_states.values() if state["stage"].name == "UNSCALED"]
-        scaled = self._reduces and runtime.ranks > 1 and not states
+        scaled = self.reduces and runtime.ranks > 1 and not states
         said = tensor_on(device, [0.0, float(scaled)], torch.float32)
         for state in states:
             for flag in state["found_inf_per_device"].values():
@@ -157,6 +160,12 @@ class Scaling:
         scale: Tensor | None = getattr(self._scaler, "_scale", None)
         return 1.0 if scale is None else scale
 
+    def of_layer(self, layer: Layer) -> float | Tensor:
+        """Return the factor that makes a layer's gradient that of its mean loss, in addition to `of_gradients`."""
+        if self.of_sum is None or self.reductions.of(layer.name) != "sum":
+            return 1.0
+        return self.of_sum
+
     def of_gradients(
         self, model: nn.Module, structure: Structure, runtime: Communicator, samples: int, backwards: int
     ) -> tuple[float | Tensor, list[OwnedGradients]]:
@@ -177,9 +186,9 @@ class Scaling:
         device = structure.groups[0].device if structure.groups else None
         dtype = structure.groups[0].work_dtype if structure.groups else torch.float32
         passes = self._passes(model, runtime, backwards, device, dtype)
-        if self._reduces and structure.plan.columns == runtime.ranks > 1:
+        if self.reduces and structure.plan.columns == runtime.ranks > 1:
             scale, owned = reduce_to_workers(model, structure.groups, runtime, samples, summed=self._summed)
-        elif self._reduces:
+        elif self.reduces:
             scale = reduce_gradients(model, runtime, samples, summed=self._summed)
         elif (self._summed or self._mixed) and device is not None:
             total = tensor_on(device, [float(samples)], torch.float32)
@@ -210,7 +219,7 @@ class Scaling:
         total, users = counted.to(dtype).unbind()
         passes = (total / users.clamp(min=1)).clamp(min=1)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        if self._reduces and gradients:
+        if self.reduces and gradients:
             torch._foreach_mul_(gradients, own / passes if self._summed else passes / own)
         return passes
 
