@@ -71,7 +71,7 @@ def check(preconditioner, tolerance=1e-9):
     stacks = preconditioner.parts.groups
     for stack in stacks:
         D = parameters(stack)
-        back = stack.solve(slice(None), stack.fisher_product(D) + DAMPING * stack.factor * D, DAMPING)
+        back = stack.solve(stack.members, stack.fisher_product(D) + DAMPING * stack.factor * D, DAMPING)
         dense.assert_equal({repr(stack.curvature): back}, {repr(stack.curvature): D}, tolerance)
     return stacks
 

@@ -126,7 +126,7 @@ def undone(name, placement):
     for stack in training.preconditioner.parts.groups:
         if stack.role.is_gradient_worker:
             D = parameters(stack)
-            back = stack.solve(slice(None), stack.fisher_product(D) + DAMPING * D, DAMPING)
+            back = stack.solve(stack.members, stack.fisher_product(D) + DAMPING * D, DAMPING)
             found.append(float((back - D).norm() / D.norm()))
     return found
 

@@ -296,13 +296,13 @@ _add(
     "clip_learning_rate",
     "The KL clip takes the learning rate, not its square.",
     "dense/test_steps.py::test_kl_clip",
-    ("preconditioner.gradients.clip:_squares", "square = rate * rate", "square = rate"),
+    ("preconditioner.gradients.clip:_squared_rates", "values.append(rate * rate)", "values.append(rate)"),
 )
 _add(
     "clip_sum_scale",
     "The KL clip of a summed loss takes the gradients of the sum for those of the mean.",
     "dense/test_scale.py::test_the_clip_means_the_same_for_every_loss",
-    ("preconditioner.gradients.clip:Clip._scale", "total * scale * scale", "total"),
+    ("preconditioner.gradients.clip:Clip.apply", "total * scale * scale", "total"),
 )
 _add(
     "gradient_poison",

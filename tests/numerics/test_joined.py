@@ -5,7 +5,8 @@ import torch
 
 from natgrad.linalg import joined as room
 from natgrad.linalg.joined import joined, parted, together, write_
-from natgrad.preconditioner.gradients import stacked
+from natgrad.preconditioner import gradient_step
+from natgrad.preconditioner.gradients import clip
 from natgrad.preconditioner.guard import fallback, guard
 from natgrad.preconditioner.renewal import averages
 from tests.every import EVERY, Training, batch
@@ -79,7 +80,7 @@ def test_stacks_together_are_stacks_one_by_one(make, monkeypatch):
 
     alone, counted = gradients()
     taken = []
-    for each in (stacked, averages, guard):
+    for each in (gradient_step, clip, averages, guard):
         monkeypatch.setattr(each, "together", regardless)
     monkeypatch.setattr(fallback, "on_host", lambda place: False)
     monkeypatch.setattr(guard.FailureCounters, "_PATIENCE", 1)

@@ -15,14 +15,14 @@ from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import rows_of, whole
 from natgrad.errors import require
 from natgrad.layers import Layer, Slot
-from natgrad.linalg import tensor_on
 from natgrad.schedule import check_number
 from natgrad.state.block_group import BlockGroup
+from natgrad.state.failures import Level
 from natgrad.state.matrices import stacked
 from natgrad.state.sharded import Rows, has_shards, slots_of
 
 if TYPE_CHECKING:
-    from natgrad.preconditioner.gradients.stacked import Entry, Gradients
+    from natgrad.preconditioner.gradients.stacked import GroupGradients
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,28 @@ class TrustRegion:
             require(fits, "curvature", curvature, allowed)
 
     def hold(
-        self, gradients: Gradients, optimizer: torch.optim.Optimizer, runtime: Communicator, *, shares_work: bool
+        self,
+        entries: Sequence[GroupGradients],
+        optimizer: torch.optim.Optimizer,
+        runtime: Communicator,
+        *,
+        shares_work: bool,
     ) -> Tensor | float:
         """Change preconditioned gradients so that the optimizer's step stays within the bound, and return s.
 
         Args:
-            gradients: Of all groups; blocks that are not finite are zero.
+            entries: The gradients of all groups; blocks that are not finite are zero.
             optimizer: The SGD.
             runtime: The ranks.
             shares_work: Whether each rank holds the curvature of some layers only.
         """
-        groups, rules = [entry.group for entry in gradients.entries], _rules(optimizer)
+        groups, rules = [entry.group for entry in entries], _rules(optimizer)
         shares_work = shares_work or any(map(has_shards, groups))  # no rank alone has all rows
         mine = {id(group) for group in (accounted(groups, runtime.rank) if shares_work else groups)}
         rows = _Added.of(groups, rules, runtime)
-        beside = [rows.beside(entry) for entry in gradients.entries]
+        beside = [rows.beside(entry) for entry in entries]
         total: Tensor | None = None
-        for entry, B in zip(gradients.entries, beside, strict=True):
+        for entry, B in zip(entries, beside, strict=True):
             if id(entry.group) in mine:
                 D = _whole(entry, entry.V + B) * _rates(entry.group, lambda slot: rules[id(slot.parameter)].rate(slot))
                 own = torch.linalg.vecdot(D.flatten(), entry.group.fisher_product(D).flatten()).double()
@@ -96,16 +101,13 @@ class TrustRegion:
             runtime.sum_(message, {"counters": 1})
             total = message[0]
         s = (2 * self.radius / total).sqrt().clamp(max=1.0).nan_to_num(1.0)
-        for entry, B in zip(gradients.entries, beside, strict=True):
-            if entry.ready is False:
-                continue
-            if entry.shares is not None:
+        for entry, B in zip(entries, beside, strict=True):
+            if entry.held is not None:
                 rows.hold(entry, s)
                 continue
             share = s.to(entry.V)
             changed = share * entry.V + (share - 1) * B
-            ready = entry.ready
-            entry.V = changed if ready is True else torch.where(ready[:, None, None] > 0, changed, entry.V)
+            entry.V = torch.where(entry.levels[:, None, None] > Level.PLAIN, changed, entry.V)
         return s
 
 
@@ -183,23 +185,22 @@ class _Added:
                 values[id(slot)] = rules[id(slot.parameter)].added(slot, rows.held(slot))
         return cls(rows, values, rows.whole(added, values, "gradients"))
 
-    def beside(self, entry: Entry) -> Tensor | float:
+    def beside(self, entry: GroupGradients) -> Tensor | float:
         """Return the additions as blocks ``[n, o, i]``, zero where this rank does not have them."""
-        if entry.shares is not None or id(slots_of(entry.group)[0]) not in self._values:
+        if entry.held is not None or id(slots_of(entry.group)[0]) not in self._values:
             return 0.0
-        group, places = entry.group, entry.places()
+        group = entry.group
         found = self._whole[id(group)] if id(group) in self._whole else self._rows.own(group, self._values)
-        return found if places is None else found[tensor_on(group.device, places)]
+        return found[entry.blocks]
 
-    def hold(self, entry: Entry, s: Tensor) -> None:
+    def hold(self, entry: GroupGradients, s: Tensor) -> None:
         """Make the optimizer's step s times as long in this rank's rows of layers that other ranks precondition."""
-        assert isinstance(entry.ready, Tensor)  # sent by the worker together with the shares
-        for share in entry.shares or ():
+        for share in entry.held or ():
             own = s.to(share.values)
             changed = own * share.values
             if id(share.slot) in self._values:
                 changed = changed + (own - 1) * self._values[id(share.slot)].reshape(-1).to(share.values)
-            share.values.copy_(torch.where(entry.ready[share.block] > 0, changed, share.values))
+            share.values.copy_(torch.where(entry.levels[share.block] > Level.PLAIN, changed, share.values))
 
 
 _STILL = _Rule(0.0, 1.0, 1.0, 0.0, 0.0, None)
@@ -235,13 +236,12 @@ def _rules(optimizer: torch.optim.Optimizer) -> _Rules:
     return _Rules({id(p): _Rule.of(group, optimizer.state.get(p, {})) for group in groups for p in group["params"]})
 
 
-def _whole(entry: Entry, values: Tensor) -> Tensor:
+def _whole(entry: GroupGradients, values: Tensor) -> Tensor:
     """Return values of an entry's blocks ``[n, o, i]`` as blocks of the whole group ``[N, o, i]``, zero elsewhere."""
-    places = entry.places()
-    if places is None:
+    if len(entry.members) == len(entry.group.members):
         return values
     whole = values.new_zeros(entry.group.size, *values.shape[1:])
-    whole[tensor_on(entry.group.device, places)] = values
+    whole[entry.blocks] = values
     return whole
 
 

@@ -16,23 +16,12 @@ from natgrad.errors import require
 from natgrad.state.block_group import BlockGroup
 
 
-def add_gradients(group: BlockGroup, W: Tensor, places: list[int] | None) -> None:
-    """Add gradients ``[n, o, i]`` to those of the epoch, where the choice of rows needs these.
-
-    Args:
-        group: The blocks.
-        W: The gradients; what is not finite is left out.
-        places: Which blocks they are of; None: of all.
-    """
-    if not sums_gradients(group):
-        return
-    group.allocate_averages()
-    total = group.allocate_memory()[EPOCH_GRADIENT]
-    own = W.flatten(1).nan_to_num(0.0, 0.0, 0.0).to(total.dtype)
-    if places is None:
-        total.add_(own)
-    else:
-        total.index_add_(0, torch.tensor(places, device="cpu").to(total.device), own)
+def add_gradients(group: BlockGroup, W: Tensor, blocks: slice | Tensor) -> None:
+    """Add the finite gradients ``[n, o, i]`` of some blocks to those of the epoch, if the choice of rows needs them."""
+    if sums_gradients(group):
+        group.allocate_averages()
+        total = group.allocate_memory()[EPOCH_GRADIENT]
+        total[blocks] += W.flatten(1).nan_to_num(0.0, 0.0, 0.0).to(total.dtype)
 
 
 def sums_gradients(group: BlockGroup) -> bool:

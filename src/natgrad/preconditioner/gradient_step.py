@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+
+import torch
 from torch import Tensor
 
 from natgrad.capture.reductions import Count
+from natgrad.distributed.fsdp import Piece, collect_rows, held_rows
+from natgrad.layers import Slot
+from natgrad.linalg.joined import joined, parted, together
+from natgrad.preconditioner.epochs import add_gradients
 from natgrad.preconditioner.gradients.owners import OwnedGradients
 from natgrad.preconditioner.gradients.sharing import share
-from natgrad.preconditioner.gradients.stacked import Gradients
+from natgrad.preconditioner.gradients.stacked import GroupGradients
 from natgrad.preconditioner.guard.fallback import FallbackPolicy
+from natgrad.preconditioner.guard.guard import Trouble
 from natgrad.preconditioner.parts import Parts
+
+# Bytes of sharded gradients that are gathered at once: enough to hide the latency of a message.
+_BUCKET = 2**26
 
 
 class GradientStep:
@@ -32,10 +44,14 @@ class GradientStep:
             device = next((parameter.device for parameter in parts.structure.root.parameters()), None)
             if device is not None and (parts.scaling.reduces or capture.wanted or capture.rows.wanted):
                 capture.sums.skip_step = parts.scaling.skip_step(parts.runtime, device)
-            return parts.scaling.of_gradients(parts.structure.root, parts.structure, parts.runtime, samples, backwards)
+            return parts.scaling.of_gradients(parts.structure, parts.runtime, samples, backwards)
 
     def precondition(self, damping: float, scale: float | Tensor, owned: list[OwnedGradients]) -> None:
         """Precondition the gradients on their workers, share the results, clip them and write them back.
+
+        Sharded gradients are collected for some groups at a time. Peak memory: the preconditioned gradients of all
+        groups, the collected ones of `_BUCKET` bytes or of the largest group, and the raw ones of groups that are
+        processed together.
 
         Args:
             damping: γ.
@@ -44,16 +60,105 @@ class GradientStep:
         """
         parts, progress = self._parts, self._parts.progress
         with parts.scheduler.timed("fixed", parts.spent), progress.phase("solve", parts.runtime):
-            measures = progress.step == (progress.last_factors if parts.summed else progress.last_inverses)
-            skips = parts.capture.sums.skip_step
-            fallback = FallbackPolicy(parts.watch.guard, measures=measures, skip_step=skips, step=progress.step)
-            gradients = Gradients.take(parts.groups, fallback, exchanged=parts.shares_work)
-            gradients.solve(damping, parts.runtime)
+            fallback, everything = self._fallback_policy(), self._collect()
+            for bucket in _buckets(everything):
+                received = self._receive_rows(bucket)
+                workers = [entry for entry in bucket if entry.group.role.is_gradient_worker]
+                for entries in together(workers, _kind, lambda entry: entry.nbytes):
+                    for entry in entries:
+                        started = perf_counter()
+                        entry.gather(received)
+                        add_gradients(entry.group, entry.W, entry.blocks)
+                        entry.V = entry.group.solve(entry.members, entry.W, damping)
+                        entry.group.charge(entry.members, perf_counter() - started)
+                    fallback.replace_unsound(entries, damping)
+                del received  # before the next ones are collected
             if parts.shares_work:
-                share(gradients, parts.structure.plan, parts.runtime, parts.watch, owned)
-            layer_scale = None if parts.scaling.of_sum is None else parts.scaling.of_layer
-            bad = parts.clip.apply(
-                gradients, scale, parts.runtime, shares_work=parts.shares_work, layer_scale=layer_scale
+                share(everything, parts.structure.plan, parts.runtime, parts.watch, owned)
+            self._clear_nonfinite(everything)
+            parts.clip.apply(
+                everything, scale, parts.runtime, shares_work=parts.shares_work, layer_scale=parts.scaling.of_layer
             )
-            gradients.tell(parts.watch, bad)
-            gradients.give()
+            self._write(everything)
+
+    def _fallback_policy(self) -> FallbackPolicy:
+        parts, progress = self._parts, self._parts.progress
+        measures = progress.step == (progress.last_factors if parts.summed else progress.last_inverses)
+        skips = parts.capture.sums.skip_step
+        return FallbackPolicy(parts.watch.guard, measures=measures, skip_step=skips, step=progress.step)
+
+    def _collect(self) -> list[GroupGradients]:
+        """Return the layers with a ``.grad``; all layers if results are exchanged, so that ranks agree."""
+        found = []
+        for group in self._parts.groups:
+            members = [
+                member
+                for member in group.members
+                if self._parts.shares_work or any(slot.parameter.grad is not None for slot in member.layer.slots)
+            ]
+            if members:
+                found.append(GroupGradients(group, members))
+        return found
+
+    def _receive_rows(self, bucket: Sequence[GroupGradients]) -> dict[int, list[Piece]]:
+        """Send each worker all rows of the sharded gradients that it preconditions.
+
+        The rows come from the S ranks of the worker's copy of the model (under HSDP one replica, otherwise all ranks).
+        Each other rank of these sends 1 / S of a layer's gradient.
+
+        Returns:
+            The rows by the parameter's ``id``, without plain parameters.
+        """
+        wanted = [
+            (slot, entry.group.role.seat.workers)
+            for entry in bucket
+            for member in entry.members
+            for slot in member.layer.slots
+        ]
+        return collect_rows(wanted, _gradient_rows, self._parts.runtime, "gradients")
+
+    def _clear_nonfinite(self, entries: Sequence[GroupGradients]) -> None:
+        """Make gradients that are not finite zero, and count them and the layers that fell back."""
+        for some in together(entries, lambda entry: (entry.inner.device, None)):
+            inner = [entry.inner for entry in some]
+            for entry, finite in zip(some, parted(joined(inner).isfinite(), inner), strict=True):
+                entry.finite = finite
+                entry.clear_(~finite)
+        self._parts.watch.saw_gradients([Trouble(entry.group, entry.blocks, ~entry.finite) for entry in entries])
+        self._parts.watch.saw_levels([(entry.group, entry.members, entry.layer_levels) for entry in entries])
+
+    def _write(self, entries: Sequence[GroupGradients]) -> None:
+        """Write the preconditioned gradients into ``.grad``, in place."""
+        written = [entry.write() for entry in entries]
+        targets = [target for some, _ in written for target in some]
+        if targets:
+            torch._foreach_copy_(targets, [source for _, some in written for source in some])
+
+
+def _kind(entry: GroupGradients) -> tuple[torch.device, object]:
+    group = entry.group
+    return group.device, (group.work_dtype, group.curvature.positive_definite)
+
+
+def _buckets(entries: Sequence[GroupGradients]) -> Iterator[list[GroupGradients]]:
+    """Yield groups whose sharded gradients are collected together; the same on all ranks."""
+    bucket: list[GroupGradients] = []
+    size = 0
+    for entry in entries:
+        group = entry.group
+        added = group.size * group.outputs * group.inputs * group.work_dtype.itemsize
+        if bucket and size + added > _BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(entry)
+        size += added
+    if bucket:
+        yield bucket
+
+
+def _gradient_rows(slot: Slot, rows: range) -> Tensor:
+    """Return rows of the gradient in the parameter's dtype, zeros if there is no gradient."""
+    values, parameter = held_rows(slot, rows), slot.parameter
+    if values is None:
+        return torch.zeros(len(rows), *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+    return values.to(parameter.dtype)

@@ -474,7 +474,7 @@ class Preconditioner:
         if damping is not None:
             note += "; " + describe_damping(damping, ((one.curvature, one.factor) for one in structure.groups))
         note += f"; {chosen}" if (chosen := self.parts.scaling.reductions.explain()) else ""
-        served = self.parts.watch.served.keys()
+        served = self.parts.watch.preconditioned()
         reductions = self.parts.scaling.reductions if self.parts.scaling.reductions.is_mapping else None
         return explain(structure.groups, structure.coverage, reasons, structure.plan, seconds, served, note, reductions)
 

@@ -229,24 +229,37 @@ class BlockGroup:
         names = tuple(one.name for one in self.statistics if one.used_by_precondition)
         return self.corrected(blocks, names) if names else {}
 
-    def solve(self, blocks: slice | Tensor, W: Tensor, damping: float) -> Tensor:
-        """Return the preconditioned gradients of some blocks, and update the curvature's state by the finite ones."""
-        pieces = even_pieces(len(W), W[:1].nbytes, self.device)
-        if len(pieces) == 1:
-            return self._solve(blocks, W, damping)
-        V = torch.empty_like(W)
-        for piece in pieces:
-            V[piece] = self._solve(within(blocks, piece), W[piece], damping)
-        return V
+    def blocks_of(self, members: Sequence[LayerBlocks]) -> slice | Tensor:
+        """Return the blocks of some layers, in the order of the group, as an index."""
+        if len(members) == len(self.members):
+            return slice(None)
+        return tensor_on(self.device, [block for member in members for block in range(member.start, member.stop)])
 
-    def _solve(self, blocks: slice | Tensor, W: Tensor, damping: float) -> Tensor:
-        known: dict[str, Tensor] = {}
-        if self.memory_specs:
-            known = self.read_memory(blocks, [spec.name for spec in self.memory_specs])
-            fine = W.flatten(1).sum(1).isfinite()
-            self.write_memory(blocks, known, self.curvature.update_state(known, W), fine)
-        computed, averages = self.computed(blocks), self.live_averages(blocks)
-        return self.curvature.precondition(computed, averages, known, W, damping * self.factor)
+    def solve(self, members: Sequence[LayerBlocks], W: Tensor, damping: float) -> Tensor:
+        """Return the preconditioned gradients of some layers, and update the curvature's state by the finite ones.
+
+        Layers without curvature keep their gradients.
+        """
+        ready = [self.ready[self.members.index(member)] for member in members]
+        if not any(ready):
+            return W
+        if not all(ready):
+            pairs = zip(members, ready, W.split([member.stop - member.start for member in members]), strict=True)
+            return torch.cat([self.solve([member], own, damping) if flag else own for member, flag, own in pairs])
+        blocks, V = self.blocks_of(members), torch.empty_like(W)
+        pieces = even_pieces(len(W), W[:1].nbytes, self.device)
+        for piece in pieces:
+            index, gradient, state = within(blocks, piece), W[piece], dict[str, Tensor]()
+            if self.memory_specs:
+                state = self.read_memory(index, [spec.name for spec in self.memory_specs])
+                fine = gradient.flatten(1).sum(1).isfinite()
+                self.write_memory(index, state, self.curvature.update_state(state, gradient), fine)
+            computed, averages = self.computed(index), self.live_averages(index)
+            solved = self.curvature.precondition(computed, averages, state, gradient, damping * self.factor)
+            if len(pieces) == 1:
+                return solved
+            V[piece] = solved
+        return V
 
     def fisher_product(self, D: Tensor) -> Tensor:
         """Return F D ``[N, o, i]``, without damping; zero where no usable result exists."""

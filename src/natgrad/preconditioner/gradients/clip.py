@@ -12,8 +12,9 @@ from natgrad.damping.trust_region import TrustRegion, copied
 from natgrad.distributed import Communicator
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
-from natgrad.linalg.joined import joined, parted
-from natgrad.preconditioner.gradients.stacked import Entry, Gradients, alike
+from natgrad.linalg.joined import joined, together
+from natgrad.preconditioner.gradients.stacked import GroupGradients
+from natgrad.state.failures import Level
 
 # Recognised by identity: only a value that the user passes requires an optimizer.
 USUAL_BOUND = float("1e-3")
@@ -61,96 +62,58 @@ class Clip:
 
     def apply(
         self,
-        gradients: Gradients,
+        entries: Sequence[GroupGradients],
         scale: float | Tensor,
         runtime: Communicator,
         *,
         shares_work: bool,
-        layer_scale: Callable[[Layer], float | Tensor] | None = None,
-    ) -> list[Tensor]:
-        """Scale the preconditioned gradients by ν. Blocks that are not finite become zero.
+        layer_scale: Callable[[Layer], float | Tensor],
+    ) -> None:
+        """Scale the preconditioned gradients by ν.
 
         Args:
-            gradients: Raw and preconditioned gradients of all groups.
+            entries: The gradients of all groups; blocks that are not finite are zero.
             scale: The factor that makes the raw gradients those of the mean loss.
             runtime: The ranks.
             shares_work: Whether each rank holds the curvature of some layers only.
-            layer_scale: Returns an additional factor for a layer. None: 1 for all.
-
-        Returns:
-            For each entry, which blocks were not finite ``[N]`` (bool).
+            layer_scale: Returns an additional factor for a layer.
         """
         if isinstance(self.bound, TrustRegion):
             assert self.optimizer is not None
-            bad = [~entry.inner.isfinite() for entry in gradients.entries]
-            gradients.clear_(bad)
-            self.last = self.bound.hold(gradients, self.optimizer, runtime, shares_work=shares_work)
-            return bad
-        return self._scale(gradients, scale, self.bound, layer_scale)
-
-    def _scale(
-        self,
-        gradients: Gradients,
-        scale: float | Tensor,
-        bound: float | None,
-        layer_scale: Callable[[Layer], float | Tensor] | None,
-    ) -> list[Tensor]:
-        rates = self._rates() if bound is not None else {}
-        if layer_scale is not None:
-            for layer in (member.layer for entry in gradients.entries for member in entry.members):
-                first = id(layer.slots[0].parameter)
-                rates[first] = rates.get(first, 0.0) * layer_scale(layer)
-        total: Tensor | None = None
-        bad: dict[int, Tensor] = {}
-        for entries in alike(gradients.entries):
-            inner = [entry.inner for entry in entries]
-            size = joined(inner).abs()
-            fine = size < torch.inf
-            bad.update(zip(map(id, entries), parted(~fine, inner), strict=True))
-            if bound is not None and any(entry.is_clipped for entry in entries):
-                share = torch.where(fine, size, 0).mul_(_squares(rates, entries, size)).sum()
-                total = share if total is None else total + share.to(total)
-        nu: float | Tensor = 1.0
-        if total is not None and bound is not None:
-            nu = (bound / (total * scale * scale)).sqrt_().clamp_(max=1.0)
-            self.last = nu
-        found = [bad[id(entry)] for entry in gradients.entries]
-        gradients.clear_(found)
-        gradients.scale_(nu)
-        return found
+            self.last = self.bound.hold(entries, self.optimizer, runtime, shares_work=shares_work)
+            return
+        clipped = [entry for entry in entries if not entry.group.curvature.is_normalized]
+        if self.bound is None or not clipped:
+            return
+        rates, totals = self._rates(), []
+        for some in together(clipped, lambda entry: (entry.inner.device, None)):
+            inner, levels = joined([entry.inner for entry in some]), joined([entry.levels for entry in some])
+            squares = joined([_squared_rates(entry, rates, layer_scale) for entry in some])
+            counts = joined([entry.finite for entry in some]) & (levels > Level.PLAIN)
+            totals.append(torch.where(counts, inner.abs() * squares, 0).sum())
+        total = totals[0]
+        for other in totals[1:]:
+            total = total + other.to(total)
+        nu = self.last = (self.bound / (total * scale * scale)).sqrt_().clamp_(max=1.0)
+        for entry in clipped:
+            entry.scale_(nu)
 
     def _rates(self) -> dict[int, float | Tensor]:
+        """Return the learning rates, by the ``id`` of the parameter."""
         assert self.optimizer is not None
         return {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
 
 
-def _squares(rates: Mapping[int, float | Tensor], entries: Sequence[Entry], like: Tensor) -> float | Tensor:
-    """Return the squared learning rate of each block, 0 for blocks without curvature, or one number for all."""
-    found: list[float | Tensor] = []
-    for entry in entries:
-        firsts = [member.layer.slots[0].parameter for member in entry.members]
-        rate: float | Tensor = _rate(rates, firsts, entry.blocks, like) if entry.is_clipped else 0.0
-        square = rate * rate
-        if entry.plain and isinstance(entry.ready, Tensor):
-            square = (entry.ready > 0).to(like) * square
-        found.append(square)
-    if len(found) == 1 or not any(isinstance(square, Tensor) or square != found[0] for square in found):
-        return found[0]
-    return torch.cat([like.new_ones(len(own.inner)) * square for own, square in zip(entries, found, strict=True)])
-
-
-def _rate(
-    rates: Mapping[int, float | Tensor], parameters: Sequence[object], blocks: list[int], like: Tensor
-) -> float | Tensor:
-    """Return the learning rate of each block, or one number if all are equal."""
-    values = [rates.get(id(parameter), 0.0) for parameter in parameters]
-    if all(value is values[0] for value in values) or (
-        not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1
-    ):
-        return values[0]
-    numbers = [float(value) for value in values if not isinstance(value, Tensor)]
-    if len(numbers) == len(values):
-        own = tensor_on(like.device, numbers, like.dtype)
-    else:
-        own = torch.stack([torch.as_tensor(value, dtype=like.dtype, device=like.device) for value in values])
-    return own.repeat_interleave(tensor_on(like.device, blocks), output_size=len(like))
+def _squared_rates(
+    entry: GroupGradients, rates: Mapping[int, float | Tensor], layer_scale: Callable[[Layer], float | Tensor]
+) -> Tensor:
+    """Return the squared learning rate of each block ``[n]``."""
+    inner, values = entry.inner, []
+    for layer in (member.layer for member in entry.members):
+        rate = rates.get(id(layer.slots[0].parameter), 0.0) * layer_scale(layer)
+        values.append(rate * rate)
+    if not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1:
+        return torch.full_like(inner, float(values[0]))
+    # Filled on the device, because copying numbers would make the host wait.
+    squares = [value.to(inner) if isinstance(value, Tensor) else inner.new_full((), value) for value in values]
+    return torch.stack(squares).repeat_interleave(tensor_on(inner.device, entry.counts), output_size=len(inner))

@@ -167,13 +167,12 @@ class Scaling:
         return self.of_sum
 
     def of_gradients(
-        self, model: nn.Module, structure: Structure, runtime: Communicator, samples: int, backwards: int
+        self, structure: Structure, runtime: Communicator, samples: int, backwards: int
     ) -> tuple[float | Tensor, list[OwnedGradients]]:
         """Reduce ``.grad`` with ``gradients="reduce"``, and return the factor that makes it that of the mean loss.
 
         Args:
-            model: The model.
-            structure: Its layers and their ranks.
+            structure: The layers and their ranks.
             runtime: The ranks.
             samples: This rank's samples (token losses: positions) of the step.
             backwards: Its backward passes since the last step.
@@ -181,6 +180,7 @@ class Scaling:
         Returns:
             The factor, and the reduced gradients by owner if only the workers of the layers have them.
         """
+        model = structure.root
         scale: float | Tensor = 1.0
         owned: list[OwnedGradients] = []
         device = structure.groups[0].device if structure.groups else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from natgrad.linalg import tensor_on
 from natgrad.linalg.device import on_host
 from natgrad.linalg.joined import joined, parted, write_
 from natgrad.preconditioner.guard.guard import Guard
-from natgrad.state.block_group import BlockGroup, LayerBlocks
-from natgrad.state.failures import Level
+from natgrad.state.failures import FailureState, Level
+
+if TYPE_CHECKING:
+    from natgrad.preconditioner.gradients.stacked import GroupGradients
 
 # Weight of the old value in the running average of ‖V‖, which is updated when factors are.
 _DECAY = 0.9
@@ -30,47 +33,6 @@ _PATIENCE = 32
 
 # From this number of elements on, inner products on a CPU are computed one by one.
 _LONG = 8192
-
-
-@dataclass(frozen=True)
-class Case:
-    """The gradients of some layers in one step.
-
-    Attributes:
-        group: Their group.
-        members: The layers.
-        places: Their blocks in the group; None: all of it.
-        W: Their gradients ``[N, o, i]``.
-        V: The preconditioned gradients; W where there is no curvature yet.
-    """
-
-    group: BlockGroup
-    members: list[LayerBlocks]
-    places: list[int] | None
-    W: Tensor
-    V: Tensor
-
-    @property
-    def blocks(self) -> slice | Tensor:
-        """Return the places as an index."""
-        return slice(None) if self.places is None else tensor_on(self.W.device, self.places)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The gradients of some layers after the fallbacks.
-
-    Attributes:
-        V: Preconditioned gradients ``[N, o, i]``.
-        inner: ⟨V, W⟩ ``[N]``; not finite where W is not.
-        levels: The `Level` of each block's layer ``[N]``; True: all `FRESH`, False: all `PLAIN`.
-        plain: Whether any of them may be `PLAIN`.
-    """
-
-    V: Tensor
-    inner: Tensor
-    levels: bool | Tensor
-    plain: bool = True
 
 
 @dataclass(frozen=True)
@@ -89,115 +51,98 @@ class FallbackPolicy:
     skip_step: Tensor | None = None
     step: int = 0
 
-    def replace_unsound(self, cases: Sequence[Case], damping: float) -> list[Outcome]:
-        """Replace the unsound preconditioned gradients of some layers.
+    def replace_unsound(self, entries: Sequence[GroupGradients], damping: float) -> None:
+        """Replace the unsound preconditioned gradients of some layers, and set ⟨V, W⟩ and the levels.
 
         Args:
-            cases: The gradients.
+            entries: Gradients of one device, dtype and definiteness. Their raw gradients are dropped.
             damping: γ.
         """
-        outcomes: dict[int, Outcome] = {}
-        alike: dict[object, list[tuple[int, Case, list[int] | bool]]] = {}
-        for index, case in enumerate(cases):
-            start = self._start(case.group, case.members)
-            if start is False or not self.guard.ladder:
-                ready = (
-                    start
-                    if isinstance(start, bool)
-                    else tensor_on(case.W.device, [min(level, 1) for level in start], case.W.dtype)
-                )
-                outcomes[index] = Outcome(case.V, dots(case.V, case.W), ready, plain=ready is not True)
-            else:
-                key = case.W.device, case.W.dtype, case.group.curvature.positive_definite
-                alike.setdefault(key, []).append((index, case, start))
-        for group in alike.values():
-            indices, members, starts = zip(*group, strict=True)
-            outcomes |= zip(indices, self._replace(members, starts, damping), strict=True)
-        return [outcomes[index] for index in range(len(cases))]
+        for entry in entries:
+            entry.inner, entry.levels = dots(entry.V, entry.W), self._best_levels(entry)
+        if self.guard.ladder:
+            self._replace(entries, damping)
+        for entry in entries:
+            del entry.W
+            entry.levels = _worst_of_layers(entry)
 
-    def _replace(self, cases: Sequence[Case], starts: Sequence[list[int] | bool], damping: float) -> list[Outcome]:
-        """Replace unsound gradients of cases of one device, dtype and definiteness, with their masks as one vector.
-
-        Args:
-            cases: The gradients.
-            starts: For each case, the best level that renewals allow each block, not all `PLAIN`; True: all `FRESH`.
-            damping: γ.
-        """
-        waits = not on_host(cases[0].W)
-        states, places = [case.group.failures for case in cases], [case.blocks for case in cases]
-        for case in cases:
-            case.group.failures.has_invalid = self._suspects(case.group, eager=not waits)
-        inners = [dots(case.V, case.W) for case in cases]
-        inner, square = joined(inners), joined([dots(case.W, case.W) for case in cases])
-        levels = joined([_levels(start, own) for start, own in zip(starts, inners, strict=True)])
+    def _replace(self, entries: Sequence[GroupGradients], damping: float) -> None:
+        """Replace what is unsound, with the masks of all entries as one vector."""
+        waits = not on_host(entries[0].W)  # whether the host would have to wait for the device
+        inners = [entry.inner for entry in entries]
+        inner, levels = joined(inners), joined([entry.levels for entry in entries])
+        square = joined([dots(entry.W, entry.W) for entry in entries])
         finite = square < math.inf
         natural = finite & ((levels == Level.FRESH) | (levels == Level.STALE))
-        known = [(state.allocate_invalid(inner.device), blocks) for state, blocks in zip(states, places, strict=True)]
+        for entry in entries:
+            entry.group.failures.has_invalid = self._knows_of_invalid(entry.group.failures, waits=waits)
+        known = [(entry.group.failures.allocate_invalid(inner.device), entry.blocks) for entry in entries]
         invalid = joined([flags[blocks] for flags, blocks in known])
-        invalid = invalid | (natural & ~_is_sound(inner, square, definite=cases[0].group.curvature.positive_definite))
+        definite = entries[0].group.curvature.positive_definite
+        invalid = invalid | (natural & ~_is_sound(inner, square, definite=definite))
         write_(known, invalid)
         if self.measures:
-            self._measure(cases, natural & ~invalid)
+            self._measure(entries, natural & ~invalid)
         lost = (natural & invalid) | (finite & (levels == Level.DIAGONAL))
         # The diagonal is computed if the host knows that it is needed. On a CPU it can check at once.
-        lacking = waits or bool(lost.any())
-        if not lacking and all(start is True for start in starts):
-            products = parted(inner, inners)
-            return [Outcome(case.V, own, True, plain=False) for case, own in zip(cases, products, strict=True)]
-        outcomes = []
-        split = (parted(vector, inners) for vector in (inner, square, lost, levels))
-        for case, start, product, norms, gone, level in zip(cases, starts, *split, strict=True):
-            V, served, reached = case.V, product, level
-            if lacking:
-                failing = case.group.failures.has_invalid or (not isinstance(start, bool) and Level.DIAGONAL in start)
-                other, own, lower = self._fallback(case, norms, damping, diagonal=failing or not waits)
-                V = torch.where(gone[:, None, None], other, V)
-                served, reached = torch.where(gone, own, product), torch.where(gone, lower, level)
-            outcomes.append(Outcome(V, served, _worst(reached, case.members), plain=start is not True))
-        return outcomes
+        if not waits and not bool(lost.any()):
+            return
+        for entry, norms, gone in zip(entries, parted(square, inners), parted(lost, inners), strict=True):
+            failing = entry.group.failures.has_invalid or Level.DIAGONAL in self._renewal_levels(entry)
+            diagonal = failing or not waits
+            V, inner, levels = self._fallback(entry, norms, damping, diagonal=diagonal)
+            entry.V = torch.where(gone[:, None, None], V, entry.V)
+            entry.inner, entry.levels = torch.where(gone, inner, entry.inner), torch.where(gone, levels, entry.levels)
 
-    def _start(self, group: BlockGroup, members: list[LayerBlocks]) -> bool | list[int]:
-        """Return the best level that the renewals of each block allow; True: all `FRESH`, False: all `PLAIN`."""
-        failed, patience = group.failures.failed_refreshes, self.guard.patience
-        ready = [group.ready[group.members.index(member)] for member in members]
-        if not any(failed) and (all(ready) or not any(ready)):
-            return all(ready)
+    def _best_levels(self, entry: GroupGradients) -> Tensor:
+        """Return the best level that the renewals of each block allow ``[n]``."""
+        levels = self._renewal_levels(entry)
+        if len(set(levels)) == 1:
+            return entry.V.new_full((len(levels),), levels[0])
+        return tensor_on(entry.V.device, levels, entry.V.dtype)
+
+    def _renewal_levels(self, entry: GroupGradients) -> list[int]:
+        group, patience = entry.group, math.inf if self.guard.patience is None else self.guard.patience
         levels: list[int] = []
-        for member, complete in zip(members, ready, strict=True):
-            own = failed[member.blocks]
-            if not complete:
-                tried = any(own) and self.guard.ladder
-                levels += [Level.DIAGONAL if tried else Level.PLAIN] * len(own)
-                continue
-            allowed = math.inf if patience is None else patience
-            levels += [Level.FRESH if not n else Level.STALE if n <= allowed else Level.DIAGONAL for n in own]
-        return levels if any(levels) else False
+        for member in entry.members:
+            failed = group.failures.failed_refreshes[member.blocks]
+            if not group.ready[group.members.index(member)]:
+                tried = any(failed) and self.guard.ladder
+                levels += [Level.DIAGONAL if tried else Level.PLAIN] * len(failed)
+            elif not self.guard.ladder:
+                levels += [Level.FRESH] * len(failed)
+            else:
+                levels += [Level.FRESH if not n else Level.STALE if n <= patience else Level.DIAGONAL for n in failed]
+        return levels
 
-    def _suspects(self, group: BlockGroup, *, eager: bool) -> bool:
+    def _knows_of_invalid(self, failures: FailureState, *, waits: bool) -> bool:
         """Return whether the host knows of any block that has failed."""
-        invalid = group.failures.invalid
-        if invalid is None:
+        if failures.invalid is None:
             return False
-        return bool(invalid.any()) if eager or self.step % _PATIENCE == 0 else group.failures.has_invalid
+        looks = not waits or self.step % _PATIENCE == 0
+        return bool(failures.invalid.any()) if looks else failures.has_invalid
 
-    def _fallback(self, case: Case, square: Tensor, damping: float, *, diagonal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _fallback(
+        self, entry: GroupGradients, square: Tensor, damping: float, *, diagonal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return V, ⟨V, W⟩ and the level of the two lowest fallbacks: the diagonal if `diagonal` and available."""
-        group, blocks, W = case.group, case.blocks, case.W
-        scale = _graft(group.failures.allocate_norm(W)[blocks], square)
+        group, W = entry.group, entry.W
+        norm = group.failures.allocate_norm(W)[entry.blocks]
+        scale = torch.where((norm > 0) & (square > 0), norm / square.sqrt(), 1)  # to the average norm of V
         V, inner, levels = W * scale[:, None, None], square * scale, torch.full_like(square, Level.GRAFTED)
-        D = group.diagonal(blocks, damping) if diagonal else None
+        D = group.diagonal(entry.blocks, damping) if diagonal else None
         if D is None:
             return V, inner, levels
-        upper = W / D
-        own = dots(upper, W)
-        fine = (own >= 0) & (own < math.inf)
-        V = torch.where(fine[:, None, None], upper, V)
-        return V, torch.where(fine, own, inner), torch.where(fine, float(Level.DIAGONAL), levels)
+        quotient = W / D
+        product = dots(quotient, W)
+        fine = (product >= 0) & (product < math.inf)
+        V = torch.where(fine[:, None, None], quotient, V)
+        return V, torch.where(fine, product, inner), torch.where(fine, float(Level.DIAGONAL), levels)
 
-    def _measure(self, cases: Sequence[Case], natural: Tensor) -> None:
-        """Update the running averages of ‖V‖ for the blocks that are `natural` ``[N]`` (bool)."""
-        norms = [(case.group.failures.allocate_norm(case.V), case.blocks) for case in cases]
-        seen = joined([torch.linalg.vector_norm(case.V, dim=(1, 2)) for case in cases])
+    def _measure(self, entries: Sequence[GroupGradients], natural: Tensor) -> None:
+        """Update the running averages of ‖V‖ for the blocks that are `natural` ``[n]`` (bool)."""
+        norms = [(entry.group.failures.allocate_norm(entry.V), entry.blocks) for entry in entries]
+        seen = joined([torch.linalg.vector_norm(entry.V, dim=(1, 2)) for entry in entries])
         before = joined([known[blocks] for known, blocks in norms])
         after = torch.where(before > 0, torch.lerp(seen, before, _DECAY), seen)
         counts = natural & (seen > 0) & (seen < math.inf)
@@ -215,18 +160,6 @@ def _is_sound(inner: Tensor, square: Tensor, *, definite: bool) -> Tensor:
     return sound
 
 
-def _levels(start: list[int] | bool, inner: Tensor) -> Tensor:
-    """Return the level ``[N]`` at which each block starts; True: all `FRESH`."""
-    if isinstance(start, bool):
-        return torch.full_like(inner, Level.FRESH)
-    return tensor_on(inner.device, start, inner.dtype)
-
-
-def _graft(norm: Tensor, square: Tensor) -> Tensor:
-    """Return the factor that scales gradients with squared norms `square` to the average norm of V, 1 without one."""
-    return torch.where((norm > 0) & (square > 0), norm / square.sqrt(), 1)
-
-
 def dots(X: Tensor, Y: Tensor) -> Tensor:
     """Return the inner product of each block ``[N]`` of two tensors ``[N, o, i]``."""
     X, Y = X.flatten(1), Y.flatten(1)
@@ -238,10 +171,10 @@ def dots(X: Tensor, Y: Tensor) -> Tensor:
     return torch.stack(list(map(torch.dot, X, Y)))  # MKL's batched product takes 5 to 8 times as long
 
 
-def _worst(levels: Tensor, members: list[LayerBlocks]) -> Tensor:
-    """Return for each block ``[N]`` the worst level of its layer."""
-    counts = [member.stop - member.start for member in members]
+def _worst_of_layers(entry: GroupGradients) -> Tensor:
+    """Return for each block ``[n]`` the worst level of its layer."""
+    levels, counts = entry.levels, entry.counts
     if len(counts) == len(levels):
         return levels
-    worst = torch.stack([own.amax() for own in levels.split(counts)])
+    worst = torch.stack([some.amax() for some in levels.split(counts)])
     return worst.repeat_interleave(tensor_on(levels.device, counts), output_size=len(levels))

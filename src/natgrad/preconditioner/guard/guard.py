@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import CurvatureError, require
-from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all, on_host
 from natgrad.linalg.joined import joined, together, write_
-from natgrad.preconditioner.guard.served import Served
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.failures import Level
 
@@ -57,7 +55,8 @@ _FALLBACKS = {
     "fallbacks/grafted": Level.GRAFTED,
 }
 _KINDS = ("skipped_factors", "skipped_gradients", "failed_decompositions", *_FALLBACKS)
-_FACTORS, _REPLAY, _DECOMPOSITION, _HEARD = "factors", "replay", "decomposition of ", "curvature"
+# Kinds of failures that are counted in a row. `_CURVATURE`: the number that the worker of a layer sent.
+_FACTORS, _REPLAY, _DECOMPOSITION, _CURVATURE = "factors", "replay", "decomposition of ", "curvature"
 
 
 @dataclass(frozen=True)
@@ -82,17 +81,16 @@ class FailureCounters:
 
     Attributes:
         guard: The user's settings.
-        served: The layers that have been preconditioned by their curvature.
     """
 
     _PATIENCE = 32
 
     def __init__(self, guard: Guard) -> None:
         """Start at zero."""
-        self.guard, self.served = guard, Served()
+        self.guard = guard
         self._totals: dict[str, float | Tensor] = dict.fromkeys(_KINDS, 0)
-        self._fallen: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._streaks: dict[tuple[str, int], tuple[BlockGroup, Tensor]] = {}
+        self._preconditioned: dict[tuple[str, ...], Tensor] = {}  # whether layers were, by their curvature, in any step
         self._checks = 0
 
     def saw_factors(self, seen: Sequence[Trouble]) -> None:
@@ -113,28 +111,34 @@ class FailureCounters:
         bad = ~torch.tensor(success, device="cpu")
         self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", [Trouble(group, blocks, bad)])
 
-    def saw_levels(self, seen: Sequence[tuple[BlockGroup, list[LayerBlocks], bool | Tensor]]) -> None:
+    def saw_levels(self, seen: Sequence[tuple[BlockGroup, list[LayerBlocks], Tensor]]) -> None:
         """Count and record the fallback levels of layers in this step.
 
         Args:
-            seen: Groups, some of their layers, and the levels of these ``[m]``; a bool: none of them fell back.
+            seen: Groups, some of their layers, and the levels of these ``[m]``.
         """
-        fallen = []
-        self.served.note([(members, levels) for _, members, levels in seen])
-        for group, members, levels in seen:
-            group.failures.last = None
-            if isinstance(levels, Tensor) and not known_all(levels <= Level.FRESH):
-                group.failures.last = [member.layer.key for member in members], levels
-                fallen.append(levels)
-        for some in together(fallen, lambda levels: (levels.device, levels.dtype)):
-            own = joined(some)
-            if own.device not in self._fallen:
-                fallbacks = tensor_on(own.device, list(_FALLBACKS.values()), own.dtype)[:, None]
-                self._fallen[own.device] = fallbacks, torch.zeros(len(fallbacks), dtype=torch.int64, device=own.device)
-            fallbacks, counts = self._fallen[own.device]
-            counts += (own == fallbacks).sum(1)
+        for some in together(seen, lambda one: (one[2].device, one[2].dtype)):
+            levels = joined([own for _, _, own in some])
+            fresh = levels <= Level.FRESH
+            keys = [[member.layer.key for member in members] for _, members, _ in some]
+            for (group, _, own), names in zip(some, keys, strict=True):
+                group.failures.last = None if known_all(fresh) else (names, own)
+            every = tuple(key for names in keys for key in names)
+            natural = (levels >= Level.FRESH) & (levels <= Level.STALE)
+            self._preconditioned[every] = natural | self._preconditioned.get(every, natural)
+            for kind, level in () if known_all(fresh) else _FALLBACKS.items():
+                self._add(kind, (levels == level).sum())
 
-    def trouble(self, group: BlockGroup) -> Tensor:
+    def preconditioned(self) -> set[str]:
+        """Return the keys of the layers that were preconditioned by their curvature in any step. Waits."""
+        return {
+            key
+            for keys, flags in self._preconditioned.items()
+            for key, flag in zip(keys, flags.tolist(), strict=True)
+            if flag
+        }
+
+    def renewal_failures(self, group: BlockGroup) -> Tensor:
         """Return how often in a row the curvature of each layer of a group could not be renewed ``[M]``."""
         known = [streak for (kind, own), (_, streak) in self._streaks.items() if own == id(group) and _is_renewal(kind)]
         worst = torch.zeros(group.size, dtype=torch.int32, device=group.device)
@@ -144,9 +148,9 @@ class FailureCounters:
             return worst[: len(group.members)]
         return torch.stack([worst[member.blocks].amax() for member in group.members])
 
-    def heard(self, group: BlockGroup, trouble: Tensor) -> None:
-        """Record the failures in a row of each block ``[N]`` that the worker of a group sent."""
-        self._streaks[_HEARD, id(group)] = (group, trouble)
+    def receive_failures(self, group: BlockGroup, failures: Tensor) -> None:
+        """Record the `renewal_failures` of each block ``[N]`` that the worker of a group sent."""
+        self._streaks[_CURVATURE, id(group)] = (group, failures)
 
     def check(self) -> None:
         """Raise if a layer has failed more often in a row than the guard allows.
@@ -159,7 +163,7 @@ class FailureCounters:
             return
         found: dict[str, list[str]] = {}
         for (kind, own), (group, streak) in self._streaks.items():
-            if _is_renewal(kind) and (_HEARD, own) in self._streaks:
+            if _is_renewal(kind) and (_CURVATURE, own) in self._streaks:
                 continue  # all ranks use the numbers of the worker, so that all raise
             if not on_host(streak) and self._checks % self._PATIENCE:
                 continue
@@ -177,20 +181,15 @@ class FailureCounters:
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Return the totals of each kind of failure."""
-        totals = dict(self._totals)
-        for _, counts in self._fallen.values():
-            for kind, more in zip(_FALLBACKS, counts.unbind(), strict=True):
-                totals[kind] = more + _there(totals[kind], more)
-        return totals
+        return dict(self._totals)
 
     def state_dict(self) -> dict[str, int]:
         """Return the totals as plain numbers."""
-        return {kind: int(total) for kind, total in self.metrics().items()}
+        return {kind: int(total) for kind, total in self._totals.items()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the totals. Failures in a row are counted from zero."""
         self._totals = {kind: int(state[kind]) for kind in _KINDS}
-        self._fallen.clear()
         self._streaks.clear()
 
     def forget(self) -> None:
@@ -212,11 +211,7 @@ class FailureCounters:
 
     def _add(self, total: str, more: Tensor) -> None:
         before = self._totals[total]
-        self._totals[total] = more + _there(before, more)
-
-
-def _there(total: float | Tensor, more: Tensor) -> float | Tensor:
-    return total.to(more.device) if isinstance(total, Tensor) else total
+        self._totals[total] = more + (before.to(more.device) if isinstance(before, Tensor) else before)
 
 
 def _is_renewal(kind: str) -> bool:
