@@ -147,14 +147,14 @@ _add(
     "loss_scale",
     "The scale that a GradScaler gives the loss is not taken out of the output gradients.",
     "dense/test_scale.py::test_the_loss_scale_of_a_grad_scaler_is_undone",
-    ("preconditioner.gradients.reduction:Scaling.of_loss", "1.0 if scale is None else scale", "1.0"),
+    ("preconditioner.gradients.scaling:Scaling.of_loss", "1.0 if scale is None else scale", "1.0"),
 )
 _add(
     "accumulation",
     "With micro-batches whose losses are divided by their number, G is not multiplied back.",
     "dense/test_scale.py::test_accumulation_equals_one_big_batch",
     (
-        "preconditioner.gradients.reduction:Scaling.of_captured",
+        "preconditioner.gradients.scaling:Scaling.of_captured",
         "float(max(1, backwards)) if self._divided else 1.0",
         "1.0",
     ),
@@ -442,7 +442,11 @@ _add(
     "ragged_gradients",
     "Gradients of ranks with different numbers of samples are averaged with equal weights.",
     "distributed/test_equality.py::test_ragged_batches_equal_one_process_when_natgrad_reduces",
-    ("preconditioner.gradients.reduction:reduce_gradients", "1.0 if summed else float(samples) or _UNSEEN", "1.0"),
+    (
+        "preconditioner.gradients.reduction:reduce_gradients",
+        "samples / total.clamp(min=1)",
+        "1 / runtime.ranks + 0 * total",
+    ),
 )
 _add(
     "reduce_scatter_rank",

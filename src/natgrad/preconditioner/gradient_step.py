@@ -13,7 +13,7 @@ from natgrad.distributed.fsdp import Piece, collect_rows, held_rows
 from natgrad.layers import Slot
 from natgrad.linalg.joined import joined, parted, together
 from natgrad.preconditioner.epochs import add_gradients
-from natgrad.preconditioner.gradients.owners import OwnedGradients
+from natgrad.preconditioner.gradients.reduction import OwnedGradients
 from natgrad.preconditioner.gradients.sharing import share
 from natgrad.preconditioner.gradients.stacked import GroupGradients
 from natgrad.preconditioner.guard.fallback import FallbackPolicy

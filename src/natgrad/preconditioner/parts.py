@@ -17,7 +17,7 @@ from natgrad.preconditioner.arguments import check_damping
 from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.epochs import Epochs
 from natgrad.preconditioner.gradients.clip import Clip
-from natgrad.preconditioner.gradients.reduction import Scaling
+from natgrad.preconditioner.gradients.scaling import Scaling
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.renewal import Background, RefreshScheduler

@@ -42,7 +42,8 @@ from natgrad.preconditioner.epochs import Epochs
 from natgrad.preconditioner.explanation import Explanation, explain
 from natgrad.preconditioner.gradient_step import GradientStep
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
-from natgrad.preconditioner.gradients.reduction import Scaling, take_over_reduction
+from natgrad.preconditioner.gradients.reduction import take_over_reduction
+from natgrad.preconditioner.gradients.scaling import Scaling
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.launch_check import warn_of_missing_process_group

@@ -30,7 +30,7 @@ from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.decompositions import Decompositions
 from natgrad.preconditioner.gradient_step import GradientStep
 from natgrad.preconditioner.gradients.clip import Clip
-from natgrad.preconditioner.gradients.reduction import Scaling
+from natgrad.preconditioner.gradients.scaling import Scaling
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.parts import Parts

@@ -1,275 +1,222 @@
-"""The scale of gradients relative to the mean loss, and with ``gradients="reduce"`` their average over the ranks."""
+"""With ``gradients="reduce"``: average the gradients over the ranks.
+
+If each layer has one worker, its gradient is reduced to that rank only (Osawa 2020, stage 3). Together with the
+preconditioned gradients that the workers send afterwards, about as many bytes are sent as by the all-reduce of plain
+data parallelism. The gradients of parameters without curvature are then divided among the ranks.
+"""
 
 # No postponed annotations here: DistributedDataParallel inspects the annotations of its communication hook.
-from collections.abc import Iterable
-from copy import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from natgrad.capture.reductions import Reductions
 from natgrad.distributed import Communicator, flatten, unflatten
-from natgrad.errors import NatgradError, require
-from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
-from natgrad.linalg.device import on_host
-from natgrad.preconditioner.gradients.owners import OwnedGradients, reduce_to_workers
-from natgrad.preconditioner.structure import Structure
-
-# The weight of a rank without samples: negligible beside a rank that has some.
-_UNSEEN = 2.0**-60
+from natgrad.linalg.precision import at_least_float32
+from natgrad.state.block_group import BlockGroup
 
 
-class Scaling:
-    """How the user's loss is scaled: by its reduction, over backward passes, over ranks and by a ``GradScaler``.
+@dataclass(frozen=True)
+class Part:
+    """A trained parameter, or the rows of it that belong to one layer or to none.
 
     Attributes:
-        reductions: The reduction of the loss for each layer.
-        reduces: Whether natgrad averages the gradients over the ranks.
-        counts: Whether the samples of every step must be counted.
-        of_sum: If the loss is a sum for some layers and a mean for others: the factor for gradients of the former, in
-            addition to the scale of the latter. None: all layers have the same reduction.
+        parameter: The parameter.
+        rows: The rows. None: all.
     """
 
-    def __init__(
-        self,
-        reductions: Reductions,
-        layers: Iterable[str],
-        *,
-        accumulation: str,
-        reduces: bool,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
-        """Take the arguments of `natgrad.Preconditioner` of these names, and the names of its `layers`.
-
-        Raises:
-            ValueError: with ``gradients="reduce"``, if the loss is a sum for some layers and a mean for others.
-        """
-        layers = list(layers)
-        self._mixed = reductions.is_mapping and reductions.mixes_sum(layers)
-        self._summed = not self._mixed and reductions.of(layers[0] if layers else "") == "sum"
-        self._divided = accumulation == "mean"
-        allowed = "'averaged', where reduction is 'sum' for some layers and not for others"
-        require(not (self._mixed and reduces), "gradients", "reduce", allowed)
-        self.reductions, self.reduces, self._scaler = reductions, reduces, scaler
-        self._scaled: Tensor | None = None  # number of ranks that had not unscaled in the last step
-        self.of_sum: float | Tensor | None = None
-        self.counts = self._summed or self._mixed or reduces or not self._divided
-
-    def unscaled(self, reductions: Reductions) -> "Scaling":
-        """Return a copy without the ``GradScaler``, with a copy of the reductions."""
-        result = copy(self)
-        result._scaler, result.reductions = None, reductions
-        return result
+    parameter: nn.Parameter
+    rows: slice | None = None
 
     @property
-    def skips(self) -> bool:
-        """Whether the ``GradScaler`` may skip steps of the optimizer."""
-        return self._scaler is not None and self._scaler.is_enabled()
-
-    def weight(self, samples: int) -> float | None:
-        """Return the weight of this rank in the mean of the losses. None: the losses are summed."""
-        if not self.reduces:
-            return 1.0
-        return None if self._summed else float(samples)
-
-    def describe(self) -> str:
-        """Return a description of the settings that must be equal on all ranks."""
-        return f"accumulation={'mean' if self._divided else 'sum'!r}, {'a' if self.skips else 'no'} GradScaler"
-
-    def check(self, *, differentiated: bool) -> None:
-        """Check that the gradients have been unscaled.
-
-        Args:
-            differentiated: Whether this rank has had a backward pass since the last step.
-
-        Raises:
-            NatgradError: if ``unscale_`` was not called since the last update of the scaler; on all ranks, if a rank
-                without a backward pass did not call it in the last step.
-        """
-        if self._scaler is None or not self.skips:
-            return
-        if differentiated and not self._unscaled:
-            raise NatgradError("the gradients are scaled: call scaler.unscale_(optimizer) before preconditioner.step()")
-        self._check_all()
+    def values(self) -> Tensor:
+        """The values of the rows."""
+        return self.parameter if self.rows is None else self.parameter[self.rows]
 
     @property
-    def _unscaled(self) -> bool:
-        assert self._scaler is not None
-        return any(state["stage"].name == "UNSCALED" for state in self._scaler._per_optimizer_states.values())
+    def gradient(self) -> Tensor | None:
+        """The gradient of the rows, if there is one."""
+        gradient = self.parameter.grad
+        return gradient if gradient is None or self.rows is None else gradient[self.rows]
 
-    def _check_all(self) -> None:
-        scaled, self._scaled = self._scaled, None
-        if scaled is not None and scaled > 0:
-            raise NatgradError(
-                "a rank without a backward pass has not called scaler.unscale_(optimizer) before the step, and would "
-                "unscale the gradients that it gets from the others: call it on every rank"
-            )
+    @property
+    def addend(self) -> Tensor:
+        """This rank's contribution to the gradient: zeros if it has none."""
+        gradient = self.gradient
+        return torch.zeros_like(self.values) if gradient is None else gradient.to(self.parameter.dtype)
 
-    def skip_step(self, runtime: Communicator, device: torch.device) -> Tensor | None:
-        """Return whether the scaler skips this step because of a non-finite gradient on any rank. None: no scaler.
 
-        Sets the scaler's result on every rank to that of all ranks. With ``gradients="reduce"`` each rank has only
-        inspected the gradients of its own samples and would decide alone; a rank without gradients has no result, and
-        the scaler would raise an error.
+@dataclass
+class OwnedGradients:
+    """The gradients of trained parameters of one device and dtype, by the rank that sums them.
+
+    Attributes:
+        covered: For each rank the parts of its layers.
+        uncovered: The parts without curvature. Their gradients, end to end, are cut into one piece per rank.
+        piece: The sum of this rank's piece.
+    """
+
+    covered: list[list[Part]]
+    uncovered: list[Part]
+    piece: Tensor | None = None
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, each once."""
+        parts = [*(part for parts in self.covered for part in parts), *self.uncovered]
+        return list({id(part.parameter): part.parameter for part in parts}.values())
+
+    @property
+    def device(self) -> torch.device:
+        """Their device."""
+        return self.parameters[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their dtype."""
+        return self.parameters[0].dtype
+
+    @cached_property
+    def pieces(self) -> list[int]:
+        """The number of uncovered elements that each rank sums; equal up to one."""
+        ranks = len(self.covered)
+        total = sum(part.values.numel() for part in self.uncovered)
+        return [total * (rank + 1) // ranks - total * rank // ranks for rank in range(ranks)]
+
+    def reduce(self, runtime: Communicator, weight: Tensor) -> None:
+        """Write the sums of this rank's layers into their gradients, and keep its piece of the others.
 
         Args:
             runtime: The ranks.
-            device: The device of the result.
-
-        Raises:
-            NatgradError: on all ranks, if one has not called ``unscale_``. On accelerators the next `check` raises it,
-                because this method does not wait for the device.
+            weight: A factor for this rank's gradients.
         """
-        if self._scaler is None or not self.skips:
-            return None
-        states = [state for state in self._scaler._per_optimizer_states.values() if state["stage"].name == "UNSCALED"]
-        scaled = self.reduces and runtime.ranks > 1 and not states
-        said = tensor_on(device, [0.0, float(scaled)], torch.float32)
-        for state in states:
-            for flag in state["found_inf_per_device"].values():
-                said[0] += flag.to(device)
-        if runtime.ranks > 1:
-            runtime.sum_(said, {"counters": 2})
-        found = (said[0] > 0).float()
-        for state in states:
-            flags = state["found_inf_per_device"]
-            for flag in flags.values():
-                flag.copy_(found)
-            if not flags:
-                flags[device] = found.clone()
-        self._scaled = said[1]
-        if on_host(device):
-            self._check_all()
-        return said[0] > 0
+        pieces = self._joined(self.uncovered).split(self.pieces)
+        values = [
+            torch.cat([self._joined(parts), piece]).mul_(weight.to(self.device, at_least_float32(self.dtype)))
+            for parts, piece in zip(self.covered, pieces, strict=True)
+        ]
+        nothing = [values[0].new_empty(0)] * runtime.ranks
+        summed, _ = runtime.reduce_to_owners(values, nothing, "gradients", self.dtype)
+        covered, self.piece = summed.to(self.dtype).tensor_split([len(summed) - self.pieces[runtime.rank]])
+        _write(self.covered[runtime.rank], covered)
 
-    def of_captured(self, backwards: int) -> float | Tensor:
-        """Return the factor that turns captured gradients into those of per-sample losses, without the batch size.
+    def write_uncovered(self, pieces: Sequence[Tensor]) -> None:
+        """Write the pieces of all ranks into the gradients of parameters without curvature."""
+        _write(self.uncovered, torch.cat(list(pieces)))
 
-        Args:
-            backwards: The number of backward passes on this rank since the last step.
-        """
-        gain = float(max(1, backwards)) if self._divided else 1.0
-        return gain / self.of_loss
-
-    @property
-    def of_loss(self) -> float | Tensor:
-        """The present scale of the ``GradScaler``; 1 without one."""
-        scale: Tensor | None = getattr(self._scaler, "_scale", None)
-        return 1.0 if scale is None else scale
-
-    def of_layer(self, layer: Layer) -> float | Tensor:
-        """Return the factor that makes a layer's gradient that of its mean loss, in addition to `of_gradients`."""
-        if self.of_sum is None or self.reductions.of(layer.name) != "sum":
-            return 1.0
-        return self.of_sum
-
-    def of_gradients(
-        self, structure: Structure, runtime: Communicator, samples: int, backwards: int
-    ) -> tuple[float | Tensor, list[OwnedGradients]]:
-        """Reduce ``.grad`` with ``gradients="reduce"``, and return the factor that makes it that of the mean loss.
-
-        Args:
-            structure: The layers and their ranks.
-            runtime: The ranks.
-            samples: This rank's samples (token losses: positions) of the step.
-            backwards: Its backward passes since the last step.
-
-        Returns:
-            The factor, and the reduced gradients by owner if only the workers of the layers have them.
-        """
-        model = structure.root
-        scale: float | Tensor = 1.0
-        owned: list[OwnedGradients] = []
-        device = structure.groups[0].device if structure.groups else None
-        dtype = structure.groups[0].work_dtype if structure.groups else torch.float32
-        passes = self._passes(model, runtime, backwards, device, dtype)
-        if self.reduces and structure.plan.columns == runtime.ranks > 1:
-            scale, owned = reduce_to_workers(model, structure.groups, runtime, samples, summed=self._summed)
-        elif self.reduces:
-            scale = reduce_gradients(model, runtime, samples, summed=self._summed)
-        elif (self._summed or self._mixed) and device is not None:
-            total = tensor_on(device, [float(samples)], torch.float32)
-            runtime.sum_(total, {"counters": 1})
-            exact = total[0].to(dtype)  # float32 for float32 models, float64 for float64 models
-            scale = runtime.ranks / exact.clamp(min=1)  # DDP divided a sum by P
-        if self._mixed:
-            self.of_sum = scale * passes
-            return 1.0 if self._divided else 1 / passes, owned
-        if self._summed:
-            return scale * passes if self._divided else scale, owned
-        return scale if self._divided else scale / passes, owned
-
-    def _passes(
-        self, model: nn.Module, runtime: Communicator, backwards: int, device: torch.device | None, dtype: torch.dtype
-    ) -> float | Tensor:
-        """Return the number of backward passes per rank, averaged over the ranks that had any, if the scale needs it.
-
-        The KL clip uses it, so it must be equal on all ranks. With ``gradients="reduce"`` each rank first scales its
-        gradients to this number of passes.
-        """
-        own = float(max(1, backwards))
-        if runtime.ranks == 1 or device is None or (not self._mixed and self._summed != self._divided):
-            return own
-        counted = tensor_on(device, [float(backwards), float(backwards > 0)], torch.float32)
-        runtime.sum_(counted, {"counters": 2})
-        # In the gradients' dtype: a quotient in float32 would be too inexact for float64 gradients.
-        total, users = counted.to(dtype).unbind()
-        passes = (total / users.clamp(min=1)).clamp(min=1)
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        if self.reduces and gradients:
-            torch._foreach_mul_(gradients, own / passes if self._summed else passes / own)
-        return passes
+    def _joined(self, parts: list[Part]) -> Tensor:
+        """Return this rank's gradients end to end, in at least float32."""
+        dtype = at_least_float32(self.dtype)
+        addends = [part.addend for part in parts]
+        return flatten(addends).to(dtype) if addends else torch.empty(0, dtype=dtype, device=self.device)
 
 
-def reduce_gradients(model: nn.Module, runtime: Communicator, samples: int, *, summed: bool) -> float | Tensor:
-    """Replace every ``.grad`` of `model` by that of the loss over the samples of all ranks.
+def reduce_gradients(
+    model: nn.Module, runtime: Communicator, samples: int, *, summed: bool, groups: Sequence[BlockGroup] | None
+) -> tuple[float | Tensor, list[OwnedGradients]]:
+    """Replace every ``.grad`` by that of the loss over the samples of all ranks. Sums use at least float32.
+
+    A gradient that is missing on this rank although another rank has one becomes zero before.
 
     Args:
         model: The model; all its trained parameters take part, preconditioned or not.
         runtime: The ranks.
         samples: This rank's samples (token losses: positions) of the step.
         summed: Whether the loss sums over samples; otherwise it is a mean.
+        groups: The covered layers, if only the worker of each is to get the result. On other ranks ``.grad`` then stays
+            unchanged. None: all ranks get all results.
 
     Returns:
-        The factor that makes the result the gradient of the mean loss: 1 for a mean, 1 / (all samples) for a sum.
+        The factor that makes the result the gradient of the mean loss: 1 for a mean, 1 / (all samples) for a sum; and
+        with `groups` the gradients by owner.
     """
-    if runtime.ranks == 1:
-        return 1.0 / max(1, samples) if summed else 1.0
-    groups: dict[torch.device, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            groups.setdefault(parameter.device, []).append(parameter)
-    scale: float | Tensor = 1.0
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if runtime.ranks == 1 or not trained:
+        return (1.0 / max(1, samples) if summed else 1.0), []
+    total = _agree(trained, runtime, samples)
     # If no rank has counted samples (double backward, models without layers), all ranks weigh alike.
-    weight = 1.0 if summed else float(samples) or _UNSEEN
-    for device, parameters in groups.items():
-        used = [float(parameter.grad is not None) for parameter in parameters]
-        pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
-        message = flatten([*pieces, tensor_on(device, [*used, float(samples) if summed else weight], dtype)])
-        counters = len(used) + 1
-        message[:-counters].mul_(weight)
-        runtime.sum_(message, {"gradients": message.numel() - counters, "counters": counters})
-        if summed:
-            scale = 1.0 / message[-1].clamp(min=1)
-        else:
-            message[:-counters].div_(message[-1])
-        _spread(message, parameters, pieces, all(used))
-    return scale
+    mean_weight = torch.where(total > 0, samples / total.clamp(min=1), 1 / runtime.ranks)
+    weight = torch.ones_like(total) if summed else mean_weight
+    owned: list[OwnedGradients] = []
+    if groups is None:
+        _reduce_to_all(trained, runtime, weight)
+    else:
+        owned = _by_owner(trained, groups, runtime.ranks)
+        for bucket in owned:
+            bucket.reduce(runtime, weight)
+    if not summed:
+        return 1.0, owned
+    wide = torch.float64 if any(parameter.dtype == torch.float64 for parameter in trained) else torch.float32
+    return 1.0 / total.clamp(min=1).to(wide), owned
 
 
-def _spread(message: Tensor, parameters: list[nn.Parameter], pieces: list[Tensor], complete: bool) -> None:
-    reduced = unflatten(message[: sum(piece.numel() for piece in pieces)], pieces)
-    if not complete:
+def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int) -> Tensor:
+    """Return the samples of all ranks. Parameters with a gradient on any rank get one on all, of zeros."""
+    used = [float(parameter.grad is not None) for parameter in trained]
+    counters = tensor_on(trained[0].device, [float(samples), *used], torch.float64)
+    runtime.sum_(counters, {"counters": len(counters)})
+    if not all(used):
         # Only a rank without a gradient checks whether another has one, because that synchronizes with the device.
-        counters = message[-len(parameters) - 1 : -1].tolist()
-        for parameter, piece, users in zip(parameters, pieces, counters, strict=True):
-            if parameter.grad is None and users > 0:
-                parameter.grad = piece
-    torch._foreach_copy_(pieces, reduced)
+        for parameter, users in zip(trained, counters[1:].tolist(), strict=True):
+            if parameter.grad is None and users:
+                parameter.grad = torch.zeros_like(parameter)
+    return counters[0]
+
+
+def _reduce_to_all(trained: Iterable[nn.Parameter], runtime: Communicator, weight: Tensor) -> None:
+    """Replace gradients by their sums over all ranks, times a `weight` of this rank."""
+    buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in trained:
+        if parameter.grad is not None:  # on all ranks
+            buckets.setdefault((parameter.device, parameter.dtype), []).append(parameter.grad)
+    for (_, dtype), gradients in buckets.items():
+        message = flatten(gradients).to(at_least_float32(dtype))
+        message.mul_(weight.to(message))
+        runtime.sum_(message, {"gradients": len(message)})
+        torch._foreach_copy_(gradients, unflatten(message, gradients))
+
+
+def _by_owner(trained: Iterable[nn.Parameter], groups: Sequence[BlockGroup], ranks: int) -> list[OwnedGradients]:
+    """Return the owners of the gradients, for each device and dtype, in the order of the parameters."""
+    workers: dict[int, list[tuple[slice | None, int]]] = {}
+    for group in groups:
+        for member in group.members:
+            for slot in member.layer.slots:
+                workers.setdefault(id(slot.parameter), []).append((slot.rows, group.role.server))
+    found: dict[tuple[torch.device, torch.dtype], OwnedGradients] = {}
+    for parameter in trained:
+        kind = parameter.device, parameter.dtype
+        bucket = found.setdefault(kind, OwnedGradients([[] for _ in range(ranks)], []))
+        known, end = workers.get(id(parameter)), 0
+        if known is None:
+            bucket.uncovered.append(Part(parameter))
+            continue
+        for rows, worker in sorted(known, key=lambda part: 0 if part[0] is None else part[0].start):
+            if rows is not None and rows.start > end:  # rows of another layer, which is left to the optimizer
+                bucket.uncovered.append(Part(parameter, slice(end, rows.start)))
+            bucket.covered[worker].append(Part(parameter, rows))
+            end = len(parameter) if rows is None else rows.stop
+        if end < len(parameter):
+            bucket.uncovered.append(Part(parameter, slice(end, len(parameter))))
+    return list(found.values())
+
+
+def _write(parts: Sequence[Part], summed: Tensor) -> None:
+    """Write sums into the gradients of some parts that have one."""
+    if not parts:
+        return
+    values = unflatten(summed, [part.values for part in parts])
+    pairs = [
+        (gradient, value) for part, value in zip(parts, values, strict=True) if (gradient := part.gradient) is not None
+    ]
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def take_over_reduction(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from natgrad.distributed import Communicator, Plan
 from natgrad.distributed.fsdp import Holders, is_sharded, pairs
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
-from natgrad.preconditioner.gradients.owners import OwnedGradients
+from natgrad.preconditioner.gradients.reduction import OwnedGradients
 from natgrad.preconditioner.gradients.stacked import GroupGradients, HeldRows
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.block_group import LayerBlocks

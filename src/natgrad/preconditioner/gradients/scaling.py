@@ -1,0 +1,219 @@
+"""How the user's loss is scaled, and the factor that makes gradients those of the mean loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import copy
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.capture.reductions import Reductions
+from natgrad.distributed import Communicator
+from natgrad.errors import NatgradError, require
+from natgrad.layers import Layer
+from natgrad.linalg import tensor_on
+from natgrad.linalg.device import on_host
+from natgrad.preconditioner.gradients.reduction import OwnedGradients, reduce_gradients
+from natgrad.preconditioner.structure import Structure
+
+
+class Scaling:
+    """How the user's loss is scaled: by its reduction, over backward passes, over ranks and by a ``GradScaler``.
+
+    Attributes:
+        reductions: The reduction of the loss for each layer.
+        reduces: Whether natgrad averages the gradients over the ranks.
+        counts: Whether the samples of every step must be counted.
+        of_sum: If the loss is a sum for some layers and a mean for others: the factor for gradients of the former, in
+            addition to the scale of the latter. None: all layers have the same reduction.
+    """
+
+    def __init__(
+        self,
+        reductions: Reductions,
+        layers: Iterable[str],
+        *,
+        accumulation: str,
+        reduces: bool,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        """Take the arguments of `natgrad.Preconditioner` of these names, and the names of its `layers`.
+
+        Raises:
+            ValueError: with ``gradients="reduce"``, if the loss is a sum for some layers and a mean for others.
+        """
+        layers = list(layers)
+        self._mixed = reductions.is_mapping and reductions.mixes_sum(layers)
+        self._summed = not self._mixed and reductions.of(layers[0] if layers else "") == "sum"
+        self._divided = accumulation == "mean"
+        allowed = "'averaged', where reduction is 'sum' for some layers and not for others"
+        require(not (self._mixed and reduces), "gradients", "reduce", allowed)
+        self.reductions, self.reduces, self._scaler = reductions, reduces, scaler
+        self._scaled: Tensor | None = None  # number of ranks that had not unscaled in the last step
+        self.of_sum: float | Tensor | None = None
+        self.counts = self._summed or self._mixed or reduces or not self._divided
+
+    def unscaled(self, reductions: Reductions) -> Scaling:
+        """Return a copy without the ``GradScaler``, with a copy of the reductions."""
+        result = copy(self)
+        result._scaler, result.reductions = None, reductions
+        return result
+
+    @property
+    def skips(self) -> bool:
+        """Whether the ``GradScaler`` may skip steps of the optimizer."""
+        return self._scaler is not None and self._scaler.is_enabled()
+
+    def weight(self, samples: int) -> float | None:
+        """Return the weight of this rank in the mean of the losses. None: the losses are summed."""
+        if not self.reduces:
+            return 1.0
+        return None if self._summed else float(samples)
+
+    def describe(self) -> str:
+        """Return a description of the settings that must be equal on all ranks."""
+        return f"accumulation={'mean' if self._divided else 'sum'!r}, {'a' if self.skips else 'no'} GradScaler"
+
+    def check(self, *, differentiated: bool) -> None:
+        """Check that the gradients have been unscaled.
+
+        Args:
+            differentiated: Whether this rank has had a backward pass since the last step.
+
+        Raises:
+            NatgradError: if ``unscale_`` was not called since the last update of the scaler; on all ranks, if a rank
+                without a backward pass did not call it in the last step.
+        """
+        if self._scaler is None or not self.skips:
+            return
+        if differentiated and not self._unscaled:
+            raise NatgradError("the gradients are scaled: call scaler.unscale_(optimizer) before preconditioner.step()")
+        self._check_all()
+
+    @property
+    def _unscaled(self) -> bool:
+        assert self._scaler is not None
+        return any(state["stage"].name == "UNSCALED" for state in self._scaler._per_optimizer_states.values())
+
+    def _check_all(self) -> None:
+        scaled, self._scaled = self._scaled, None
+        if scaled is not None and scaled > 0:
+            raise NatgradError(
+                "a rank without a backward pass has not called scaler.unscale_(optimizer) before the step, and would "
+                "unscale the gradients that it gets from the others: call it on every rank"
+            )
+
+    def skip_step(self, runtime: Communicator, device: torch.device) -> Tensor | None:
+        """Return whether the scaler skips this step because of a non-finite gradient on any rank. None: no scaler.
+
+        Sets the scaler's result on every rank to that of all ranks. With ``gradients="reduce"`` each rank has only
+        inspected the gradients of its own samples and would decide alone; a rank without gradients has no result, and
+        the scaler would raise an error.
+
+        Args:
+            runtime: The ranks.
+            device: The device of the result.
+
+        Raises:
+            NatgradError: on all ranks, if one has not called ``unscale_``. On accelerators the next `check` raises it,
+                because this method does not wait for the device.
+        """
+        if self._scaler is None or not self.skips:
+            return None
+        states = [state for state in self._scaler._per_optimizer_states.values() if state["stage"].name == "UNSCALED"]
+        scaled = self.reduces and runtime.ranks > 1 and not states
+        said = tensor_on(device, [0.0, float(scaled)], torch.float32)
+        for state in states:
+            for flag in state["found_inf_per_device"].values():
+                said[0] += flag.to(device)
+        if runtime.ranks > 1:
+            runtime.sum_(said, {"counters": 2})
+        found = (said[0] > 0).float()
+        for state in states:
+            flags = state["found_inf_per_device"]
+            for flag in flags.values():
+                flag.copy_(found)
+            if not flags:
+                flags[device] = found.clone()
+        self._scaled = said[1]
+        if on_host(device):
+            self._check_all()
+        return said[0] > 0
+
+    def of_captured(self, backwards: int) -> float | Tensor:
+        """Return the factor that turns captured gradients into those of per-sample losses, without the batch size.
+
+        Args:
+            backwards: The number of backward passes on this rank since the last step.
+        """
+        gain = float(max(1, backwards)) if self._divided else 1.0
+        return gain / self.of_loss
+
+    @property
+    def of_loss(self) -> float | Tensor:
+        """The present scale of the ``GradScaler``; 1 without one."""
+        scale: Tensor | None = getattr(self._scaler, "_scale", None)
+        return 1.0 if scale is None else scale
+
+    def of_layer(self, layer: Layer) -> float | Tensor:
+        """Return the factor that makes a layer's gradient that of its mean loss, in addition to `of_gradients`."""
+        if self.of_sum is None or self.reductions.of(layer.name) != "sum":
+            return 1.0
+        return self.of_sum
+
+    def of_gradients(
+        self, structure: Structure, runtime: Communicator, samples: int, backwards: int
+    ) -> tuple[float | Tensor, list[OwnedGradients]]:
+        """Reduce ``.grad`` with ``gradients="reduce"``, and return the factor that makes it that of the mean loss.
+
+        Args:
+            structure: The layers and their ranks.
+            runtime: The ranks.
+            samples: This rank's samples (token losses: positions) of the step.
+            backwards: Its backward passes since the last step.
+
+        Returns:
+            The factor, and the reduced gradients by owner if only the workers of the layers have them.
+        """
+        model = structure.root
+        scale: float | Tensor = 1.0
+        owned: list[OwnedGradients] = []
+        device = structure.groups[0].device if structure.groups else None
+        dtype = structure.groups[0].work_dtype if structure.groups else torch.float32
+        passes = self._passes(model, runtime, backwards, device, dtype)
+        if self.reduces:
+            groups = structure.groups if structure.plan.columns == runtime.ranks else None
+            scale, owned = reduce_gradients(model, runtime, samples, summed=self._summed, groups=groups)
+        elif (self._summed or self._mixed) and device is not None:
+            total = tensor_on(device, [float(samples)], torch.float32)
+            runtime.sum_(total, {"counters": 1})
+            exact = total[0].to(dtype)  # float32 for float32 models, float64 for float64 models
+            scale = runtime.ranks / exact.clamp(min=1)  # DDP divided a sum by P
+        if self._mixed:
+            self.of_sum = scale * passes
+            return 1.0 if self._divided else 1 / passes, owned
+        if self._summed:
+            return scale * passes if self._divided else scale, owned
+        return scale if self._divided else scale / passes, owned
+
+    def _passes(
+        self, model: nn.Module, runtime: Communicator, backwards: int, device: torch.device | None, dtype: torch.dtype
+    ) -> float | Tensor:
+        """Return the number of backward passes per rank, averaged over the ranks that had any, if the scale needs it.
+
+        The KL clip uses it, so it must be equal on all ranks. With ``gradients="reduce"`` each rank first scales its
+        gradients to this number of passes.
+        """
+        own = float(max(1, backwards))
+        if runtime.ranks == 1 or device is None or (not self._mixed and self._summed != self._divided):
+            return own
+        counted = tensor_on(device, [float(backwards), float(backwards > 0)], torch.float32)
+        runtime.sum_(counted, {"counters": 2})
+        # In the gradients' dtype: a quotient in float32 would be too inexact for float64 gradients.
+        total, users = counted.to(dtype).unbind()
+        passes = (total / users.clamp(min=1)).clamp(min=1)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        if self.reduces and gradients:
+            torch._foreach_mul_(gradients, own / passes if self._summed else passes / own)
+        return passes
