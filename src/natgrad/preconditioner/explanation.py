@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from rich.markup import escape
 from rich.table import Table
 
-from natgrad.capture.reductions import Reductions
-from natgrad.distributed import Plan
-from natgrad.preconditioner.coverage import Coverage
+from natgrad.damping.default import describe_damping
+from natgrad.preconditioner.parts import Parts
 from natgrad.printed import Printed
-from natgrad.state.block_group import BlockGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,54 +104,47 @@ class Explanation(Printed):
         return f"{self.preconditioned:.1%} of the parameters preconditioned so far, {self.covered:.1%} covered"
 
 
-def explain(
-    groups: list[BlockGroup],
-    coverage: Coverage,
-    reasons: Mapping[str, str],
-    plan: Plan[str],
-    seconds: float,
-    served: Collection[str],
-    note: str,
-    reductions: Reductions | None = None,
-) -> Explanation:
-    """Describe all parameters of a model.
-
-    Args:
-        groups: The groups of covered layers.
-        coverage: The other parameters, and the order of the model.
-        reasons: Why covered layers are not preconditioned, by layer key.
-        plan: The owners.
-        seconds: The time of all steps so far.
-        served: The keys of the layers that have been preconditioned.
-        note: The KL clip and the placement, in words.
-        reductions: The reductions of the layers. None: the same for all.
-    """
-    rows = []
-    total = sum(task.cost * group.size for group in groups for task in group.tasks) or 1.0
-    for group in groups:
-        work = sum(task.cost for task in group.tasks)
-        fallbacks = group.failures.fallbacks
-        for member in group.members:
-            layer = member.layer
+def explain(parts: Parts) -> Explanation:
+    """Describe all parameters of a model."""
+    structure, reductions, progress = parts.structure, parts.scaling.reductions, parts.progress
+    seconds, reasons = progress.ended - progress.began, parts.inspection.reasons
+    preconditioned = parts.watch.preconditioned()
+    total = sum(task.cost * group.size for group in structure.groups for task in group.tasks) or 1.0
+    rows = [Row(parameter=left.parameter, shape=left.shape, reason=left.reason) for left in structure.coverage.left]
+    for group in structure.groups:
+        work, fallbacks = sum(task.cost for task in group.tasks), group.failures.fallbacks
+        for layer in (member.layer for member in group.members):
             if layer.key in reasons:
-                plain = reasons[layer.key]
-                rows += [Row(parameter=slot.label, shape=slot.shape, reason=plain) for slot in layer.slots]
+                reason = reasons[layer.key]
+                rows += [Row(parameter=slot.label, shape=slot.shape, reason=reason) for slot in layer.slots]
                 continue
-            for first, slot in zip((True, *[False] * len(layer.slots)), layer.slots, strict=False):
+            for index, slot in enumerate(layer.slots):
+                first = index == 0
                 rows.append(
                     Row(
                         parameter=slot.label,
                         shape=slot.shape,
                         curvature=repr(group.curvature),
                         verdict="" if group.decisions is None else group.decisions.describe(layer),
-                        owners=dict(plan.seats[layer.key].owners) if first else None,
+                        owners=dict(structure.plan.seats[layer.key].owners) if first else None,
                         share=work * layer.blocks / total if first else 0.0,
                         time=layer.seconds / seconds if first and seconds else None,
                         bytes=group.bytes_per_block() * layer.blocks if first else 0,
-                        preconditioned=layer.key in served,
+                        preconditioned=layer.key in preconditioned,
                         fallback=fallbacks.get(layer.key, ""),
-                        reduction="" if reductions is None else reductions.of(layer.name),
+                        reduction=reductions.of(layer.name) if reductions.is_mapping else "",
                     )
                 )
-    rows += [Row(parameter=one.parameter, shape=one.shape, reason=one.reason) for one in coverage.left]
-    return Explanation(sorted(rows, key=lambda row: coverage.order[row.parameter]), note)
+    return Explanation(sorted(rows, key=lambda row: structure.coverage.order[row.parameter]), _note(parts))
+
+
+def _note(parts: Parts) -> str:
+    """Describe the KL clip, the placement, the damping and the reduction."""
+    notes, damping = [parts.clip.describe()], parts.damping.constant
+    if parts.runtime.ranks > 1:
+        notes.append(parts.structure.plan.note)
+    if damping is not None:
+        notes.append(describe_damping(damping, ((group.curvature, group.factor) for group in parts.groups)))
+    if chosen := parts.scaling.reductions.explain():
+        notes.append(chosen)
+    return "; ".join(notes)

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from natgrad.capture.reductions import Count
+from natgrad.distributed.fsdp import find_mesh
 from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner import Preconditioner
-from natgrad.preconditioner.copies import parts
 from natgrad.preconditioner.second_pass import Reevaluation
 
 # The number of layers that a warning names.
@@ -219,33 +220,55 @@ class PreconditionedOptimizer(Optimizer):
         Raises:
             TypeError: if the preconditioner belongs to a process group.
         """
-        return copied, (type(self), self.optimizer, *parts(self.preconditioner), self.count)
+        obstacle = _obstacle_to_copies(self.preconditioner)
+        if obstacle:
+            raise TypeError(
+                f"this PreconditionedOptimizer cannot be copied or pickled: it is {obstacle}. Save its "
+                "state_dict(gather=True), and load it into one that you build for the copy"
+            )
+        known = self.preconditioner
+        arguments = {**known._arguments, "model": known.parts.model}
+        kinds = type(self), type(known)
+        return _copied, (kinds, self.optimizer, known.optimizer is not None, arguments, known.state_dict(), self.count)
 
     def __repr__(self) -> str:
         """Show the inner optimizer."""
         return f"PreconditionedOptimizer({self.optimizer!r})"
 
 
-def copied(
-    kind: type[PreconditionedOptimizer],
+def _copied(
+    kinds: tuple[type[PreconditionedOptimizer], type[Preconditioner]],
     optimizer: Optimizer,
-    rebuild: Callable[[Optimizer, Any], Preconditioner],
-    preconditioner: Any,
+    preconditioner_has_optimizer: bool,
+    arguments: Mapping[str, Any],
+    state: Mapping[str, Any],
     count: Count | None,
 ) -> PreconditionedOptimizer:
-    """Return the copy of a `PreconditionedOptimizer` whose parts were copied.
-
-    Args:
-        kind: Its class.
-        optimizer: The inner optimizer's copy.
-        rebuild: Returns the preconditioner's copy.
-        preconditioner: The argument of `rebuild`.
-        count: The attribute `count`.
-    """
+    """Return the copy of a `PreconditionedOptimizer`: a preconditioner with the same arguments and state is built."""
+    kind, preconditioner_kind = kinds
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NatgradWarning)  # the original has warned already
+        preconditioner = preconditioner_kind(**arguments, optimizer=optimizer if preconditioner_has_optimizer else None)
+    preconditioner.load_state_dict(state)
     result = kind.__new__(kind)
-    PreconditionedOptimizer.__init__(result, optimizer, rebuild(optimizer, preconditioner))
+    PreconditionedOptimizer.__init__(result, optimizer, preconditioner)
     result.count = count
     return result
+
+
+def _obstacle_to_copies(preconditioner: Preconditioner) -> str:
+    """Return why a preconditioner cannot be copied. Empty: it can."""
+    model, plan = preconditioner.parts.model, preconditioner.plan
+    if isinstance(model, DistributedDataParallel):
+        return "of a model in DistributedDataParallel, which belongs to a process group"
+    if find_mesh(model) is not None:
+        return "of a model that FSDP2 shards, whose mesh cannot be copied"
+    for name in ("process_group", "mesh"):
+        if preconditioner._arguments[name] is not None:
+            return f"built with {name}=, which cannot be copied"
+    if plan.columns > 1:
+        return f"built with placement '{plan.placement}', where each rank holds a part of the state"
+    return ""
 
 
 def _warn_of_restarted(keys: list[str]) -> None:

@@ -18,7 +18,7 @@ from natgrad.capture.model_hooks import Hooks
 from natgrad.capture.reductions import LEFT_OUT, Count, Reduction, Reductions
 from natgrad.curvature import KFAC, Curvature
 from natgrad.damping import Control, Damping, TrustRegion
-from natgrad.damping.default import default_damping, describe_damping
+from natgrad.damping.default import default_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.fsdp import check_layers
 from natgrad.errors import NatgradError, describe, require
@@ -31,6 +31,7 @@ from natgrad.preconditioner.arguments import (
     replayed_of,
     resolve_group,
     unwrap,
+    warn_of_missing_process_group,
 )
 from natgrad.preconditioner.call_order import CallOrder
 from natgrad.preconditioner.compatibility import check_combinations, warn_of_combinations
@@ -46,7 +47,6 @@ from natgrad.preconditioner.gradients.reduction import take_over_reduction
 from natgrad.preconditioner.gradients.scaling import Scaling
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
-from natgrad.preconditioner.launch_check import warn_of_missing_process_group
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import Background, RefreshScheduler
 from natgrad.preconditioner.second_pass import Closure, SecondPass
@@ -468,16 +468,7 @@ class Preconditioner:
 
         The table also shows what has been preconditioned so far. Synchronizes with the device.
         """
-        structure, seconds = self.parts.structure, self.parts.progress.ended - self.parts.progress.began
-        reasons, note = self.parts.inspection.reasons, self.parts.clip.describe()
-        note += f"; {structure.plan.note}" if self.parts.runtime.ranks > 1 else ""
-        damping = self.parts.damping.constant
-        if damping is not None:
-            note += "; " + describe_damping(damping, ((one.curvature, one.factor) for one in structure.groups))
-        note += f"; {chosen}" if (chosen := self.parts.scaling.reductions.explain()) else ""
-        served = self.parts.watch.preconditioned()
-        reductions = self.parts.scaling.reductions if self.parts.scaling.reductions.is_mapping else None
-        return explain(structure.groups, structure.coverage, reasons, structure.plan, seconds, served, note, reductions)
+        return explain(self.parts)
 
     @property
     def plan(self) -> Plan[str]:
