@@ -1,14 +1,15 @@
-"""The table of incompatible choices.
+"""Which choices of curvature, placement, refresh rule and damping exclude each other.
 
-A combination in this table raises ``ValueError`` on several ranks. In one process it raises too, unless one process can
-do it: then `warn_of_combinations` warns, so that the problem shows before the first run on several ranks.
+Such a combination raises ``ValueError`` on several ranks. In one process it raises too, unless one process can do it:
+then `warn_of_combinations` warns, so that the problem shows before the first run on several ranks.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import computed_for, gathered, replayed_statistics, statistics_of
@@ -18,146 +19,91 @@ from natgrad.distributed import Placement
 from natgrad.errors import NatgradWarning, require
 from natgrad.layers import Layer
 from natgrad.refresh import RefreshRule
-from natgrad.specs import Statistic
 
 
 @dataclass(frozen=True)
-class Choices:
-    """The choices for one layer.
+class Conflict:
+    """Choices that exclude each other.
 
     Attributes:
+        argument: The argument of `natgrad.Preconditioner` that the error names.
+        value: Its value.
+        allowed: The allowed values.
+        reason: Why the choices are incompatible.
+        works_in_one_process: Whether one process can do it.
+    """
+
+    argument: str
+    value: Any
+    allowed: str
+    reason: str
+    works_in_one_process: bool = False
+
+
+def conflicts(
+    layer: Layer, curvature: Curvature, placement: Placement, refresh: RefreshRule | None, damping: Adaptive | None
+) -> Iterator[Conflict]:
+    """Yield the conflicts among the choices for one layer.
+
+    Args:
         layer: The layer.
         curvature: Its curvature.
         placement: The placement. "auto" is compatible with everything.
         refresh: The refresh rule. None: not checked.
         damping: The damping rule. None: a number, or not checked.
     """
+    statistics, rule, name = statistics_of(curvature, layer), placement.rule, repr(curvature)
+    computed, replays = computed_for(statistics), bool(replayed_statistics(statistics))
+    separate = refresh is not None and refresh.separate
+    criterion = None if refresh is None else refresh.criterion
 
-    layer: Layer
-    curvature: Curvature
-    placement: Placement
-    refresh: RefreshRule | None = None
-    damping: Adaptive | None = None
+    where = str(placement)
+    # A layer's only worker captures alone, but lookups are summed over all ranks.
+    for_others = layer.form == "one-hot" if rule.uses_own_samples else not rule.all_ranks_work
+    if computed and for_others:
+        allowed = "'comm-opt', 'pipelined', 'background', 'hybrid:1' or 'dp'"
+        reason = f"{name} looks at {', '.join(computed)}, which every rank that captures must hold"
+        yield Conflict("placement", where, allowed, reason, works_in_one_process=True)
+    if rule.renews_in_background:
+        allowed = "another than 'background'"
+        if gathered(statistics):
+            yield Conflict("placement", where, allowed, f"{name} renews by the rows of the very step")
+        if replays:
+            reason = f"{name} compares sums over a step, after which they would arrive"
+            yield Conflict("placement", where, allowed, reason)
+        if separate:
+            reason = f"all parts of a layer are renewed together there, and {refresh!r} renews the two sides at "
+            yield Conflict("placement", where, allowed, reason + "different steps")
+    if rule.sends_during_backward:
+        allowed = "another than 'pipelined'"
+        if separate:
+            reason = f"all sums of a layer leave together there, and {refresh!r} captures the two sides at different "
+            yield Conflict("placement", where, allowed, reason + "steps")
+        if criterion is not None and criterion.stops:
+            reason = f"all layers leave alike there, and {refresh!r} stops some of them"
+            yield Conflict("placement", where, allowed, reason)
 
-    @property
-    def statistics(self) -> tuple[Statistic, ...]:
-        """The statistics of the layer."""
-        return statistics_of(self.curvature, self.layer)
+    if replays and separate:
+        yield Conflict("refresh", repr(refresh), "one for both sides", f"the second pass of {name} sees both again")
+    if replays and criterion is not None:
+        reason = f"{name} updates all layers at every second pass, and no rule can leave some out"
+        yield Conflict("refresh", repr(refresh), "a natgrad.Refresh", reason)
 
-
-@dataclass(frozen=True)
-class Incompatibility:
-    """One row of the table.
-
-    Attributes:
-        argument: The argument of `natgrad.Preconditioner` that the error names.
-        holds: Returns whether the row applies to some choices.
-        instead: The allowed values of the argument; may contain ``{curvature}``, ``{refresh}`` and ``{damping}``.
-        reason: Why the choices are incompatible.
-        works_in_one_process: Whether one process can do it.
-    """
-
-    argument: str
-    holds: Callable[[Choices], bool]
-    instead: str
-    reason: str
-    works_in_one_process: bool = False
-
-    def describe(self, choices: Choices) -> tuple[str, str]:
-        """Return the value of the argument, and the allowed values with the reason."""
-        words = {
-            "curvature": repr(choices.curvature),
-            "refresh": repr(choices.refresh),
-            "damping": type(choices.damping).__name__,
-            "looks": ", ".join(computed_for(choices.statistics)),
-        }
-        value = {"placement": str(choices.placement), "curvature": words["curvature"], "refresh": words["refresh"]}
-        return value[self.argument], f"{self.instead}: {self.reason}".format(**words)
+    if damping is not None:
+        yield from _conflicts_with_damping(curvature, damping)
 
 
-def _captures_for_others(choices: Choices) -> bool:
-    """Return whether ranks capture statistics of layers whose decompositions they do not hold."""
-    rule = choices.placement.rule
-    if rule.uses_own_samples:  # a layer's only worker captures alone, but lookups are summed over all ranks
-        return choices.layer.form == "one-hot"
-    return not rule.all_ranks_work
-
-
-TABLE: tuple[Incompatibility, ...] = (
-    Incompatibility(
-        "placement",
-        lambda own: bool(computed_for(own.statistics)) and _captures_for_others(own),
-        "'comm-opt', 'pipelined', 'background', 'hybrid:1' or 'dp'",
-        "{curvature} looks at {looks}, which every rank that captures must hold",
-        works_in_one_process=True,
-    ),
-    Incompatibility(
-        "placement",
-        lambda own: bool(gathered(own.statistics)) and own.placement.rule.renews_in_background,
-        "another than 'background'",
-        "{curvature} renews by the rows of the very step",
-    ),
-    Incompatibility(
-        "placement",
-        lambda own: bool(replayed_statistics(own.statistics)) and own.placement.rule.renews_in_background,
-        "another than 'background'",
-        "{curvature} compares sums over a step, after which they would arrive",
-    ),
-    Incompatibility(
-        "placement",
-        lambda own: own.refresh is not None and own.refresh.separate and own.placement.rule.sends_during_backward,
-        "another than 'pipelined'",
-        "all sums of a layer leave together there, and {refresh} captures the two sides at different steps",
-    ),
-    Incompatibility(
-        "placement",
-        lambda own: own.refresh is not None and own.refresh.separate and own.placement.rule.renews_in_background,
-        "another than 'background'",
-        "all parts of a layer are renewed together there, and {refresh} renews the two sides at different steps",
-    ),
-    Incompatibility(
-        "placement",
-        lambda own: _rule_stops(own.refresh) and own.placement.rule.sends_during_backward,
-        "another than 'pipelined'",
-        "all layers leave alike there, and {refresh} stops some of them",
-    ),
-    Incompatibility(
-        "refresh",
-        lambda own: bool(replayed_statistics(own.statistics)) and own.refresh is not None and own.refresh.separate,
-        "one for both sides",
-        "the second pass of {curvature} sees both again",
-    ),
-    Incompatibility(
-        "refresh",
-        lambda own: (
-            bool(replayed_statistics(own.statistics)) and own.refresh is not None and own.refresh.criterion is not None
-        ),
-        "a natgrad.Refresh",
-        "{curvature} updates all layers at every second pass, and no rule can leave some out",
-    ),
-    Incompatibility(
-        "curvature",
-        lambda own: own.damping is not None and own.damping.sizes and own.curvature.is_normalized,
-        "one whose damping has the unit of the Fisher, as KFAC",
-        "damping={damping} goes by the size of the Fisher, and the damping of {curvature} is relative to it",
-    ),
-    Incompatibility(
-        "curvature",
-        lambda own: own.damping is not None and own.damping.sizes and own.curvature.trace_reads is None,
-        "one whose statistics tell its trace, as KFAC",
-        "damping={damping} goes by the size of the Fisher",
-    ),
-    Incompatibility(
-        "curvature",
-        lambda own: own.damping is not None and own.damping.compares and own.curvature.fisher_product_reads is None,
-        "one that can multiply by its Fisher, as KFAC",
-        "damping={damping} compares each step with its quadratic model",
-    ),
-)
-
-
-def _rule_stops(refresh: RefreshRule | None) -> bool:
-    return refresh is not None and refresh.criterion is not None and refresh.criterion.stops
+def _conflicts_with_damping(curvature: Curvature, damping: Adaptive) -> Iterator[Conflict]:
+    name, rule = repr(curvature), type(damping).__name__
+    by_size = f"damping={rule} goes by the size of the Fisher"
+    if damping.sizes and curvature.is_normalized:
+        allowed = "one whose damping has the unit of the Fisher, as KFAC"
+        yield Conflict("curvature", name, allowed, f"{by_size}, and the damping of {name} is relative to it")
+    if damping.sizes and curvature.trace_reads is None:
+        yield Conflict("curvature", name, "one whose statistics tell its trace, as KFAC", by_size)
+    if damping.compares and curvature.fisher_product_reads is None:
+        reason = f"damping={rule} compares each step with its quadratic model"
+        yield Conflict("curvature", name, "one that can multiply by its Fisher, as KFAC", reason)
 
 
 def check_combinations(
@@ -177,51 +123,23 @@ def check_combinations(
         ranks: The number of ranks.
 
     Raises:
-        ValueError: if a row of the table applies, unless `ranks` is 1 and one process can do it.
+        ValueError: if there is a conflict, unless `ranks` is 1 and one process can do it.
     """
-    for choices, entry in _found(covered, placement, refresh, damping):
-        value, allowed = entry.describe(choices)
-        require(ranks == 1 and entry.works_in_one_process, entry.argument, value, allowed)
+    rule = None if damping is None else damping.rule
+    for layer, curvature in covered:
+        for conflict in conflicts(layer, curvature, placement, refresh, rule):
+            fits = ranks == 1 and conflict.works_in_one_process
+            require(fits, conflict.argument, conflict.value, f"{conflict.allowed}: {conflict.reason}")
 
 
-def warn_of_combinations(
-    covered: Iterable[tuple[Layer, Curvature]],
-    placement: Placement,
-    refresh: RefreshRule | None,
-    damping: Control | None,
-    ranks: int,
-) -> None:
-    """Warn of combinations that work in one process only.
-
-    Args:
-        covered: As in `check_combinations`.
-        placement: As in `check_combinations`.
-        refresh: As in `check_combinations`.
-        damping: As in `check_combinations`.
-        ranks: As in `check_combinations`.
-    """
-    for choices, entry in _found(covered, placement, refresh, damping):
-        if ranks == 1 and entry.works_in_one_process:
-            value, allowed = entry.describe(choices)
+def warn_of_combinations(covered: Iterable[tuple[Layer, Curvature]], placement: Placement) -> None:
+    """Warn in one process, after `check_combinations`, of a combination that several ranks would refuse."""
+    for layer, curvature in covered:
+        for conflict in conflicts(layer, curvature, placement, None, None):
             warnings.warn(
-                f"natgrad: {entry.argument}={value!r} works in one process only and is refused on several ranks, where "
-                f"it must be {allowed}",
+                f"natgrad: {conflict.argument}={conflict.value!r} works in one process only and is refused on several "
+                f"ranks, where it must be {conflict.allowed}: {conflict.reason}",
                 NatgradWarning,
                 stacklevel=3,
             )
             return
-
-
-def _found(
-    covered: Iterable[tuple[Layer, Curvature]],
-    placement: Placement,
-    refresh: RefreshRule | None,
-    damping: Control | None,
-) -> Iterator[tuple[Choices, Incompatibility]]:
-    """Yield the rows of the table that apply, in order, each with the first layer concerned."""
-    rule = None if damping is None else damping.rule
-    every = [Choices(layer, curvature, placement, refresh, rule) for layer, curvature in covered]
-    for entry in TABLE:
-        first = next((choices for choices in every if entry.holds(choices)), None)
-        if first is not None:
-            yield first, entry

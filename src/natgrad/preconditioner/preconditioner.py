@@ -183,8 +183,7 @@ class Preconditioner:
         check_layers(layer for layer, _ in covered)
         check_second_pass(covered, optimizer, control)
         runtime = Communicator(resolve_group(model, process_group, mesh))
-        choices = (covered, rule, refresh, control, runtime.ranks)
-        check_combinations(*choices)
+        check_combinations(covered, rule, refresh, control, runtime.ranks)
         reductions, reduces = Reductions(reduction), gradients == "reduce"
         scaling = Scaling(reductions, names, accumulation=accumulation, reduces=reduces, scaler=scaler)
         # Every rank notices of layers that others capture how many positions a loss has, and passes to be repeated.
@@ -228,7 +227,8 @@ class Preconditioner:
         self._detached, self._epoch_warnings = False, EpochWarnings(refresh)
         warn_of_idle(root, curvature, structure.coverage)
         reductions.warn_of_idle(names)
-        warn_of_combinations(*choices)
+        if runtime.ranks == 1:
+            warn_of_combinations(covered, rule)
         warn_of_missing_process_group()
         warn_of_slow_renewal(structure.plan, structure.coverage.layers)
         # Last, because the user may turn the warning into an error.
