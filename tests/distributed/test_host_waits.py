@@ -22,7 +22,7 @@ ON_THE_CPU_ALONE = {
     ("device.py", "known_all"),
     ("guard.py", "check"),
     ("fallback.py", "_replace"),
-    ("fallback.py", "_suspects"),
+    ("fallback.py", "_knows_of_invalid"),
 }
 ROOM = str(Path(natgrad.__file__).parent)
 

@@ -313,13 +313,12 @@ def _weights(groups: Sequence[BlockGroup], runtime: Communicator) -> dict[int, T
 
 
 def _whole_layers(flags: Sequence[tuple[BlockGroup, slice, Tensor]]) -> set[str]:
-    """Return the keys of the layers whose blocks are all flagged."""
-    good = {
-        (id(group), block)
-        for group, blocks, fine in flags
-        for block, flag in zip(range(blocks.start, blocks.stop), fine.tolist(), strict=True)
-        if flag
-    }
+    """Return the keys of the layers whose blocks are all flagged. Waits once."""
+    if not flags:
+        return set()
+    numbers = torch.cat([fine.to(flags[0][2].device) for _, _, fine in flags]).tolist()
+    places = [(id(group), block) for group, blocks, _ in flags for block in range(blocks.start, blocks.stop)]
+    good = {place for place, fine in zip(places, numbers, strict=True) if fine}
     return {
         member.layer.key
         for group in {id(group): group for group, _, _ in flags}.values()
