@@ -13,7 +13,6 @@ from natgrad.distributed.fsdp import Piece, collect_rows, held_rows
 from natgrad.layers import Slot
 from natgrad.linalg.joined import joined, parted, together
 from natgrad.preconditioner.epochs import add_gradients
-from natgrad.preconditioner.gradients.reduction import OwnedGradients
 from natgrad.preconditioner.gradients.sharing import share
 from natgrad.preconditioner.gradients.stacked import GroupGradients
 from natgrad.preconditioner.guard.fallback import FallbackPolicy
@@ -31,12 +30,11 @@ class GradientStep:
         """Work on some parts."""
         self._parts = parts
 
-    def reduce(self, count: Count | None) -> tuple[float | Tensor, list[OwnedGradients]]:
+    def reduce(self, count: Count | None) -> float | Tensor:
         """Average ``.grad`` over the ranks with ``gradients="reduce"``.
 
         Returns:
-            The factor that makes it the gradient of the mean loss, and the gradients by owner if only the workers of
-            the layers have the averages.
+            The factor that makes it the gradient of the mean loss.
         """
         parts, capture = self._parts, self._parts.capture
         samples, backwards = capture.number(count), len(capture.backwards)
@@ -46,7 +44,7 @@ class GradientStep:
                 capture.sums.skip_step = parts.scaling.skip_step(parts.runtime, device)
             return parts.scaling.of_gradients(parts.structure, parts.runtime, samples, backwards)
 
-    def precondition(self, damping: float, scale: float | Tensor, owned: list[OwnedGradients]) -> None:
+    def precondition(self, damping: float, scale: float | Tensor) -> None:
         """Precondition the gradients on their workers, share the results, clip them and write them back.
 
         Sharded gradients are collected for some groups at a time. Peak memory: the preconditioned gradients of all
@@ -56,7 +54,6 @@ class GradientStep:
         Args:
             damping: γ.
             scale: The factor that `reduce` returned.
-            owned: The gradients by owner that `reduce` returned.
         """
         parts, progress = self._parts, self._parts.progress
         with parts.scheduler.timed("fixed", parts.spent), progress.phase("solve", parts.runtime):
@@ -74,7 +71,7 @@ class GradientStep:
                     fallback.replace_unsound(entries, damping)
                 del received  # before the next ones are collected
             if parts.shares_work:
-                share(everything, parts.structure.plan, parts.runtime, parts.watch, owned)
+                share(everything, parts.structure.plan, parts.runtime, parts.watch)
             self._clear_nonfinite(everything)
             parts.clip.apply(
                 everything, scale, parts.runtime, shares_work=parts.shares_work, layer_scale=parts.scaling.of_layer

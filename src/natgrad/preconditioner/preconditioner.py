@@ -299,14 +299,14 @@ class Preconditioner:
             self._decompositions.collect(early=self._decompositions.are_due)
 
         self._statistics.compare_gradients()
-        scale, owned = self._gradients.reduce(count)
+        scale = self._gradients.reduce(count)
         statistics_before = progress.last_factors
         if parts.capture.wanted:
             self._statistics.update(count)
         if self._decompositions.are_due:
             damping = self._decompositions.update(count, damping, scale)
         model = self._second_pass.quadratic_model(damping, scale)
-        self._gradients.precondition(damping, scale, owned)
+        self._gradients.precondition(damping, scale)
         self.call_order.written.note(parts.structure.slots)
         self._second_pass.schedule(closure, count, model, statistics_before)
 

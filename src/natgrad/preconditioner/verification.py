@@ -281,11 +281,11 @@ class _FirstStep:
         parts = self._parts
         damping = parts.progress.damping = parts.damping_now()
         check_agreement(parts, damping)
-        scale, owned = self._gradients.reduce(None)
+        scale = self._gradients.reduce(None)
         self._statistics.update(None)
         if self._decompositions.are_due:
             damping = self._decompositions.update(None, damping, scale)
-        self._gradients.precondition(damping, scale, owned)
+        self._gradients.precondition(damping, scale)
         blocks = states.snapshot(parts.groups)
         if parts.shares_work:
             blocks, _ = states.union(blocks, {}, parts.runtime)

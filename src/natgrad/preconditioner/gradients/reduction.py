@@ -2,13 +2,12 @@
 
 If each layer has one worker, its gradient is reduced to that rank only (Osawa 2020, stage 3). Together with the
 preconditioned gradients that the workers send afterwards, about as many bytes are sent as by the all-reduce of plain
-data parallelism. The gradients of parameters without curvature are then divided among the ranks.
+data parallelism.
 """
 
 # No postponed annotations here: DistributedDataParallel inspects the annotations of its communication hook.
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -22,103 +21,29 @@ from natgrad.state.block_group import BlockGroup
 
 
 @dataclass(frozen=True)
-class Part:
-    """A trained parameter, or the rows of it that belong to one layer or to none.
+class _Rows:
+    """Some rows of a trained parameter.
 
     Attributes:
         parameter: The parameter.
         rows: The rows. None: all.
+        owner: The only worker of their layer. None: they have no curvature.
     """
 
     parameter: nn.Parameter
-    rows: slice | None = None
-
-    @property
-    def values(self) -> Tensor:
-        """The values of the rows."""
-        return self.parameter if self.rows is None else self.parameter[self.rows]
+    rows: slice | None
+    owner: int | None
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient of the rows, if there is one."""
+        """Their gradient, if there is one."""
         gradient = self.parameter.grad
         return gradient if gradient is None or self.rows is None else gradient[self.rows]
-
-    @property
-    def addend(self) -> Tensor:
-        """This rank's contribution to the gradient: zeros if it has none."""
-        gradient = self.gradient
-        return torch.zeros_like(self.values) if gradient is None else gradient.to(self.parameter.dtype)
-
-
-@dataclass
-class OwnedGradients:
-    """The gradients of trained parameters of one device and dtype, by the rank that sums them.
-
-    Attributes:
-        covered: For each rank the parts of its layers.
-        uncovered: The parts without curvature. Their gradients, end to end, are cut into one piece per rank.
-        piece: The sum of this rank's piece.
-    """
-
-    covered: list[list[Part]]
-    uncovered: list[Part]
-    piece: Tensor | None = None
-
-    @cached_property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters, each once."""
-        parts = [*(part for parts in self.covered for part in parts), *self.uncovered]
-        return list({id(part.parameter): part.parameter for part in parts}.values())
-
-    @property
-    def device(self) -> torch.device:
-        """Their device."""
-        return self.parameters[0].device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Their dtype."""
-        return self.parameters[0].dtype
-
-    @cached_property
-    def pieces(self) -> list[int]:
-        """The number of uncovered elements that each rank sums; equal up to one."""
-        ranks = len(self.covered)
-        total = sum(part.values.numel() for part in self.uncovered)
-        return [total * (rank + 1) // ranks - total * rank // ranks for rank in range(ranks)]
-
-    def reduce(self, runtime: Communicator, weight: Tensor) -> None:
-        """Write the sums of this rank's layers into their gradients, and keep its piece of the others.
-
-        Args:
-            runtime: The ranks.
-            weight: A factor for this rank's gradients.
-        """
-        pieces = self._joined(self.uncovered).split(self.pieces)
-        values = [
-            torch.cat([self._joined(parts), piece]).mul_(weight.to(self.device, at_least_float32(self.dtype)))
-            for parts, piece in zip(self.covered, pieces, strict=True)
-        ]
-        nothing = [values[0].new_empty(0)] * runtime.ranks
-        summed, _ = runtime.reduce_to_owners(values, nothing, "gradients", self.dtype)
-        covered, self.piece = summed.to(self.dtype).tensor_split([len(summed) - self.pieces[runtime.rank]])
-        _write(self.covered[runtime.rank], covered)
-
-    def write_uncovered(self, pieces: Sequence[Tensor]) -> None:
-        """Write the pieces of all ranks into the gradients of parameters without curvature."""
-        _write(self.uncovered, torch.cat(list(pieces)))
-
-    def _joined(self, parts: list[Part]) -> Tensor:
-        """Return this rank's gradients end to end, in at least float32."""
-        dtype = at_least_float32(self.dtype)
-        addends = [part.addend for part in parts]
-        return flatten(addends).to(dtype) if addends else torch.empty(0, dtype=dtype, device=self.device)
 
 
 def reduce_gradients(
     model: nn.Module, runtime: Communicator, samples: int, *, summed: bool, groups: Sequence[BlockGroup] | None
-) -> tuple[float | Tensor, list[OwnedGradients]]:
+) -> float | Tensor:
     """Replace every ``.grad`` by that of the loss over the samples of all ranks. Sums use at least float32.
 
     A gradient that is missing on this rank although another rank has one becomes zero before.
@@ -132,27 +57,24 @@ def reduce_gradients(
             unchanged. None: all ranks get all results.
 
     Returns:
-        The factor that makes the result the gradient of the mean loss: 1 for a mean, 1 / (all samples) for a sum; and
-        with `groups` the gradients by owner.
+        The factor that makes the result the gradient of the mean loss: 1 for a mean, 1 / (all samples) for a sum.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if runtime.ranks == 1 or not trained:
-        return (1.0 / max(1, samples) if summed else 1.0), []
+        return 1.0 / max(1, samples) if summed else 1.0
     total = _agree(trained, runtime, samples)
     # If no rank has counted samples (double backward, models without layers), all ranks weigh alike.
     mean_weight = torch.where(total > 0, samples / total.clamp(min=1), 1 / runtime.ranks)
     weight = torch.ones_like(total) if summed else mean_weight
-    owned: list[OwnedGradients] = []
-    if groups is None:
-        _reduce_to_all(trained, runtime, weight)
-    else:
-        owned = _by_owner(trained, groups, runtime.ranks)
-        for bucket in owned:
-            bucket.reduce(runtime, weight)
+    rows = [_Rows(parameter, None, None) for parameter in trained]
+    if groups is not None:
+        rows = list(_split(trained, groups))
+    _reduce_to_all([part for part in rows if part.owner is None], runtime, weight)
+    _reduce_to_owners([part for part in rows if part.owner is not None], runtime, weight)
     if not summed:
-        return 1.0, owned
+        return 1.0
     wide = torch.float64 if any(parameter.dtype == torch.float64 for parameter in trained) else torch.float32
-    return 1.0 / total.clamp(min=1).to(wide), owned
+    return 1.0 / total.clamp(min=1).to(wide)
 
 
 def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int) -> Tensor:
@@ -168,55 +90,64 @@ def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int) -> 
     return counters[0]
 
 
-def _reduce_to_all(trained: Iterable[nn.Parameter], runtime: Communicator, weight: Tensor) -> None:
-    """Replace gradients by their sums over all ranks, times a `weight` of this rank."""
-    buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in trained:
-        if parameter.grad is not None:  # on all ranks
-            buckets.setdefault((parameter.device, parameter.dtype), []).append(parameter.grad)
-    for (_, dtype), gradients in buckets.items():
-        message = flatten(gradients).to(at_least_float32(dtype))
-        message.mul_(weight.to(message))
-        runtime.sum_(message, {"gradients": len(message)})
-        torch._foreach_copy_(gradients, unflatten(message, gradients))
-
-
-def _by_owner(trained: Iterable[nn.Parameter], groups: Sequence[BlockGroup], ranks: int) -> list[OwnedGradients]:
-    """Return the owners of the gradients, for each device and dtype, in the order of the parameters."""
-    workers: dict[int, list[tuple[slice | None, int]]] = {}
+def _split(trained: Iterable[nn.Parameter], groups: Sequence[BlockGroup]) -> Iterator[_Rows]:
+    """Yield the rows of parameters by the layer that they belong to."""
+    layers: dict[int, list[tuple[slice | None, int]]] = {}
     for group in groups:
-        for member in group.members:
-            for slot in member.layer.slots:
-                workers.setdefault(id(slot.parameter), []).append((slot.rows, group.role.server))
-    found: dict[tuple[torch.device, torch.dtype], OwnedGradients] = {}
+        for slot in (slot for member in group.members for slot in member.layer.slots):
+            layers.setdefault(id(slot.parameter), []).append((slot.rows, group.role.server))
     for parameter in trained:
-        kind = parameter.device, parameter.dtype
-        bucket = found.setdefault(kind, OwnedGradients([[] for _ in range(ranks)], []))
-        known, end = workers.get(id(parameter)), 0
-        if known is None:
-            bucket.uncovered.append(Part(parameter))
-            continue
-        for rows, worker in sorted(known, key=lambda part: 0 if part[0] is None else part[0].start):
-            if rows is not None and rows.start > end:  # rows of another layer, which is left to the optimizer
-                bucket.uncovered.append(Part(parameter, slice(end, rows.start)))
-            bucket.covered[worker].append(Part(parameter, rows))
-            end = len(parameter) if rows is None else rows.stop
-        if end < len(parameter):
-            bucket.uncovered.append(Part(parameter, slice(end, len(parameter))))
-    return list(found.values())
+        covered, end = layers.get(id(parameter), []), 0
+        for rows, owner in sorted(covered, key=lambda own: 0 if own[0] is None else own[0].start):
+            start, stop = (0, len(parameter)) if rows is None else (rows.start, rows.stop)
+            if start > end:  # rows of another layer, which is left to the optimizer
+                yield _Rows(parameter, slice(end, start), None)
+            yield _Rows(parameter, rows, owner)
+            end = stop
+        if not covered or end < len(parameter):
+            yield _Rows(parameter, slice(end, len(parameter)) if covered else None, None)
 
 
-def _write(parts: Sequence[Part], summed: Tensor) -> None:
-    """Write sums into the gradients of some parts that have one."""
-    if not parts:
-        return
-    values = unflatten(summed, [part.values for part in parts])
-    pairs = [
-        (gradient, value) for part, value in zip(parts, values, strict=True) if (gradient := part.gradient) is not None
-    ]
-    if pairs:
-        targets, sources = zip(*pairs, strict=True)
-        torch._foreach_copy_(list(targets), list(sources))
+def _by_kind(parts: Iterable[_Rows]) -> Iterator[list[_Rows]]:
+    """Yield rows that have a gradient, which they have on all ranks or on none, by device and dtype."""
+    found: dict[tuple[torch.device, torch.dtype], list[_Rows]] = {}
+    for part in parts:
+        if part.parameter.grad is not None:
+            found.setdefault((part.parameter.device, part.parameter.dtype), []).append(part)
+    yield from found.values()
+
+
+def _joined(parts: Iterable[_Rows], weight: Tensor) -> Tensor:
+    """Return this rank's gradients, times its weight, end to end in at least float32."""
+    addends = [part.gradient for part in parts if part.gradient is not None]
+    dtype = at_least_float32(weight.dtype)
+    return flatten(addends).to(dtype).mul_(weight) if addends else torch.empty(0, dtype=dtype, device=weight.device)
+
+
+def _reduce_to_all(parts: Iterable[_Rows], runtime: Communicator, weight: Tensor) -> None:
+    for bucket in _by_kind(parts):
+        parameter = bucket[0].parameter
+        message = _joined(bucket, weight.to(parameter.device, at_least_float32(parameter.dtype)))
+        runtime.sum_(message, {"gradients": len(message)})
+        _write(bucket, message)
+
+
+def _reduce_to_owners(parts: Iterable[_Rows], runtime: Communicator, weight: Tensor) -> None:
+    for bucket in _by_kind(parts):
+        parameter = bucket[0].parameter
+        scale = weight.to(parameter.device, at_least_float32(parameter.dtype))
+        owned = [[part for part in bucket if part.owner == rank] for rank in range(runtime.ranks)]
+        values = [_joined(some, scale) for some in owned]
+        nothing = [values[0].new_empty(0)] * runtime.ranks
+        summed, _ = runtime.reduce_to_owners(values, nothing, "gradients", parameter.dtype)
+        _write(owned[runtime.rank], summed)
+
+
+def _write(parts: Sequence[_Rows], summed: Tensor) -> None:
+    """Write sums into gradients."""
+    gradients = [part.gradient for part in parts if part.gradient is not None]
+    if gradients:
+        torch._foreach_copy_(gradients, unflatten(summed, gradients))
 
 
 def take_over_reduction(model: nn.Module) -> None:

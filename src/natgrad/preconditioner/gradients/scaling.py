@@ -14,7 +14,7 @@ from natgrad.errors import NatgradError, require
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import on_host
-from natgrad.preconditioner.gradients.reduction import OwnedGradients, reduce_gradients
+from natgrad.preconditioner.gradients.reduction import reduce_gradients
 from natgrad.preconditioner.structure import Structure
 
 
@@ -162,9 +162,7 @@ class Scaling:
             return 1.0
         return self.of_sum
 
-    def of_gradients(
-        self, structure: Structure, runtime: Communicator, samples: int, backwards: int
-    ) -> tuple[float | Tensor, list[OwnedGradients]]:
+    def of_gradients(self, structure: Structure, runtime: Communicator, samples: int, backwards: int) -> float | Tensor:
         """Reduce ``.grad`` with ``gradients="reduce"``, and return the factor that makes it that of the mean loss.
 
         Args:
@@ -172,19 +170,15 @@ class Scaling:
             runtime: The ranks.
             samples: This rank's samples (token losses: positions) of the step.
             backwards: Its backward passes since the last step.
-
-        Returns:
-            The factor, and the reduced gradients by owner if only the workers of the layers have them.
         """
         model = structure.root
         scale: float | Tensor = 1.0
-        owned: list[OwnedGradients] = []
         device = structure.groups[0].device if structure.groups else None
         dtype = structure.groups[0].work_dtype if structure.groups else torch.float32
         passes = self._passes(model, runtime, backwards, device, dtype)
         if self.reduces:
             groups = structure.groups if structure.plan.columns == runtime.ranks else None
-            scale, owned = reduce_gradients(model, runtime, samples, summed=self._summed, groups=groups)
+            scale = reduce_gradients(model, runtime, samples, summed=self._summed, groups=groups)
         elif (self._summed or self._mixed) and device is not None:
             total = tensor_on(device, [float(samples)], torch.float32)
             runtime.sum_(total, {"counters": 1})
@@ -192,10 +186,10 @@ class Scaling:
             scale = runtime.ranks / exact.clamp(min=1)  # DDP divided a sum by P
         if self._mixed:
             self.of_sum = scale * passes
-            return 1.0 if self._divided else 1 / passes, owned
+            return 1.0 if self._divided else 1 / passes
         if self._summed:
-            return scale * passes if self._divided else scale, owned
-        return scale if self._divided else scale / passes, owned
+            return scale * passes if self._divided else scale
+        return scale if self._divided else scale / passes
 
     def _passes(
         self, model: nn.Module, runtime: Communicator, backwards: int, device: torch.device | None, dtype: torch.dtype

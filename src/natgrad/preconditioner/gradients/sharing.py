@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,23 +12,9 @@ from natgrad.distributed import Communicator, Plan
 from natgrad.distributed.fsdp import Holders, is_sharded, pairs
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
-from natgrad.preconditioner.gradients.reduction import OwnedGradients
 from natgrad.preconditioner.gradients.stacked import GroupGradients, HeldRows
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.block_group import LayerBlocks
-
-
-@dataclass
-class _Bucket:
-    """Gradients of one device and dtype, sent together.
-
-    Attributes:
-        entries: Gradients of layers, each preconditioned by one rank of the row.
-        uncovered: Gradients of parameters without curvature, of which each rank has summed a part.
-    """
-
-    entries: list[GroupGradients] = field(default_factory=list)
-    uncovered: list[OwnedGradients] = field(default_factory=list)
 
 
 def share(
@@ -37,7 +22,6 @@ def share(
     plan: Plan[str],
     runtime: Communicator,
     watch: FailureCounters,
-    uncovered: Sequence[OwnedGradients] = (),
 ) -> None:
     """Send the preconditioned gradients of all layers to every rank, or the rows that it holds (FSDP2).
 
@@ -49,22 +33,19 @@ def share(
         plan: The workers.
         runtime: The ranks.
         watch: Counts the failures of all layers.
-        uncovered: Reduced gradients of parameters without curvature. Every layer then has one worker.
     """
-    buckets: dict[tuple[torch.device, torch.dtype], _Bucket] = {}
-    for gradients in uncovered:
-        buckets.setdefault((gradients.device, gradients.dtype), _Bucket()).uncovered.append(gradients)
+    buckets: dict[tuple[torch.device, torch.dtype], list[GroupGradients]] = {}
     for entry in entries:
-        buckets.setdefault((entry.group.device, entry.group.work_dtype), _Bucket()).entries.append(entry)
+        buckets.setdefault((entry.group.device, entry.group.work_dtype), []).append(entry)
     holders, row = Holders(runtime), plan.row(runtime.rank)
     runtime.subgroup(row)
     for (device, dtype), bucket in buckets.items():
         empty = torch.empty(0, dtype=dtype, device=device)
-        workers = [entry for entry in bucket.entries if entry.group.role.is_gradient_worker]
+        workers = [entry for entry in bucket if entry.group.role.is_gradient_worker]
         sent = [_counters(entry, watch) for entry in workers]
-        slots = (slot for entry in bucket.entries for member in entry.members for slot in member.layer.slots)
+        slots = (slot for entry in bucket for member in entry.members for slot in member.layer.slots)
         if any(is_sharded(slot.parameter) for slot in slots):
-            _share_rows(bucket.entries, torch.cat([empty, *sent]), row, runtime, holders, watch)
+            _share_rows(bucket, torch.cat([empty, *sent]), row, runtime, holders, watch)
         else:
             _share_whole(bucket, torch.cat([empty, *sent]), row, runtime, watch)
         for entry, numbers in zip(workers, sent, strict=True):
@@ -72,31 +53,26 @@ def share(
 
 
 def _share_whole(
-    bucket: _Bucket, counters: Tensor, row: Sequence[int], runtime: Communicator, watch: FailureCounters
+    bucket: Sequence[GroupGradients],
+    counters: Tensor,
+    row: Sequence[int],
+    runtime: Communicator,
+    watch: FailureCounters,
 ) -> None:
     """Exchange whole gradients."""
-    entries = {rank: [entry for entry in bucket.entries if entry.group.role.server == rank] for rank in row}
-    values = [
-        counters[:0],
-        *(entry.V.reshape(-1) for entry in entries[runtime.rank]),
-        *(gradients.piece for gradients in bucket.uncovered if gradients.piece is not None),
-    ]
+    entries = {rank: [entry for entry in bucket if entry.group.role.server == rank] for rank in row}
+    values = torch.cat([counters[:0], *(entry.V.reshape(-1) for entry in entries[runtime.rank])])
     sizes = {rank: [_numel(entry) for entry in entries[rank]] for rank in row}
-    pieces = {rank: [gradients.pieces[rank] for gradients in bucket.uncovered] for rank in row}
     counts = {rank: [_counter_count(entry) for entry in entries[rank]] for rank in row}
-    totals = [(sum(sizes[rank]) + sum(pieces[rank]), sum(counts[rank])) for rank in row]
-    shared = runtime.share_from_owners((torch.cat(values), counters), totals, "gradients", ranks=row)
-    summed = []
-    for rank, (their_values, their_counters) in zip(row, shared, strict=True):
-        vectors = their_values.split([*sizes[rank], *pieces[rank]])
-        summed.append(vectors[len(sizes[rank]) :])
+    totals = [(sum(sizes[rank]), sum(counts[rank])) for rank in row]
+    shared = runtime.share_from_owners((values, counters), totals, "gradients", ranks=row)
+    for rank, (vectors, numbers) in zip(row, shared, strict=True):
         if rank == runtime.rank:
             continue
-        for entry, V, numbers in zip(entries[rank], vectors, their_counters.split(counts[rank]), strict=False):
+        pieces = zip(entries[rank], vectors.split(sizes[rank]), numbers.split(counts[rank]), strict=True)
+        for entry, V, own in pieces:
             entry.V = V.view(entry.group.size, entry.group.outputs, entry.group.inputs)
-            _receive_counters(entry, numbers, watch)
-    for gradients, own_pieces in zip(bucket.uncovered, zip(*summed, strict=True), strict=True):
-        gradients.write_uncovered(own_pieces)
+            _receive_counters(entry, own, watch)
 
 
 def _share_rows(
