@@ -21,11 +21,6 @@ def check_reduction(model: nn.Module, runtime: Communicator, gradients: str) -> 
     This must be known before the first backward pass: a rank whose wrapper averages would wait there for ranks whose
     wrapper does not. Without a wrapper nothing is sent in that pass.
 
-    Args:
-        model: The model, whose communication hook is not yet replaced.
-        runtime: The ranks.
-        gradients: The argument of that name.
-
     Raises:
         NatgradError: on all ranks, if it differs.
     """
@@ -37,10 +32,6 @@ def check_agreement(parts: Parts, damping: float) -> None:
     """Check that all ranks have equal settings; collective. A rank without samples takes the choice of "auto".
 
     Otherwise messages would not match, ranks would wait forever, or their parameters would differ.
-
-    Args:
-        parts: The components on this rank.
-        damping: γ of the step.
 
     Raises:
         NatgradError: on all ranks, if their models, options or progress differ.
@@ -60,11 +51,7 @@ def check_agreement(parts: Parts, damping: float) -> None:
 
 
 def _check_alike(settings: Sequence[Mapping[str, str]]) -> None:
-    """Check that the settings of all ranks are equal.
-
-    Raises:
-        NatgradError: if not, naming the settings that differ and their values.
-    """
+    """Raise a `NatgradError` if the settings of the ranks differ, with their values."""
     known = dict.fromkeys(name for own in settings for name in own)  # ranks may have different curvatures
     names = [name for name in known if len({own.get(name) for own in settings}) > 1]
     if names:

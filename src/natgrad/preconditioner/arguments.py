@@ -109,11 +109,7 @@ def check_arguments(
 
 
 def _check_reductions(reductions: Reductions, curvature: object, damping: object) -> None:
-    """Check that there is a single reduction where it is needed.
-
-    Raises:
-        ValueError: if there are several, and labels are sampled or the damping follows the loss.
-    """
+    """Check that there is a single reduction if labels are sampled or the damping follows the loss."""
     choices = curvature.values() if isinstance(curvature, Mapping) else [curvature]
     sampled = [choice for choice in choices if isinstance(choice, Curvature) and choice.likelihood is not None]
     fits = not sampled or (reductions.single is not None and not reductions.is_undecided)
@@ -212,11 +208,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def announced_ranks(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the variable in which a launcher announces several ranks, and their number. None: there is one.
-
-    Args:
-        environment: The environment variables of this process.
-    """
+    """Return the variable in which a launcher announces several ranks, and their number. None: there is one."""
     sizes = {name: _whole(environment.get(name)) for name in _SIZES}
     if "SLURM_PROCID" in environment:
         # The tasks of an allocation are ranks, unless this process belongs to a job step with one task.

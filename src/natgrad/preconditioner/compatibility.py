@@ -43,15 +43,7 @@ class Conflict:
 def conflicts(
     layer: Layer, curvature: Curvature, placement: Placement, refresh: RefreshRule | None, damping: Adaptive | None
 ) -> Iterator[Conflict]:
-    """Yield the conflicts among the choices for one layer.
-
-    Args:
-        layer: The layer.
-        curvature: Its curvature.
-        placement: The placement. "auto" is compatible with everything.
-        refresh: The refresh rule. None: not checked.
-        damping: The damping rule. None: a number, or not checked.
-    """
+    """Yield the conflicts among the choices for one layer. "auto" is compatible with everything."""
     statistics, rule, name = statistics_of(curvature, layer), placement.rule, repr(curvature)
     computed, replays = computed_for(statistics), bool(replayed_statistics(statistics))
     separate = refresh is not None and refresh.separate
@@ -115,12 +107,7 @@ def check_combinations(
 ) -> None:
     """Check that the choices for all layers are compatible.
 
-    Args:
-        covered: The layers with their curvatures.
-        placement: The placement.
-        refresh: The refresh rule. None: not checked.
-        damping: γ. None: not checked.
-        ranks: The number of ranks.
+    A refresh rule or damping of None is not checked.
 
     Raises:
         ValueError: if there is a conflict, unless `ranks` is 1 and one process can do it.

@@ -49,11 +49,7 @@ class GradientStep:
 
         Sharded gradients are collected for some groups at a time. Peak memory: the preconditioned gradients of all
         groups, the collected ones of `_BUCKET` bytes or of the largest group, and the raw ones of groups that are
-        processed together.
-
-        Args:
-            damping: γ.
-            scale: The factor that `reduce` returned.
+        processed together. `scale` is the factor that `reduce` returned.
         """
         parts, progress = self._parts, self._parts.progress
         with parts.scheduler.timed("fixed", parts.spent), progress.phase("solve", parts.runtime):

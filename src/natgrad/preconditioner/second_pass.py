@@ -150,11 +150,8 @@ class SecondPass:
     ) -> None:
         """Schedule what is to follow the optimizer's step.
 
-        Args:
-            closure: The argument of `step`.
-            count: The argument of `step`.
-            model: The quadratic model of the loss, before gradients were preconditioned.
-            statistics_before: The step at which statistics were updated before this one.
+        `model` is the `quadratic_model`, made before gradients were preconditioned, and `statistics_before` the step at
+        which statistics were updated before this one.
         """
         parts = self._parts
         if model is not None:

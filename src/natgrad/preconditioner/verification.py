@@ -256,11 +256,7 @@ class _FirstStep:
         self._statistics.attach()
 
     def backward(self, batch: Any, loss_fn: LossFunction, score: Score, share: float = 1.0) -> None:
-        """Differentiate the loss of a batch, times a `share`, after that of sampled labels where these are needed.
-
-        Raises:
-            ValueError: if `loss_fn` does not return what it should.
-        """
+        """Differentiate the loss of a batch, times a `share`, after that of sampled labels where these are needed."""
         with torch.enable_grad():
             result = loss_fn(self._parts.model, batch)
             pair: tuple[Any, Any] = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -325,14 +321,7 @@ def _placed_parts(original: Parts) -> Parts:
 
 
 def _plain_parts(placed: Parts, preconditioner: Preconditioner, model: nn.Module, *, counts_samples: bool) -> Parts:
-    """Return parts for a plain copy of the model in this process alone, with the settings of those of all ranks.
-
-    Args:
-        placed: Those of all ranks.
-        preconditioner: The preconditioner.
-        model: The copy.
-        counts_samples: Whether the samples of every pass are counted in any case.
-    """
+    """Return parts for a plain copy of the model in this process alone, with the settings of those of all ranks."""
     precision, factor = replace(placed.structure.precision, wire=None), placed.damping.factor
     structure = Structure(
         model, preconditioner.curvature, precision, placement=Placement(), rank=0, ranks=1, factor=factor

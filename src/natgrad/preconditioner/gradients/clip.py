@@ -69,14 +69,9 @@ class Clip:
         shares_work: bool,
         layer_scale: Callable[[Layer], float | Tensor],
     ) -> None:
-        """Scale the preconditioned gradients by ν.
+        """Scale the preconditioned gradients of all groups by ν.
 
-        Args:
-            entries: The gradients of all groups; blocks that are not finite are zero.
-            scale: The factor that makes the raw gradients those of the mean loss.
-            runtime: The ranks.
-            shares_work: Whether each rank holds the curvature of some layers only.
-            layer_scale: Returns an additional factor for a layer.
+        `scale`, and for each layer `layer_scale`, make the raw gradients those of the mean loss.
         """
         if isinstance(self.bound, TrustRegion):
             assert self.optimizer is not None

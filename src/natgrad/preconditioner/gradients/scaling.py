@@ -76,10 +76,7 @@ class Scaling:
         return f"accumulation={'mean' if self._divided else 'sum'!r}, {'a' if self.skips else 'no'} GradScaler"
 
     def check(self, *, differentiated: bool) -> None:
-        """Check that the gradients have been unscaled.
-
-        Args:
-            differentiated: Whether this rank has had a backward pass since the last step.
+        """Check that the gradients have been unscaled, if this rank was `differentiated` since the last step.
 
         Raises:
             NatgradError: if ``unscale_`` was not called since the last update of the scaler; on all ranks, if a rank
@@ -111,10 +108,6 @@ class Scaling:
         inspected the gradients of its own samples and would decide alone; a rank without gradients has no result, and
         the scaler would raise an error.
 
-        Args:
-            runtime: The ranks.
-            device: The device of the result.
-
         Raises:
             NatgradError: on all ranks, if one has not called ``unscale_``. On accelerators the next `check` raises it,
                 because this method does not wait for the device.
@@ -142,10 +135,9 @@ class Scaling:
         return said[0] > 0
 
     def of_captured(self, backwards: int) -> float | Tensor:
-        """Return the factor that turns captured gradients into those of per-sample losses, without the batch size.
+        """Return the factor that turns captured gradients of so many passes into those of per-sample losses.
 
-        Args:
-            backwards: The number of backward passes on this rank since the last step.
+        It does not contain the batch size.
         """
         gain = float(max(1, backwards)) if self._divided else 1.0
         return gain / self.of_loss
@@ -165,11 +157,7 @@ class Scaling:
     def of_gradients(self, structure: Structure, runtime: Communicator, samples: int, backwards: int) -> float | Tensor:
         """Reduce ``.grad`` with ``gradients="reduce"``, and return the factor that makes it that of the mean loss.
 
-        Args:
-            structure: The layers and their ranks.
-            runtime: The ranks.
-            samples: This rank's samples (token losses: positions) of the step.
-            backwards: Its backward passes since the last step.
+        `samples` and `backwards` are this rank's samples (token losses: positions) and backward passes of the step.
         """
         model = structure.root
         scale: float | Tensor = 1.0

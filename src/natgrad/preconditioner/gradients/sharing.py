@@ -27,12 +27,6 @@ def share(
 
     Each worker sends V and ⟨V, W⟩ of every block to the other ranks of its row, and for every layer its fallback level
     and its number of failures, so that all ranks decide alike.
-
-    Args:
-        entries: Of all layers on every rank, preconditioned where this rank is a worker.
-        plan: The workers.
-        runtime: The ranks.
-        watch: Counts the failures of all layers.
     """
     buckets: dict[tuple[torch.device, torch.dtype], list[GroupGradients]] = {}
     for entry in entries:

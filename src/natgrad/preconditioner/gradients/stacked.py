@@ -83,10 +83,9 @@ class GroupGradients:
         return self.levels[tensor_on(self.levels.device, [0, *accumulate(self.counts[:-1])])]
 
     def gather(self, received: Mapping[int, list[Piece]]) -> None:
-        """Lay out ``.grad`` as `W`. A missing gradient of a weight or bias counts as zero.
+        """Lay out ``.grad`` as `W`; of sharded parameters the `received` rows, by the parameter's ``id``.
 
-        Args:
-            received: The rows of sharded gradients, by the parameter's ``id``.
+        A missing gradient of a weight or bias counts as zero.
         """
         group = self.group
         self.W = torch.empty(sum(self.counts), group.outputs, group.inputs, dtype=group.work_dtype, device=group.device)

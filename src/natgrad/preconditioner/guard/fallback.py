@@ -54,9 +54,7 @@ class FallbackPolicy:
     def replace_unsound(self, entries: Sequence[GroupGradients], damping: float) -> None:
         """Replace the unsound preconditioned gradients of some layers, and set ⟨V, W⟩ and the levels.
 
-        Args:
-            entries: Gradients of one device, dtype and definiteness. Their raw gradients are dropped.
-            damping: γ.
+        They are of one device, dtype and definiteness. Their raw gradients are dropped.
         """
         for entry in entries:
             entry.inner, entry.levels = dots(entry.V, entry.W), self._best_levels(entry)
