@@ -25,7 +25,7 @@ def check_reduction(model: nn.Module, runtime: Communicator, gradients: str) -> 
         NatgradError: on all ranks, if it differs.
     """
     if isinstance(model, DistributedDataParallel):
-        _check_alike([{"gradients": own} for own in runtime.all_gather_objects(gradients)])
+        _check_equal([{"gradients": choice} for choice in runtime.all_gather_objects(gradients)])
 
 
 def check_agreement(parts: Parts, damping: float) -> None:
@@ -47,19 +47,19 @@ def check_agreement(parts: Parts, damping: float) -> None:
             "the ranks have made different plans: their models or curvatures differ, or the options of "
             "natgrad.Placement (costs, speeds, link and memory have to be the same on every rank)"
         )
-    _check_alike([own for _, own in found])
+    _check_equal([settings for _, settings in found])
 
 
-def _check_alike(settings: Sequence[Mapping[str, str]]) -> None:
+def _check_equal(settings: Sequence[Mapping[str, str]]) -> None:
     """Raise a `NatgradError` if the settings of the ranks differ, with their values."""
-    known = dict.fromkeys(name for own in settings for name in own)  # ranks may have different curvatures
-    names = [name for name in known if len({own.get(name) for own in settings}) > 1]
+    known = dict.fromkeys(name for one in settings for name in one)  # ranks may have different curvatures
+    names = [name for name in known if len({one.get(name) for one in settings}) > 1]
     if names:
-        first, other = next((settings[0], own) for own in settings if own != settings[0])
+        first, other = next((settings[0], one) for one in settings if one != settings[0])
         differing = [name for name in names if first.get(name) != other.get(name)]
-        told = "; ".join(f"{name}: {first.get(name, 'none')} and {other.get(name, 'none')}" for name in differing)
+        values = "; ".join(f"{name}: {first.get(name, 'none')} and {other.get(name, 'none')}" for name in differing)
         raise NatgradError(
-            f"the ranks differ in {', '.join(names)} ({told}): build the Preconditioner with the same arguments on "
+            f"the ranks differ in {', '.join(names)} ({values}): build the Preconditioner with the same arguments on "
             f"every rank, and load a state on every rank or on none"
         )
 
@@ -67,13 +67,13 @@ def _check_alike(settings: Sequence[Mapping[str, str]]) -> None:
 def _settings(parts: Parts, damping: float) -> dict[str, str]:
     """Return descriptions of the settings that must be equal, besides the plan."""
     progress, groups = parts.progress, parts.groups
-    made = [(one.curvature, one.statistics, one.tasks) for one in groups]
+    made = [(group.curvature, group.statistics, group.tasks) for group in groups]
     kinds = [(type(c), type(c.likelihood), c.factor_decay, *tensors) for c, *tensors in made]
     return {
         "state": f"step {progress.step}, factors of {progress.last_factors}, inverses of {progress.last_inverses}",
         "curvature": f"{crc32(repr(kinds).encode()):08x}",
-        "dtypes": str([str(one.dtype) for one in groups]),
-        **_options_of({id(one.curvature): one.curvature for one in groups}.values()),
+        "dtypes": str([str(group.dtype) for group in groups]),
+        **_options_of({id(group.curvature): group.curvature for group in groups}.values()),
         "damping": str(damping),
         "rule": parts.damping.settings,
         "kl_clip": str(parts.clip.bound),

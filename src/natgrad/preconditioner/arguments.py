@@ -80,8 +80,8 @@ def check_arguments(
     allowed = "an optimizer that steps once for each backward pass: LBFGS evaluates its closure within a step"
     require(not isinstance(optimizer, torch.optim.LBFGS), "optimizer", type(optimizer).__name__, allowed)
     if isinstance(optimizer, torch.optim.Optimizer):
-        own = {id(parameter) for parameter in model.parameters()}
-        fits = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        known = {id(parameter) for parameter in model.parameters()}
+        fits = any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
         require(fits, "optimizer", type(optimizer).__name__, "one that holds parameters of the model")
     if damping is not None:
         Control(damping)  # type: ignore[arg-type]
@@ -175,19 +175,19 @@ def resolve_group(model: nn.Module, process_group: Any, mesh: Any) -> dist.Proce
         ValueError: if both are given, if one contradicts the wrapper, or if this process is not in it.
     """
     require(process_group is None or mesh is None, "mesh", mesh, "left out when process_group is given")
-    own = find_mesh(model)
+    sharding = find_mesh(model)
     if mesh is not None:
-        fits = isinstance(mesh, dist.device_mesh.DeviceMesh) and (mesh.ndim == 1 or own is not None)
+        fits = isinstance(mesh, dist.device_mesh.DeviceMesh) and (mesh.ndim == 1 or sharding is not None)
         require(fits, "mesh", mesh, "a one-dimensional DeviceMesh, or that of FSDP2")
-        process_group = mesh.get_group() if own is None else None
+        process_group = mesh.get_group() if sharding is None else None
     if process_group is not None:
         require(
             dist.is_initialized(), "process_group", process_group, "left out unless torch.distributed is initialised"
         )
         fits = isinstance(process_group, dist.ProcessGroup) and dist.get_rank(process_group) >= 0
         require(fits, "process_group", process_group, "a group that this process belongs to")
-    if own is not None:
-        return mesh_group(own, process_group, mesh)
+    if sharding is not None:
+        return mesh_group(sharding, process_group, mesh)
     if isinstance(model, DistributedDataParallel):
         agrees = process_group is None or process_group is model.process_group
         require(agrees, "process_group", process_group, "left out, or the group of DistributedDataParallel itself")

@@ -67,7 +67,7 @@ class Coverage:
         identities = [
             (shared.setdefault(id(parameter), len(shared)), tuple(parameter.shape))
             for place in self.watched
-            for parameter in _own(place.module)
+            for parameter in _parameters_of(place.module)
             if not is_lazy(parameter)
         ]
         return [*(place.signature() for place in self.watched), tuple(identities)]
@@ -95,7 +95,7 @@ def cover(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None
         The layers with a curvature, and every other parameter with a reason.
     """
     every = list(places(model))
-    found = [_find(place, curvature) for place in every if list(_own(place.module))]
+    found = [_find(place, curvature) for place in every if list(_parameters_of(place.module))]
     covered = _cover(found)
     fitted = {slot.identity for layer, _ in covered for slot in layer.slots}
     taken = {parameter for parameter, _ in fitted}
@@ -185,7 +185,7 @@ def _cover(found: list[_Found]) -> list[tuple[Layer, Curvature]]:
     """Return one layer with its curvature for each group of tied ones. The other modules get a reason."""
     users: dict[int, set[str]] = {}
     for one in found:
-        for parameter in _own(one.place.module):
+        for parameter in _parameters_of(one.place.module):
             users.setdefault(id(parameter), set()).add(one.place.name)
     covered = []
     for claims in _claims(found):
@@ -202,7 +202,7 @@ def _listed(names: Iterable[str]) -> str:
     return " and ".join(name or "the model" for name in names)
 
 
-def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+def _parameters_of(module: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in module._parameters.values() if parameter is not None)
 
 

@@ -51,9 +51,9 @@ class PreconditionedOptimizer(Optimizer):
         known = preconditioner.optimizer
         allowed = "the one that the preconditioner was given, and reads the learning rate of"
         require(known is None or known is optimizer, "optimizer", repr(optimizer), allowed)
-        own = {id(parameter) for parameter in preconditioner.parameters()}
-        fits = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-        require(fits or not own, "optimizer", repr(optimizer), "one of the preconditioner's model")
+        covered = {id(parameter) for parameter in preconditioner.parameters()}
+        fits = any(id(parameter) in covered for group in optimizer.param_groups for parameter in group["params"])
+        require(fits or not covered, "optimizer", repr(optimizer), "one of the preconditioner's model")
         self.optimizer, self.preconditioner, self.count = optimizer, preconditioner, None
         self._warned_of_incomplete = False
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
@@ -134,8 +134,8 @@ class PreconditionedOptimizer(Optimizer):
         Gradients that natgrad has yet to reduce differ, but then the hooks see every backward pass, and a rank without
         one has no gradients or those that the last step left.
         """
-        own = self.preconditioner
-        if self.state or not own.parts.capture.idle or own.call_order.written.remain():
+        preconditioner = self.preconditioner
+        if self.state or not preconditioner.parts.capture.idle or preconditioner.call_order.written.remain():
             return False
         if any(float(group["lr"]) for group in self.param_groups if "lr" in group):
             return False

@@ -98,7 +98,7 @@ def _split(trained: Iterable[nn.Parameter], groups: Sequence[BlockGroup]) -> Ite
             layers.setdefault(id(slot.parameter), []).append((slot.rows, group.role.server))
     for parameter in trained:
         covered, end = layers.get(id(parameter), []), 0
-        for rows, owner in sorted(covered, key=lambda own: 0 if own[0] is None else own[0].start):
+        for rows, owner in sorted(covered, key=lambda part: 0 if part[0] is None else part[0].start):
             start, stop = (0, len(parameter)) if rows is None else (rows.start, rows.stop)
             if start > end:  # rows of another layer, which is left to the optimizer
                 yield _Rows(parameter, slice(end, start), None)

@@ -116,23 +116,23 @@ class Scaling:
             return None
         states = [state for state in self._scaler._per_optimizer_states.values() if state["stage"].name == "UNSCALED"]
         scaled = self.reduces and runtime.ranks > 1 and not states
-        said = tensor_on(device, [0.0, float(scaled)], torch.float32)
+        counters = tensor_on(device, [0.0, float(scaled)], torch.float32)
         for state in states:
             for flag in state["found_inf_per_device"].values():
-                said[0] += flag.to(device)
+                counters[0] += flag.to(device)
         if runtime.ranks > 1:
-            runtime.sum_(said, {"counters": 2})
-        found = (said[0] > 0).float()
+            runtime.sum_(counters, {"counters": 2})
+        found = (counters[0] > 0).float()
         for state in states:
             flags = state["found_inf_per_device"]
             for flag in flags.values():
                 flag.copy_(found)
             if not flags:
                 flags[device] = found.clone()
-        self._scaled = said[1]
+        self._scaled = counters[1]
         if on_host(device):
             self._check_all()
-        return said[0] > 0
+        return counters[0] > 0
 
     def of_captured(self, backwards: int) -> float | Tensor:
         """Return the factor that turns captured gradients of so many passes into those of per-sample losses.
@@ -187,9 +187,9 @@ class Scaling:
         The KL clip uses it, so it must be equal on all ranks. With ``gradients="reduce"`` each rank first scales its
         gradients to this number of passes.
         """
-        own = float(max(1, backwards))
+        here = float(max(1, backwards))
         if runtime.ranks == 1 or device is None or (not self._mixed and self._summed != self._divided):
-            return own
+            return here
         counted = tensor_on(device, [float(backwards), float(backwards > 0)], torch.float32)
         runtime.sum_(counted, {"counters": 2})
         # In the gradients' dtype: a quotient in float32 would be too inexact for float64 gradients.
@@ -197,5 +197,5 @@ class Scaling:
         passes = (total / users.clamp(min=1)).clamp(min=1)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         if self.reduces and gradients:
-            torch._foreach_mul_(gradients, own / passes if self._summed else passes / own)
+            torch._foreach_mul_(gradients, here / passes if self._summed else passes / here)
         return passes

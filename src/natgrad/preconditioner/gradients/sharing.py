@@ -64,9 +64,9 @@ def _share_whole(
         if rank == runtime.rank:
             continue
         pieces = zip(entries[rank], vectors.split(sizes[rank]), numbers.split(counts[rank]), strict=True)
-        for entry, V, own in pieces:
+        for entry, V, received in pieces:
             entry.V = V.view(entry.group.size, entry.group.outputs, entry.group.inputs)
-            _receive_counters(entry, own, watch)
+            _receive_counters(entry, received, watch)
 
 
 def _share_rows(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import CurvatureError, require
+from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all, on_host
 from natgrad.linalg.joined import joined, together, write_
 from natgrad.state.block_group import BlockGroup, LayerBlocks
@@ -90,7 +91,8 @@ class FailureCounters:
         self.guard = guard
         self._totals: dict[str, float | Tensor] = dict.fromkeys(_KINDS, 0)
         self._streaks: dict[tuple[str, int], tuple[BlockGroup, Tensor]] = {}
-        self._preconditioned: dict[tuple[str, ...], Tensor] = {}  # whether layers were, by their curvature, in any step
+        self._flags: dict[int, tuple[BlockGroup, Tensor]] = {}
+        self._preconditioned: set[str] = set()
         self._checks = 0
 
     def saw_factors(self, seen: Sequence[Trouble]) -> None:
@@ -117,30 +119,38 @@ class FailureCounters:
         Args:
             seen: Groups, some of their layers, and the levels of these ``[m]``.
         """
-        for some in together(seen, lambda one: (one[2].device, one[2].dtype)):
-            levels = joined([own for _, _, own in some])
-            fresh = levels <= Level.FRESH
-            keys = [[member.layer.key for member in members] for _, members, _ in some]
-            for (group, _, own), names in zip(some, keys, strict=True):
-                group.failures.last = None if known_all(fresh) else (names, own)
-            every = tuple(key for names in keys for key in names)
-            natural = (levels >= Level.FRESH) & (levels <= Level.STALE)
-            self._preconditioned[every] = natural | self._preconditioned.get(every, natural)
-            for kind, level in () if known_all(fresh) else _FALLBACKS.items():
+        for some in together(seen, lambda entry: (entry[2].device, entry[2].dtype)):
+            levels = joined([levels for _, _, levels in some])
+            natural, is_fresh = (levels >= Level.FRESH) & (levels <= Level.STALE), known_all(levels <= Level.FRESH)
+            places = []
+            for group, members, entry_levels in some:
+                keys = [member.layer.key for member in members]
+                group.failures.last = None if is_fresh else (keys, entry_levels)
+                places.append(self._flags_of(group, members, levels.device))
+            write_(places, natural | joined([flags[index] for flags, index in places]))
+            for kind, level in () if is_fresh else _FALLBACKS.items():
                 self._add(kind, (levels == level).sum())
+
+    def _flags_of(
+        self, group: BlockGroup, members: list[LayerBlocks], device: torch.device
+    ) -> tuple[Tensor, slice | Tensor]:
+        """Return whether each layer of a group was preconditioned by its curvature ``[M]``, and the place of some."""
+        if id(group) not in self._flags:
+            self._flags[id(group)] = group, torch.zeros(len(group.members), dtype=torch.bool, device=device)
+        indices = [group.members.index(member) for member in members]
+        index = slice(None) if len(members) == len(group.members) else tensor_on(device, indices)
+        return self._flags[id(group)][1], index
 
     def preconditioned(self) -> set[str]:
         """Return the keys of the layers that were preconditioned by their curvature in any step. Waits."""
-        return {
-            key
-            for keys, flags in self._preconditioned.items()
-            for key, flag in zip(keys, flags.tolist(), strict=True)
-            if flag
-        }
+        for group, flags in self._flags.values():
+            pairs = zip(group.members, flags.tolist(), strict=True)
+            self._preconditioned |= {member.layer.key for member, flag in pairs if flag}
+        return self._preconditioned
 
     def renewal_failures(self, group: BlockGroup) -> Tensor:
         """Return how often in a row the curvature of each layer of a group could not be renewed ``[M]``."""
-        known = [streak for (kind, own), (_, streak) in self._streaks.items() if own == id(group) and _is_renewal(kind)]
+        known = [streak for (kind, key), (_, streak) in self._streaks.items() if key == id(group) and _is_renewal(kind)]
         worst = torch.zeros(group.size, dtype=torch.int32, device=group.device)
         for streak in known:
             worst = torch.maximum(worst, streak.to(worst))
@@ -162,8 +172,8 @@ class FailureCounters:
         if self.guard.limit is None:
             return
         found: dict[str, list[str]] = {}
-        for (kind, own), (group, streak) in self._streaks.items():
-            if _is_renewal(kind) and (_CURVATURE, own) in self._streaks:
+        for (kind, key), (group, streak) in self._streaks.items():
+            if _is_renewal(kind) and (_CURVATURE, key) in self._streaks:
                 continue  # all ranks use the numbers of the worker, so that all raise
             if not on_host(streak) and self._checks % self._PATIENCE:
                 continue
@@ -194,6 +204,8 @@ class FailureCounters:
 
     def forget(self) -> None:
         """Reset the counts of failures in a row, because the groups have changed."""
+        self.preconditioned()
+        self._flags.clear()
         self._streaks.clear()
 
     def _count(self, total: str, kind: str, seen: Sequence[Trouble]) -> None:

@@ -28,10 +28,10 @@ class Inspection:
 
     def __init__(self) -> None:
         """Start without findings."""
-        self._looked = self._late = False
+        self._looked = self._has_changed = False
         self._misused: set[str] = set()
         self._uncalled: set[str] = set()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -41,11 +41,11 @@ class Inspection:
     @property
     def looked(self) -> bool:
         """Whether `look` has nothing to look for in this step."""
-        return self._looked or self._late
+        return self._looked or self._has_changed
 
     def restart(self) -> None:
         """Start again with the next step, because the layers have changed."""
-        self._looked, self._late = False, True
+        self._looked, self._has_changed = False, True
 
     def look(self, groups: list[BlockGroup], sums: StatisticsBuffer, runtime: Communicator) -> None:
         """Find tables with gradients in rows that were not looked up, as from ``F.linear(h, table.weight)``.
@@ -83,10 +83,10 @@ class Inspection:
             seen: The keys of the layers with statistics.
             captured: Whether the hooks captured statistics in this step.
         """
-        if captured and not self._late:
+        if captured and not self._has_changed:
             # A rank that only uses its own samples may have gradients of samples that it has not captured.
-            told = (group for group in groups if group.role.keeps_averages and group.role.seat.sums != "alone")
-            received = (member.layer for group in told for member in group.members)
+            complete = (group for group in groups if group.role.keeps_averages and group.role.seat.sums != "alone")
+            received = (member.layer for group in complete for member in group.members)
             unseen = (layer for layer in received if layer.key not in seen)
             self._uncalled = {layer.key for layer in unseen if _has_gradient(layer)}
         # After loading a checkpoint, a layer without curvature may be one that was found before.
@@ -95,7 +95,7 @@ class Inspection:
 
     def report(self) -> None:
         """Warn once of each layer, at the end of a step."""
-        self._late = False
+        self._has_changed = False
         self._warn(
             self._misused,
             "some rows have one without any lookup. Give a functional head a layer of the same weight "
@@ -104,10 +104,10 @@ class Inspection:
         self._warn(self._uncalled, f"their layers were never called. Call the modules themselves{BLIND}")
 
     def _warn(self, keys: set[str], why: str) -> None:
-        news = sorted(keys - self._told)
-        self._told |= keys
-        if news:
-            names = ", ".join(news[:_NAMED]) + (f" and {len(news) - _NAMED} more" if len(news) > _NAMED else "")
+        fresh = sorted(keys - self._warned)
+        self._warned |= keys
+        if fresh:
+            names = ", ".join(fresh[:_NAMED]) + (f" and {len(fresh) - _NAMED} more" if len(fresh) > _NAMED else "")
             message = f"natgrad leaves the gradients of {names} as they are: {why}; see explain()"
             warnings.warn(message, NatgradWarning, stacklevel=5)  # the caller of `step`
 
