@@ -14,7 +14,7 @@ from natgrad.layers import Layer
 from natgrad.layers.norm import NORMS
 
 if TYPE_CHECKING:
-    from natgrad.capture.samples import Samples
+    from natgrad.capture.model_hooks import Samples
 
 Reduction: TypeAlias = Literal["mean", "tokens", "sum"]
 Count: TypeAlias = "int | Mapping[str, int]"

@@ -65,30 +65,31 @@ class Extent:
 
 
 class Adaptation(ABC):
-    """The state of an adaptive rule in one training.
+    """The state of a damping in one training.
 
     Attributes:
         gamma: γ, the same on all ranks.
+        awaits_sizes: Whether a measurement is needed at the next renewal.
     """
 
     gamma: float
+    awaits_sizes: bool = False
+
+    def value(self, step: int) -> float:
+        """Return γ of the step after `step` completed ones."""
+        return self.gamma
 
     def tries(self, step: int) -> bool:
         """Return whether to compare the step after `step` completed ones with its quadratic model."""
-        return False
-
-    @property
-    def awaits_sizes(self) -> bool:
-        """Whether the rule needs a measurement at the next renewal."""
         return False
 
     def measure(self, extent: Extent) -> None:
         """Update the rule with a measurement before a renewal."""
         raise NotImplementedError
 
-    @abstractmethod
     def learn(self, outcome: Outcome) -> None:
         """Update the rule with the outcome of a compared step, equal on all ranks."""
+        raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
         """Return further numbers for the user."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.curvature import Curvature
-from natgrad.damping.quadratic import accountants, accounted
+from natgrad.damping.quadratic import accountants
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import rows_of, whole
 from natgrad.errors import require
@@ -78,23 +78,20 @@ class TrustRegion:
             shares_work: Whether each rank holds the curvature of some layers only.
         """
         groups, rules = [entry.group for entry in gradients.entries], _rules(optimizer)
+        if not groups:
+            return 1.0
         shares_work = shares_work or any(map(has_shards, groups))  # no rank alone has all rows
-        mine = {id(group) for group in (accounted(groups, runtime.rank) if shares_work else groups)}
+        owners = zip(groups, accountants(groups), strict=True)
+        mine = {id(group) for group, accountant in owners if accountant == runtime.rank or not shares_work}
         rows = _Added.of(groups, rules, runtime)
         beside = [rows.beside(entry) for entry in gradients.entries]
-        total: Tensor | None = None
+        total = torch.zeros((), dtype=torch.float64, device=groups[0].device)
         for entry, B in zip(gradients.entries, beside, strict=True):
             if id(entry.group) in mine:
                 D = _whole(entry, entry.V + B) * _rates(entry.group, lambda slot: rules[id(slot.parameter)].rate(slot))
-                own = torch.linalg.vecdot(D.flatten(), entry.group.fisher_product(D).flatten()).double()
-                total = own if total is None else total + own.to(total)
-        if not groups:
-            return 1.0
-        total = torch.zeros((), dtype=torch.float64, device=groups[0].device) if total is None else total
+                total += torch.linalg.vecdot(D.flatten(), entry.group.fisher_product(D).flatten()).double().to(total)
         if shares_work and runtime.ranks > 1:
-            message = total.to(groups[0].device).reshape(1)
-            runtime.sum_(message, {"counters": 1})
-            total = message[0]
+            runtime.sum_(total.view(1), {"counters": 1})
         s = (2 * self.radius / total).sqrt().clamp(max=1.0).nan_to_num(1.0)
         for entry, B in zip(gradients.entries, beside, strict=True):
             if entry.ready is False:

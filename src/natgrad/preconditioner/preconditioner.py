@@ -20,7 +20,7 @@ from natgrad.capture.reductions import LEFT_OUT, Count, Reduction, Reductions
 from natgrad.curvature import KFAC, Curvature
 from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control, Damping, TrustRegion
-from natgrad.damping.default import default_damping, describe_damping
+from natgrad.damping.control import default_damping, describe_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.fsdp import check_layers
 from natgrad.errors import NatgradError, NatgradWarning, describe, require

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from natgrad.capture.reductions import Count
-from natgrad.damping.losses import Losses
-from natgrad.damping.quadratic import Model
+from natgrad.damping.quadratic import Losses, QuadraticModel
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import renew
 from natgrad.preconditioner.second_pass import Closure, Replay
@@ -26,7 +25,7 @@ class SecondLook:
         parts, capture = self._parts, self._parts.capture
         if not capture.backwards:
             return ""
-        if parts.damping.tries(parts.progress.step):
+        if parts.damping.adaptation.tries(parts.progress.step):
             return parts.damping.name
         replayed = (group.curvature for group in parts.groups if group.replayed_statistics)
         first = next(replayed, None)
@@ -64,18 +63,18 @@ class SecondLook:
                 plan, wire = parts.structure.plan, parts.precision.wire
                 renew(groups, plan, parts.runtime, keys, (), damping, parts.watch, wire, replayed=True)
 
-    def quadratic_model(self, damping: float, scale: float | Tensor) -> Model | None:
+    def quadratic_model(self, damping: float, scale: float | Tensor) -> QuadraticModel | None:
         """Return the quadratic model of the loss at the present parameters, if a damping rule needs it in this step."""
         parts = self._parts
-        if not parts.damping.tries(parts.progress.step):
+        if not parts.damping.adaptation.tries(parts.progress.step):
             return None
-        return Model.of(parts.groups, parts.runtime, damping, scale)
+        return QuadraticModel(parts.groups, parts.runtime, damping, scale)
 
-    def compare(self, model: Model, closure: Closure | None, count: Count | None) -> None:
+    def compare(self, model: QuadraticModel, closure: Closure | None, count: Count | None) -> None:
         """Schedule the comparison of the optimizer's step with its quadratic model."""
         parts, capture, optimizer = self._parts, self._parts.capture, self._parts.clip.optimizer
         assert optimizer is not None  # checked when the preconditioner was built
-        model.take_others(parts.root, parts.groups, parts.runtime)
+        model.take_others(parts.root)
         weight = parts.scaling.weight(capture.number(count))
         losses = Losses(closure if capture.backwards else None, capture.recorded(), weight)
         self._compute(losses)
@@ -86,10 +85,10 @@ class SecondLook:
             losses.compute(self._parts.model, self._parts.hooks)
 
     @torch.no_grad()
-    def _judge(self, model: Model, losses: Losses) -> None:
+    def _judge(self, model: QuadraticModel, losses: Losses) -> None:
         """Update the damping rule with the actual and the predicted change of the loss."""
         self._compute(losses)
         parts = self._parts
         device = next(parameter.device for parameter in parts.root.parameters())
         with parts.progress.phase("replay", parts.runtime):
-            parts.damping.learn(model.outcome(losses, parts.runtime, device))
+            parts.damping.adaptation.learn(model.outcome(losses, device))

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from natgrad.capture import Capture
 from natgrad.capture.model_hooks import Hooks, Pass
-from natgrad.capture.repetition import Chance, Repetition, as_found
-from natgrad.capture.sums import StatisticsBuffer
-from natgrad.capture.sums.messages import Shares
+from natgrad.capture.repetition import Repetition, as_found
+from natgrad.capture.sums import Shares, StatisticsBuffer
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import replayed_statistics, statistics_of
 from natgrad.damping import Control
@@ -145,7 +144,7 @@ class Replay:
     """
 
     closure: Closure | None
-    recorded: Sequence[tuple[Pass, Chance]]
+    recorded: Sequence[Pass]
     shown: dict[int, Mapping[str, Tensor]]
     shares: Shares
     gain: float | Tensor
@@ -224,7 +223,7 @@ class Replay:
             self._differentiate(self.closure(), sums, replay)
         replay.finish()
         passes = [forward.batch for forward in repetition.passes if forward.first in replay.backwards]
-        expected = [forward.batch for forward, _ in self.recorded]
+        expected = [forward.batch for forward in self.recorded]
         if expected and passes != expected:
             raise NatgradError(
                 f"the closure has shown batches of {passes} samples, the step was of {expected}: return the loss "

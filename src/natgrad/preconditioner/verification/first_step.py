@@ -123,7 +123,7 @@ def placed_parts(original: Parts) -> Parts:
         capture=_capture(original.root, reductions, counts_samples=original.capture.counts_samples),
         reductions=reductions,
         scaling=original.scaling.unscaled(),
-        damping=original.damping.held(original.progress.step),
+        damping=original.damping.fixed(original.progress.step),
         scheduler=RefreshScheduler(original.refresh),
         clip=Clip(original.clip.optimizer, original.clip.bound),
         sampler=LabelSampler(seed=original.seed, rank=rank, reduction=reductions.single or "mean"),
