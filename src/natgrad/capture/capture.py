@@ -122,23 +122,19 @@ class Capture:
     @property
     def idle(self) -> bool:
         """Whether the hooks have seen no backward pass since the last step, or no forward pass where these suffice."""
-        looks = self.counts_samples or self.records_passes or any(map(self._wants, self.captured))
-        return not (self.backwards or (self.forward.began and not looks))
+        needs_backward = self.counts_samples or self.records_passes or any(map(self._wants, self.captured))
+        return not (self.backwards or (self.forward.began and not needs_backward))
 
     @property
     def samples(self) -> int:
         """The samples (token losses: positions) of this rank since the last step."""
         return sum(self.backwards.values()) if self._members else self.forward.samples
 
-    @property
-    def was_open(self) -> bool:
-        """Whether a list left the number of samples open since the last step."""
-        return self.forward.was_open
-
     def number(self, count: Count | None) -> int:
         """Return the samples (token losses: positions) of the step, or `count` if it gives them."""
-        says = self.ambiguous is not None or self._reductions.single == "tokens"
-        return count if says and isinstance(count, int) else self.samples
+        if isinstance(count, int) and (self.ambiguous is not None or self._reductions.single == "tokens"):
+            return count
+        return self.samples
 
     def positions(self, layer: str) -> int:
         """Return the largest number of positions of layers in its group since the last step."""
@@ -173,6 +169,11 @@ class Capture:
         if name not in self.captured:
             return False
         return self.rows.wanted if name in self.rows.sample_counts else self.wanted and self.sums.collects(name)
+
+    def _observes(self, name: str) -> bool:
+        """Return whether the uses of a layer in this step are of interest, for statistics or counts."""
+        wanted = self.counts_samples or self.records_passes or self._wants(name) or self.audit.wants(name)
+        return wanted and name in self._members
 
     def _draws(self, name: str) -> bool:
         """Return whether the statistics of a layer need gradients of sampled labels."""
@@ -259,10 +260,7 @@ class Capture:
 
     def take_call(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
         """Keep the inputs of a use of a layer, or of one tied to it, until the gradient of its output arrives."""
-        if name not in self._members or not torch.is_grad_enabled() or not output.requires_grad:
-            return
-        wanted = self._wants(name)
-        if not (wanted or self.counts_samples or self.records_passes or self.audit.wants(name)):
+        if not torch.is_grad_enabled() or not output.requires_grad or not self._observes(name):
             return
         if inputs.is_nested or output.is_nested:
             raise NatgradError(f"{name} was given a nested tensor: pad its samples to one length, or leave it out")
@@ -273,6 +271,7 @@ class Capture:
             self.forward.settle(layer.samples(inputs))
         batch = int(self.forward.batch) if forward is not None or outer_task != -1 else -1
         # Statistics need the inputs; counting samples only needs their shape.
+        wanted = self._wants(name)
         saved = Saved(inputs) if wanted or self.audit.wants_inputs(name) else None
         shape = outline(inputs) if saved is None else saved.outline
         use = LayerCall(primary, layer, curvature, saved, shape, batch, forward, outer_task)
@@ -293,8 +292,7 @@ class Capture:
 
     def take_compiled_gradient(self, name: str, index: int, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
         """Take the gradient of a use of a layer in a compiled graph, whose forward pass `take_call` did not see."""
-        looks = self.counts_samples or self.records_passes or self._wants(name) or self.audit.wants(name)
-        if not looks or name not in self._members:
+        if not self._observes(name):
             return
         curvature, primary, layer = self._used(name, index)
         known, outer_task = map(int, batch)

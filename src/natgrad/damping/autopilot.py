@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from natgrad.damping.adaptive import Adaptation, Adaptive, Extent
+from natgrad.damping.adaptive import Adaptation, Adaptive
 from natgrad.damping.quadratic import accountants
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import copies, held_rows, local
@@ -89,17 +89,32 @@ class _Sized(Adaptation):
         self.gamma, self.awaits_sizes = _UNKNOWN, True
 
     @override
-    def measure(self, extent: Extent) -> None:
-        usable = [size for size in extent.sizes if isfinite(size) and size > 0]
+    def measure(
+        self,
+        groups: Sequence[BlockGroup],
+        runtime: Communicator,
+        device: torch.device,
+        clip: Clip,
+        scale: float | Tensor,
+    ) -> None:
+        counts = [group.parameters(member) for group in groups for member in group.members]
+        sizes, squares, length, rate = _measured(groups, counts, runtime, device, clip, scale)
+        usable = [size for size in sizes if isfinite(size) and size > 0]
         counted = [size for size in usable if size > _NEGLIGIBLE * max(usable)]
-        if not counted or not isfinite(extent.coherence):
+        known = [index for index, size in enumerate(sizes) if size > 0 and isfinite(squares[index])]
+        trace = sum(sizes[index] * counts[index] for index in known)
+        coherence = sum(squares[index] for index in known) / trace if trace else nan
+        if not counted or not isfinite(coherence):
             return
         logs = [log(size) for size in counted]
         size = exp(quantiles(logs, method="inclusive")[0] if len(logs) > 1 else logs[0])
-        if extent.pace is not None:
-            size *= max(extent.pace / _PACE, _SLOWEST) ** _POWER
-        length = extent.room / (extent.coherence * self._options.stride**2) if extent.coherence > 0 else inf
-        self.gamma, self.awaits_sizes = min(self._options.share * size, length), False
+        longest = inf  # γ that bounds the steps
+        if isinstance(clip.bound, (int, float)):
+            if isfinite(rate) and rate > 0:
+                size *= max(rate**2 / clip.bound / _PACE, _SLOWEST) ** _POWER
+            if isfinite(length) and length > 0 and coherence > 0:
+                longest = clip.bound / length / (coherence * self._options.stride**2)
+        self.gamma, self.awaits_sizes = min(self._options.share * size, longest), False
 
     @override
     def state_dict(self) -> dict[str, float]:
@@ -110,23 +125,19 @@ class _Sized(Adaptation):
         self.gamma, self.awaits_sizes = float(state["gamma"]), not state["known"]
 
 
-def extent(
-    groups: Sequence[BlockGroup], runtime: Communicator, device: torch.device, clip: Clip, scale: float | Tensor
-) -> Extent:
-    """Return the argument of `Adaptation.measure`.
+def _measured(
+    groups: Sequence[BlockGroup],
+    counts: Sequence[int],
+    runtime: Communicator,
+    device: torch.device,
+    clip: Clip,
+    scale: float | Tensor,
+) -> tuple[list[float], list[float], float, float]:
+    """Return each layer's ``tr F / d`` (0 without statistics) and ``‖∇‖²``, and ``‖θ‖²`` and the learning rate.
 
-    Sizes are those of the present running averages, 0 without any. One worker contributes each layer and its gradient
-    (for shards, all ranks of its copy), each rank its part of the parameters, and the first rank the learning rate.
-    Collective, in one message on `device`.
-
-    Args:
-        groups: All layers with curvature.
-        runtime: The ranks.
-        device: The device of the message.
-        clip: The KL clip of the step.
-        scale: The factor that makes raw gradients those of the mean loss.
+    ∇ is the gradient of the mean loss, and the rate is for the mean loss too. One worker contributes each layer and its
+    gradient (for shards, all ranks of its copy), each rank its part of the parameters, and the first rank the rate.
     """
-    counts = [group.parameters(member) for group in groups for member in group.members]
     layers, start, rows = len(counts), 0, Rows(runtime)
     message = torch.zeros(2 * layers + 2, dtype=torch.float64, device=device)
     for group, accountant in zip(groups, accountants(groups), strict=True):
@@ -149,16 +160,7 @@ def extent(
     if runtime.ranks > 1 and layers:
         runtime.sum_(message, {"counters": len(message)})
     *totals, length, rate = message.tolist()
-    means, squares = totals[:layers], totals[layers:]
-    counted = [index for index in range(layers) if means[index] > 0 and isfinite(squares[index])]
-    trace = sum(means[index] * counts[index] for index in counted)
-    bound = clip.bound if isinstance(clip.bound, (int, float)) else None
-    return Extent(
-        sizes=means,
-        coherence=sum(squares[index] for index in counted) / trace if trace else nan,
-        room=inf if bound is None or not isfinite(length) or length <= 0 else bound / length,
-        pace=None if bound is None or not isfinite(rate) or rate <= 0 else rate**2 / bound,
-    )
+    return totals[:layers], totals[layers:], length, rate
 
 
 def _square(part: Tensor) -> Tensor:

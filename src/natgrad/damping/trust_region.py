@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -83,21 +84,21 @@ class TrustRegion:
         shares_work = shares_work or any(map(has_shards, groups))  # no rank alone has all rows
         owners = zip(groups, accountants(groups), strict=True)
         mine = {id(group) for group, accountant in owners if accountant == runtime.rank or not shares_work}
-        rows = _Added.of(groups, rules, runtime)
-        beside = [rows.beside(entry) for entry in gradients.entries]
+        additions = _Additions(groups, rules, runtime)
+        added = [additions.blocks(entry) for entry in gradients.entries]
         total = torch.zeros((), dtype=torch.float64, device=groups[0].device)
-        for entry, B in zip(gradients.entries, beside, strict=True):
+        for entry, B in zip(gradients.entries, added, strict=True):
             if id(entry.group) in mine:
                 D = _whole(entry, entry.V + B) * _rates(entry.group, lambda slot: rules[id(slot.parameter)].rate(slot))
                 total += torch.linalg.vecdot(D.flatten(), entry.group.fisher_product(D).flatten()).double().to(total)
         if shares_work and runtime.ranks > 1:
             runtime.sum_(total.view(1), {"counters": 1})
         s = (2 * self.radius / total).sqrt().clamp(max=1.0).nan_to_num(1.0)
-        for entry, B in zip(gradients.entries, beside, strict=True):
+        for entry, B in zip(gradients.entries, added, strict=True):
             if entry.ready is False:
                 continue
             if entry.shares is not None:
-                rows.hold(entry, s)
+                additions.scale_shares(entry, s)
                 continue
             share = s.to(entry.V)
             changed = share * entry.V + (share - 1) * B
@@ -159,17 +160,13 @@ class _Rule:
         return 0.0 if slot.parameter.grad is None else lr * self.c
 
 
-class _Added:
-    """What the optimizer adds to the gradients of layers: weight decay and momentum, of the rows of each rank."""
+class _Additions:
+    """What the optimizer adds to the gradients of layers: weight decay and momentum."""
 
-    def __init__(self, rows: Rows, values: dict[int, Tensor], whole: dict[int, Tensor]) -> None:
-        """Wrap this rank's rows by the ``id`` of the slot, and the blocks of the groups that it accounts for."""
-        self._rows, self._values, self._whole = rows, values, whole
-
-    @classmethod
-    def of(cls, groups: Sequence[BlockGroup], rules: _Rules, runtime: Communicator) -> _Added:
-        """Collect the rows on the ranks that account for the groups. Collective if anything is added."""
-        rows, values = Rows(runtime), dict[int, Tensor]()
+    def __init__(self, groups: Sequence[BlockGroup], rules: Mapping[int, _Rule], runtime: Communicator) -> None:
+        """Collect the rows of all ranks on the accountants of the groups. Collective if anything is added."""
+        self._rows = Rows(runtime)
+        self._values: dict[int, Tensor] = {}  # this rank's rows, by the ``id`` of the slot
         added = [
             (group, (accountant,))
             for group, accountant in zip(groups, accountants(groups), strict=True)
@@ -177,10 +174,10 @@ class _Added:
         ]
         for group, _ in added:
             for slot in slots_of(group):
-                values[id(slot)] = rules[id(slot.parameter)].added(slot, rows.held(slot))
-        return cls(rows, values, rows.whole(added, values, "gradients"))
+                self._values[id(slot)] = rules[id(slot.parameter)].added(slot, self._rows.held(slot))
+        self._whole = self._rows.whole(added, self._values, "gradients")
 
-    def beside(self, entry: Entry) -> Tensor | float:
+    def blocks(self, entry: Entry) -> Tensor | float:
         """Return the additions as blocks ``[n, o, i]``, zero where this rank does not have them."""
         if entry.shares is not None or id(slots_of(entry.group)[0]) not in self._values:
             return 0.0
@@ -188,25 +185,15 @@ class _Added:
         found = self._whole[id(group)] if id(group) in self._whole else self._rows.own(group, self._values)
         return found if places is None else found[tensor_on(group.device, places)]
 
-    def hold(self, entry: Entry, s: Tensor) -> None:
+    def scale_shares(self, entry: Entry, s: Tensor) -> None:
         """Make the optimizer's step s times as long in this rank's rows of layers that other ranks precondition."""
         assert isinstance(entry.ready, Tensor)  # sent by the worker together with the shares
         for share in entry.shares or ():
-            own = s.to(share.values)
-            changed = own * share.values
+            scale = s.to(share.values)
+            changed = scale * share.values
             if id(share.slot) in self._values:
-                changed = changed + (own - 1) * self._values[id(share.slot)].reshape(-1).to(share.values)
+                changed = changed + (scale - 1) * self._values[id(share.slot)].reshape(-1).to(share.values)
             share.values.copy_(torch.where(entry.ready[share.block] > 0, changed, share.values))
-
-
-_STILL = _Rule(0.0, 1.0, 1.0, 0.0, 0.0, None)
-
-
-class _Rules(dict[int, _Rule]):
-    """Rules by the ``id`` of the parameter. Parameters that the optimizer does not have stay unchanged."""
-
-    def __missing__(self, key: int) -> _Rule:
-        return _STILL
 
 
 def copied(optimizer: torch.optim.Optimizer, copies: Mapping[int, nn.Parameter]) -> torch.optim.SGD:
@@ -217,19 +204,23 @@ def copied(optimizer: torch.optim.Optimizer, copies: Mapping[int, nn.Parameter])
     groups: list[dict[str, Any]] = []
     buffers: dict[Tensor, Any] = {}
     for group in optimizer.param_groups:
-        for parameter in (own for own in group["params"] if id(own) in copies):
+        for parameter in (parameter for parameter in group["params"] if id(parameter) in copies):
             copy, buffer = copies[id(parameter)], optimizer.state.get(parameter, {}).get("momentum_buffer")
             groups.append({**group, "params": [copy]})
             if buffer is not None:
                 buffers[copy] = {"momentum_buffer": whole(buffer).to(copy)}
-    twin = torch.optim.SGD(groups, lr=0.0)
-    twin.state.update(buffers)
-    return twin
+    copied_optimizer = torch.optim.SGD(groups, lr=0.0)
+    copied_optimizer.state.update(buffers)
+    return copied_optimizer
 
 
-def _rules(optimizer: torch.optim.Optimizer) -> _Rules:
-    groups = optimizer.param_groups
-    return _Rules({id(p): _Rule.of(group, optimizer.state.get(p, {})) for group in groups for p in group["params"]})
+def _rules(optimizer: torch.optim.Optimizer) -> Mapping[int, _Rule]:
+    """Return rules by the ``id`` of the parameter. Parameters that the optimizer does not have stay unchanged."""
+    rules = defaultdict[int, _Rule](lambda: _Rule(0.0, 1.0, 1.0, 0.0, 0.0, None))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            rules[id(parameter)] = _Rule.of(group, optimizer.state.get(parameter, {}))
+    return rules
 
 
 def _whole(entry: Entry, values: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from natgrad.capture.reductions import Count
-from natgrad.damping.autopilot import extent
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import RowRenewal, observed, renew
 from natgrad.refresh.rule import SIDES
@@ -69,7 +68,7 @@ class Decompositions:
             return damping
         with parts.progress.phase("renew", parts.runtime):
             device = next(parameter.device for parameter in parts.root.parameters())
-            parts.damping.adaptation.measure(extent(parts.groups, parts.runtime, device, parts.clip, scale))
+            parts.damping.adaptation.measure(parts.groups, parts.runtime, device, parts.clip, scale)
         parts.progress.damping = parts.damping_now()
         return parts.progress.damping
 

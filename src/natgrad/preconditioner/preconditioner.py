@@ -324,7 +324,7 @@ class Preconditioner:
     def _check_step(self, count: Count | None, closure: Closure | None) -> None:
         """Check that a step may begin. Raises what `step` documents."""
         parts, capture = self.parts, self.parts.capture
-        counts_samples = capture.was_open and capture.ambiguous is None and parts.reductions.single != "tokens"
+        counts_samples = capture.forward.was_open and capture.ambiguous is None and parts.reductions.single != "tokens"
         if not (counts_samples and isinstance(count, int)):  # an earlier step needed a count, this one does not
             parts.reductions.check_count(count, capture.layers, capture.positions, capture.ambiguous)
         if self._detached:
