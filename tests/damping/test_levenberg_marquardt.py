@@ -10,7 +10,7 @@ from torch import nn
 import natgrad
 from natgrad.damping import ByKind, LevenbergMarquardt
 from natgrad.damping.adaptive import Outcome
-from natgrad.damping.quadratic import Model
+from natgrad.damping.quadratic import QuadraticModel
 
 F64 = torch.float64
 EVERY_STEP = natgrad.Refresh(factors=1, inverses=1)
@@ -37,8 +37,8 @@ def trained(curvature, *, steps=4, lr=0.3, damping=None, loss=half_squares, mode
     options = {"refresh": EVERY_STEP, "kl_clip": None, **options}
     preconditioner = natgrad.Preconditioner(model, curvature, optimizer=optimizer, damping=rule, **options)
     outcomes, changes = [], []
-    learn = preconditioner.parts.damping.learn
-    preconditioner.parts.damping.learn = lambda outcome: (outcomes.append(outcome), learn(outcome))
+    learn = preconditioner.parts.damping.adaptation.learn
+    preconditioner.parts.damping.adaptation.learn = lambda outcome: (outcomes.append(outcome), learn(outcome))
     for _ in range(steps):
         optimizer.zero_grad()
         value = loss(model, x, y)
@@ -88,7 +88,7 @@ def test_the_prediction_is_the_model_written_out(curvature, kind):
         model, chosen, optimizer=optimizer, damping=rule, refresh=natgrad.Refresh(factors=1, inverses=2)
     )
     seen = []
-    preconditioner.parts.damping.learn = seen.append
+    preconditioner.parts.damping.adaptation.learn = seen.append
     for step in range(4):
         optimizer.zero_grad()
         loss = half_squares(model, x, y)
@@ -190,7 +190,7 @@ def test_the_losses_are_of_the_same_dropout_and_leave_nothing_behind():
     rule = LevenbergMarquardt(0.2, interval=1)
     preconditioner = natgrad.Preconditioner(model, optimizer=optimizer, damping=rule)
     seen = []
-    preconditioner.parts.damping.learn = seen.append
+    preconditioner.parts.damping.adaptation.learn = seen.append
     losses = []
 
     def closure():
@@ -232,7 +232,7 @@ def test_scales_of_the_loss_cancel(reduction, accumulation):
             kl_clip=None,
         )
         seen = []
-        preconditioner.parts.damping.learn = seen.append
+        preconditioner.parts.damping.adaptation.learn = seen.append
 
         def loss(x, y):
             own = half_squares(model, x, y) * (len(x) if reduction == "sum" else 1)
@@ -376,7 +376,7 @@ def test_what_it_needs():
 
 def test_the_model_takes_memory_in_its_steps_alone(monkeypatch):
     made = []
-    of = Model.of
-    monkeypatch.setattr(Model, "of", lambda *args: made.append(1) or of(*args))
+    begin = QuadraticModel.__init__
+    monkeypatch.setattr(QuadraticModel, "__init__", lambda *args: made.append(1) or begin(*args))
     trained(natgrad.KFAC(), steps=5, damping=LevenbergMarquardt(0.2, interval=4))
     assert len(made) == 2

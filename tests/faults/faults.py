@@ -103,23 +103,23 @@ _add(
     "Masked tokens count in the divisors of running averages.",
     "dense/test_scale.py::test_masked_tokens_are_no_samples",
     (
-        "capture.sums.messages:Bucket.close",
-        "tally.beyond + (tally.rows - tally.beyond) * min(share, 1.0)",
-        "tally.rows",
+        "capture.sums:Bucket.close",
+        "count.beyond + (count.rows - count.beyond) * min(share, 1.0)",
+        "count.rows",
     ),
 )
 _add(
     "masked_gain",
     "Output gradients are multiplied by the number of all positions, not of those that the loss averages over.",
     "dense/test_scale.py::test_masked_tokens_are_no_samples",
-    ("capture.sums.messages:Bucket.close", "gain * share", "gain"),
+    ("capture.sums:Bucket.close", "gain * share", "gain"),
 )
 _add(
     "masked_share",
     "Masked tokens count as samples: sums are not corrected for the share of positions that the loss averages over.",
     "dense/test_embedding.py::test_token_means_with_a_mask dense/test_tied.py::test_token_means_with_a_mask "
     "dense/test_rows.py::test_of_token_losses_each_position_that_counts_is_a_row",
-    ("capture.sums.messages:Bucket.close", "shares.get(name, 1.0)", "1.0"),
+    ("capture.sums:Bucket.close", "shares.get(name, 1.0)", "1.0"),
 )
 _add(
     "masked_inputs",
@@ -496,9 +496,9 @@ _add(
     "distributed/test_dp.py::test_dp_is_its_definition",
     ("distributed.plan:Plan.captures", 'self.seats[key].sums != "alone" or self.is_gradient_worker(key, rank)', "True"),
     (
-        "capture.sums.sums:StatisticsBuffer.travel",
-        'message.role.seat.sums == "worker"',
-        'message.role.seat.sums in ("worker", "alone")',
+        "capture.sums:StatisticsBuffer.travel",
+        'bucket.role.seat.sums == "worker"',
+        'bucket.role.seat.sums in ("worker", "alone")',
     ),
 )
 _add(
@@ -516,14 +516,14 @@ _add(
     "Factors that leave in a second backward pass are counted with the samples of the first pass once more.",
     "distributed/test_pipelined.py::test_what_may_happen_between_two_steps",
     (
-        "capture.sums.bucketed:BucketedStatistics._count_rest",
-        "tally, before = self.tallies[name], self._counted",
-        "tally, before = self.tallies[name], {}",
+        "capture.pipelined:BucketedStatistics._send",
+        "self.sample_counts.update({name: SampleCount() for name in bucket.names})",
+        "pass",
     ),
 )
 _add(
     "pipelined_gain",
     "Factors that have left early keep the factor that undoes accumulation as it was when they left.",
     "distributed/test_pipelined.py::test_what_may_happen_between_two_steps",
-    ("capture.sums.bucketed:BucketedStatistics.travel", "arrived.rescale(once, self._gain_now)", "pass"),
+    ("capture.pipelined:BucketedStatistics.travel", "received.rescale(self._gain(1), self._gain_now)", "pass"),
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from natgrad.capture.uses import Pooled
+from natgrad.capture.layer_calls import Pooled
 from natgrad.layers.rows import DenseRows
 
 
@@ -29,6 +29,6 @@ def test_what_rounding_may_leave_of_a_sum(dtype):
     noise = torch.randn(1, 8, 2**18, 1, generator=torch.Generator().manual_seed(0)).to(dtype)
     found, limit = noise.float().sum().abs(), DenseRows(noise).rounding()
     assert dtype == torch.bfloat16 or found > limit  # about 1 / √2M = 7e-4
-    pooled = Pooled(0, noise, noise.float().sum(2), 1, 1.0, limit)
-    pooled.add(noise, noise.float().sum(2), 1, limit)
-    assert torch.equal(pooled.rows(one_hot=False)[1].rounding(), 2 * limit)
+    pooled = Pooled(0, DenseRows(noise), DenseRows(noise), 1.0, torch.float32, bounds_rounding=True)
+    pooled.add(DenseRows(noise), DenseRows(noise))
+    assert torch.equal(pooled.rows()[1].rounding(), 2 * limit)

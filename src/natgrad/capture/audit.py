@@ -7,12 +7,12 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.capture.uses import LayerCall
+from natgrad.capture.layer_calls import LayerCall
+from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import own_rows
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Layer, Slot
@@ -41,13 +41,11 @@ class _Entry:
     """The compared numbers of a layer: the first ones of its bias, or of the first row of its weight.
 
     Attributes:
-        layer: The layer.
         slot: The parameter.
         start: The index of the first number in the vector of all layers.
         size: The number of compared numbers.
     """
 
-    layer: Layer
     slot: Slot
     start: int
     size: int
@@ -56,23 +54,6 @@ class _Entry:
     def of_bias(self) -> bool:
         """Whether the parameter is a bias."""
         return self.slot.leaf == "bias"
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """The data for a comparison when the sums of all ranks have arrived.
-
-    Attributes:
-        gradients: The gradients ``[n]``.
-        held: Which of them this rank holds ``[n]``, 0 or 1.
-        losses: The factors of cross-entropies, as in `_Comparison`.
-        passes: The number of backward passes on this rank.
-    """
-
-    gradients: Tensor
-    held: Tensor
-    losses: Tensor | None
-    passes: int
 
 
 class GradientAudit:
@@ -93,18 +74,15 @@ class GradientAudit:
             off: Compare nothing.
         """
         self._reduces, self._divides, self._off = reduces, divides, off
-        self._losses: Tensor | None = None
-        self._looked = 0  # number of inspected losses
-        self._last: weakref.ref[Any] | None = None
+        self._last_call: weakref.ref[LayerCall] | None = None
         self._entries: dict[str, _Entry] = {}
         self._size = 0
-        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
         self._compared = 0
         self._next = 0
         self._wanted = not off
         self._warned = False
-        self._taken: _Taken | None = None
         self._pending: _Comparison | None = None
+        self.forget()
 
     def attach(self, layers: Sequence[Layer]) -> None:
         """Choose the compared layers, the same on all ranks: those with a bias first."""
@@ -117,14 +95,12 @@ class GradientAudit:
         ]
         linear = [(layer, slot) for layer, slot in weights if isinstance(layer.module, nn.Linear)]
         chosen = biases or linear or weights
-        self._entries, start = {}, 0
-        for index in range(min(_LAYERS, len(chosen))):
-            layer, slot = chosen[index * len(chosen) // min(_LAYERS, len(chosen))]
-            bias = slot.leaf == "bias"
-            size = min(_NUMBERS, layer.outputs if bias else math.prod(slot.shape[1:]))
-            self._entries[layer.name] = _Entry(layer, slot, start, size)
-            start += size
-        self._size = start
+        count = min(_LAYERS, len(chosen))
+        self._entries, self._size = {}, 0
+        for layer, slot in (chosen[index * len(chosen) // count] for index in range(count)):
+            size = min(_NUMBERS, layer.outputs if slot.leaf == "bias" else math.prod(slot.shape[1:]))
+            self._entries[layer.name] = _Entry(slot, self._size, size)
+            self._size += size
         self.forget()
 
     def wants(self, layer: str) -> bool:
@@ -137,14 +113,7 @@ class GradientAudit:
 
     @torch.no_grad()
     def add(self, layer: Layer, inputs: Tensor | None, gradient: Tensor, samples: int) -> None:
-        """Add one use of a layer.
-
-        Args:
-            layer: The layer.
-            inputs: Its inputs, if `wants_inputs`.
-            gradient: The gradient of its output.
-            samples: The number of samples.
-        """
+        """Add the output gradient of one use of a layer, with its inputs if `wants_inputs`."""
         if not gradient.numel():
             return
         entry, dtype = self._entries[layer.name], torch.promote_types(gradient.dtype, torch.float32)
@@ -164,111 +133,83 @@ class GradientAudit:
 
         It is dropped when another layer is called, or with its graph.
         """
-        before = None if self._last is None else self._last()
+        before = None if self._last_call is None else self._last_call()
         if before is not None:
-            before.output = self._last = None
+            before.output = self._last_call = None
         if self._wanted and type(use.layer.module) is nn.Linear and output.ndim > 1:
-            use.output, self._last = output.detach().flatten(0, -2)[:_ROWS].clone(), weakref.ref(use)
+            use.output, self._last_call = output.detach().flatten(0, -2)[:_ROWS].clone(), weakref.ref(use)
 
     @torch.no_grad()
     def look_at_loss(self, use: LayerCall, gradient: Tensor, *, summed: bool) -> None:
         """Find the factor of a cross-entropy from the gradient of its logits, the first gradient of a backward pass.
 
-        Args:
-            use: The use of the layer that the pass reaches first.
-            gradient: The gradient of its output.
-            summed: Whether the loss is a sum over samples instead of a mean.
+        `use` is the use of a layer that the pass reaches first. `summed`: The loss is a sum over samples, not a mean.
         """
         output, use.output = use.output, None
         if self._wanted and output is not None and gradient.shape[-1] == output.shape[-1]:
-            found = _cross_entropy_scale(output, gradient, summed=summed)
-            self._losses = found if self._losses is None else self._losses + found
-            self._looked += 1
+            self._losses.append(_cross_entropy_scale(output, gradient, summed=summed))
 
     def forget(self) -> None:
         """Forget the added gradients, because their backward passes are discarded."""
-        self._sums.clear()
-        self._losses, self._looked = None, 0
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._losses: list[Tensor] = []  # of `look_at_loss`
 
     def begin(self, step: int, *, captures: bool) -> None:
-        """Begin a step; the same on all ranks.
-
-        Args:
-            step: The steps so far.
-            captures: Whether this step captures statistics.
-        """
+        """Begin a step, with the number of steps so far and whether it captures statistics; the same on all ranks."""
         self.forget()
         self._wanted = not self._off and (self._compared < _FIRST or (captures and step >= self._next))
 
     @torch.no_grad()
-    def take(self, loss_scale: float | Tensor, *, step: int, passes: int) -> Tensor | None:
-        """Return the captured sums of this step, and keep the present ``.grad`` for `compare`.
+    def compare(self, loss_scale: float | Tensor, runtime: Communicator, *, step: int, passes: int) -> None:
+        """Compare ``.grad`` with what was captured, if this step does. Collective if ``.grad`` is averaged already.
 
         Args:
             loss_scale: The scale of the ``GradScaler``.
+            runtime: The ranks.
             step: The steps so far.
             passes: The backward passes of this rank.
-
-        Returns:
-            At most 2048 numbers, whose sum over the ranks is the argument of `compare`. None, on all ranks: there is no
-            comparison in this step.
         """
         if not self._wanted or not self._entries:
-            return None
+            return
         self._compared += 1
         self._next = step + _BETWEEN
         first = next(iter(self._entries.values())).slot.parameter
         shown = torch.zeros(2, self._size, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
         for name, pair in self._sums.items():
             entry = self._entries[name]
-            for row, own in zip(shown, pair, strict=True):
-                row[entry.start : entry.start + entry.size] = own
+            for row, numbers in zip(shown, pair, strict=True):
+                row[entry.start : entry.start + entry.size] = numbers
         shown /= loss_scale if isinstance(loss_scale, float) else loss_scale.to(shown)
-        every = passes > 1 and self._looked == passes  # False if several forward passes came first
-        losses = self._losses / loss_scale if self._losses is not None and every else None
-        self._taken = _Taken(*self._gradients(shown[0]), losses, passes)
-        self.forget()
-        return shown.view(-1)
-
-    @torch.no_grad()
-    def compare(self, shown: Tensor, ranks: int) -> None:
-        """Compare the gradients with what was captured.
-
-        Args:
-            shown: The result of `take`, summed over the ranks whose gradients are averaged.
-            ranks: The number of these ranks.
-        """
-        taken, self._taken = self._taken, None
-        assert taken is not None
-        shown = shown.to(taken.gradients).view(2, -1) / ranks
-        held = taken.held * (shown[1] > 0)  # nothing is captured of a layer used without its forward
+        every = passes > 1 and len(self._losses) == passes  # False if several forward passes came first
+        losses = torch.stack(self._losses).sum(0) / loss_scale if every else None
+        ranks = 1 if self._reduces else runtime.ranks
+        if ranks > 1:
+            runtime.sum_(shown.view(-1), {"audit": shown.numel()})
+            shown /= ranks
+        gradients, held = self._gradients(shown[0])
+        held = held * (shown[1] > 0)  # nothing is captured of a layer used without its forward
         self._pending = _Comparison(
-            shown * held,
-            taken.gradients * held,
-            taken.losses,
-            ranks=ranks,
-            passes=taken.passes,
-            first=self._compared <= _FIRST,
+            shown * held, gradients * held, losses, ranks=ranks, passes=passes, first=self._compared <= _FIRST
         )
+        self.forget()
 
     def _gradients(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the present gradients, and a mask of those that this rank holds."""
-        given, held = torch.zeros_like(like), torch.zeros_like(like)
+        gradients, held = torch.zeros_like(like), torch.zeros_like(like)
         for entry in self._entries.values():
             gradient = entry.slot.parameter.grad
             if gradient is None:
                 continue
             start, rows = own_rows(entry.slot.name, gradient)
+            begin = 0
             if entry.of_bias:  # of a norm over several dimensions: one number per element
-                first = start * math.prod(gradient.shape[1:])
-                own = rows.flatten()[: max(0, entry.size - first)]
-                begin = entry.start + first
+                begin = start * math.prod(gradient.shape[1:])
+                numbers = rows.flatten()[: max(0, entry.size - begin)]
             else:
-                own = rows[0].flatten()[: entry.size] if start == 0 and len(rows) else rows.flatten()[:0]
-                begin = entry.start
-            given[begin : begin + len(own)] = own
-            held[begin : begin + len(own)] = 1
-        return given, held
+                numbers = rows[0].flatten()[: entry.size] if start == 0 and len(rows) else rows.flatten()[:0]
+            place = slice(entry.start + begin, entry.start + begin + len(numbers))
+            gradients[place], held[place] = numbers, 1
+        return gradients, held
 
     def report(self) -> None:
         """Warn once of a mismatch that an earlier step found."""
@@ -285,13 +226,13 @@ class _Comparison:
     """A comparison in progress on the device."""
 
     def __init__(
-        self, shown: Tensor, given: Tensor, losses: Tensor | None, *, ranks: int, passes: int, first: bool
+        self, shown: Tensor, gradients: Tensor, losses: Tensor | None, *, ranks: int, passes: int, first: bool
     ) -> None:
         """Compare.
 
         Args:
             shown: The captured sums and their rounding errors ``[2, n]``.
-            given: The gradients ``[n]``.
+            gradients: The gradients ``[n]``.
             losses: The factors of cross-entropies, summed over the passes, and the part of their gradients that does
                 not fit a cross-entropy. None: unknown.
             ranks: The number of ranks whose gradients are averaged.
@@ -299,8 +240,8 @@ class _Comparison:
             first: Whether this is one of the first comparisons.
         """
         self._ranks, self._passes, self._first = ranks, passes, first
-        largest = torch.maximum(shown[0].abs().amax(), given.abs().amax()).clamp(min=torch.finfo(given.dtype).tiny)
-        s, noise, g = shown[0] / largest, shown[1] / largest, given / largest
+        largest = torch.maximum(shown[0].abs().amax(), gradients.abs().amax())
+        s, noise, g = torch.stack([*shown, gradients]) / largest.clamp(min=torch.finfo(gradients.dtype).tiny)
         found = torch.stack([s @ s, s @ g, g @ g, (g - s) @ (g - s), noise @ noise])
         unknown = tensor_on(found.device, [0.0, 1.0], found.dtype)
         found = torch.cat([found, unknown if losses is None else losses.to(found)])
@@ -329,7 +270,7 @@ class _Comparison:
                 return ""
             return (
                 f"natgrad: .grad is {factor:.4g} times the gradient that the backward passes of a step have shown, and "
-                f"that factors are scaled by. {self._cause_of_factor(factor)}{self._causes(reduces)}"
+                f"that factors are scaled by. {self._cause_of_factor(factor)}{_causes(reduces=reduces)}"
             )
         # Later a penalty and the rest of the loss may balance.
         if not self._first or apart <= _REST**2 * max(shown, given) + noise:
@@ -337,16 +278,16 @@ class _Comparison:
         size = math.sqrt(apart / max(shown, given))
         return (
             "natgrad: .grad is not the gradient that the backward passes of a step have shown: they differ by "
-            f"{size:.2g} of it, and the factor that fits best is {factor:.4g}. {self._likely_cause(reduces)} "
-            f"{self._causes(reduces)}"
+            f"{size:.2g} of it, and the factor that fits best is {factor:.4g}. {self._likely_cause(reduces=reduces)} "
+            f"{_causes(reduces=reduces)}"
         )
 
-    def _likely_cause(self, reduces: bool) -> str:
+    def _likely_cause(self, *, reduces: bool) -> str:
         """Return a likely cause of gradients that differ by more than a factor."""
         cause = (
             "gradients of earlier steps or micro-batches are still in it: call step() once after all micro-batches, "
+            "and optimizer.zero_grad() after each step"
         )
-        cause += "and optimizer.zero_grad() after each step"
         if reduces:
             cause = f"it was averaged over the ranks already: pass gradients='averaged'; or {cause}"
         elif self._ranks > 1:
@@ -384,15 +325,17 @@ class _Comparison:
             return "Likely a GradScaler has unscaled it: pass scaler= to the Preconditioner. "
         return "Likely it was clipped: clip after step(). " if 0 < factor < 1 else ""
 
-    def _causes(self, reduces: bool) -> str:
-        averaged = "gradients averaged already, with gradients='reduce'" if reduces else ""
-        averaged = averaged or "gradients that nothing has averaged over the ranks, with gradients='averaged'"
-        return (
-            "Possible causes: a GradScaler without scaler=, accumulation= the other way round, gradients clipped or "
-            f"otherwise changed before step(), step() called on every micro-batch, gradients not cleared, {averaged}. "
-            "Where a term of the loss depends on the parameters directly (a penalty, or a weight that another layer "
-            "uses), all is well"
-        )
+
+def _causes(*, reduces: bool) -> str:
+    averaged = "gradients that nothing has averaged over the ranks, with gradients='averaged'"
+    if reduces:
+        averaged = "gradients averaged already, with gradients='reduce'"
+    return (
+        "Possible causes: a GradScaler without scaler=, accumulation= the other way round, gradients clipped or "
+        f"otherwise changed before step(), step() called on every micro-batch, gradients not cleared, {averaged}. "
+        "Where a term of the loss depends on the parameters directly (a penalty, or a weight that another layer "
+        "uses), all is well"
+    )
 
 
 def _cross_entropy_scale(logits: Tensor, gradient: Tensor, *, summed: bool) -> Tensor:

@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import sys
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from natgrad.capture.model_hooks import LayerHook
 
-class Receiver(Protocol):
-    """Receives gradients from a compiled graph."""
-
-    def receive(self, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
-        """Take the inputs of a layer, the gradient of its output, and the tensor that `on_gradient` was given."""
-
-
-_RECEIVERS: WeakValueDictionary[int, Receiver] = WeakValueDictionary()
+_RECEIVERS: WeakValueDictionary[int, LayerHook] = WeakValueDictionary()
 _NUMBERS = count()
 
 
-def register(receiver: Receiver) -> Tensor:
-    """Return a number for `receiver`, as a tensor, because Dynamo would recompile for each Python number."""
+def register(receiver: LayerHook) -> Tensor:
+    """Return a number for a receiver, as a tensor, because Dynamo would recompile for each Python number."""
     number = next(_NUMBERS)
     _RECEIVERS[number] = receiver
     return torch.tensor(number, device="cpu")

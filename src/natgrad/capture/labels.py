@@ -15,13 +15,7 @@ class LabelSampler:
     """Draws labels as a function of seed, rank and step, so that resuming needs no generator state."""
 
     def __init__(self, *, seed: int, rank: int, reduction: str) -> None:
-        """Start before the first draw.
-
-        Args:
-            seed: The user's seed.
-            rank: The rank of this process; each rank draws different labels.
-            reduction: The reduction of the loss.
-        """
+        """Start before the first draw; each rank draws different labels."""
         self.seed, self._rank, self._reduction = seed, rank, reduction
         self._last = (-1, 0)  # step, and number of draws in it
 

@@ -4,34 +4,83 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.utils._pytree import tree_leaves
 
 from natgrad.capture import compiled
-from natgrad.capture.samples import Samples, count_samples
 from natgrad.errors import NatgradWarning
 from natgrad.layers import Handle, Layer, remove_all
 
+if TYPE_CHECKING:
+    from natgrad.capture.capture import Capture
+    from natgrad.capture.repetition import RandomState
+
 # The batch size if there is none.
 NO_BATCH = torch.tensor(-1, device="cpu")
+# A batch in a list has one dimension more than an image.
+_IMAGE = 3
 
 
-class Watcher(Protocol):
-    """Receives the passes of a model: `natgrad.capture.Capture`."""
+@dataclass(frozen=True)
+class Samples:
+    """The number of samples in a call.
 
-    def watch(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
-        """Take one use of a layer."""
+    Attributes:
+        number: The number. -1: unknown.
+        choices: The possible numbers, if the arguments leave it open; else empty.
+        shapes: The shapes in the list that leaves it open.
+    """
 
-    def receive(self, name: str, index: int, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
-        """Take the gradient of one use of a layer in a compiled graph."""
+    number: int
+    choices: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
 
-    def reduced(self, bucket: GradBucket) -> None:
-        """Take notice that DDP has reduced a bucket of gradients."""
+
+def count_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Samples:
+    """Return the number of samples in the arguments of a model.
+
+    It is the first dimension of the first tensor, also inside tuples and dicts. A tensor with one number, such as the
+    time of a diffusion, is not a batch beside other tensors. A list of tensors holds either one tensor for each sample,
+    as torchvision's detection models take images, or several inputs of one batch. It holds samples if a list of as many
+    dicts (the targets) comes with it, and inputs if a tensor has four or more dimensions. Otherwise the number is open.
+    """
+    listed = _first_list((args, dict(kwargs)))
+    if listed is not None:
+        return _count_list(listed, (*args, *kwargs.values()))
+    leaves = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor) and leaf.ndim > 0]
+    tensors = [leaf for leaf in leaves if leaf.ndim > 1 or leaf.shape[0] != 1] or leaves
+    return Samples(tensors[0].shape[0] if tensors else -1)
+
+
+def _count_list(tensors: list[Tensor], arguments: tuple[Any, ...]) -> Samples:
+    """Return the number of samples in a list of tensors among the arguments."""
+    length, batches = len(tensors), {tensor.shape[0] for tensor in tensors}
+    for value in arguments:
+        if isinstance(value, list) and len(value) == length and all(isinstance(target, dict) for target in value):
+            return Samples(length)
+    batch = batches.pop() if len(batches) == 1 else None
+    if batch == length or (batch is not None and any(tensor.ndim > _IMAGE for tensor in tensors)):
+        return Samples(batch)
+    choices = (length,) if batch is None else (length, batch)
+    return Samples(-1, choices, tuple(tuple(tensor.shape) for tensor in tensors))
+
+
+def _first_list(value: Any) -> list[Tensor] | None:
+    """Return the first thing in `value` that holds tensors, if it is a list of nothing else."""
+    if isinstance(value, list) and value and all(isinstance(item, Tensor) and item.ndim > 0 for item in value):
+        return value
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    for child in children:
+        if any(isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in tree_leaves(child)):
+            return _first_list(child)
+    return None
 
 
 class Pass:
@@ -41,13 +90,15 @@ class Pass:
         first: The backward pass that first differentiated it.
         batch: The batch size of the model's input. -1: none.
         open: The arguments of the model, while they leave the batch size open.
+        random_state: The random state at its beginning, if it was recorded.
     """
 
-    def __init__(self, batch: int = -1) -> None:
+    def __init__(self) -> None:
         """Start before the first layer."""
         self.first: int | None = None
-        self.batch = batch
+        self.batch = -1
         self.open: Samples | None = None
+        self.random_state: RandomState | None = None
         self._rows: dict[str, int] = {}
         self._lengths: set[int] = set()
 
@@ -65,13 +116,6 @@ class Pass:
         return whole if whole in self._lengths else rows
 
 
-class Script(Protocol):
-    """Is notified of forward passes with gradients."""
-
-    def enter(self, forward: Pass) -> None:
-        """Note that a pass begins."""
-
-
 class Forward:
     """The forward passes of a model, which determine samples and positions of every layer's rows.
 
@@ -82,20 +126,15 @@ class Forward:
         began: Whether a pass with gradients has begun since `reset`.
         samples: The samples of such passes, without compiled ones.
         was_open: Whether the batch size of such a pass was open.
-        script: Is notified of passes with gradients. None: nothing is.
+        on_begin: Called with each pass with gradients that begins, without compiled ones.
     """
 
-    def __init__(self, watcher: Watcher | None = None, script: Script | None = None) -> None:
-        """Start before the first pass.
-
-        Args:
-            watcher: Receives the uses of layers, held weakly. None: nothing does.
-            script: Is notified of passes with gradients.
-        """
-        self._watcher = None if watcher is None else weakref.ref(watcher)
+    def __init__(self, capture: Capture | None = None, on_begin: Callable[[Pass], None] | None = None) -> None:
+        """Start before the first pass. `capture`: Receives the uses of layers, held weakly."""
+        self._capture = None if capture is None else weakref.ref(capture)
         self.batch = NO_BATCH
         self.current: Pass | None = None
-        self.script = script
+        self.on_begin = on_begin
         self.reset()
 
     def reset(self) -> None:
@@ -103,9 +142,9 @@ class Forward:
         self.began, self.samples, self.was_open = False, 0, False
 
     @property
-    def watcher(self) -> Watcher | None:
+    def capture(self) -> Capture | None:
         """The receiver of the uses of layers, while it lives."""
-        return None if self._watcher is None else self._watcher()
+        return None if self._capture is None else self._capture()
 
     def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a pass. Its batch size is that of the arguments of the model (`count_samples`)."""
@@ -120,16 +159,16 @@ class Forward:
             self.was_open = self.was_open or bool(found.choices)
             self.current.batch = found.number
             self.samples += max(0, found.number)
-            if self.script is not None:
-                self.script.enter(self.current)
+            if self.on_begin is not None:
+                self.on_begin(self.current)
 
     def settle(self, seen: int) -> None:
         """Set the batch size of the present pass to that of a layer's input, if it is open and may be equal."""
-        if self.current is not None and self.current.open is not None and seen in self.current.open.choices:
-            self.current.open = None
+        current = self.current
+        if current is not None and current.open is not None and seen in current.open.choices:
+            current.open, current.batch = None, seen
             self.batch = torch.tensor(seen, device="cpu")
             self.samples += seen
-            self.current.batch = seen
 
     def leave(self) -> None:
         """End the pass, so that a layer called by itself is not taken to belong to it."""
@@ -137,17 +176,17 @@ class Forward:
 
 
 class Hooks:
-    """The hooks on a model, which report to one watcher at a time.
+    """The hooks on a model, which report to one capture at a time.
 
     Attributes:
-        forward: The passes of the present watcher.
+        forward: The passes of the present capture.
     """
 
     def __init__(self, forward: Forward) -> None:
-        """Start without hooks. They are removed when the watcher of `forward` is deleted."""
+        """Start without hooks. They are removed when the capture of `forward` is deleted."""
         self.forward = forward
         self._handles: list[Handle] = []
-        weakref.finalize(forward.watcher, remove_all, self._handles).atexit = False
+        weakref.finalize(forward.capture, remove_all, self._handles).atexit = False
 
     def attach(self, root: nn.Module, layers: Iterable[Layer]) -> None:
         """Set hooks on a model and some of its layers, instead of earlier ones."""
@@ -167,7 +206,7 @@ class Hooks:
 
     @contextmanager
     def reporting_to(self, forward: Forward) -> Iterator[None]:
-        """Report to another watcher within the context, or to none, instead of the present one."""
+        """Report to another capture within the context, or to none, instead of the present one."""
         present, self.forward = self.forward, forward
         try:
             yield
@@ -176,16 +215,16 @@ class Hooks:
 
     def reduced(self, bucket: GradBucket) -> None:
         """Report that DDP has reduced a bucket of gradients."""
-        watcher = self.forward.watcher
-        if watcher is not None:
-            watcher.reduced(bucket)
+        capture = self.forward.capture
+        if capture is not None:
+            capture.reduced(bucket)
 
 
 class BeginHook:
     """Reports the beginning of the model's forward."""
 
     def __init__(self, hooks: Hooks | None = None) -> None:
-        """Report to the watcher of `hooks`; None: to none."""
+        """Report to the capture of `hooks`; None: to none."""
         self._hooks = hooks
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -239,15 +278,14 @@ class LayerHook:
                 batch = NO_BATCH if forward.current is None else forward.batch
                 compiled.on_gradient(output, inputs, self._number, batch)
             return
-        watcher = forward.watcher
-        if watcher is not None:
-            watcher.watch(self._layer, self._index, inputs, output)
+        if forward.capture is not None:
+            forward.capture.take_call(self._layer, self._index, inputs, output)
 
     def receive(self, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
         """Take the inputs and output gradients of a layer from a compiled backward pass."""
-        watcher = None if self.hooks is None else self.hooks.forward.watcher
-        if watcher is not None:
-            watcher.receive(self._layer, self._index, inputs, gradient, batch)
+        capture = None if self.hooks is None else self.hooks.forward.capture
+        if capture is not None:
+            capture.take_compiled_gradient(self._layer, self._index, inputs, gradient, batch)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle with the model as one that reports to none."""

@@ -14,7 +14,7 @@ from natgrad.layers import Layer
 from natgrad.layers.norm import NORMS
 
 if TYPE_CHECKING:
-    from natgrad.capture.samples import Samples
+    from natgrad.capture.model_hooks import Samples
 
 Reduction: TypeAlias = Literal["mean", "tokens", "sum"]
 Count: TypeAlias = "int | Mapping[str, int]"
@@ -163,8 +163,7 @@ class Reductions:
             count: The number of tokens that count: for all layers, or by patterns of module names. None: all.
             layers: The names of the layers.
             seen: Returns the largest number of positions of a layer. 0: not counted.
-            ambiguous: The arguments of the model, if they leave the number of samples open: `count` is then that
-                number.
+            ambiguous: The arguments of the model, if they leave open the number of samples, which `count` then is.
 
         Raises:
             ValueError: if it is not such a number, or is given for layers whose reduction is not "tokens".

@@ -16,37 +16,38 @@ from natgrad.capture.model_hooks import Pass
 _MOST = 1024
 
 
-class Chance:
-    """The state of torch's own generators."""
+class RandomState:
+    """The state of torch's own generators, on the host and on some accelerators."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        """Read the state of the host's generator and of some accelerators'."""
+        """Read the present state."""
         self._host = torch.get_rng_state()
         self._others = [(device, torch.get_device_module(device).get_rng_state(device)) for device in devices]
 
     def restore(self) -> None:
-        """Restore them."""
+        """Restore it."""
         torch.set_rng_state(self._host)
         for device, state in self._others:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
 class Recording:
-    """Records forward passes with gradients, and the generator states at their beginning."""
+    """Records forward passes with gradients, and the random state at their beginning."""
 
     def __init__(self, model: nn.Module) -> None:
         """Start without passes."""
         self._devices = accelerators(model)
-        self._passes: deque[tuple[Pass, Chance]] = deque(maxlen=_MOST)
+        self._passes: deque[Pass] = deque(maxlen=_MOST)
 
-    def enter(self, forward: Pass) -> None:
-        """Note that a pass begins."""
-        self._passes.append((forward, Chance(self._devices)))
+    def begin(self, forward: Pass) -> None:
+        """Record a pass that begins."""
+        forward.random_state = RandomState(self._devices)
+        self._passes.append(forward)
 
-    def of(self, tasks: Iterable[int]) -> list[tuple[Pass, Chance]]:
+    def of(self, tasks: Iterable[int]) -> list[Pass]:
         """Return the passes that some backward passes differentiated."""
         known = set(tasks)
-        return [(forward, chance) for forward, chance in self._passes if forward.first in known]
+        return [forward for forward in self._passes if forward.first in known]
 
 
 class Repetition:
@@ -56,28 +57,30 @@ class Repetition:
         passes: The passes so far.
     """
 
-    def __init__(self, recorded: Sequence[tuple[Pass, Chance]]) -> None:
+    def __init__(self, recorded: Sequence[Pass]) -> None:
         """Repeat the passes `recorded`."""
         self._recorded = recorded
         self.passes: list[Pass] = []
 
-    def enter(self, forward: Pass) -> None:
+    def begin(self, forward: Pass) -> None:
         """Begin a pass with its own terms, because one backward pass goes through all of them."""
         forward.first = -2 - len(self.passes)  # not the number of a backward pass
         if len(self.passes) < len(self._recorded):
-            self._recorded[len(self.passes)][1].restore()
+            recorded = self._recorded[len(self.passes)].random_state
+            assert recorded is not None
+            recorded.restore()
         self.passes.append(forward)
 
 
 @contextmanager
 def as_found(model: nn.Module) -> Iterator[None]:
     """Restore everything that passes change, including torch's generators, and send nothing to other ranks."""
-    chance = Chance(accelerators(model))
+    random_state = RandomState(accelerators(model))
     try:
         with restored(model), _unsynchronised(model):
             yield
     finally:
-        chance.restore()
+        random_state.restore()
 
 
 @contextmanager
@@ -86,7 +89,9 @@ def restored(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    values = [(own, own.clone()) for _, named in buffers for own in named.values() if isinstance(own, Tensor)]
+    values = [
+        (buffer, buffer.clone()) for _, named in buffers for buffer in named.values() if isinstance(buffer, Tensor)
+    ]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -99,8 +104,8 @@ def restored(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for module, named in buffers:
                 module._buffers.update(named)
-            for own, before in values:
-                own.copy_(before)
+            for buffer, before in values:
+                buffer.copy_(before)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.capture.sums.messages import SampleCount
+from natgrad.capture.sums import SampleCount
 from natgrad.linalg.precision import at_least_float32
 from natgrad.state.block_group import BlockGroup
 
@@ -28,13 +28,13 @@ class Origin:
     together: bool = True
 
 
-class Collected:
+class RowBuffer:
     """The pooled rows of layers, of all backward passes since the last step.
 
     Attributes:
         origin: The rank that the next rows belong to.
         wanted: Whether the next step needs rows.
-        tallies: The number of samples of each layer.
+        sample_counts: The sample count of each layer.
     """
 
     def __init__(self, groups: Iterable[BlockGroup], wire: torch.dtype | None, origin: Origin | None = None) -> None:
@@ -50,8 +50,12 @@ class Collected:
         self._narrow = wire if wire == torch.bfloat16 else None
         self.wanted = True
         self.origin = Origin() if origin is None else origin
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin the next step."""
         self._rows: dict[str, list[tuple[int, Tensor, Tensor, float]]] = {}
-        self.tallies = {name: SampleCount() for name in self._groups}
+        self.sample_counts = {name: SampleCount() for name in self._groups}
 
     def add(self, layer: str, inputs: Tensor, gradients: Tensor, scale: float) -> None:
         """Keep the rows of one backward pass.
@@ -63,8 +67,8 @@ class Collected:
             scale: The factor that makes them those of per-sample losses.
         """
         dtype = self._narrow or self._groups[layer].dtype
-        own = inputs.to(dtype), gradients.to(dtype, copy=True)
-        self._rows.setdefault(layer, []).append((self.origin.rank, *own, scale))
+        rows = self.origin.rank, inputs.to(dtype), gradients.to(dtype, copy=True), scale
+        self._rows.setdefault(layer, []).append(rows)
 
     def counts(self, layer: str) -> dict[int, int]:
         """Return the number of rows of a layer by rank, in the order of `take`."""
@@ -78,24 +82,14 @@ class Collected:
         return max(self.counts(layer).values())
 
     def take(self, layer: str, gain: float | Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of a layer, and forget them.
+        """Return the rows of a layer ``[n, m, i]`` and ``[n, m, o]``, and forget them.
 
-        Args:
-            layer: A layer with rows.
-            gain: A further factor that makes gradients those of per-sample losses.
-
-        Returns:
-            ``[n, m, i]`` and ``[n, m, o]``, in at least float32, read-only: they may be the layer's inputs.
+        They are in at least float32, and read-only: they may be the layer's inputs. `gain` is a further factor that
+        makes gradients those of per-sample losses.
         """
         dtype, rows = at_least_float32(self._groups[layer].work_dtype), self._rows.pop(layer)
-        inputs = joined([one.to(dtype) for _, one, _, _ in rows], 1)
-        return inputs, joined([one.to(dtype) * (scale * gain) for _, _, one, scale in rows], 1)
-
-    def reset(self) -> None:
-        """Begin the next step."""
-        self._rows.clear()
-        for name in self.tallies:
-            self.tallies[name] = SampleCount()
+        inputs = [inputs.to(dtype) for _, inputs, _, _ in rows]
+        return joined(inputs, 1), joined([g.to(dtype) * (scale * gain) for _, _, g, scale in rows], 1)
 
 
 def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""Places of an autograd graph: written on, found again, and which must be asked for so that a pass visits all of them.
+"""Places of an autograd graph: notes on them, and which of them a pass must go to so that it visits all of them.
 
-What is written on a graph goes when the graph does.
+Notes are deleted with the graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KEY = "natgrad"
 
 
 def mark(output: Tensor, note: object) -> int:
-    """Write `note` on the place of `output` in its graph; return its node's number, which few other nodes share."""
+    """Attach a note to the place of `output` in its graph; return its node's number, which few other nodes share."""
     place = get_gradient_edge(output)
     notes: dict[Any, Any] = place.node.metadata  # type: ignore[assignment]
     notes[_KEY] = (*notes.get(_KEY, ()), (place.output_nr, note))
@@ -25,10 +25,10 @@ def mark(output: Tensor, note: object) -> int:
 
 
 def marked(nodes: Iterable[Node], numbers: Container[int]) -> Iterator[tuple[GradientEdge, Any]]:
-    """Yield every place at `nodes` that was written on, with what was; only nodes with such a number are looked at."""
+    """Yield every place with a note, and the note, among the nodes with one of some numbers."""
     for node in nodes:
         if node._sequence_nr() not in numbers:
-            continue  # to ask a node for what is written on it is slow where nothing is
+            continue  # reading the metadata of a node without any is slow
         notes: dict[Any, Any] = node.metadata  # type: ignore[assignment]
         for output, note in notes.get(_KEY, ()):
             yield GradientEdge(node, output), note
@@ -45,15 +45,9 @@ def reached(root: Node) -> set[Node]:
 
 
 def sources(edges: Sequence[GradientEdge]) -> list[GradientEdge]:
-    """Return those of `edges` that have no other one upstream.
+    """Return those of `edges` that have no other one upstream, in one visit of each node upstream.
 
     A pass down to these visits all the others on its way, and need not keep their gradients.
-
-    Args:
-        edges: Places of a graph, as ``torch.autograd.graph.get_gradient_edge`` returns them.
-
-    Returns:
-        A part of `edges`, in their order. Cost: one visit of each node upstream of them.
     """
     marked = {edge.node for edge in edges}
     beyond: dict[Node, bool] = {}  # whether a marked node lies strictly upstream
@@ -72,7 +66,7 @@ def sources(edges: Sequence[GradientEdge]) -> list[GradientEdge]:
 
 @contextmanager
 def unnoticed(nodes: Iterable[Node]) -> Iterator[None]:
-    """Have ``DistributedDataParallel`` take no notice of a pass through `nodes`.
+    """Keep ``DistributedDataParallel`` from noticing a pass through `nodes`.
 
     With ``static_graph`` it takes the first pass through its output for that of the loss, and then averages the
     gradients of no other one.
@@ -90,13 +84,9 @@ def unnoticed(nodes: Iterable[Node]) -> Iterator[None]:
 
 
 def go_down(outputs: Tensor, score: Tensor, ends: Callable[[set[Node]], list[GradientEdge]], *, retain: bool) -> None:
-    """Differentiate down to some places; parameters' ``.grad`` stay untouched, and wrappers unaware.
+    """Differentiate `outputs`, whose derivative is `score`, down to the places that `ends` returns of all upstream.
 
-    Args:
-        outputs: Where to begin.
-        score: The derivative of the loss by `outputs`.
-        ends: Returns the places, of all that is upstream.
-        retain: Whether the graph is to be differentiated again.
+    Parameters' ``.grad`` stay unchanged, and wrappers unaware. `retain`: The graph will be differentiated again.
     """
     below = set() if outputs.grad_fn is None else reached(outputs.grad_fn)
     places = ends(below)
@@ -106,7 +96,7 @@ def go_down(outputs: Tensor, score: Tensor, ends: Callable[[set[Node]], list[Gra
 
 
 def destination(parameter: Tensor) -> Literal["grad", "caller", ""]:
-    """Tell where the backward pass under way takes the gradient of a `parameter`; empty: it does not."""
+    """Return where the present backward pass takes the gradient of a `parameter`. Empty: it does not."""
     try:
         return "grad" if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node) else ""
     except RuntimeError:  # asked for by name in torch.autograd.grad, or frozen meanwhile

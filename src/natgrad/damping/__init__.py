@@ -1,9 +1,9 @@
 """How γ is chosen: by the step, by the kind of layer, by what the last steps were worth, or by natgrad alone."""
 
 from natgrad.damping.autopilot import Autopilot as Autopilot
+from natgrad.damping.control import ByKind as ByKind
 from natgrad.damping.control import Control as Control
 from natgrad.damping.control import Damping as Damping
-from natgrad.damping.kinds import ByKind as ByKind
 from natgrad.damping.levenberg_marquardt import LevenbergMarquardt as LevenbergMarquardt
 from natgrad.damping.schedules import Cosine as Cosine
 from natgrad.damping.schedules import Exponential as Exponential

@@ -5,7 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, nan
+from math import nan
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from natgrad.distributed import Communicator
+from natgrad.state.block_group import BlockGroup
+
+if TYPE_CHECKING:
+    from natgrad.preconditioner.gradients.clip import Clip
 
 
 class Adaptive(ABC):
@@ -46,49 +56,47 @@ class Outcome:
         return 1 - (self.change - self.predicted) / abs(self.predicted) if self.predicted else nan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extent:
-    """The sizes of Fisher, gradient and parameters of layers with curvature before a renewal; equal on all ranks.
-
-    Attributes:
-        sizes: ``tr F / d`` of each layer with d parameters; 0 without statistics.
-        coherence: ``‖∇‖² / tr F`` over all layers with known F and gradient, where ∇ is that of the mean loss; nan if
-            there are no such layers.
-        room: ``κ / ‖θ‖²``: the KL clip over the squared norm of the parameters; infinite if the clip is not a number.
-        pace: ``lr² / κ`` with the learning rate that schedulers start from, for the mean loss. None: unknown.
-    """
-
-    sizes: Sequence[float]
-    coherence: float
-    room: float = inf
-    pace: float | None = None
-
-
 class Adaptation(ABC):
-    """The state of an adaptive rule in one training.
+    """The state of a damping in one training.
 
     Attributes:
         gamma: γ, the same on all ranks.
+        awaits_sizes: Whether a measurement is needed at the next renewal.
     """
 
     gamma: float
+    awaits_sizes: bool = False
+
+    def value(self, step: int) -> float:
+        """Return γ of the step after `step` completed ones."""
+        return self.gamma
 
     def tries(self, step: int) -> bool:
         """Return whether to compare the step after `step` completed ones with its quadratic model."""
         return False
 
-    @property
-    def awaits_sizes(self) -> bool:
-        """Whether the rule needs a measurement at the next renewal."""
-        return False
+    def measure(
+        self,
+        groups: Sequence[BlockGroup],
+        runtime: Communicator,
+        device: torch.device,
+        clip: Clip,
+        scale: float | Tensor,
+    ) -> None:
+        """Update the rule with a measurement before a renewal. Collective, in messages on `device`.
 
-    def measure(self, extent: Extent) -> None:
-        """Update the rule with a measurement before a renewal."""
+        Args:
+            groups: All layers with curvature.
+            runtime: The ranks.
+            device: The device of messages.
+            clip: The KL clip of the step.
+            scale: The factor that makes raw gradients those of the mean loss.
+        """
         raise NotImplementedError
 
-    @abstractmethod
     def learn(self, outcome: Outcome) -> None:
         """Update the rule with the outcome of a compared step, equal on all ranks."""
+        raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
         """Return further numbers for the user."""

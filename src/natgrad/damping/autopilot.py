@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, inf, isfinite, log
+from math import exp, inf, isfinite, log, nan
 from statistics import quantiles
+from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
-from natgrad.damping.adaptive import Adaptation, Adaptive, Extent, Outcome
+from natgrad.damping.adaptive import Adaptation, Adaptive
+from natgrad.damping.quadratic import accountants
+from natgrad.distributed import Communicator
+from natgrad.distributed.fsdp import copies, held_rows, local
+from natgrad.linalg import tensor_on
 from natgrad.schedule import check_number
+from natgrad.state.block_group import BlockGroup
+from natgrad.state.measures import measured
+from natgrad.state.sharded import Rows, slots_of
+
+if TYPE_CHECKING:
+    from natgrad.preconditioner.gradients.clip import Clip
 
 # The lr² / κ that `share` refers to (a learning rate of 1 and a KL clip of 1e-3), and the smallest value that counts,
 # in units of it: smaller ones have not been measured.
@@ -72,30 +85,98 @@ class _Sized(Adaptation):
     """The state of the rule in one training."""
 
     def __init__(self, options: Autopilot) -> None:
-        self._options, self._known = options, False
-        self.gamma = _UNKNOWN
+        self._options = options
+        self.gamma, self.awaits_sizes = _UNKNOWN, True
 
-    @property
-    def awaits_sizes(self) -> bool:
-        return not self._known
-
-    def measure(self, extent: Extent) -> None:
-        usable = [size for size in extent.sizes if isfinite(size) and size > 0]
+    @override
+    def measure(
+        self,
+        groups: Sequence[BlockGroup],
+        runtime: Communicator,
+        device: torch.device,
+        clip: Clip,
+        scale: float | Tensor,
+    ) -> None:
+        counts = [group.parameters(member) for group in groups for member in group.members]
+        sizes, squares, length, rate = _measured(groups, counts, runtime, device, clip, scale)
+        usable = [size for size in sizes if isfinite(size) and size > 0]
         counted = [size for size in usable if size > _NEGLIGIBLE * max(usable)]
-        if not counted or not isfinite(extent.coherence):
+        known = [index for index, size in enumerate(sizes) if size > 0 and isfinite(squares[index])]
+        trace = sum(sizes[index] * counts[index] for index in known)
+        coherence = sum(squares[index] for index in known) / trace if trace else nan
+        if not counted or not isfinite(coherence):
             return
         logs = [log(size) for size in counted]
         size = exp(quantiles(logs, method="inclusive")[0] if len(logs) > 1 else logs[0])
-        if extent.pace is not None:
-            size *= max(extent.pace / _PACE, _SLOWEST) ** _POWER
-        length = extent.room / (extent.coherence * self._options.stride**2) if extent.coherence > 0 else inf
-        self.gamma, self._known = min(self._options.share * size, length), True
+        longest = inf  # γ that bounds the steps
+        if isinstance(clip.bound, (int, float)):
+            if isfinite(rate) and rate > 0:
+                size *= max(rate**2 / clip.bound / _PACE, _SLOWEST) ** _POWER
+            if isfinite(length) and length > 0 and coherence > 0:
+                longest = clip.bound / length / (coherence * self._options.stride**2)
+        self.gamma, self.awaits_sizes = min(self._options.share * size, longest), False
 
-    def learn(self, outcome: Outcome) -> None:
-        raise AssertionError("it compares nothing")
-
+    @override
     def state_dict(self) -> dict[str, float]:
-        return {"gamma": self.gamma, "known": int(self._known)}
+        return {"gamma": self.gamma, "known": int(not self.awaits_sizes)}
 
+    @override
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.gamma, self._known = float(state["gamma"]), bool(state["known"])
+        self.gamma, self.awaits_sizes = float(state["gamma"]), not state["known"]
+
+
+def _measured(
+    groups: Sequence[BlockGroup],
+    counts: Sequence[int],
+    runtime: Communicator,
+    device: torch.device,
+    clip: Clip,
+    scale: float | Tensor,
+) -> tuple[list[float], list[float], float, float]:
+    """Return each layer's ``tr F / d`` (0 without statistics) and ``‖∇‖²``, and ``‖θ‖²`` and the learning rate.
+
+    ∇ is the gradient of the mean loss, and the rate is for the mean loss too. One worker contributes each layer and its
+    gradient (for shards, all ranks of its copy), each rank its part of the parameters, and the first rank the rate.
+    """
+    layers, start, rows = len(counts), 0, Rows(runtime)
+    message = torch.zeros(2 * layers + 2, dtype=torch.float64, device=device)
+    for group, accountant in zip(groups, accountants(groups), strict=True):
+        stop = start + len(group.members)
+        if accountant == runtime.rank and group.weight is not None:
+            sizes = measured(group, "trace")[0].double() / tensor_on(group.device, counts[start:stop])
+            message[start:stop] = sizes.nan_to_num(0.0, 0.0, 0.0).to(device)
+        for index, member in enumerate(group.members, layers + start):
+            held = [held_rows(slot, rows.held(slot)) for slot in member.layer.slots if rows.counts(slot, accountant)]
+            for gradient in held:
+                if gradient is not None:
+                    message[index] += (_square(gradient) * scale**2).to(device)
+        start = stop
+    slots = {id(slot.parameter): slot for group in groups for slot in slots_of(group)}
+    for slot in slots.values():
+        parameter = slot.parameter.detach()
+        square = local(parameter).double().square().sum().to(device)
+        message[-2] += square / copies(slot.name, parameter, runtime.ranks)
+    message[-1] = float(runtime.rank == 0) * _rate(groups, clip) / scale
+    if runtime.ranks > 1 and layers:
+        runtime.sum_(message, {"counters": len(message)})
+    *totals, length, rate = message.tolist()
+    return totals[:layers], totals[layers:], length, rate
+
+
+def _square(part: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.float64)
+    return norm.square()
+
+
+def _rate(groups: Sequence[BlockGroup], clip: Clip) -> float:
+    """Return the largest learning rate of layers with curvature, including those of schedulers; 0 if not needed."""
+    if clip.optimizer is None or not isinstance(clip.bound, (int, float)):
+        return 0.0
+    covered = {id(slot.parameter) for group in groups for slot in slots_of(group)}
+    used = [
+        options
+        for options in clip.optimizer.param_groups
+        if any(id(parameter) in covered for parameter in options["params"])
+    ]
+    rates = (options.get(name) for options in used for name in ("lr", "initial_lr", "max_lr"))
+    return max((float(rate) for rate in rates if rate is not None), default=0.0)

@@ -1,23 +1,94 @@
-"""The damping of one preconditioner: the user's choice and its present state."""
+"""The damping of one preconditioner: the user's choice, its factor for each layer, and its present state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from natgrad.damping.adaptive import Adaptation, Adaptive, Extent, Outcome
-from natgrad.damping.kinds import ByKind
+from typing_extensions import override
+
+from natgrad.curvature import Curvature
+from natgrad.damping.adaptive import Adaptation, Adaptive
 from natgrad.errors import require
 from natgrad.layers import Layer
-from natgrad.schedule import Schedule, check_schedule, value_at
-
-Damping: TypeAlias = Schedule | Adaptive | ByKind
+from natgrad.schedule import Schedule, check_number, check_schedule, value_at
 
 _ALLOWED = "a number > 0"
 
 
+class ByKind:
+    """γ times a factor for each layer (Osawa 2019, section 4.3: ``γ_BN = ρ γ`` for norm layers).
+
+    A layer uses the factor of the first pattern that matches its name, else that of its kind, else 1.
+    """
+
+    def __init__(
+        self, damping: Schedule | Adaptive, *, norms: float = 1.0, layers: Mapping[str, float] | None = None
+    ) -> None:
+        """Choose the factors.
+
+        Args:
+            damping: γ: a number, a callable of the step, or a rule that adapts it.
+            norms: ρ, the factor of norm layers.
+            layers: Factors by fnmatch patterns of module names, as those of ``Preconditioner(curvature=...)``.
+
+        Raises:
+            ValueError: if a factor is not above 0, or if `damping` is a `ByKind`.
+        """
+        require(not isinstance(damping, ByKind), "damping", damping, "a number, a schedule or a rule")
+        check_number("norms", norms, _ALLOWED, minimum=0, strict=True)
+        layers = {} if layers is None else layers
+        fits = isinstance(layers, Mapping) and all(isinstance(pattern, str) for pattern in layers)
+        require(fits, "layers", layers, "a mapping of fnmatch patterns to factors")
+        for pattern, factor in layers.items():
+            check_number(f"layers[{pattern!r}]", factor, _ALLOWED, minimum=0, strict=True)
+        self.damping, self.norms, self.layers = damping, float(norms), dict(layers)
+
+    def __repr__(self) -> str:
+        """Show the factors."""
+        return f"ByKind({self.damping!r}, norms={self.norms:g}, layers={self.layers!r})"
+
+    def factor(self, layer: Layer) -> float:
+        """Return the factor of γ for `layer`."""
+        for pattern, factor in self.layers.items():
+            if fnmatchcase(layer.name, pattern):
+                return float(factor)
+        return self.norms if layer.form == "elementwise" else 1.0
+
+
+Damping: TypeAlias = Schedule | Adaptive | ByKind
+
+
+class _Scheduled(Adaptation):
+    """A number or a callable of the step, as an adaptation that learns nothing."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        """Raise a ValueError if `schedule` is not a damping."""
+        check_schedule("damping", schedule, f"{_ALLOWED}, None, one of natgrad.damping", minimum=0, strict=True)
+        self.schedule = schedule
+
+    @override
+    def value(self, step: int) -> float:
+        return value_at("damping", self.schedule, step, _ALLOWED, minimum=0, strict=True)
+
+    @override
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        pass
+
+
 class Control:
-    """Returns γ of each step, and its factor for each layer."""
+    """Returns γ of each step, and its factor for each layer.
+
+    Attributes:
+        adaptation: The present state of the user's choice.
+        rule: The adaptive rule. None: γ is a number or a callable of the step.
+        name: The name of the rule.
+    """
 
     def __init__(self, damping: Damping) -> None:
         """Take the user's choice.
@@ -26,14 +97,10 @@ class Control:
             ValueError: if it is not a damping.
         """
         self._kinds = damping if isinstance(damping, ByKind) else ByKind(damping)
-        rule = self._kinds.damping
-        self._adaptation: Adaptation | None = None
-        self._schedule: Schedule = 1.0
-        if isinstance(rule, Adaptive):
-            self._adaptation = rule.begin()
-        else:
-            check_schedule("damping", rule, f"{_ALLOWED}, None, one of natgrad.damping", minimum=0, strict=True)
-            self._schedule = rule
+        chosen = self._kinds.damping
+        self.name = type(chosen).__name__
+        self.rule = chosen if isinstance(chosen, Adaptive) else None
+        self.adaptation = chosen.begin() if isinstance(chosen, Adaptive) else _Scheduled(chosen)
 
     def check(self, optimizer: object) -> None:
         """Check the arguments for a rule that compares steps with their quadratic model.
@@ -45,25 +112,15 @@ class Control:
         require(fits, "optimizer", optimizer, f"given: {self.name} looks at what its steps are worth")
 
     @property
-    def rule(self) -> Adaptive | None:
-        """The adaptive rule. None: γ is a number or a callable of the step."""
-        return self._kinds.damping if isinstance(self._kinds.damping, Adaptive) else None
-
-    @property
-    def name(self) -> str:
-        """The name of the rule."""
-        return type(self._kinds.damping).__name__
-
-    @property
     def settings(self) -> str:
         """The rule with its options, in words, which must be equal on all ranks."""
-        rule = self._kinds.damping
-        return f"{self.name}({vars(rule)})" if isinstance(rule, Adaptive) else ""
+        return "" if self.rule is None else f"{self.name}({vars(self.rule)})"
 
     @property
     def constant(self) -> float | None:
         """γ if it is constant, else None."""
-        return None if self._adaptation is not None or callable(self._schedule) else self._schedule
+        chosen = self._kinds.damping
+        return None if isinstance(chosen, Adaptive) or callable(chosen) else chosen
 
     def factor(self, layer: Layer) -> float:
         """Return the factor of γ for a layer."""
@@ -75,40 +132,19 @@ class Control:
         Raises:
             ValueError: if a schedule returns a value that is not allowed.
         """
-        if self._adaptation is not None:
-            return self._adaptation.gamma
-        return value_at("damping", self._schedule, step, _ALLOWED, minimum=0, strict=True)
+        return self.adaptation.value(step)
 
-    def held(self, step: int) -> Control:
+    def fixed(self, step: int) -> Control:
         """Return a constant damping with the value of the step after `step` completed ones."""
         return Control(ByKind(self.now(step), norms=self._kinds.norms, layers=self._kinds.layers))
 
-    def tries(self, step: int) -> bool:
-        """Return whether to compare this step with its quadratic model."""
-        return self._adaptation is not None and self._adaptation.tries(step)
-
-    @property
-    def awaits_sizes(self) -> bool:
-        """Whether the rule needs a measurement of the Fisher before its next use."""
-        return self._adaptation is not None and self._adaptation.awaits_sizes
-
-    def measure(self, extent: Extent) -> None:
-        """Pass a measurement to the adaptive rule."""
-        if self._adaptation is not None:
-            self._adaptation.measure(extent)
-
-    def learn(self, outcome: Outcome) -> None:
-        """Pass the outcome of the last step to the adaptive rule."""
-        if self._adaptation is not None:
-            self._adaptation.learn(outcome)
-
     def metrics(self, damping: float) -> dict[str, float]:
         """Return the `damping` of the last step and `Adaptation.metrics`."""
-        return {"damping": damping, **({} if self._adaptation is None else self._adaptation.metrics())}
+        return {"damping": damping, **self.adaptation.metrics()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the name and the state of the rule."""
-        return {"rule": self.name, **({} if self._adaptation is None else self._adaptation.state_dict())}
+        return {"rule": self.name, **self.adaptation.state_dict()}
 
     def loaded(self, state: Any) -> Control:
         """Return a copy with a state that `state_dict` returned. With that of another rule, start from the beginning.
@@ -120,10 +156,49 @@ class Control:
         require(fits, "state['damping']", state, "a dict with the name of its rule")
         fresh = Control(self._kinds)
         if state["rule"] == self.name:
-            own = {name: value for name, value in state.items() if name != "rule"}
+            numbers = {name: value for name, value in state.items() if name != "rule"}
             fits = state.keys() == self.state_dict().keys()
-            fits = fits and all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in own.values())
+            fits = fits and all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in numbers.values())
             require(fits, "state['damping']", state, f"what {self.name} has saved, complete")
-            if fresh._adaptation is not None:
-                fresh._adaptation.load_state_dict(own)
+            fresh.adaptation.load_state_dict(numbers)
         return fresh
+
+
+def default_damping(curvature: Curvature | Mapping[str, Curvature | None]) -> float | ByKind:
+    """Return the damping for ``damping=None``.
+
+    Args:
+        curvature: One curvature, or a mapping from fnmatch patterns of module names to curvatures.
+
+    Returns:
+        `Curvature.default_damping`. If the curvatures of a mapping have different ones: that of the first, with factors
+        by the same patterns, so that each layer has the default of its curvature.
+
+    Raises:
+        ValueError: if a curvature's default is not a number above 0.
+    """
+    if isinstance(curvature, Curvature):
+        return _default_of(curvature)
+    defaults = {pattern: _default_of(chosen) for pattern, chosen in curvature.items() if chosen is not None}
+    first = next(iter(defaults.values()), Curvature.default_damping)
+    if all(default == first for default in defaults.values()):
+        return first
+    # Patterns without a curvature take part too, because the first match wins.
+    return ByKind(first, layers={pattern: defaults.get(pattern, first) / first for pattern in curvature})
+
+
+def _default_of(curvature: Curvature) -> float:
+    name = f"{type(curvature).__name__}.default_damping"
+    check_number(name, curvature.default_damping, _ALLOWED, minimum=0, strict=True)
+    return float(curvature.default_damping)
+
+
+def describe_damping(damping: float, used: Iterable[tuple[Curvature, float]]) -> str:
+    """Return a description of γ = `damping` for the `used` curvatures, each with its factor of γ."""
+    kinds: dict[float, list[str]] = {}
+    for curvature, factor in used:
+        names, kind = kinds.setdefault(damping * factor, []), type(curvature).__name__
+        names += [] if kind in names else [kind]
+    if len(kinds) < 2:
+        return f"damping {next(iter(kinds), damping):g}"
+    return "damping " + ", ".join(f"{value:g} ({' and '.join(names)})" for value, names in kinds.items())

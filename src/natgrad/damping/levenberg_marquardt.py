@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from natgrad.damping.adaptive import Adaptation, Adaptive, Outcome
 from natgrad.errors import require
-from natgrad.schedule import check_number
+from natgrad.schedule import check_number, check_whole
 
 _GOOD, _BAD = 3 / 4, 1 / 4
 
@@ -49,8 +49,7 @@ class LevenbergMarquardt(Adaptive):
 
     def __post_init__(self) -> None:
         """Check the options."""
-        whole = isinstance(self.interval, int) and not isinstance(self.interval, bool)
-        require(whole and self.interval >= 1, "interval", self.interval, "a whole number >= 1")
+        check_whole("interval", self.interval, 1)
         check_number("decay", self.decay, "a number in (0, 1)", minimum=0, strict=True)
         require(self.decay < 1, "decay", self.decay, "a number in (0, 1)")
         pair = isinstance(self.bounds, tuple) and len(self.bounds) == 2
@@ -78,8 +77,7 @@ class _Search(Adaptation):
         return step % self._options.interval == 0
 
     def learn(self, outcome: Outcome) -> None:
-        ratio = -inf if isnan(outcome.change) else outcome.ratio
-        self._ratio = ratio
+        ratio = self._ratio = -inf if isnan(outcome.change) else outcome.ratio
         factor: float = self._options.decay**self._options.interval
         if ratio > _GOOD:
             self.gamma *= factor

@@ -8,111 +8,168 @@ one message adds everything up. For layers that FSDP2 shards each rank evaluates
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from natgrad.capture.model_hooks import Forward, Hooks, Pass
+from natgrad.capture.repetition import Repetition, as_found
 from natgrad.damping.adaptive import Outcome
-from natgrad.damping.losses import Losses
 from natgrad.distributed import Communicator
-from natgrad.distributed.fsdp import first_copy, held_rows, rows_of
+from natgrad.distributed.fsdp import first_copy, held_rows, resharded, rows_of
+from natgrad.errors import NatgradError, describe, require
 from natgrad.layers import Slot
 from natgrad.linalg.precision import at_least_float32
 from natgrad.state.block_group import BlockGroup
 from natgrad.state.sharded import Rows, slots_of
 
 
-@dataclass
-class Model:
-    """This rank's part of the quadratic model at one step.
+class Losses:
+    """The losses of this rank's batch, computed by the closure with the random numbers of the step's own passes.
 
-    Attributes:
-        groups: All groups, each with the rank that accounts for it.
-        damping: γ.
-        scale: The factor that makes raw gradients those of the mean loss.
-        shares: The rows that this rank evaluates, by the ``id`` of the slot: raw gradients, and parameters before the
-            step.
-        others: The same for parameters without curvature, with their names.
+    Ranks are weighted as their gradients are: equally, or by samples if natgrad reduces; sums are added. An error of
+    the closure is kept until all ranks have communicated, unless the model is sharded.
     """
 
-    groups: list[tuple[BlockGroup, int]]
-    damping: float
-    scale: float | Tensor
-    shares: dict[int, tuple[Tensor | None, Tensor]]
-    others: list[tuple[str, nn.Parameter, Tensor, Tensor]] = field(default_factory=list)
+    def __init__(self, closure: Callable[[], Any] | None, recorded: Sequence[Pass], weight: float | None) -> None:
+        """Start without losses.
 
-    @classmethod
-    def of(cls, groups: Sequence[BlockGroup], runtime: Communicator, damping: float, scale: float | Tensor) -> Model:
-        """Copy the raw gradients and the parameters of layers, before preconditioning."""
-        pairs, rows = list(zip(groups, accountants(groups), strict=True)), Rows(runtime)
-        shares = {
-            id(slot): (_copy(held_rows(slot, rows.held(slot))), _parameter(slot, rows.held(slot)).clone())
-            for group, accountant in pairs
-            for slot in slots_of(group)
-            if rows.counts(slot, accountant)
-        }
-        return cls(pairs, damping, scale, shares)
+        Args:
+            closure: Returns the loss, or (loss, ...). None: this rank had no batch.
+            recorded: The forward passes of the step.
+            weight: The weight of this rank in the mean. None: the losses are summed.
+        """
+        self._closure, self._recorded = closure, recorded
+        self._summed, self._weight = weight is None, float(closure is not None) * (1.0 if weight is None else weight)
+        self._values: list[float] = []
+        self._error: Exception | None = None
 
-    def take_others(self, model: nn.Module, groups: Iterable[BlockGroup], runtime: Communicator) -> None:
+    def compute(self, model: nn.Module, hooks: Hooks) -> None:
+        """Compute the loss with the present parameters, without changing anything else.
+
+        Raises:
+            Exception: an error of the closure, if the model is sharded.
+        """
+        value = 0.0
+        if self._closure is not None and self._error is None:
+            repeated = Forward(on_begin=Repetition(self._recorded).begin)
+            with resharded(model) as sharded:
+                try:
+                    with as_found(model), hooks.reporting_to(repeated), torch.enable_grad():
+                        result = self._closure()
+                    loss = result[0] if isinstance(result, tuple) and result else result
+                    value = loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else loss
+                    require(isinstance(value, float), "closure()", describe(loss), "a scalar loss, or (loss, outputs)")
+                except Exception as error:
+                    if sharded:
+                        raise
+                    self._error, value = error, 0.0
+        self._values.append(value)
+
+    def numbers(self) -> list[float]:
+        """Return the numbers to sum over the ranks for `change`."""
+        before, after = self._values
+        # The difference of infinite losses is nan, which counts as an increase.
+        return [self._weight * (after - before), self._weight, float(self._error is not None)]
+
+    def change(self, change: float, weight: float, failed: float) -> float:
+        """Return the change of the loss of all ranks, from the sums of `numbers`.
+
+        Raises:
+            Exception: an error of the closure on this rank; a `NatgradError` if it raised on another.
+        """
+        if self._error is not None:
+            raise self._error
+        if failed:
+            raise NatgradError("the closure has raised an error on another rank, whose own output tells it")
+        # Without a batch on any rank the change is 0.
+        return change if self._summed or not weight else change / weight
+
+
+class QuadraticModel:
+    """This rank's part of the quadratic model at one step."""
+
+    def __init__(
+        self, groups: Sequence[BlockGroup], runtime: Communicator, damping: float, scale: float | Tensor
+    ) -> None:
+        """Copy the raw gradients and the parameters of layers, before preconditioning.
+
+        Args:
+            groups: All groups.
+            runtime: The ranks.
+            damping: γ.
+            scale: The factor that makes raw gradients those of the mean loss.
+        """
+        self._accounted = list(zip(groups, accountants(groups), strict=True))
+        self._runtime, self._damping, self._scale = runtime, damping, scale
+        rows = Rows(runtime)
+        # The rows that this rank evaluates, by the ``id`` of the slot: raw gradients, and parameters before the step.
+        self._before: dict[int, tuple[Tensor | None, Tensor]] = {}
+        for group, accountant in self._accounted:
+            for slot in slots_of(group):
+                if rows.counts(slot, accountant):
+                    gradient = held_rows(slot, rows.held(slot))
+                    gradient = None if gradient is None else gradient.clone()
+                    self._before[id(slot)] = gradient, _parameter(slot, rows.held(slot)).clone()
+        # The same for parameters without curvature, with their names.
+        self._others: list[tuple[str, nn.Parameter, Tensor, Tensor]] = []
+
+    def take_others(self, model: nn.Module) -> None:
         """Copy those of parameters without curvature, when all ranks have their gradients."""
-        known = {id(slot.parameter) for group in groups for member in group.members for slot in member.layer.slots}
-        rest = [(name, p) for name, p in model.named_parameters() if p.grad is not None and id(p) not in known]
-        for name, parameter in rest:
-            assert parameter.grad is not None
-            gradient, before = (first_copy(name, own, runtime.rank) for own in (parameter.grad, parameter.detach()))
+        known = {id(slot.parameter) for group, _ in self._accounted for slot in slots_of(group)}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is None or id(parameter) in known:
+                continue
+            gradient = first_copy(name, parameter.grad, self._runtime.rank)
+            before = first_copy(name, parameter.detach(), self._runtime.rank)
             if gradient is not None and before is not None:
-                self.others.append((name, parameter, gradient.clone(), before.clone()))
+                self._others.append((name, parameter, gradient.clone(), before.clone()))
 
-    def outcome(self, losses: Losses, runtime: Communicator, device: torch.device) -> Outcome:
+    def outcome(self, losses: Losses, device: torch.device) -> Outcome:
         """Return the outcome of the optimizer's step; collective, in one message on `device`.
 
         Raises:
             Exception: an error of a closure; on the other ranks a `NatgradError`.
         """
-        message = torch.tensor([0.0, 0.0, 0.0, *losses.told()], dtype=torch.float64, device="cpu").to(device)
-        linear, curved, scale = message[0], message[1], self.scale
-        for name, parameter, gradient, before in self.others:
-            now = first_copy(name, parameter.detach(), runtime.rank)
+        message = torch.tensor([0.0, 0.0, 0.0, *losses.numbers()], dtype=torch.float64, device="cpu").to(device)
+        linear, curved = message[0], message[1]
+        for name, parameter, gradient, before in self._others:
+            now = first_copy(name, parameter.detach(), self._runtime.rank)
             assert now is not None
             D = now - before
-            linear += _inner(gradient, D).to(device) * scale
-            curved += (self.damping * _inner(D, D)).to(device)
-        self._add_layers(linear, curved, runtime)
-        message[2] = float(runtime.rank == 0) * scale
-        if runtime.ranks > 1:
-            runtime.sum_(message, {"counters": message.numel()})
-        first, second, unit, *told = message.tolist()
-        return Outcome(change=losses.change(told) * unit, predicted=first + second / 2)
+            linear += _inner(gradient, D).to(device) * self._scale
+            curved += (self._damping * _inner(D, D)).to(device)
+        self._add_layers(linear, curved)
+        message[2] = float(self._runtime.rank == 0) * self._scale
+        if self._runtime.ranks > 1:
+            self._runtime.sum_(message, {"counters": message.numel()})
+        first, second, unit, *totals = message.tolist()
+        return Outcome(change=losses.change(*totals) * unit, predicted=first + second / 2)
 
-    def _add_layers(self, linear: Tensor, curved: Tensor, runtime: Communicator) -> None:
+    def _add_layers(self, linear: Tensor, curved: Tensor) -> None:
         """Add this rank's part of the groups in place. Collective if any is sharded."""
-        rows, changes = Rows(runtime), {}
-        for group, accountant in self.groups:
+        rows, changes = Rows(self._runtime), {}
+        for group, accountant in self._accounted:
             for slot in slots_of(group):
                 if rows.counts(slot, accountant):
-                    gradient, before = self.shares[id(slot)]
+                    gradient, before = self._before[id(slot)]
                     D = changes[id(slot)] = _parameter(slot, rows.held(slot)) - before
                     if gradient is not None:
-                        linear += _inner(gradient, D).to(linear) * self.scale
-                    curved += (self.damping * group.factor * _inner(D, D)).to(curved)
-        whole = rows.whole([(group, (accountant,)) for group, accountant in self.groups], changes, "replay")
-        for group, _ in self.groups:
+                        linear += _inner(gradient, D).to(linear) * self._scale
+                    curved += (self._damping * group.factor * _inner(D, D)).to(curved)
+        whole = rows.whole([(group, (accountant,)) for group, accountant in self._accounted], changes, "replay")
+        for group, _ in self._accounted:
             if id(group) in whole:
                 D = whole[id(group)]
                 curved += _inner(D, group.fisher_product(D)).to(curved)
 
 
-def accounted(groups: Sequence[BlockGroup], rank: int) -> list[BlockGroup]:
-    """Return the groups that a rank accounts for."""
-    return [group for group, accountant in zip(groups, accountants(groups), strict=True) if accountant == rank]
-
-
 def accountants(groups: Sequence[BlockGroup]) -> list[int]:
     """Return the rank that accounts for each group: one of its workers, in turn."""
     workers = [group.role.seat.workers for group in groups]
-    return [own[index % len(own)] for index, own in enumerate(workers)]
+    return [ranks[index % len(ranks)] for index, ranks in enumerate(workers)]
 
 
 def _parameter(slot: Slot, rows: range) -> Tensor:
@@ -123,7 +180,3 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
     dtype = at_least_float32(left.dtype)
     product: Tensor = torch.linalg.vecdot(left.flatten().to(dtype), right.flatten().to(dtype))
     return product.double()
-
-
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import cos, log10, pi
 
 from natgrad.errors import require
-from natgrad.schedule import check_number
+from natgrad.schedule import check_number, check_whole
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class _Way(ABC):
         """Check the fields."""
         for name in ("start", "target"):
             check_number(name, getattr(self, name), "a number > 0", minimum=0, strict=True)
-        whole = isinstance(self.steps, int) and not isinstance(self.steps, bool)
-        require(whole and self.steps >= 1, "steps", self.steps, "a whole number >= 1")
+        check_whole("steps", self.steps, 1)
 
     @abstractmethod
     def __call__(self, step: int) -> float:

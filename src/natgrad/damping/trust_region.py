@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.curvature import Curvature
-from natgrad.damping.quadratic import accountants, accounted
+from natgrad.damping.quadratic import accountants
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import rows_of, whole
 from natgrad.errors import require
@@ -83,27 +84,24 @@ class TrustRegion:
             shares_work: Whether each rank holds the curvature of some layers only.
         """
         groups, rules = [entry.group for entry in entries], _rules(optimizer)
-        shares_work = shares_work or any(map(has_shards, groups))  # no rank alone has all rows
-        mine = {id(group) for group in (accounted(groups, runtime.rank) if shares_work else groups)}
-        rows = _Added.of(groups, rules, runtime)
-        beside = [rows.beside(entry) for entry in entries]
-        total: Tensor | None = None
-        for entry, B in zip(entries, beside, strict=True):
-            if id(entry.group) in mine:
-                D = _whole(entry, entry.V + B) * _rates(entry.group, lambda slot: rules[id(slot.parameter)].rate(slot))
-                own = torch.linalg.vecdot(D.flatten(), entry.group.fisher_product(D).flatten()).double()
-                total = own if total is None else total + own.to(total)
         if not groups:
             return 1.0
-        total = torch.zeros((), dtype=torch.float64, device=groups[0].device) if total is None else total
+        shares_work = shares_work or any(map(has_shards, groups))  # no rank alone has all rows
+        owners = zip(groups, accountants(groups), strict=True)
+        mine = {id(group) for group, accountant in owners if accountant == runtime.rank or not shares_work}
+        additions = _Additions(groups, rules, runtime)
+        added = [additions.blocks(entry) for entry in entries]
+        total = torch.zeros((), dtype=torch.float64, device=groups[0].device)
+        for entry, B in zip(entries, added, strict=True):
+            if id(entry.group) in mine:
+                D = _whole(entry, entry.V + B) * _rates(entry.group, lambda slot: rules[id(slot.parameter)].rate(slot))
+                total += torch.linalg.vecdot(D.flatten(), entry.group.fisher_product(D).flatten()).double().to(total)
         if shares_work and runtime.ranks > 1:
-            message = total.to(groups[0].device).reshape(1)
-            runtime.sum_(message, {"counters": 1})
-            total = message[0]
+            runtime.sum_(total.view(1), {"counters": 1})
         s = (2 * self.radius / total).sqrt().clamp(max=1.0).nan_to_num(1.0)
-        for entry, B in zip(entries, beside, strict=True):
+        for entry, B in zip(entries, added, strict=True):
             if entry.held is not None:
-                rows.hold(entry, s)
+                additions.scale_held_rows(entry, s)
                 continue
             share = s.to(entry.V)
             changed = share * entry.V + (share - 1) * B
@@ -164,17 +162,13 @@ class _Rule:
         return 0.0 if slot.parameter.grad is None else lr * self.c
 
 
-class _Added:
-    """What the optimizer adds to the gradients of layers: weight decay and momentum, of the rows of each rank."""
+class _Additions:
+    """What the optimizer adds to the gradients of layers: weight decay and momentum."""
 
-    def __init__(self, rows: Rows, values: dict[int, Tensor], whole: dict[int, Tensor]) -> None:
-        """Wrap this rank's rows by the ``id`` of the slot, and the blocks of the groups that it accounts for."""
-        self._rows, self._values, self._whole = rows, values, whole
-
-    @classmethod
-    def of(cls, groups: Sequence[BlockGroup], rules: _Rules, runtime: Communicator) -> _Added:
-        """Collect the rows on the ranks that account for the groups. Collective if anything is added."""
-        rows, values = Rows(runtime), dict[int, Tensor]()
+    def __init__(self, groups: Sequence[BlockGroup], rules: Mapping[int, _Rule], runtime: Communicator) -> None:
+        """Collect the rows of all ranks on the accountants of the groups. Collective if anything is added."""
+        self._rows = Rows(runtime)
+        self._values: dict[int, Tensor] = {}  # this rank's rows, by the ``id`` of the slot
         added = [
             (group, (accountant,))
             for group, accountant in zip(groups, accountants(groups), strict=True)
@@ -182,10 +176,10 @@ class _Added:
         ]
         for group, _ in added:
             for slot in slots_of(group):
-                values[id(slot)] = rules[id(slot.parameter)].added(slot, rows.held(slot))
-        return cls(rows, values, rows.whole(added, values, "gradients"))
+                self._values[id(slot)] = rules[id(slot.parameter)].added(slot, self._rows.held(slot))
+        self._whole = self._rows.whole(added, self._values, "gradients")
 
-    def beside(self, entry: GroupGradients) -> Tensor | float:
+    def blocks(self, entry: GroupGradients) -> Tensor | float:
         """Return the additions as blocks ``[n, o, i]``, zero where this rank does not have them."""
         if entry.held is not None or id(slots_of(entry.group)[0]) not in self._values:
             return 0.0
@@ -193,24 +187,14 @@ class _Added:
         found = self._whole[id(group)] if id(group) in self._whole else self._rows.own(group, self._values)
         return found[entry.blocks]
 
-    def hold(self, entry: GroupGradients, s: Tensor) -> None:
+    def scale_held_rows(self, entry: GroupGradients, s: Tensor) -> None:
         """Make the optimizer's step s times as long in this rank's rows of layers that other ranks precondition."""
-        for share in entry.held or ():
-            own = s.to(share.values)
-            changed = own * share.values
-            if id(share.slot) in self._values:
-                changed = changed + (own - 1) * self._values[id(share.slot)].reshape(-1).to(share.values)
-            share.values.copy_(torch.where(entry.levels[share.block] > Level.PLAIN, changed, share.values))
-
-
-_STILL = _Rule(0.0, 1.0, 1.0, 0.0, 0.0, None)
-
-
-class _Rules(dict[int, _Rule]):
-    """Rules by the ``id`` of the parameter. Parameters that the optimizer does not have stay unchanged."""
-
-    def __missing__(self, key: int) -> _Rule:
-        return _STILL
+        for held in entry.held or ():
+            scale = s.to(held.values)
+            changed = scale * held.values
+            if id(held.slot) in self._values:
+                changed = changed + (scale - 1) * self._values[id(held.slot)].reshape(-1).to(held.values)
+            held.values.copy_(torch.where(entry.levels[held.block] > Level.PLAIN, changed, held.values))
 
 
 def copied(optimizer: torch.optim.Optimizer, copies: Mapping[int, nn.Parameter]) -> torch.optim.SGD:
@@ -221,19 +205,23 @@ def copied(optimizer: torch.optim.Optimizer, copies: Mapping[int, nn.Parameter])
     groups: list[dict[str, Any]] = []
     buffers: dict[Tensor, Any] = {}
     for group in optimizer.param_groups:
-        for parameter in (own for own in group["params"] if id(own) in copies):
+        for parameter in (parameter for parameter in group["params"] if id(parameter) in copies):
             copy, buffer = copies[id(parameter)], optimizer.state.get(parameter, {}).get("momentum_buffer")
             groups.append({**group, "params": [copy]})
             if buffer is not None:
                 buffers[copy] = {"momentum_buffer": whole(buffer).to(copy)}
-    twin = torch.optim.SGD(groups, lr=0.0)
-    twin.state.update(buffers)
-    return twin
+    copied_optimizer = torch.optim.SGD(groups, lr=0.0)
+    copied_optimizer.state.update(buffers)
+    return copied_optimizer
 
 
-def _rules(optimizer: torch.optim.Optimizer) -> _Rules:
-    groups = optimizer.param_groups
-    return _Rules({id(p): _Rule.of(group, optimizer.state.get(p, {})) for group in groups for p in group["params"]})
+def _rules(optimizer: torch.optim.Optimizer) -> Mapping[int, _Rule]:
+    """Return rules by the ``id`` of the parameter. Parameters that the optimizer does not have stay unchanged."""
+    rules = defaultdict[int, _Rule](lambda: _Rule(0.0, 1.0, 1.0, 0.0, 0.0, None))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            rules[id(parameter)] = _Rule.of(group, optimizer.state.get(parameter, {}))
+    return rules
 
 
 def _whole(entry: GroupGradients, values: Tensor) -> Tensor:

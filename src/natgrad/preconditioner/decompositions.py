@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from natgrad.capture.reductions import Count
-from natgrad.damping.sizes import extent
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import RowRenewal, observed, renew
 from natgrad.refresh.rule import SIDES
@@ -65,11 +64,11 @@ class Decompositions:
 
     def _measured(self, damping: float, scale: float | Tensor) -> float:
         parts = self._parts
-        if not parts.damping.awaits_sizes or parts.progress.last_factors is None:
+        if not parts.damping.adaptation.awaits_sizes or parts.progress.last_factors is None:
             return damping
         with parts.progress.phase("renew", parts.runtime):
             device = next(parameter.device for parameter in parts.structure.root.parameters())
-            parts.damping.measure(extent(parts.groups, parts.runtime, device, parts.clip, scale))
+            parts.damping.adaptation.measure(parts.groups, parts.runtime, device, parts.clip, scale)
         parts.progress.damping = parts.damping_now()
         return parts.progress.damping
 

@@ -8,7 +8,7 @@ from math import prod
 from rich.markup import escape
 from rich.table import Table
 
-from natgrad.damping.default import describe_damping
+from natgrad.damping.control import describe_damping
 from natgrad.preconditioner.parts import Parts
 from natgrad.printed import Printed
 

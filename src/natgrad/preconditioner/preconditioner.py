@@ -18,7 +18,7 @@ from natgrad.capture.model_hooks import Hooks
 from natgrad.capture.reductions import LEFT_OUT, Count, Reduction, Reductions
 from natgrad.curvature import KFAC, Curvature
 from natgrad.damping import Control, Damping, TrustRegion
-from natgrad.damping.default import default_damping
+from natgrad.damping.control import default_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.fsdp import check_layers
 from natgrad.errors import NatgradError, describe, require
@@ -322,7 +322,7 @@ class Preconditioner:
         """Check that a step may begin. Raises what `step` documents."""
         parts, capture, reductions = self.parts, self.parts.capture, self.parts.scaling.reductions
         capture.forget_thrown_away(parts.model.parameters())
-        counts_samples = capture.was_open and capture.ambiguous is None and reductions.single != "tokens"
+        counts_samples = capture.forward.was_open and capture.ambiguous is None and reductions.single != "tokens"
         if not (counts_samples and isinstance(count, int)):  # an earlier step needed a count, this one does not
             reductions.check_count(count, capture.layers, capture.positions, capture.ambiguous)
         if self._detached:

@@ -18,11 +18,9 @@ from torch import Tensor
 from natgrad.capture import Capture
 from natgrad.capture.model_hooks import Pass
 from natgrad.capture.reductions import Count
-from natgrad.capture.repetition import Chance, Repetition, as_found
-from natgrad.capture.sums import StatisticsBuffer
-from natgrad.capture.sums.messages import Shares
-from natgrad.damping.losses import Losses
-from natgrad.damping.quadratic import Model
+from natgrad.capture.repetition import Repetition, as_found
+from natgrad.capture.sums import Shares, StatisticsBuffer
+from natgrad.damping.quadratic import Losses, QuadraticModel
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import resharded, rows_of
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
@@ -62,7 +60,7 @@ class _Batch:
     """
 
     closure: Closure | None
-    recorded: Sequence[tuple[Pass, Chance]]
+    recorded: Sequence[Pass]
     summaries: dict[int, Mapping[str, Tensor]]
     shares: Shares
     gain: float | Tensor
@@ -108,7 +106,7 @@ class SecondPass:
         parts, capture = self._parts, self._parts.capture
         if not capture.backwards:
             return ""
-        if parts.damping.tries(parts.progress.step):
+        if parts.damping.adaptation.tries(parts.progress.step):
             return parts.damping.name
         replayed = next((group.curvature for group in parts.groups if group.replayed_statistics), None)
         return type(replayed).__name__ if capture.wanted and replayed is not None else ""
@@ -138,15 +136,15 @@ class SecondPass:
 
     # --- Damping by the change of the loss ------------------------------------------------------------------------
 
-    def quadratic_model(self, damping: float, scale: float | Tensor) -> Model | None:
+    def quadratic_model(self, damping: float, scale: float | Tensor) -> QuadraticModel | None:
         """Return the quadratic model of the loss at the present parameters, if a damping rule needs it in this step."""
         parts = self._parts
-        if not parts.damping.tries(parts.progress.step):
+        if not parts.damping.adaptation.tries(parts.progress.step):
             return None
-        return Model.of(parts.groups, parts.runtime, damping, scale)
+        return QuadraticModel(parts.groups, parts.runtime, damping, scale)
 
     def schedule(
-        self, closure: Closure | None, count: Count | None, model: Model | None, statistics_before: int | None
+        self, closure: Closure | None, count: Count | None, model: QuadraticModel | None, statistics_before: int | None
     ) -> None:
         """Schedule what is to follow the optimizer's step.
 
@@ -155,7 +153,7 @@ class SecondPass:
         """
         parts = self._parts
         if model is not None:
-            model.take_others(parts.structure.root, parts.groups, parts.runtime)
+            model.take_others(parts.structure.root)
             weight = parts.scaling.weight(parts.capture.number(count))
             losses = Losses(closure if parts.capture.backwards else None, parts.capture.recorded(), weight)
             self._evaluate(losses)
@@ -168,13 +166,13 @@ class SecondPass:
         with self._parts.progress.phase("replay", self._parts.runtime):
             losses.compute(self._parts.model, self._parts.hooks)
 
-    def _judge(self, model: Model, losses: Losses) -> None:
+    def _judge(self, model: QuadraticModel, losses: Losses) -> None:
         """Update the damping rule with the actual and the predicted change of the loss."""
         self._evaluate(losses)
         parts = self._parts
         device = next(parameter.device for parameter in parts.structure.root.parameters())
         with parts.progress.phase("replay", parts.runtime):
-            parts.damping.learn(model.outcome(losses, parts.runtime, device))
+            parts.damping.adaptation.learn(model.outcome(losses, device))
 
     # --- Curvatures that compare a batch before and after the step ------------------------------------------------
 
@@ -255,7 +253,7 @@ class SecondPass:
                 _differentiate(result, sums, replay, batch.scale)
         replay.finish()
         passes = [forward.batch for forward in repetition.passes if forward.first in replay.backwards]
-        expected = [forward.batch for forward, _ in batch.recorded]
+        expected = [forward.batch for forward in batch.recorded]
         if expected and passes != expected:
             raise NatgradError(
                 f"the closure has shown batches of {passes} samples, the step was of {expected}: return the loss "

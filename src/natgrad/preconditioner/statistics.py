@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from natgrad.capture.pipelined import BucketedStatistics
 from natgrad.capture.reductions import Count
-from natgrad.capture.rows import Collected, Origin
-from natgrad.capture.sums import BucketedStatistics, Choice, StatisticsBuffer
+from natgrad.capture.rows import Origin, RowBuffer
+from natgrad.capture.sums import Choice, StatisticsBuffer
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import fold
@@ -22,8 +23,8 @@ class Statistics:
         parts = self._parts
         placement, wire = parts.structure.plan.placement, parts.structure.precision.wire
         origin = Origin(parts.runtime.rank, parts.runtime.ranks, not placement.rule.uses_own_samples)
-        rows = Collected(parts.gathered, wire if parts.runtime.ranks > 1 else None, origin)
-        parts.capture.records_passes = parts.damping.tries(parts.progress.step)
+        rows = RowBuffer(parts.gathered, wire if parts.runtime.ranks > 1 else None, origin)
+        parts.capture.records_passes = parts.damping.adaptation.tries(parts.progress.step)
         parts.capture.attach(parts.groups, self._buffer(), rows)
 
     def _buffer(self) -> StatisticsBuffer:
@@ -46,9 +47,10 @@ class Statistics:
         parts, scheduler, capture = self._parts, self._parts.scheduler, self._parts.capture
         scheduler.receive_decisions(parts.groups)
         choice = Choice(scheduler.due_statistics(parts.progress), scheduler.stopped)
-        capture.records_passes = parts.damping.tries(parts.progress.step)
+        layers = [(member.layer.name, group) for group in parts.summed for member in group.members]
+        capture.records_passes = parts.damping.adaptation.tries(parts.progress.step)
         capture.reset(
-            wanted=any(choice.portion(member.layer.name, group) for group in parts.summed for member in group.members),
+            wanted=any(choice.statistics(name, group) for name, group in layers),
             rows=bool(parts.gathered) and "gradients" in scheduler.due_parts(parts.progress),
             choice=choice,
         )
@@ -56,16 +58,9 @@ class Statistics:
 
     def compare_gradients(self) -> None:
         """Compare ``.grad`` with what the hooks have seen, in some steps."""
-        parts, audit = self._parts, self._parts.capture.audit
-        ranks = 1 if parts.scaling.reduces else parts.runtime.ranks
+        parts, step, passes = self._parts, self._parts.progress.step, len(self._parts.capture.backwards)
         with parts.progress.phase("reduce", parts.runtime):
-            passes = len(parts.capture.backwards)
-            numbers = audit.take(parts.scaling.of_loss, step=parts.progress.step, passes=passes)
-            if numbers is None:
-                return
-            if ranks > 1:
-                parts.runtime.sum_(numbers, {"audit": len(numbers)})
-            audit.compare(numbers, ranks)
+            parts.capture.audit.compare(parts.scaling.of_loss, parts.runtime, step=step, passes=passes)
 
     @property
     def likelihood(self) -> Likelihood | None:

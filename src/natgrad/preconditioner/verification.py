@@ -312,7 +312,7 @@ def _placed_parts(original: Parts) -> Parts:
         capture=_capture(root, reductions, counts_samples=original.capture.counts_samples),
         sampler=LabelSampler(seed=seed, rank=rank, reduction=reductions.single or "mean"),
         scaling=original.scaling.unscaled(reductions),
-        damping=original.damping.held(original.progress.step),
+        damping=original.damping.fixed(original.progress.step),
         scheduler=RefreshScheduler(original.scheduler.rule),
         clip=Clip(original.clip.optimizer, original.clip.bound),
         epochs=copy.deepcopy(original.epochs),

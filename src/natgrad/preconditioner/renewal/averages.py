@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from natgrad.capture.sums import Arrived, Departed, StatisticsBuffer
+from natgrad.capture.sums import BlockSums, StatisticsBuffer
 from natgrad.linalg.device import known_all
 from natgrad.linalg.joined import joined, parted, together, write_
 from natgrad.preconditioner.guard.guard import FailureCounters, Trouble
@@ -17,7 +17,7 @@ from natgrad.state.failures import FailureState
 from natgrad.state.tensors import along, diagonals
 
 
-def fold(sums: StatisticsBuffer | Departed, watch: FailureCounters, seed: int) -> Tensor | None:
+def fold(sums: StatisticsBuffer, watch: FailureCounters, seed: int) -> Tensor | None:
     """Update the running averages: E ← d E + (1 - d) fresh (Pauloski 2022, eq. 14 and 15).
 
     Blocks without samples and blocks with non-finite sums stay unchanged. So do all blocks if the GradScaler skips the
@@ -45,19 +45,19 @@ def fold(sums: StatisticsBuffer | Departed, watch: FailureCounters, seed: int) -
     return renewed
 
 
-def _place(piece: Arrived) -> tuple[torch.device, object]:
+def _place(piece: BlockSums) -> tuple[torch.device, object]:
     return piece.samples.device, (piece.samples.dtype, piece.group.curvature.factor_decay, len(_specs(piece)))
 
 
-def _nbytes(piece: Arrived) -> int:
+def _nbytes(piece: BlockSums) -> int:
     return 2 * sum(own.nbytes for own in piece.sums.values())  # the sums, and the updated averages
 
 
-def _specs(piece: Arrived) -> list[Statistic]:
+def _specs(piece: BlockSums) -> list[Statistic]:
     return [spec for spec in piece.group.statistics if spec.name in piece.sums]
 
 
-def _finite(pieces: Sequence[Arrived]) -> Tensor:
+def _finite(pieces: Sequence[BlockSums]) -> Tensor:
     """Return whether all sums of each block are finite, for pieces with equally many statistics, end to end."""
     # No entry of a sum of x xᵀ exceeds its diagonal (Cauchy-Schwarz), so the diagonal tells of all.
     traces = [[diagonals(piece.sums[spec.name], spec).sum(1) for spec in _specs(piece)] for piece in pieces]
@@ -69,7 +69,7 @@ def _finite(pieces: Sequence[Arrived]) -> Tensor:
 class _Update:
     """The update of a running average ``[n, ...]``: `decay` times the old one plus `share` ``[n]`` times `fresh`."""
 
-    piece: Arrived
+    piece: BlockSums
     spec: Statistic
     fresh: Tensor
     decay: float
@@ -93,7 +93,7 @@ class _Update:
         self.piece.group.averages.write(self.spec.name, self.piece.blocks, average, generator)
 
 
-def _average(pieces: Sequence[Arrived], fine: Sequence[Tensor], sums: StatisticsBuffer | Departed, seed: int) -> None:
+def _average(pieces: Sequence[BlockSums], fine: Sequence[Tensor], sums: StatisticsBuffer, seed: int) -> None:
     """Update the averages of similar pieces and their bias corrections, for the blocks that are `fine`."""
     decay = pieces[0].group.curvature.factor_decay
     shares: dict[tuple[str, float], list[Tensor]] = {}
@@ -130,7 +130,7 @@ def _blend(updates: Sequence[_Update], seed: int) -> None:
             own.write(average, seed)
 
 
-def _correct(pieces: Sequence[Arrived], fine: Sequence[Tensor], decay: float) -> None:
+def _correct(pieces: Sequence[BlockSums], fine: Sequence[Tensor], decay: float) -> None:
     """Update the bias corrections of running averages."""
     places: list[tuple[Tensor, slice | Tensor]] = []
     which = []

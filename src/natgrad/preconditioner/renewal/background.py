@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.capture.sums import Departed, StatisticsBuffer
+from natgrad.capture.sums import StatisticsBuffer
 from natgrad.curvature import Curvature
 from natgrad.distributed import Communicator, Plan
 from natgrad.errors import CurvatureError
@@ -78,7 +78,7 @@ class Background:
     def __init__(self) -> None:
         """Start with nothing in progress. The thread starts with the first renewal."""
         self.seconds = 0.0
-        self._departed: tuple[Departed, int] | None = None
+        self._departed: tuple[StatisticsBuffer, int] | None = None
         self._renewal: _Renewal | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -104,12 +104,11 @@ class Background:
             inspection: Inspects the sums once, which waits for them.
             wire: The dtype in which sums are sent, if narrower than their own.
         """
-        posted = sums.post(runtime, wire)
+        sums.post(runtime, wire)
         if not inspection.looked:
-            for message in posted:
-                message.wait()
+            sums.wait()
             inspection.look(groups, sums, runtime)
-        self._departed = sums.depart(posted), progress.step
+        self._departed = sums.split_off(), progress.step
         if groups:
             progress.renewed_factors()
 
@@ -120,7 +119,7 @@ class Background:
             watch: Counts blocks with non-finite sums.
             alone: Do not communicate. Sums in a narrow dtype, which need a second message, are then left as they are.
         """
-        if self._departed is None or (alone and not self._departed[0].whole):
+        if self._departed is None or (alone and not self._departed[0].arrives_alone):
             return
         (departed, step), self._departed = self._departed, None
         fold(departed, watch, step)

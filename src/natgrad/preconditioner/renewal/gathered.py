@@ -11,8 +11,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from natgrad.capture.rows import Collected, joined
-from natgrad.capture.sums.messages import Shares
+from natgrad.capture.rows import RowBuffer, joined
+from natgrad.capture.sums import Shares
 from natgrad.curvature import kernel
 from natgrad.distributed import Communicator, Plan
 from natgrad.linalg import tensor_on
@@ -80,7 +80,7 @@ class RowRenewal:
     step: int
     wire: torch.dtype | None
 
-    def run(self, groups: Iterable[BlockGroup], rows: Collected, shares: Shares, gain: float | Tensor) -> bool:
+    def run(self, groups: Iterable[BlockGroup], rows: RowBuffer, shares: Shares, gain: float | Tensor) -> bool:
         """Renew what is made of rows; layers that nobody saw, and blocks that fail, keep what they had.
 
         Args:
@@ -110,12 +110,12 @@ class RowRenewal:
         self._finish(seen, gathers=gathers)
         return any(flag for one in seen for flag in one.fine)
 
-    def _counted(self, groups: Sequence[BlockGroup], rows: Collected, shares: Shares, *, gathers: bool) -> list[Seen]:
+    def _counted(self, groups: Sequence[BlockGroup], rows: RowBuffer, shares: Shares, *, gathers: bool) -> list[Seen]:
         """Return the layers that any rank has seen; all ranks learn the rows and samples of each, if any `gathers`."""
         places = [(group, member) for group in groups for member in group.members]
         names = [member.layer.name for _, member in places]
         own = [float(rows.count(name)) for name in names]
-        own += [rows.tallies[name].samples * shares.get(name, 1.0) for name in names]
+        own += [rows.sample_counts[name].samples * shares.get(name, 1.0) for name in names]
         found = [own]
         if gathers and own:
             message = torch.tensor(own, dtype=torch.float64, device="cpu").to(groups[0].device)
@@ -135,7 +135,7 @@ class RowRenewal:
             seen.append(Seen(group, member, samples, count, empty, nothing, nothing, []))
         return seen
 
-    def _select(self, alike: list[Seen], rows: Collected, share: float, gain: float | Tensor) -> None:
+    def _select(self, alike: list[Seen], rows: RowBuffer, share: float, gain: float | Tensor) -> None:
         """Select rows of this rank, or of each whose step this process does; of layers of a group with equally many."""
         group, started, counts = alike[0].group, perf_counter(), rows.counts(_name(alike[0]))
         # Drawn labels know nothing of the loss, its scale and its mean.

@@ -1,0 +1,124 @@
+"""The calls of layers, from the forward pass to the gradient of the output, and their rows pooled over positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from natgrad.capture.model_hooks import Pass
+from natgrad.curvature import Curvature
+from natgrad.layers import Layer
+from natgrad.layers.rows import DenseRows, Rows
+
+
+class Saved:
+    """A tensor, or what saved-tensor hooks made of it: checkpointing recomputes it, ``save_on_cpu`` moves it away."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Keep `tensor`, without its graph."""
+        self.outline = self._plain = tensor.detach()
+        self._anchor: Tensor | None = None
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            self.outline, self._anchor = outline(tensor), _Save.apply(self._plain, _LEAF)
+            del self._plain
+
+    def get(self) -> Tensor:
+        """Return the tensor."""
+        if self._anchor is None:
+            return self._plain
+        node: Any = self._anchor.grad_fn
+        tensor: Tensor = node.saved_tensors[0]
+        return tensor
+
+
+def outline(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape, dtype and device that takes no memory; its values mean nothing."""
+    return tensor.new_empty(()).expand(tensor.shape)
+
+
+# What makes the output of `_Save` have a node; nothing is ever differentiated down to it.
+_LEAF = torch.zeros((), device="cpu", requires_grad=True)
+
+
+class _Save(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, leaf: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+@dataclass(eq=False)
+class LayerCall:
+    """One use of a layer; what it shows counts as that of `primary`.
+
+    Attributes:
+        primary: The layer that the used one is tied to, or the layer itself.
+        layer: The layer.
+        curvature: The curvature of `primary`.
+        inputs: The layer's inputs. None: they were used already, or are not needed.
+        outline: A tensor of their shape.
+        batch: The batch size of the model's own input. -1: none.
+        forward: The forward pass of the model that it is part of, if known.
+        outer_task: The backward pass that recomputes a reentrant checkpoint. -1: none.
+        traced: Whether it comes out of a compiled graph, where no use is known before its gradient.
+        output: Its output, where the gradient audit keeps it.
+    """
+
+    primary: Layer
+    layer: Layer
+    curvature: Curvature
+    inputs: Saved | None
+    outline: Tensor
+    batch: int
+    forward: Pass | None
+    outer_task: int
+    traced: bool = False
+    output: Tensor | None = None
+
+    def first_task(self, task: int) -> int:
+        """Return the first backward pass of the same forward pass: losses differentiated one by one make one sum."""
+        if self.forward is None:
+            return task
+        if self.forward.first is None:
+            self.forward.first = task
+        return self.forward.first
+
+
+class Pooled:
+    """The rows of all uses of a layer in one backward pass, summed over positions and uses (sharing by *reduce*).
+
+    Attributes:
+        task: The pass.
+        inputs: The sum of a over positions and uses ``[n, B, i]``.
+        gradients: The sum of g ``[n, B, o]``.
+        scale: The factor that makes the gradients those of per-sample losses.
+    """
+
+    def __init__(
+        self, task: int, inputs: Rows, gradients: Rows, scale: float, dtype: torch.dtype, *, bounds_rounding: bool
+    ) -> None:
+        """Pool the rows of the first use, in `dtype`."""
+        self.task, self.scale = task, scale
+        self._one_hot, self._positions = inputs.one_hot, inputs.positions
+        self.inputs, self.gradients = inputs.pool().to(dtype), gradients.pool().to(dtype)
+        self._rounding = gradients.rounding() if bounds_rounding else None
+
+    def add(self, inputs: Rows, gradients: Rows) -> None:
+        """Add the rows of another use."""
+        self.inputs = self.inputs + inputs.pool().to(self.inputs.dtype)
+        self.gradients = self.gradients + gradients.pool().to(self.gradients.dtype)
+        self._positions += inputs.positions
+        if self._rounding is not None:
+            self._rounding = self._rounding + gradients.rounding()
+
+    def rows(self) -> tuple[DenseRows, DenseRows]:
+        """Return the mean of a, in new memory, and the sum of g over positions."""
+        inputs = DenseRows((self.inputs / self._positions)[:, :, None], one_hot=self._one_hot)
+        return inputs, DenseRows(self.gradients[:, :, None], rounding=self._rounding)

@@ -1,0 +1,445 @@
+"""The raw sums of a step: collected by the hooks in flat buckets, symmetric matrices as triangles, ready to be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from natgrad.distributed import Communicator, Work
+from natgrad.linalg import tensor_on
+from natgrad.linalg.device import on_host
+from natgrad.refresh.rule import SIDES, Side
+from natgrad.specs import Statistic
+from natgrad.state.block_group import BlockGroup, LayerBlocks
+from natgrad.state.tensors import pack, packed_shape
+
+# By the layer's name: how much of the terms that its gradients were scaled by counts; all where it is missing.
+Shares: TypeAlias = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The statistics that a step collects.
+
+    Attributes:
+        sides: Those of the inputs (`BlockGroup.input_statistics`), those that need gradients, or both.
+        without: The names of the layers without any.
+    """
+
+    sides: frozenset[Side] = frozenset(SIDES)
+    without: frozenset[str] = frozenset()
+
+    def statistics(self, layer: str, group: BlockGroup) -> list[Statistic]:
+        """Return the collected statistics of a layer in `group`."""
+        if layer in self.without:
+            return []
+        inputs = group.input_statistics
+        return [spec for spec in group.statistics if ("inputs" if spec.name in inputs else "gradients") in self.sides]
+
+
+WHOLE = Choice()
+
+
+@dataclass
+class SampleCount:
+    """What was added to the sums of one layer since the last step.
+
+    Attributes:
+        samples: Samples; a layer used several times in one backward pass sees the same samples each time.
+        rows: Samples times positions, over all uses.
+        beyond: Those of uses that saw more rows than the loss has terms (token losses), of whose masks it says nothing.
+        task: The last backward pass.
+        task_samples: The samples counted for that pass.
+    """
+
+    samples: int = 0
+    rows: int = 0
+    beyond: int = 0
+    task: int | None = None
+    task_samples: int = 0
+
+    def known(self, task: int) -> int:
+        """Return the samples counted for the backward pass `task`, if it is the last one."""
+        return self.task_samples if task == self.task else 0
+
+    def count(self, task: int, samples: int, rows: int, *, beyond: bool) -> None:
+        """Count one use in the backward pass `task`."""
+        known = self.known(task)
+        self.samples += max(0, samples - known)
+        self.task, self.task_samples = task, max(samples, known)
+        self.rows += rows
+        self.beyond += rows if beyond else 0
+
+
+@dataclass
+class BlockSums:
+    """The sums of some blocks of a group.
+
+    Attributes:
+        group: The group.
+        blocks: Which of its N blocks.
+        sums: A tensor ``[n, *packed_shape(spec)]`` for each statistic.
+        samples: ``[n]``.
+        rows: Samples times positions ``[n]``.
+    """
+
+    group: BlockGroup
+    blocks: slice
+    sums: dict[str, Tensor]
+    samples: Tensor
+    rows: Tensor
+
+
+@dataclass
+class LayerRun:
+    """Layers that follow each other in a group, and which of their statistics are collected."""
+
+    group: BlockGroup
+    members: list[LayerBlocks]
+    specs: list[Statistic]
+
+    @property
+    def blocks(self) -> slice:
+        """Which of the group's blocks they have."""
+        return slice(self.members[0].start, self.members[-1].stop)
+
+
+class Bucket:
+    """Sums that travel together in one buffer: the statistics, then samples and rows of each layer.
+
+    Attributes:
+        runs: The layers.
+        names: Their names, in the order of the buffer.
+        role: This rank's role for all of them.
+        kind: What the statistics are counted as in `Communicator.traffic`.
+        numel: The number of elements of the buffer.
+        buffer: The buffer. None: not allocated.
+        views: The statistics of each layer, in the buffer.
+    """
+
+    def __init__(self, layers: Iterable[tuple[BlockGroup, LayerBlocks, list[Statistic]]], kind: str) -> None:
+        """Lay out some layers with one role, one dtype and one device."""
+        self.runs = _runs(layers)
+        self.names = [member.layer.name for run in self.runs for member in run.members]
+        self.role, self.kind = self.runs[0].group.role, kind
+        self._counters = 2 * len(self.names)
+        self.numel = self._counters + sum(prod(shape) for run in self.runs for _, shape in _shapes(run))
+        self.release()
+
+    def release(self) -> None:
+        """Drop the buffer."""
+        self.buffer: Tensor | None = None
+        self.views: dict[str, dict[str, Tensor]] = {}
+        self._work: Work | None = None
+
+    def allocate(self) -> Tensor:
+        """Return the buffer; uninitialised if it is new."""
+        if self.buffer is None:
+            group = self.runs[0].group
+            self.buffer = torch.empty(self.numel, dtype=group.dtype, device=group.device)
+            for run, sums in zip(self.runs, self._sums(self.buffer), strict=True):
+                start = run.blocks.start
+                for member in run.members:
+                    own = slice(member.start - start, member.stop - start)
+                    self.views[member.layer.name] = {name: tensor[own] for name, tensor in sums.items()}
+        return self.buffer
+
+    def _sums(self, buffer: Tensor) -> Iterator[dict[str, Tensor]]:
+        """Yield the statistics of each run."""
+        offset = 0
+        for run in self.runs:
+            sums = {}
+            for name, shape in _shapes(run):
+                end = offset + prod(shape)
+                sums[name] = buffer[offset:end].view(shape)
+                offset = end
+            yield sums
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Return the statistics and the counters, as vectors."""
+        sums, counters = self.allocate().split([self.numel - self._counters, self._counters])
+        return sums, counters
+
+    def close(self, counts: Mapping[str, SampleCount], shares: Shares, gain: float | Tensor) -> None:
+        """Make the buffer ready to be sent: see `StatisticsBuffer.close`."""
+        buffer, counters = self.allocate(), list[float]()
+        for run in self.runs:
+            for member in run.members:
+                name = member.layer.name
+                count, share = counts[name], shares.get(name, 1.0)
+                rows = count.beyond + (count.rows - count.beyond) * min(share, 1.0)
+                if count.rows:
+                    self._scale(run, name, gain * share, {"sample": share, "position": rows / count.rows})
+                else:
+                    torch._foreach_zero_(list(self.views[name].values()))
+                counters += [count.samples * share, rows]
+        buffer[self.numel - len(counters) :] = tensor_on(buffer.device, counters, buffer.dtype)
+
+    def _scale(self, run: LayerRun, name: str, factor: float | Tensor, shares: Mapping[str, float]) -> None:
+        """Multiply the gradients in a layer's sums by `factor`, and counts by the share of their divisor."""
+        # Sampled labels know nothing of the loss, its scale and its mean.
+        scales = run.group.curvature.likelihood is None and not (isinstance(factor, float) and factor == 1.0)
+        for spec in run.specs:
+            if spec.gradient_power and scales:
+                self.views[name][spec.name].mul_(factor**spec.gradient_power)
+            elif spec.counts_positions and shares:
+                self.views[name][spec.name].mul_(shares[spec.per])
+
+    def rescale(self, before: float | Tensor, gain: float | Tensor) -> None:
+        """Replace the gain that the bucket was closed with."""
+        for run in self.runs:
+            for member in run.members:
+                self._scale(run, member.layer.name, gain / before, {})
+
+    def post(self, runtime: Communicator, wire: torch.dtype | None, group: ProcessGroup | None) -> None:
+        """Begin to sum the closed bucket over all ranks, in the queue of a process group."""
+        kinds = {self.kind: self.numel - self._counters, "counters": self._counters}
+        self._work = runtime.post_sum(self.allocate(), kinds, wire, group)
+
+    @property
+    def arrives_alone(self) -> bool:
+        """Whether `wait` sends nothing more."""
+        return self._work is None or self._work.whole
+
+    def wait(self) -> None:
+        """Wait for the sums of all ranks, if they are under way."""
+        if self._work is not None:
+            self._work.wait()
+
+    def drop(self) -> None:
+        """Wait until the buffer may be freed, without finishing the sum; all ranks together."""
+        if self._work is not None:
+            self._work.drop()
+
+    def split_off(self) -> Bucket:
+        """Return a bucket with the buffer, and begin anew without one."""
+        departed = copy(self)
+        self.release()
+        return departed
+
+    def add(self, other: Bucket) -> None:
+        """Add the buffer of a bucket with the same layout, which may be used no more."""
+        assert other.buffer is not None
+        if self.buffer is None:
+            self.buffer, self.views = other.buffer, other.views
+        else:
+            self.buffer.add_(other.buffer)
+
+    def arrived(self) -> Iterator[BlockSums]:
+        """Yield the sums of each run, on the device that its layers are on by now."""
+        assert self.buffer is not None
+        counters = self.buffer[self.numel - self._counters :].view(-1, 2)
+        for run, sums in zip(self.runs, self._sums(self.buffer), strict=True):
+            own, counters = counters.split([len(run.members), len(counters) - len(run.members)])
+            size = run.blocks.stop - run.blocks.start
+            if size != len(run.members):
+                repeats = tensor_on(own.device, [member.stop - member.start for member in run.members])
+                own = own.repeat_interleave(repeats, dim=0, output_size=size)
+            place = run.group.device, run.group.dtype
+            moved = {name: tensor.to(*place) for name, tensor in sums.items()}
+            yield BlockSums(run.group, run.blocks, moved, own[:, 0].to(*place), own[:, 1].to(*place))
+
+
+def _shapes(run: LayerRun) -> list[tuple[str, tuple[int, ...]]]:
+    size = run.blocks.stop - run.blocks.start
+    return [(spec.name, (size, *packed_shape(spec))) for spec in run.specs]
+
+
+def _runs(layers: Iterable[tuple[BlockGroup, LayerBlocks, list[Statistic]]]) -> list[LayerRun]:
+    """Return layers as runs of those that follow each other in their groups."""
+    groups: dict[int, list[LayerRun]] = {}
+    for group, member, specs in layers:
+        groups.setdefault(id(group), []).append(LayerRun(group, [member], specs))
+    runs: list[LayerRun] = []
+    for singles in groups.values():
+        for index, single in enumerate(sorted(singles, key=lambda run: run.blocks.start)):
+            if index and runs[-1].blocks.stop == single.blocks.start:
+                runs[-1].members += single.members
+            else:
+                runs.append(single)
+    return runs
+
+
+class StatisticsBuffer:
+    """Raw sums and sample counts of all layers.
+
+    Memory is taken when a layer is first captured, and dropped when it has been read: at the end of a forward pass,
+    when memory is scarcest, the sums would be in the way. With `fused` all sums of one dtype and device are one bucket
+    for each destination; otherwise each layer has its own, which exists no sooner than it must, and on an accelerator
+    each group, whose averages take a few calls for all of its layers.
+
+    Attributes:
+        skip_step: Device bool: the ``GradScaler`` skips this step, on all ranks. None: it cannot.
+        choice: What is collected.
+        sample_counts: The sample count of each layer.
+        basis_version: `BlockGroup.basis_version` as they were when this step began, by the ``id`` of the group.
+    """
+
+    def __init__(self, groups: Sequence[BlockGroup], *, fused: bool, kind: str = "factors") -> None:
+        """Lay out the buckets of those `groups` to whose sums this rank adds or whose sums it receives.
+
+        Args:
+            groups: The groups.
+            fused: See above.
+            kind: What they are counted as.
+        """
+        self._groups = [group for group in groups if group.role.captures or group.role.keeps_averages]
+        self._fused, self._kind = fused, kind
+        self.skip_step: Tensor | None = None
+        self._members = {member.layer.name: (group, member) for group in self._groups for member in group.members}
+        self.sample_counts = {name: SampleCount() for name in self._members}
+        self._filled: set[str] = set()  # the layers whose sums are initialised
+        self.note_basis_versions()
+        self._choose(WHOLE)
+
+    def choose(self, choice: Choice) -> None:
+        """Collect what is chosen from now on; nothing may be collected yet."""
+        if choice != self.choice:
+            self._choose(choice)
+
+    def _choose(self, choice: Choice) -> None:
+        self.choice = choice
+        found = {name: choice.statistics(name, group) for name, (group, _) in self._members.items()}
+        self._specs = {name: specs for name, specs in found.items() if specs}
+        self._buckets = self._laid_out(self._specs)
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
+
+    def _laid_out(self, specs: Mapping[str, list[Statistic]]) -> list[Bucket]:
+        """Return buckets for some statistics of each layer."""
+        buckets: dict[object, list[tuple[BlockGroup, LayerBlocks, list[Statistic]]]] = {}
+        for name, own in specs.items():
+            group, member = self._members[name]
+            if self._fused:
+                seat = group.role.seat
+                destination = None if seat.sums == "all" else seat.workers
+                key: object = (group.dtype, group.device, seat.sums, destination)
+            else:
+                key = name if on_host(group.device) else id(group)
+            buckets.setdefault(key, []).append((group, member, own))
+        return [Bucket(layers, self._kind) for layers in buckets.values()]
+
+    def collects(self, layer: str) -> bool:
+        """Return whether any statistics of a layer are collected."""
+        return layer in self._specs
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added since the last step."""
+        return not any(count.rows for count in self.sample_counts.values())
+
+    def of(self, layer: str) -> dict[str, Tensor]:
+        """Return the sums of a layer ``[n, *packed_shape(spec)]``, uninitialised if nothing was added."""
+        bucket = self._bucket_of[layer]
+        bucket.allocate()
+        return bucket.views[layer]
+
+    def add(self, layer: str, accumulate: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Add what one use of a layer shows; its samples are counted afterwards.
+
+        It is packed at once, so that no whole matrix outlives the hook.
+
+        Args:
+            layer: The layer.
+            accumulate: Adds to whole sums ``[n, *shape]``, as `Curvature.accumulate` does.
+        """
+        views, specs, (_, member) = self.of(layer), self._specs[layer], self._members[layer]
+        like = next(iter(views.values()))
+        whole = {spec.name: like.new_zeros(member.stop - member.start, *spec.shape) for spec in specs}
+        accumulate(whole)
+        for spec in specs:
+            if layer in self._filled:
+                views[spec.name].add_(pack(whole.pop(spec.name), spec))
+            else:
+                pack(whole.pop(spec.name), spec, views[spec.name])
+        self._filled.add(layer)
+
+    def close(self, shares: Shares, gain: float | Tensor) -> None:
+        """Make the buckets ready to be sent: unseen layers become zeros, gradients per-sample ones, counters filled in.
+
+        Each rank corrects its own sums, for its share and its gain are its own.
+
+        Args:
+            shares: For each layer, how many tokens count of those that it was taken to have; all where it is missing.
+            gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
+        """
+        for bucket in self._buckets:
+            bucket.close(self.sample_counts, shares, gain)
+
+    def travel(self, runtime: Communicator, wire: torch.dtype | None) -> None:
+        """Sum the closed buckets over the ranks, in place; in the dtype `wire`, if it is narrower than theirs."""
+        to_workers: dict[object, list[Bucket]] = {}
+        for bucket in self._buckets:
+            if bucket.role.seat.sums == "all":
+                bucket.post(runtime, wire, runtime.group)
+                bucket.wait()
+            elif bucket.role.seat.sums == "worker" and runtime.ranks > 1:
+                buffer = bucket.allocate()
+                to_workers.setdefault((buffer.dtype, buffer.device), []).append(bucket)
+        for buckets in to_workers.values():
+            self._reduce_to_workers(buckets, runtime, wire)
+
+    def _reduce_to_workers(self, buckets: list[Bucket], runtime: Communicator, wire: torch.dtype | None) -> None:
+        """Sum buckets of one dtype and device on the one worker of each."""
+        nothing = buckets[0].allocate()[:0]
+        values, counters = [nothing] * runtime.ranks, [nothing] * runtime.ranks
+        for bucket in buckets:
+            values[bucket.role.server], counters[bucket.role.server] = bucket.halves()
+        summed = runtime.reduce_to_owners(values, counters, self._kind, wire)
+        for bucket in buckets:
+            if bucket.role.server == runtime.rank:
+                for half, result in zip(bucket.halves(), summed, strict=True):
+                    half.copy_(result)
+
+    def post(self, runtime: Communicator, wire: torch.dtype | None) -> None:
+        """Begin what `travel` does, in a queue of its own; only where all ranks receive all sums."""
+        for bucket in self._buckets:
+            bucket.post(runtime, wire, runtime.background)
+
+    @property
+    def arrives_alone(self) -> bool:
+        """Whether the sums under way arrive without this rank sending anything more."""
+        return all(bucket.arrives_alone for bucket in self._buckets)
+
+    def wait(self) -> None:
+        """Wait for the sums under way."""
+        for bucket in self._buckets:
+            bucket.wait()
+
+    def split_off(self) -> StatisticsBuffer:
+        """Return a buffer with the sums under way, and begin anew without them."""
+        departed = copy(self)
+        departed._buckets = [bucket.split_off() for bucket in self._buckets]
+        return departed
+
+    def arrived(self) -> Iterator[BlockSums]:
+        """Yield the sums that this rank keeps, and drop each bucket once it has been read."""
+        for bucket in self._buckets:
+            bucket.wait()
+            if bucket.role.keeps_averages:
+                yield from bucket.arrived()
+            bucket.release()
+
+    def note_basis_versions(self) -> None:
+        """Note that a step begins: what is summed from now on sees the present results of renewals.
+
+        Called at the same moment on all ranks, whatever passes they throw away.
+        """
+        self.basis_version = {id(group): list(group.basis_version) for group in self._groups}
+
+    def reset(self) -> None:
+        """Begin the next step."""
+        self.sample_counts = {name: SampleCount() for name in self._members}
+        self._filled.clear()
+        self.skip_step = None
+        for bucket in self._buckets:
+            bucket.release()
+
+    def abandon(self) -> None:
+        """End what is under way, because other sums take its place; all ranks together."""
