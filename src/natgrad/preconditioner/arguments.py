@@ -31,81 +31,70 @@ from natgrad.schedule import check_number
 _SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
 
 
-def check_arguments(
-    model: object,
-    *,
-    curvature: object,
-    optimizer: object,
-    damping: object,
-    kl_clip: object,
-    clip_is_explicit: bool,
-    reduction: object,
-    placement: object,
-    precision: object,
-    guard: object,
-    gradients: object,
-    accumulation: object,
-    scaler: object,
-    seed: object,
-) -> None:
-    """Check the arguments of `natgrad.Preconditioner`.
+def check_arguments(model: object, optimizer: object, arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of `natgrad.Preconditioner`, of which a default `kl_clip` is left out.
 
     Raises:
         ValueError: naming the first that is not allowed, its value and the allowed values.
     """
-    require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module")
-    wrong = type(model).__name__
-    require(
-        not isinstance(model, DataParallel), "model", wrong, "plain or in DistributedDataParallel, not DataParallel"
-    )
+    kind = type(model).__name__
+    require(isinstance(model, nn.Module), "model", kind, "an nn.Module")
+    allowed = "plain or in DistributedDataParallel, not DataParallel"
+    require(not isinstance(model, DataParallel), "model", kind, allowed)
     assert isinstance(model, nn.Module)
     sharded = reshard(model.modules())
     check_model(model)
-    if isinstance(curvature, Mapping):
-        drawn: set[Likelihood] = set()
-        for pattern, choice in curvature.items():
-            require(isinstance(pattern, str), "curvature", pattern, "a mapping whose keys are fnmatch patterns (str)")
-            fits = choice is None or isinstance(choice, Curvature)
-            require(fits, f"curvature[{pattern!r}]", choice, "a Curvature such as natgrad.KFAC(), or None")
-            drawn |= {choice.likelihood} if choice is not None and choice.likelihood is not None else set()
-            require(
-                len(drawn) <= 1, f"curvature[{pattern!r}]", choice, "sampled from one and the same likelihood as others"
-            )
-    else:
-        require(
-            isinstance(curvature, Curvature), "curvature", curvature, "a Curvature, or a mapping of patterns to them"
-        )
-    fits = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
-    require(fits, "optimizer", type(optimizer).__name__, "a torch.optim.Optimizer, or None")
-    allowed = "an optimizer that steps once for each backward pass: LBFGS evaluates its closure within a step"
-    require(not isinstance(optimizer, torch.optim.LBFGS), "optimizer", type(optimizer).__name__, allowed)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        known = {id(parameter) for parameter in model.parameters()}
-        fits = any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
-        require(fits, "optimizer", type(optimizer).__name__, "one that holds parameters of the model")
+    _check_curvature(arguments["curvature"])
+    _check_optimizer(model, optimizer)
+    damping, kl_clip = arguments["damping"], arguments.get("kl_clip")
     if damping is not None:
-        Control(damping)  # type: ignore[arg-type]
+        Control(damping)
     if kl_clip is not None:
         if not isinstance(kl_clip, TrustRegion):
             allowed = "a number > 0, a natgrad.TrustRegion, or None"
             check_number("kl_clip", kl_clip, allowed, minimum=0, strict=True)
-        missing = clip_is_explicit and optimizer is None
-        require(not missing, "kl_clip", kl_clip, "left out or None without an optimizer, whose learning rate it needs")
-    _check_reductions(Reductions(reduction), curvature, damping)
-    resolve(placement)
-    require_one_of("gradients", gradients, "averaged", "reduce")
-    require(
-        not sharded or gradients == "averaged", "gradients", gradients, "'averaged' under FSDP2, which reduces them"
-    )
-    require_one_of("accumulation", accumulation, "mean", "sum")
-    for name, value, kind in (
-        ("precision", precision, Precision),
-        ("guard", guard, Guard),
-    ):
-        require(isinstance(value, kind), name, value, f"a natgrad.{kind.__name__}")
+        allowed = "left out or None without an optimizer, whose learning rate it needs"
+        require(optimizer is not None, "kl_clip", kl_clip, allowed)
+    _check_reductions(Reductions(arguments["reduction"]), arguments["curvature"], damping)
+    resolve(arguments["placement"])
+    require_one_of("gradients", arguments["gradients"], "averaged", "reduce")
+    fits = not sharded or arguments["gradients"] == "averaged"
+    require(fits, "gradients", arguments["gradients"], "'averaged' under FSDP2, which reduces them")
+    require_one_of("accumulation", arguments["accumulation"], "mean", "sum")
+    for name, allowed_kind in (("precision", Precision), ("guard", Guard)):
+        value = arguments[name]
+        require(value is None or isinstance(value, allowed_kind), name, value, f"a natgrad.{allowed_kind.__name__}")
+    scaler, seed = arguments["scaler"], arguments["seed"]
     fits = scaler is None or isinstance(scaler, torch.amp.GradScaler)
     require(fits, "scaler", type(scaler).__name__, "a torch.amp.GradScaler, or None")
     require(isinstance(seed, int) and not isinstance(seed, bool), "seed", seed, "a whole number")
+
+
+def _check_curvature(curvature: object) -> None:
+    if not isinstance(curvature, Mapping):
+        fits = curvature is None or isinstance(curvature, Curvature)
+        require(fits, "curvature", curvature, "a Curvature, or a mapping of patterns to them")
+        return
+    drawn: set[Likelihood] = set()
+    for pattern, choice in curvature.items():
+        require(isinstance(pattern, str), "curvature", pattern, "a mapping whose keys are fnmatch patterns (str)")
+        fits = choice is None or isinstance(choice, Curvature)
+        require(fits, f"curvature[{pattern!r}]", choice, "a Curvature such as natgrad.KFAC(), or None")
+        drawn |= {choice.likelihood} if choice is not None and choice.likelihood is not None else set()
+        allowed = "sampled from one and the same likelihood as others"
+        require(len(drawn) <= 1, f"curvature[{pattern!r}]", choice, allowed)
+
+
+def _check_optimizer(model: nn.Module, optimizer: object) -> None:
+    kind = type(optimizer).__name__
+    fits = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+    require(fits, "optimizer", kind, "a torch.optim.Optimizer, or None")
+    allowed = "an optimizer that steps once for each backward pass: LBFGS evaluates its closure within a step"
+    require(not isinstance(optimizer, torch.optim.LBFGS), "optimizer", kind, allowed)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        known = {id(parameter) for parameter in model.parameters()}
+        fits = any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
+        require(fits, "optimizer", kind, "one that holds parameters of the model")
 
 
 def _check_reductions(reductions: Reductions, curvature: object, damping: object) -> None:

@@ -155,26 +155,10 @@ class Preconditioner:
         # Kept for copies. The default bound is recognised by identity, which a copy would lose.
         given = {name: value for name, value in locals().items() if value is not USUAL_BOUND}
         self._arguments = {name: given[name] for name in given.keys() - {"self", "model", "optimizer"}}
-        curvature = KFAC() if curvature is None else curvature
         refresh = Refresh() if refresh is None else resolve_refresh(refresh)
+        check_arguments(model, optimizer, self._arguments)
+        curvature = KFAC() if curvature is None else curvature
         precision = Precision() if precision is None else precision
-        guard = Guard() if guard is None else guard
-        check_arguments(
-            model,
-            curvature=curvature,
-            optimizer=optimizer,
-            damping=damping,
-            kl_clip=kl_clip,
-            clip_is_explicit=kl_clip is not USUAL_BOUND,
-            reduction=reduction,
-            placement=placement,
-            precision=precision,
-            guard=guard,
-            gradients=gradients,
-            accumulation=accumulation,
-            scaler=scaler,
-            seed=seed,
-        )
         self.curvature = curvature
         root, rule = unwrap(model), resolve(placement)
         control = Control(default_damping(curvature) if damping is None else damping)
@@ -217,7 +201,7 @@ class Preconditioner:
             scheduler=RefreshScheduler(refresh),
             background=Background(),
             clip=Clip(optimizer, kl_clip, covered),
-            watch=FailureCounters(guard),
+            watch=FailureCounters(Guard() if guard is None else guard),
             inspection=Inspection(),
             progress=StepCounters(),
             epochs=Epochs(),

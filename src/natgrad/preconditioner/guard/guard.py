@@ -62,13 +62,7 @@ _FACTORS, _REPLAY, _DECOMPOSITION, _CURVATURE = "factors", "replay", "decomposit
 
 @dataclass(frozen=True)
 class Trouble:
-    """Failures among some blocks of a group.
-
-    Attributes:
-        group: The group.
-        blocks: The n blocks, as a slice or as indices.
-        bad: The blocks that failed ``[n]`` (bool).
-    """
+    """Which of some n blocks of a group failed: `bad` ``[n]`` (bool)."""
 
     group: BlockGroup
     blocks: slice | Tensor
@@ -114,11 +108,7 @@ class FailureCounters:
         self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", [Trouble(group, blocks, bad)])
 
     def saw_levels(self, seen: Sequence[tuple[BlockGroup, list[LayerBlocks], Tensor]]) -> None:
-        """Count and record the fallback levels of layers in this step.
-
-        Args:
-            seen: Groups, some of their layers, and the levels of these ``[m]``.
-        """
+        """Count and record the fallback levels ``[m]`` of some layers of each group in this step."""
         for some in together(seen, lambda entry: (entry[2].device, entry[2].dtype)):
             levels = joined([levels for _, _, levels in some])
             natural, is_fresh = (levels >= Level.FRESH) & (levels <= Level.STALE), known_all(levels <= Level.FRESH)
