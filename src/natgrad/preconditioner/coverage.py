@@ -94,30 +94,44 @@ def cover(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None
     Returns:
         The layers with a curvature, and every other parameter with a reason.
     """
-    every = list(places(model))
-    found = [_find(place, curvature) for place in every if list(_parameters_of(place.module))]
+    modules = list(places(model))
+    found = [_find(place, curvature) for place in modules if list(_parameters_of(place.module))]
     covered = _cover(found)
-    fitted = {slot.identity for layer, _ in covered for slot in layer.slots}
-    taken = {parameter for parameter, _ in fitted}
-    parts = [(one, slot) for one in found for layer in one.layers for slot in layer.slots if slot.rows is not None]
-    missing = [(one, slot) for one, slot in parts if id(slot.parameter) in taken and slot.identity not in fitted]
-    left = [Left(slot.label, slot.shape, one.reason) for one, slot in missing]
-    for one in found:
-        for leaf, parameter in one.place.module._parameters.items():
+    names = [qualified(entry.place.name, leaf) for entry in found for leaf in entry.place.module._parameters]
+    order = {name: (rank, 0) for rank, name in enumerate(names)}
+    for slot in (slot for entry in found for layer in entry.layers for slot in layer.slots):
+        if slot.rows is not None:
+            order[slot.label] = order[slot.name][0], slot.rows.start
+    known = {id(entry.place) for entry in found if entry.known}
+    watched = [place for place in modules if place.module._modules or id(place) in known]
+    return Coverage(covered, _left_out(found, covered), watched, order)
+
+
+def _left_out(found: list[_Found], covered: list[tuple[Layer, Curvature]]) -> list[Left]:
+    """Return the parameters without curvature, and the parts of parameters of which other parts have curvature."""
+    slots = {slot.identity for layer, _ in covered for slot in layer.slots}
+    taken = {parameter for parameter, _ in slots}
+    left = [
+        Left(slot.label, slot.shape, entry.reason)
+        for entry in found
+        for slot in (slot for layer in entry.layers for slot in layer.slots)
+        if slot.rows is not None and id(slot.parameter) in taken and slot.identity not in slots
+    ]
+    for entry in found:
+        module, choice = entry.place.module, entry.choice
+        for leaf, parameter in module._parameters.items():
             if parameter is None or id(parameter) in taken:
                 continue
             taken.add(id(parameter))
-            special = reason_for(one.place.module, leaf) if one.layers else ""
-            reason = special or one.reason or "no layer type covers this parameter"
-            if not (special or one.reason) and one.layers and one.choice is not None and not one.choice.covers_bias:
-                reason = f"{type(one.choice).__name__} leaves biases to the optimizer"
+            reason = (reason_for(module, leaf) if entry.layers else "") or entry.reason
+            if not reason and entry.layers and choice is not None and not choice.covers_bias:
+                reason = f"{type(choice).__name__} leaves biases to the optimizer"
+            if not parameter.requires_grad:
+                reason = "frozen"
             shape = () if is_lazy(parameter) else tuple(parameter.shape)
-            left.append(Left(qualified(one.place.name, leaf), shape, reason if parameter.requires_grad else "frozen"))
-    names = [qualified(one.place.name, leaf) for one in found for leaf in one.place.module._parameters]
-    order = {name: (rank, 0) for rank, name in enumerate(names)}
-    order |= {slot.label: (order[slot.name][0], slot.rows.start) for _, slot in parts if slot.rows is not None}
-    known = {id(one.place) for one in found if one.known}
-    return Coverage(covered, left, [one for one in every if one.module._modules or id(one) in known], order)
+            label = qualified(entry.place.name, leaf)
+            left.append(Left(label, shape, reason or "no layer type covers this parameter"))
+    return left
 
 
 @dataclass
@@ -149,11 +163,11 @@ def _find(place: Place, curvature: Curvature | Mapping[str, Curvature | None]) -
 def _claims(found: list[_Found]) -> list[list[tuple[_Found, Layer]]]:
     """Return the layers of all modules in the order of the model, grouped if they share a parameter."""
     groups: dict[tuple[int, str], list[tuple[_Found, Layer]]] = {}
-    for one in found:
-        for layer in one.layers:
+    for entry in found:
+        for layer in entry.layers:
             identities = [slot.identity for slot in layer.slots]
             known = {id(groups[identity]): groups[identity] for identity in identities if identity in groups}
-            group = [claim for other in known.values() for claim in other] + [(one, layer)]
+            group = [claim for other in known.values() for claim in other] + [(entry, layer)]
             for _, member in group:
                 groups.update({slot.identity: group for slot in member.slots})
     return list({id(group): group for group in groups.values()}.values())
@@ -162,15 +176,15 @@ def _claims(found: list[_Found]) -> list[list[tuple[_Found, Layer]]]:
 def _join(claims: list[tuple[_Found, Layer]], users: Mapping[int, set[str]]) -> tuple[Layer, Curvature] | str:
     """Return one layer with its curvature for layers that share parameters, or why that is impossible."""
     layers = [layer for _, layer in claims]
-    names = _listed(one.place.name for one, _ in claims)
-    primary = next((one for one in layers if all(other is one or one.ties(other) for other in layers)), None)
+    names = _listed(entry.place.name for entry, _ in claims)
+    primary = next((layer for layer in layers if all(other is layer or layer.ties(other) for other in layers)), None)
     if primary is None:
         return f"shared by {names}, which differ in kind or in their other parameters"
     for slot in primary.slots:
-        beyond = users[id(slot.parameter)] - {one.place.name for one, _ in claims}
+        beyond = users[id(slot.parameter)] - {entry.place.name for entry, _ in claims}
         if beyond:
             return f"shared with {_listed(sorted(beyond))}, which is left out"
-    choice, *others = {id(one.choice): one.choice for one, _ in claims}.values()
+    choice, *others = {id(entry.choice): entry.choice for entry, _ in claims}.values()
     assert choice is not None
     if others:
         return f"shared by {names}, whose curvatures differ"
@@ -184,15 +198,15 @@ def _join(claims: list[tuple[_Found, Layer]], users: Mapping[int, set[str]]) -> 
 def _cover(found: list[_Found]) -> list[tuple[Layer, Curvature]]:
     """Return one layer with its curvature for each group of tied ones. The other modules get a reason."""
     users: dict[int, set[str]] = {}
-    for one in found:
-        for parameter in _parameters_of(one.place.module):
-            users.setdefault(id(parameter), set()).add(one.place.name)
+    for entry in found:
+        for parameter in _parameters_of(entry.place.module):
+            users.setdefault(id(parameter), set()).add(entry.place.name)
     covered = []
     for claims in _claims(found):
         joined = _join(claims, users)
         if isinstance(joined, str):
-            for one, _ in claims:
-                one.reason = joined
+            for entry, _ in claims:
+                entry.reason = joined
         else:
             covered.append(joined)
     return covered
