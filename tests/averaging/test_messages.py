@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from natgrad.averaging.messages import Packing, flat
+from natgrad.averaging.exchange import Packing, flat
 
 
 def tensors():
@@ -15,8 +15,7 @@ def tensors():
 def test_round_trip(budget):
     given = tensors()
     packing = Packing(given, budget)
-    vectors = packing.empty()
-    packing.pack(given, vectors)
+    vectors = packing.pack(given)
     received = [torch.empty_like(tensor) for tensor in given]
     packing.unpack(vectors, received)
     for tensor, other in zip(given, received, strict=True):
@@ -26,14 +25,14 @@ def test_round_trip(budget):
 
 
 def test_no_more_messages_than_needed():
-    assert [message.numel for message in Packing([torch.empty(5), torch.empty(6)], 16).messages] == [4, 4, 3]
+    assert Packing([torch.empty(5), torch.empty(6)], 16).sizes == [4, 4, 3]
     assert len(Packing(tensors()).messages) == 2  # dtypes
 
 
 def test_a_long_tensor_is_split():
     (given,) = [torch.arange(10.0)]
     packing = Packing([given], 16)
-    assert [[(p.start, p.stop) for p in message.pieces] for message in packing.messages] == [
+    assert [[(p.start, p.stop) for p in message] for message in packing.messages] == [
         [(0, 4)],
         [(4, 8)],
         [(8, 10)],

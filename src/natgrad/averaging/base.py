@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from natgrad.averaging.checks import StraySteps, check_alike, check_norm_groups
-from natgrad.averaging.exchange import Exchange, NodeGradients
-from natgrad.averaging.messages import MESSAGE_BYTES, flat
+from natgrad.averaging.exchange import MESSAGE_BYTES, Exchange, flat
 from natgrad.averaging.nodes import Grid, Nodes
 from natgrad.distributed.fsdp import check_model, find_mesh, reshard
 from natgrad.errors import AveragingError, require
@@ -62,10 +61,22 @@ class Averager(ABC):
         self.model, self.optimizer, self._scaler = model, optimizer, scaler
         self._root, self._message_bytes = unwrap(model), message_bytes
         self.grid = Grid(mesh if mesh is not None else nodes)
-        self.agree(**self._common(), **(options or {}))
-        self._sharded = self._check_wrapper()
-        wrapped = self._sharded or replica(model) is not None
-        self._gradients = None if wrapped else NodeGradients(self.grid, message_bytes)
+        wrapper = "FSDP2" if find_mesh(self._root) is not None else "DDP" if replica(model) is not None else "none"
+        growth = None
+        if scaler is not None and scaler.is_enabled():
+            growth = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+        self.agree(
+            averager=type(self).__name__,
+            model=self._digest(),
+            wrapper=wrapper,
+            optimizer=type(optimizer).__name__,
+            scaler=growth,
+            message_bytes=message_bytes,
+            **(options or {}),
+        )
+        self._sharded = wrapper == "FSDP2"
+        self._check_wrapper()
+        self._gradients = self.exchange("gradients", everyone=False) if wrapper == "none" else None
         self._closed, self._averaged = False, False
         self._parameters, self._buffers = self.exchange("parameters"), self.exchange("buffers", everyone=False)
         self.exchange("start").broadcast_(list(self._root.parameters()))
@@ -84,7 +95,7 @@ class Averager(ABC):
         """
         self._check_open()
         if self._gradients is not None and not self._averaged:
-            self._gradients.average_(self.parameters())
+            self._gradients.average_gradients_(self.parameters())
         self._averaged = True
 
     def step_optimizer(self) -> None:
@@ -136,7 +147,20 @@ class Averager(ABC):
         Raises:
             AveragingError: on all ranks, if one has no batch to repeat.
         """
-        return repeat_to_equal_length(self.grid, loader, repeat=repeat)
+        # One message an epoch, where a message a step (as torch's Join needs) would make all nodes wait for each other.
+        lengths = self.grid.all_gather_objects(len(loader))
+        if repeat and not all(lengths) and any(lengths):
+            empty = [rank for rank, length in enumerate(lengths) if not length]
+            raise AveragingError(f"ranks without a single batch to repeat: {empty}")
+        yield from loader
+        missing = max(lengths) - len(loader)
+        if not repeat:
+            yield from [None] * missing
+            return
+        while missing:
+            for batch, _ in zip(loader, range(missing), strict=False):
+                missing -= 1
+                yield batch
 
     # --- What subclasses do -------------------------------------------------------------------------------------
 
@@ -178,7 +202,6 @@ class Averager(ABC):
         self._check_open()
         self._settle()
         self._parameters.mean_(self.parameters())
-        self._parameters.release()
         floats, others = self.buffers()
         if floats and self.grid.inside.ranks > 1:
             self._buffers.sum_inside_(floats)
@@ -252,26 +275,14 @@ class Averager(ABC):
         if self._closed:
             raise AveragingError(f"this {type(self).__name__} was detached")
 
-    def _common(self) -> dict[str, Any]:
-        """Return the values that have to be the same on all ranks of any averager."""
-        wrapper = "FSDP2" if find_mesh(self._root) is not None else "DDP" if replica(self.model) is not None else "none"
-        return {
-            "averager": type(self).__name__,
-            "model": self._digest(),
-            "wrapper": wrapper,
-            "optimizer": type(self.optimizer).__name__,
-            "scaler": _settings(self._scaler),
-            "message_bytes": self._message_bytes,
-        }
-
     def _digest(self) -> int:
         """Return a number that is the same where models have the same tensors."""
         tensors = [*self._root.named_parameters(), *self._root.named_buffers()]
         layouts = [(name, t.shape, t.stride(), t.dtype, t.requires_grad) for name, t in tensors]
         return crc32(repr(layouts).encode())
 
-    def _check_wrapper(self) -> bool:
-        """Check that the wrapper reduces over the ranks of the node; return whether it shards."""
+    def _check_wrapper(self) -> None:
+        """Check that the wrapper reduces over the ranks of the node."""
         inside = self.grid.inside
         node = sorted(dist.get_process_group_ranks(inside.group)) if inside.group is not None else [0]
         allowed = f"wrapped over the ranks of its node alone ({node}): between nodes {type(self).__name__} averages"
@@ -281,13 +292,12 @@ class Averager(ABC):
             require(sorted(found) == node, "model", f"DistributedDataParallel over ranks {found}", allowed)
         check_norm_groups(self._root, node, type(self).__name__)
         mesh = find_mesh(self._root)
-        if mesh is None:
-            return False
-        found = sorted(mesh.mesh.flatten().tolist())
-        require(found == node, "model", f"FSDP2 over ranks {found}", allowed)
-        equal = len(set(self.grid.sizes)) == 1
-        require(equal, "nodes", self.grid.sizes, "equal where FSDP2 shards the model: shards have to fit each other")
-        return True
+        if mesh is not None:
+            found = sorted(mesh.mesh.flatten().tolist())
+            require(found == node, "model", f"FSDP2 over ranks {found}", allowed)
+            sizes = self.grid.sizes
+            allowed = "equal where FSDP2 shards the model: shards have to fit each other"
+            require(len(set(sizes)) == 1, "nodes", sizes, allowed)
 
 
 def check_parts(state: object, parts: set[str], averager: Averager) -> None:
@@ -309,13 +319,6 @@ def replica(model: nn.Module) -> DistributedDataParallel | None:
             return None
         model = inner
     return model
-
-
-def _settings(scaler: torch.amp.GradScaler | None) -> tuple[float, ...] | None:
-    """Return by what a scaler's scale grows and shrinks, and after how many steps; None: it does neither."""
-    if scaler is None or not scaler.is_enabled():
-        return None
-    return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
 
 
 def _check(
@@ -347,30 +350,3 @@ def _check(
 
 def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def repeat_to_equal_length(grid: Grid, loader: Any, *, repeat: bool) -> Iterator[Any]:
-    """Yield the batches of `loader`, and more until every rank has had as many as the one with most; collective.
-
-    One message an epoch, where a message a step (as torch's ``Join`` needs) would make all nodes wait for each other.
-
-    Args:
-        grid: The ranks.
-        loader: This rank's loader, with a length.
-        repeat: Whether to go on with its first batches again; else with None.
-
-    Raises:
-        AveragingError: on all ranks, if one has no batch to repeat.
-    """
-    lengths = grid.all_gather_objects(len(loader))
-    if repeat and not all(lengths) and any(lengths):
-        raise AveragingError(f"ranks without a single batch to repeat: {[r for r, n in enumerate(lengths) if not n]}")
-    yield from loader
-    missing = max(lengths) - len(loader)
-    if not repeat:
-        yield from [None] * missing
-        return
-    while missing:
-        for batch, _ in zip(loader, range(missing), strict=False):
-            missing -= 1
-            yield batch
