@@ -13,7 +13,7 @@ from natgrad.averaging.diloco import cut
 def test_fragments_are_equal_and_cover_every_element_once(sizes, fragments):
     pieces = cut(sizes, fragments)
     assert len(pieces) == fragments
-    totals = [sum(piece.numel for piece in own) for own in pieces]
+    totals = [sum(piece.stop - piece.start for piece in own) for own in pieces]
     assert max(totals) - min(totals) <= 1
     covered = [(piece.index, element) for own in pieces for piece in own for element in range(piece.start, piece.stop)]
     assert covered == [(index, element) for index, size in enumerate(sizes) for element in range(size)]

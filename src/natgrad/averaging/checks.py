@@ -22,11 +22,7 @@ from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 
 
 def check_alike(everywhere: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-    """Check that all ranks have the same values under the same names.
-
-    Args:
-        everywhere: The world rank and the values of each rank; the same sequence on every rank, so that all raise or
-            none does.
+    """Check that all ranks (world rank and values of each, the same list everywhere) have the same values by name.
 
     Raises:
         AveragingError: naming what differs, with the values and the ranks that have them.
@@ -50,11 +46,6 @@ def check_norm_groups(model: nn.Module, node: Iterable[int], averager: str) -> N
     """Check that ``SyncBatchNorm`` computes its statistics over ranks of its own node alone.
 
     Over more it sends a message between nodes in each forward and backward pass, which all nodes wait for.
-
-    Args:
-        model: The user's own module.
-        node: The ranks of the node.
-        averager: The averager's class name.
 
     Raises:
         ValueError: naming the first module that does not.
@@ -83,11 +74,7 @@ class FiniteCheck:
     """
 
     def __init__(self, inside: Communicator | None) -> None:
-        """Check nothing yet.
-
-        Args:
-            inside: The ranks of the node if each holds other shards, which then have to agree; else None.
-        """
+        """Check nothing yet; `inside`: the ranks of the node if each holds other shards, which then have to agree."""
         self._inside = inside
         self._flag: Tensor | None = None
         self._event: torch.cuda.Event | None = None
@@ -137,12 +124,7 @@ class StraySteps:
     """
 
     def __init__(self, averager: str, optimizer: Optimizer) -> None:
-        """Hook the steps of `optimizer`, and of one that it wraps.
-
-        Args:
-            averager: The averager's class name.
-            optimizer: Its optimizer.
-        """
+        """Hook the steps of `optimizer`, and of one that it wraps, for an averager's class name."""
         self._averager, self._record = averager, _StepRecord()
         inner = (optimizer.optimizer,) if isinstance(optimizer, PreconditionedOptimizer) else ()
         handles = [stepper.register_step_post_hook(self._record) for stepper in (optimizer, *inner)]

@@ -12,20 +12,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from natgrad.averaging.base import Averager, check_parts
-from natgrad.averaging.exchange import MESSAGE_BYTES, Packing, PendingAverage, Piece, flat
+from natgrad.averaging.exchange import MESSAGE_BYTES, Packing, PendingAverage, flat
 from natgrad.averaging.nodes import Nodes
 from natgrad.errors import require
 from natgrad.linalg.precision import at_least_float32
 from natgrad.schedule import check_number, check_whole
 
 
-def cut(sizes: Sequence[int], fragments: int) -> list[list[Piece]]:
-    """Cut tensors, laid end to end, into fragments of equal size (within one element), across tensor boundaries.
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start`` to ``stop`` of the flat parameter number ``index``."""
 
-    Args:
-        sizes: The elements of each tensor.
-        fragments: How many; a fragment without elements has no piece.
-    """
+    index: int
+    start: int
+    stop: int
+
+
+def cut(sizes: Sequence[int], fragments: int) -> list[list[Piece]]:
+    """Cut tensors of these sizes, laid end to end, into fragments of equal size (within one element)."""
     total = sum(sizes)
     bounds = [total * number // fragments for number in range(fragments + 1)]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
@@ -212,9 +216,13 @@ class StreamingDiLoCo(Averager):
             fragment.sent_at, fragment.pending = sent_at, None
             saved = state["flights"].get(str(number))
             if saved is not None:
-                packing = Packing(fragment.shared, self._exchange.message_bytes)
+                packing = Packing(fragment.shared)
+                messages = [saved[str(index)] for index in range(len(saved))]
+                sizes = [len(message) for message in messages]
+                allowed = f"messages of {packing.sizes}, or a state taken after drain(): earlier versions cut them"
+                require(sizes == packing.sizes, "state['flights']", sizes, allowed)
                 summed = packing.pack(fragment.shared)
-                torch._foreach_copy_(summed, [saved[str(index)] for index in range(len(saved))])
+                torch._foreach_copy_(summed, messages)
                 fragment.pending = PendingAverage(packing, [], summed, self.grid.nodes)
 
     def metrics(self) -> dict[str, float | Tensor]:

@@ -15,7 +15,7 @@ from natgrad.errors import require
 from natgrad.linalg import tensor_on
 
 MESSAGE_BYTES = 64 << 20
-"""Default size of a message: large enough for the link, and few enough elements for a buffer."""
+"""The default of the largest message between ranks; what is longer is split."""
 
 
 # --- Tensors as messages ----------------------------------------------------------------------------------------
@@ -39,75 +39,46 @@ def flat(tensor: Tensor) -> Tensor:
     return held.view(-1)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Elements ``start`` to ``stop`` of the flat tensor number ``index``."""
-
-    index: int
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return self.stop - self.start
-
-
 class Packing:
-    """The layout of a list of tensors in flat messages, one or more for each dtype and device.
+    """The layout of a list of tensors in flat messages, one for each dtype and device."""
 
-    Attributes:
-        messages: The pieces of each message. No message is longer than the limit: a longer tensor continues in the
-            next message.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], message_bytes: int = MESSAGE_BYTES) -> None:
-        """Lay out `tensors`, in their order, in messages of at most `message_bytes`; allocates nothing."""
-        self.messages: list[list[Piece]] = []
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Lay out `tensors`, in their order; allocates nothing."""
         self._layouts = _memory_layouts(tensors)
-        unfinished: dict[tuple[torch.dtype, torch.device], list[Piece]] = {}
+        self._members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, (shape, _, dtype, device) in enumerate(self._layouts):
-            numel, start, limit = prod(shape), 0, max(1, message_bytes // dtype.itemsize)
-            while start < numel:
-                message = unfinished.get((dtype, device))
-                if message is None or _numel(message) == limit:
-                    message = unfinished[dtype, device] = []
-                    self.messages.append(message)
-                stop = min(numel, start + limit - _numel(message))
-                message.append(Piece(index, start, stop))
-                start = stop
+            if prod(shape):
+                self._members.setdefault((dtype, device), []).append(index)
 
     @property
     def sizes(self) -> list[int]:
         """The number of elements of each message."""
-        return [_numel(message) for message in self.messages]
+        return [sum(sizes) for sizes in self._sizes]
+
+    @property
+    def _sizes(self) -> list[list[int]]:
+        return [[prod(self._layouts[index][0]) for index in members] for members in self._members.values()]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether tensors have the shapes, strides, dtypes and devices that this was made for."""
         return self._layouts == _memory_layouts(tensors)
 
-    def pieces(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return, for each message, views of the parts of `tensors` that it consists of."""
-        flats = [flat(tensor) for tensor in tensors]
-        return [[flats[p.index][p.start : p.stop] for p in message] for message in self.messages]
+    def flats(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return, for each message, the tensors that it consists of, as vectors that share their memory."""
+        return [[flat(tensors[index]) for index in members] for members in self._members.values()]
 
-    def views(self, vectors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return, for each message, views of the same parts in `vectors`."""
-        sizes = [[piece.numel for piece in message] for message in self.messages]
-        return [list(vector.split(size)) for vector, size in zip(vectors, sizes, strict=True)]
+    def views(self, messages: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return, for each message, views of the same parts in `messages`."""
+        return [list(message.split(sizes)) for message, sizes in zip(messages, self._sizes, strict=True)]
 
     def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return copies of `tensors` as messages."""
-        return [torch.cat(pieces) for pieces in self.pieces(tensors)]
+        return [torch.cat(flats) for flats in self.flats(tensors)]
 
-    def unpack(self, vectors: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    def unpack(self, messages: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Copy messages into `tensors`."""
-        for views, pieces in zip(self.views(vectors), self.pieces(tensors), strict=True):
-            torch._foreach_copy_(pieces, views)
-
-
-def _numel(message: Sequence[Piece]) -> int:
-    return sum(piece.numel for piece in message)
+        for views, flats in zip(self.views(messages), self.flats(tensors), strict=True):
+            torch._foreach_copy_(flats, views)
 
 
 def _memory_layouts(
@@ -170,20 +141,12 @@ class Exchange:
 
     Attributes:
         grid: The nodes.
-        message_bytes: The largest message.
     """
 
     def __init__(self, grid: Grid, kind: str, *, per_rank: bool = False, message_bytes: int = MESSAGE_BYTES) -> None:
-        """Allocate nothing.
-
-        Args:
-            grid: The nodes.
-            kind: The name of the tensors in `Grid.traffic`.
-            per_rank: Whether each rank of a node holds tensors of its own (shards), of which it exchanges all.
-            message_bytes: The largest message.
-        """
-        self.grid, self.message_bytes = grid, message_bytes
-        self._kind, self._per_rank = kind, per_rank
+        """Allocate nothing. `kind` names the bytes; `per_rank`: each rank of a node has tensors of its own (shards)."""
+        self.grid = grid
+        self._kind, self._per_rank, self._message_bytes = kind, per_rank, message_bytes
 
     def send(
         self,
@@ -203,7 +166,7 @@ class Exchange:
             reference: Messages that all nodes have in common: only the differences from them are sent.
             blocking: Whether all ranks wait at once: a narrow message may then send more and round less.
         """
-        packing, weight = Packing(tensors, self.message_bytes), self.grid.weights[self.grid.node]
+        packing, weight = Packing(tensors), self.grid.weights[self.grid.node]
         messages = packing.pack(tensors)
         if reference:
             torch._foreach_sub_(messages, list(reference))
@@ -215,10 +178,11 @@ class Exchange:
             if narrow != message.dtype:  # what the other nodes receive of it
                 copy.copy_(message.to(narrow)).div_(weight)
         pending = PendingAverage(packing, sent, messages, self.grid.nodes)
-        shares = [share for share in map(self._share, messages) if len(share)]
+        chunks = self._chunks(messages)
+        shares = [share for share in map(self._share, chunks) if len(share)]
         pending.works = [self._start_sum(share, wire, blocking=blocking) for share in shares]
         if not self._per_rank:
-            pending.gather = lambda: self._gather(messages)
+            pending.gather = lambda: self._gather(chunks)
         return pending
 
     def mean_(self, tensors: Sequence[Tensor], wire: torch.dtype | None = None) -> None:
@@ -229,32 +193,29 @@ class Exchange:
     def sum_inside_(self, tensors: Sequence[Tensor]) -> None:
         """Sum `tensors` over the ranks of the node, in place, and wait; collective in it."""
         inside = self.grid.inside
-        packing = Packing(tensors, self.message_bytes)
+        packing = Packing(tensors)
         messages = packing.pack(tensors)
-        for work in [inside.post_sum(m, {self._kind: m.numel()}, None, inside.group) for m in messages]:
+        for work in [inside.post_sum(c, {self._kind: len(c)}, None, inside.group) for c in self._chunks(messages)]:
             work.wait()
         packing.unpack(messages, tensors)
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Give all ranks the tensors of rank 0; of shards, those of the first node."""
         between, inside = self.grid.between, self.grid.inside
-        packing = Packing(tensors, self.message_bytes)
-        vectors = packing.pack(tensors)
-        messages = [(0, vector, {self._kind: vector.numel()}) for vector in vectors]
+        packing = Packing(tensors)
+        messages = packing.pack(tensors)
+        owned = [(0, chunk, {self._kind: len(chunk)}) for chunk in self._chunks(messages)]
         if self._per_rank or self.grid.local == 0:
-            between.broadcast_(messages)
+            between.broadcast_(owned)
         if not self._per_rank:
-            inside.broadcast_(messages)
-        packing.unpack(vectors, tensors)
+            inside.broadcast_(owned)
+        packing.unpack(messages, tensors)
 
     def average_gradients_(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make ``.grad`` the average over the ranks of the node that had a batch; collective in it.
 
         A rank whose gradients are all None had no batch: it receives the average of the others. A gradient that is
         None on all ranks of the node stays None.
-
-        Args:
-            parameters: The trainable ones, the same on every rank.
         """
         if self.grid.inside.ranks == 1 or not parameters:
             return
@@ -276,17 +237,21 @@ class Exchange:
             return between.post_sum(share, kinds, wire, between.group)
         return between.post_sum_as(share, kinds, narrow)
 
-    def _share(self, message: Tensor) -> Tensor:
+    def _chunks(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """Return views of messages, none longer than the largest message."""
+        return [c for message in messages for c in message.split(max(1, self._message_bytes // message.itemsize))]
+
+    def _share(self, chunk: Tensor) -> Tensor:
         """Return the part of a message that this rank sums: nothing where not every node has its local index."""
         if self._per_rank:
-            return message
-        local_index, shares = self.grid.local, self.grid.smallest
-        return message.tensor_split(shares)[local_index] if local_index < shares else message[:0]
+            return chunk
+        index, shares = self.grid.local, self.grid.smallest
+        return chunk.tensor_split(shares)[index] if index < shares else chunk[:0]
 
-    def _gather(self, messages: Sequence[Tensor]) -> None:
+    def _gather(self, chunks: Sequence[Tensor]) -> None:
         """Collect the shares of all messages in the node."""
         # Shares may be of different sizes, and on larger nodes some ranks have none: each owner broadcasts its own.
-        shares = [pair for message in messages for pair in enumerate(message.tensor_split(self.grid.smallest))]
+        shares = [pair for chunk in chunks for pair in enumerate(chunk.tensor_split(self.grid.smallest))]
         self.grid.inside.broadcast_((owner, share, {self._kind: len(share)}) for owner, share in shares if len(share))
 
 

@@ -33,11 +33,7 @@ class Ring:
     """
 
     def __init__(self, grid: Grid, ranks: int | None = None) -> None:
-        """Find out whether the next rank is on this node; collective.
-
-        Args:
-            grid: The nodes; together the whole world.
-            ranks: How many consecutive ranks make a ring; None: all.
+        """Find out whether the next of `ranks` consecutive ones (None: of all) is on this node; collective.
 
         Raises:
             ValueError: if the nodes are not the whole world, or do not make whole rings.

@@ -22,13 +22,7 @@ Momentum = Literal["keep", "average", "reset"]
 def merge_paper_(current: Sequence[Tensor], summed: Sequence[Tensor], waited: int, nodes: int) -> None:
     """Weigh the tensors of now against those that were sent, in place: x = (2 S x + Σ x_sent) / (2 S + P).
 
-    A convex combination: what was not negative (variances) stays so. With S = 0 it is the plain mean.
-
-    Args:
-        current: x, the tensors of now; written.
-        summed: Σ x_sent, of the same shapes.
-        waited: S.
-        nodes: P.
+    A convex combination: what was not negative (variances) stays so. With S = 0 (`waited`) it is the plain mean.
 
     Source: Coquelin et al. 2021, eq. 1.
     """
@@ -40,12 +34,6 @@ def merge_delta_(current: Sequence[Tensor], sent: Sequence[Tensor], summed: Sequ
     """Move the tensors of now by how far the sent ones were from their mean, in place: x += Σ x_sent / P - x_sent.
 
     What the node has learned since stays whole, and the merge does not move the mean over the nodes.
-
-    Args:
-        current: x, the tensors of now; written.
-        sent: x_sent, what this node has sent.
-        summed: Σ x_sent.
-        nodes: P.
     """
     torch._foreach_add_(list(current), list(summed), alpha=1 / nodes)
     torch._foreach_sub_(list(current), list(sent))
@@ -75,15 +63,7 @@ class AveragedTensors:
         merge: Merge = "paper",
         wire: torch.dtype | None = None,
     ) -> None:
-        """Send nothing yet.
-
-        Args:
-            name: Their name in states.
-            exchange: Sums them over the nodes.
-            tensors: Returns the tensors, the same in number and shape on all ranks.
-            merge: The rule; "paper" for what must not become negative.
-            wire: The dtype in which differences from a shared reference travel; None: the tensors as they are.
-        """
+        """Send nothing yet. `merge` is "paper" for what must not become negative; `wire` None sends the tensors."""
         self.name, self.exchange, self.tensors = name, exchange, tensors
         self.reference: list[Tensor] = []
         self._packing = Packing([])  # the layout of the reference
@@ -94,7 +74,7 @@ class AveragedTensors:
         """Take the tensors of now, which are equal on all nodes, as the shared reference, unless there is one."""
         if self._wire is not None and not self.reference:
             tensors = self.tensors()
-            self._packing = Packing(tensors, self.exchange.message_bytes)
+            self._packing = Packing(tensors)
             self.reference = self._packing.pack(tensors)
 
     def drop_reference(self) -> None:
@@ -133,8 +113,8 @@ class AveragedTensors:
             if self._merge == "paper":  # it takes the sums of tensors, where "delta" takes those of differences
                 summed = list(torch._foreach_mul(self.reference, nodes))
         sent = packing.views(pending.sent or summed)
-        for pieces in zip(packing.pieces(tensors), sent, packing.views(summed), strict=True):
-            self._merge_(*pieces, waited, nodes)
+        for parts in zip(packing.flats(tensors), sent, packing.views(summed), strict=True):
+            self._merge_(*parts, waited, nodes)
         self._write(tensors)
 
     def mean_(self) -> None:
@@ -174,7 +154,7 @@ class AveragedTensors:
         allowed = "of a training with the same options (cycling_wire)"
         require(fits, f"state ({self.name})", sorted(state), allowed)
         tensors = self.tensors()
-        packing = Packing(tensors, self.exchange.message_bytes)
+        packing = Packing(tensors)
 
         def restored(name: str) -> list[Tensor]:
             found = [vector.numel() for vector in state[name]]

@@ -243,10 +243,7 @@ class Cycle:
         self.batches, self.since_sent = 0, None
 
     def end_epoch(self, loss: float | None) -> None:
-        """Halve B and S on a plateau of the loss, down to 1; where both are there, go back to their start.
-
-        Args:
-            loss: The mean training loss of the epoch over all ranks; None: not known, nothing changes.
+        """Halve B and S on a plateau of the mean loss, down to 1; where both are there, go back to their start.
 
         Source: Coquelin et al. 2021, section 3. An S of 0 stays 0.
         """
@@ -280,12 +277,7 @@ class Cycle:
 
 
 def warn_without_epochs(epochs: Epochs, *, synchronized: bool) -> None:
-    """Warn after the thousandth step of the first epoch, where only a call ends it.
-
-    Args:
-        epochs: The epochs.
-        synchronized: Whether all ranks were made equal at any time.
-    """
+    """Warn after the thousandth step of the first epoch, where only a call ends it."""
     if epochs.steps is not None or epochs.epoch or epochs.batches != PATIENCE:
         return
     if epochs.warmup:
@@ -308,13 +300,7 @@ def warn_without_epochs(epochs: Epochs, *, synchronized: bool) -> None:
 
 
 def warn_of_short_epoch(epochs: Epochs, cycle: Cycle, merges: int) -> None:
-    """Warn, before the first epoch of the cycling phase ends by a call, if it was too short for a message.
-
-    Args:
-        epochs: The epochs.
-        cycle: B and S.
-        merges: How many messages were merged so far.
-    """
+    """Warn, before the first epoch of the cycling phase ends by a call, if it was too short for a message."""
     steps = epochs.batches
     is_first = epochs.steps is None and epochs.epoch == epochs.warmup and epochs.phase == "cycling"
     if not is_first or merges or steps >= cycle.between + cycle.wait:
