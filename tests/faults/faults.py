@@ -506,7 +506,7 @@ _add(
     "The shards of a gathered FSDP2 gradient are put together in reverse order of the ranks.",
     "distributed/test_sharded.py::test_ranks_equal_one_process",
     (
-        "distributed.fsdp:_collect",
+        "distributed.fsdp:collect_rows",
         "zip(places, arrived, strict=True)",
         "zip(places, arrived[::-1], strict=True)",
     ),

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from natgrad.averaging.checks import StraySteps, check_alike, check_norm_groups
+from natgrad.averaging.checks import OutsideSteps, check_equal, check_norm_groups
 from natgrad.averaging.exchange import MESSAGE_BYTES, Exchange, flat
 from natgrad.averaging.nodes import Grid, Nodes
-from natgrad.distributed.fsdp import check_model, find_mesh, reshard
+from natgrad.distributed import fsdp
 from natgrad.errors import AveragingError, require
 from natgrad.preconditioner.arguments import unwrap
 
@@ -61,7 +61,7 @@ class Averager(ABC):
         self.model, self.optimizer, self._scaler = model, optimizer, scaler
         self._root, self._message_bytes = unwrap(model), message_bytes
         self.grid = Grid(mesh if mesh is not None else nodes)
-        wrapper = "FSDP2" if find_mesh(self._root) is not None else "DDP" if replica(model) is not None else "none"
+        wrapper = "FSDP2" if fsdp.find_mesh(self._root) is not None else "DDP" if replica(model) is not None else "none"
         growth = None
         if scaler is not None and scaler.is_enabled():
             growth = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
@@ -83,7 +83,7 @@ class Averager(ABC):
         self.exchange("start", everyone=False).broadcast_([buffer for kind in self.buffers() for buffer in kind])
         if scaler is not None:  # it creates its scale with the first loss, which a rank without batches never has
             scaler.scale(torch.zeros((), device=next(self._root.parameters()).device))
-        self._stray = StraySteps(type(self).__name__, optimizer)
+        self._outside_steps = OutsideSteps(type(self).__name__, optimizer)
 
     # --- Around a step ------------------------------------------------------------------------------------------
 
@@ -100,9 +100,9 @@ class Averager(ABC):
 
     def step_optimizer(self) -> None:
         """Average the gradients in the node, unless that has happened, and step the optimizer, by the scaler if any."""
-        self._stray.check()
+        self._outside_steps.check()
         self.average_gradients()
-        with self._stray.expected():
+        with self._outside_steps.expected():
             if self._scaler is None:
                 self.optimizer.step()
             elif self._has_gradients():
@@ -173,10 +173,6 @@ class Averager(ABC):
         """
 
     @abstractmethod
-    def drain(self) -> None:
-        """Wait for all messages under way and merge them: none is under way afterwards; collective."""
-
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state as plain numbers and tensors; model and optimizer have their own."""
 
@@ -185,8 +181,12 @@ class Averager(ABC):
         """Go on from a state of the same rank, after model and optimizer were loaded."""
 
     @abstractmethod
+    def drain(self) -> None:
+        """Wait for all messages under way and merge them: none is under way afterwards; collective."""
+
     def metrics(self) -> dict[str, float | Tensor]:
-        """Return a flat dict of numbers; nothing waits for the device until one is read."""
+        """Return a flat dict of numbers, such as the host seconds spent on messages; it never waits for the device."""
+        return {**self.grid.seconds()}
 
     def next_epoch(self) -> None:
         """End an epoch, between two steps and before an evaluation: `synchronize`; collective."""
@@ -217,9 +217,7 @@ class Averager(ABC):
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the trainable parameters by name."""
-        if self._sharded:
-            reshard(self._root.modules())
-        return {name: parameter for name, parameter in self._root.named_parameters() if parameter.requires_grad}
+        return {name: parameter for name, parameter in fsdp.named_parameters(self._root) if parameter.requires_grad}
 
     def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the buffers that can be averaged, and those that cannot (of whole numbers)."""
@@ -251,7 +249,7 @@ class Averager(ABC):
             AveragingError: on all ranks, naming what differs and on which ranks.
         """
         rank = dist.get_rank() if dist.is_initialized() else 0
-        check_alike(self.grid.all_gather_objects((rank, values)))
+        check_equal(self.grid.all_gather_objects((rank, values)))
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent inside its node and between nodes, in all and by kind of message.
@@ -265,7 +263,7 @@ class Averager(ABC):
         if not self._closed:
             self.drain()
             self._closed = True
-            self._stray.stop()
+            self._outside_steps.stop()
 
     def _has_gradients(self) -> bool:
         """Return whether any parameter has a gradient: without one a scaler refuses to step."""
@@ -291,7 +289,7 @@ class Averager(ABC):
             found = dist.get_process_group_ranks(replicated.process_group)
             require(sorted(found) == node, "model", f"DistributedDataParallel over ranks {found}", allowed)
         check_norm_groups(self._root, node, type(self).__name__)
-        mesh = find_mesh(self._root)
+        mesh = fsdp.find_mesh(self._root)
         if mesh is not None:
             found = sorted(mesh.mesh.flatten().tolist())
             require(found == node, "model", f"FSDP2 over ranks {found}", allowed)
@@ -327,8 +325,7 @@ def _check(
     require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module")
     assert isinstance(model, nn.Module)
     require(not isinstance(model, DataParallel), "model", type(model).__name__, "plain, in DDP or sharded by FSDP2")
-    reshard(model.modules())
-    check_model(model)
+    fsdp.check_model(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         try:
             flat(tensor)

@@ -6,13 +6,11 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from natgrad.distributed import Communicator, fsdp
 from natgrad.errors import AveragingError, DivergedError, NatgradWarning, require
@@ -21,7 +19,7 @@ from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 # --- Agreement of ranks -----------------------------------------------------------------------------------------
 
 
-def check_alike(everywhere: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+def check_equal(everywhere: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
     """Check that all ranks (world rank and values of each, the same list everywhere) have the same values by name.
 
     Raises:
@@ -79,11 +77,11 @@ class FiniteCheck:
         self._flag: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
-    def look(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        """Look at `tensors`, which are the same on all ranks of all nodes; collective in the node if each holds shards.
+    def start(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        """Check `tensors`, which are the same on all ranks of all nodes; collective in the node if each holds shards.
 
         Raises:
-            DivergedError: if they hold NaN or infinity; on a device, if those of the last look did.
+            DivergedError: if they hold NaN or infinity; on a device, if those of the last check did.
         """
         shards = [shard for shard in map(fsdp.local, tensors) if shard.numel()]
         norms = torch._foreach_norm(shards, float("inf")) if shards else ()
@@ -93,16 +91,16 @@ class FiniteCheck:
             self._inside.sum_(infinite, {"counters": 1})
         flag = infinite[0] == 0
         if flag.is_cuda:
-            self.check()
+            self.finish()
             self._flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
         else:
             self._flag = flag
-            self.check()
+            self.finish()
 
-    def check(self) -> None:
-        """Raise if what was looked at last was not finite; as `look`."""
+    def finish(self) -> None:
+        """Raise if the tensors of the last check were not finite; waits for the device."""
         if self._event is not None:
             self._event.synchronize()
         flag, self._flag, self._event = self._flag, None, None
@@ -116,7 +114,7 @@ class FiniteCheck:
 # --- Steps of others --------------------------------------------------------------------------------------------
 
 
-class StraySteps:
+class OutsideSteps:
     """Notes, by torch's hooks, when the optimizer steps outside of the averager's own step.
 
     A step that moves nothing does not count: without gradients, or at learning rates of zero, as by which
@@ -127,9 +125,7 @@ class StraySteps:
         """Hook the steps of `optimizer`, and of one that it wraps, for an averager's class name."""
         self._averager, self._record = averager, _StepRecord()
         inner = (optimizer.optimizer,) if isinstance(optimizer, PreconditionedOptimizer) else ()
-        handles = [stepper.register_step_post_hook(self._record) for stepper in (optimizer, *inner)]
-        self.stop = finalize(self, _remove, handles)
-        """Removes the hooks."""
+        self._handles = [stepper.register_step_post_hook(self._record) for stepper in (optimizer, *inner)]
         self._warned = False
 
     def check(self) -> None:
@@ -153,6 +149,11 @@ class StraySteps:
         finally:
             self._record.inside = self._record.seen = False
 
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
 
 class _StepRecord:
     """What the hooks write; it does not refer to the averager, so that a copy of the optimizer may carry it along."""
@@ -164,8 +165,3 @@ class _StepRecord:
         if not self.inside:
             moving = (p for group in optimizer.param_groups if float(group.get("lr", 1.0)) for p in group["params"])
             self.seen = self.seen or any(parameter.grad is not None for parameter in moving)
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()

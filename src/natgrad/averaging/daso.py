@@ -251,8 +251,8 @@ class DASO(Averager):
         self._blocking.drop_reference()
         self._cycle.restart()
         self._equal = self._synchronized = True
-        self._look_at_parameters()
-        self._finite.check()
+        self._check_parameters()
+        self._finite.finish()
 
     @torch.no_grad()
     def drain(self) -> None:
@@ -277,7 +277,7 @@ class DASO(Averager):
             "batches_to_wait": self._cycle.wait,
             "synchronizations": self._exchanges,
             "merges": self._merges,
-            **self.grid.seconds(),
+            **super().metrics(),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -349,7 +349,7 @@ class DASO(Averager):
         """Average after a batch of warm-up or cool-down, and wait."""
         self._settle()
         self._cycle.restart()
-        self._look_for_momenta()
+        self._find_momenta()
         self._blocking.mean_()
         if self._scale is not None:
             self._scale.mean_()
@@ -357,7 +357,7 @@ class DASO(Averager):
             self._factors.mean_()
         self._exchanges += 1
         self._equal = True
-        self._look_at_parameters()
+        self._check_parameters()
 
     @torch.no_grad()
     def _average_cycling(self) -> None:
@@ -369,7 +369,7 @@ class DASO(Averager):
             self._merge(self._cycle.wait)
         if not sends:
             return
-        self._look_for_momenta()
+        self._find_momenta()
         self._exchanges += 1
         if self._cycle.wait:
             for tensors in (self._cycling, *self._others):
@@ -380,23 +380,23 @@ class DASO(Averager):
         self._cycling.drop_reference()
         self._equal = True
         self._count_merge()
-        self._look_at_parameters()
+        self._check_parameters()
 
     def _merge(self, waited: int) -> None:
         arrived = self._cycling.arrived()
         for tensors in (self._cycling, *self._others):
             tensors.settle(waited)
         self._count_merge()
-        self._finite.look(arrived, self._device)  # the sums: merged parameters may be non-finite on one node alone
+        self._finite.start(arrived, self._device)  # the sums: merged parameters may be non-finite on one node alone
 
     def _count_merge(self) -> None:
         self._merges += 1
         if self._momentum == "reset":
             self._momenta.reset()
 
-    def _look_at_parameters(self) -> None:
+    def _check_parameters(self) -> None:
         """Check that the parameters, which are equal on all ranks, are finite."""
-        self._finite.look(self.parameters(), self._device)
+        self._finite.start(self.parameters(), self._device)
 
     def _settle(self) -> None:
         """Drop messages in progress."""
@@ -421,7 +421,7 @@ class DASO(Averager):
     def _preconditioner_steps(self) -> int:
         return 0 if self._preconditioner is None else self._preconditioner.parts.progress.step
 
-    def _look_for_momenta(self) -> None:
+    def _find_momenta(self) -> None:
         """Find the momenta that all ranks have: in the first epoch, later at the end of each. Waits."""
         if self._momentum == "average" and self._epochs.epoch == 0 and not self._momenta.known:
             self._momenta.agree(self.grid)

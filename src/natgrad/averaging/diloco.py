@@ -232,7 +232,7 @@ class StreamingDiLoCo(Averager):
             "batches_to_wait": self.batches_to_wait,
             "synchronizations": self._sends,
             "merges": self._merges,
-            **self.grid.seconds(),
+            **super().metrics(),
         }
 
     def _send(self, fragment: Fragment) -> None:

@@ -180,7 +180,11 @@ class Exchange:
         pending = PendingAverage(packing, sent, messages, self.grid.nodes)
         chunks = self._chunks(messages)
         shares = [share for share in map(self._share, chunks) if len(share)]
-        pending.works = [self._start_sum(share, wire, blocking=blocking) for share in shares]
+        between = self.grid.between
+        pending.works = [
+            between.post_sum(share, {self._kind: len(share)}, wire, between.group, finishes_alone=not blocking)
+            for share in shares
+        ]
         if not self._per_rank:
             pending.gather = lambda: self._gather(chunks)
         return pending
@@ -230,12 +234,6 @@ class Exchange:
             for parameter, users in zip(parameters, flags[1:].tolist(), strict=True):
                 if not users:
                     parameter.grad = None
-
-    def _start_sum(self, share: Tensor, wire: torch.dtype | None, *, blocking: bool) -> Work:
-        between, kinds, narrow = self.grid.between, {self._kind: len(share)}, narrower(wire, share.dtype)
-        if blocking or narrow == share.dtype or between.ranks == 1:
-            return between.post_sum(share, kinds, wire, between.group)
-        return between.post_sum_as(share, kinds, narrow)
 
     def _chunks(self, messages: Sequence[Tensor]) -> list[Tensor]:
         """Return views of messages, none longer than the largest message."""

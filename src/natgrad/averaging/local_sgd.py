@@ -51,7 +51,7 @@ class Ring:
         """Average a tensor over the whole world, in place, and wait."""
         self.count(tensor.numel() * tensor.element_size(), kind)
         if self.ranks > 1:
-            with self.link.talking():
+            with self.link.collective():
                 dist.all_reduce(tensor)
             tensor.div_(self.ranks)
 
@@ -121,10 +121,6 @@ class Classic(Averager):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Do nothing: the state is empty."""
 
-    def metrics(self) -> dict[str, float | Tensor]:
-        """Return the seconds spent on messages."""
-        return {**self.grid.seconds()}
-
 
 class _LocalSGD(Averager):
     """Averages gradients in the node, and parameters over more ranks when one of torch's averagers does so.
@@ -168,7 +164,7 @@ class _LocalSGD(Averager):
             if ring is not None:
                 ring.count(sum(p.numel() * p.element_size() for p in parameters if p.grad is not None), "parameters")
                 self._averagings += 1
-            with self._whole.link.talking():
+            with self._whole.link.collective():
                 self._averager.average_parameters(parameters)
         self._step += 1
 
@@ -192,7 +188,7 @@ class _LocalSGD(Averager):
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Return how often parameters were averaged, and the seconds spent on messages."""
-        return {"synchronizations": self._averagings, **self.grid.seconds()}
+        return {"synchronizations": self._averagings, **super().metrics()}
 
     def detach(self) -> None:
         """End, and destroy the process groups that were made here and by torch's averager; collective."""

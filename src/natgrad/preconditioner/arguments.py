@@ -20,7 +20,7 @@ from natgrad.damping import Control
 from natgrad.damping.adaptive import Adaptive
 from natgrad.damping.trust_region import TrustRegion
 from natgrad.distributed import resolve
-from natgrad.distributed.fsdp import check_model, find_mesh, mesh_group, reshard
+from natgrad.distributed.fsdp import check_model, find_mesh, mesh_group
 from natgrad.errors import NatgradError, NatgradWarning, require, require_one_of
 from natgrad.layers import Layer
 from natgrad.linalg.precision import Precision
@@ -59,8 +59,7 @@ def check_arguments(
         not isinstance(model, DataParallel), "model", wrong, "plain or in DistributedDataParallel, not DataParallel"
     )
     assert isinstance(model, nn.Module)
-    sharded = reshard(model.modules())
-    check_model(model)
+    sharded = check_model(model)
     if isinstance(curvature, Mapping):
         drawn: set[Likelihood] = set()
         for pattern, choice in curvature.items():
