@@ -2,7 +2,7 @@
 
 import pytest
 
-from natgrad.averaging.schedule import Cycle, Phases, Plateau
+from natgrad.averaging.schedule import Cycle, Epochs, Plateau
 
 
 def sequence(cycle, batches):
@@ -79,11 +79,11 @@ def test_plateau_of_negative_losses():
 
 
 def test_phases():
-    phases = Phases(total=10, warmup=2, cooldown=3)
-    found = [phases.at(epoch) for epoch in range(11)]
-    assert found == ["warm-up"] * 2 + ["cycling"] * 5 + ["cool-down"] * 4
-    assert Phases(total=1, warmup=0.25).at(0.24) == "warm-up"
-    assert [Phases(warmup=1).at(epoch) for epoch in (0, 1, 10**6)] == ["warm-up", "cycling", "cycling"]
+    phases = [Epochs(total=10, warmup=2, cooldown=3, epoch=epoch).phase for epoch in range(11)]
+    assert phases == ["warm-up"] * 2 + ["cycling"] * 5 + ["cool-down"] * 4
+    trial = Epochs.of(1, 100, 0.25, 0)
+    assert [trial.phase_at(batch) for batch in (24, 25)] == ["warm-up", "cycling"]
+    assert [Epochs(warmup=1, epoch=epoch).phase for epoch in (0, 1, 10**6)] == ["warm-up", "cycling", "cycling"]
 
 
 def test_a_cycle_resumes():
@@ -100,9 +100,9 @@ def test_a_cycle_resumes():
     [
         (lambda: Cycle(0, 0), "batches_between"),
         (lambda: Cycle(2, 3), "batches_to_wait"),
-        (lambda: Phases(cooldown=1), "cooldown"),
-        (lambda: Phases(total=0), "total"),
-        (lambda: Phases(warmup=-1), "warmup"),
+        (lambda: Epochs.of(0, None, None, None), "epochs"),
+        (lambda: Epochs.of(3, None, -1, None), "warmup_epochs"),
+        (lambda: Epochs.of(3, None, None, 0.5), "cooldown_epochs"),
         (lambda: Plateau(patience=0), "patience"),
         (lambda: Plateau(threshold=1.0), "threshold"),
     ],

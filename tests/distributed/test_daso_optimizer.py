@@ -12,8 +12,7 @@ from torch.nn.functional import mse_loss
 
 import natgrad
 from natgrad.averaging import Nodes
-from natgrad.averaging.messages import local
-from natgrad.distributed.fsdp import whole
+from natgrad.distributed.fsdp import local, whole
 from tests.distributed.daso_jobs import Run, Training, batch, identical
 
 

@@ -1,8 +1,7 @@
-"""States of DASO from versions in which one rank of a node, by turns, kept the messages under way."""
+"""States of DASO from versions in which messages under way had another layout."""
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import natgrad
 from tests.distributed.daso_jobs import Run, Training, identical, train
@@ -14,26 +13,14 @@ def test_both_duties_are_the_same(ranks):
         assert all(identical(*pair) for pair in zip(one, other, strict=True))
 
 
-def in_format_1(state, rotating):
-    """Return a state as version 1 had it: the turn is that of the message under way."""
-    local, turn = dist.get_rank() % 2, state["turn"] - 1
-    for name, pending in state["flights"].items():
-        if pending is None:
-            continue
-        pending["turn"] = turn if "summed" in pending else None
-        if rotating and "anchor" not in pending and local != turn % 2:
-            state["flights"][name] = {"turn": turn, "sent": [], "summed": []}
-    return {**state, "format": 1}
-
-
-def resume(run, at, rotating):
-    """Train to the end, with a stop in between from which a new training goes on; return the parameters."""
+def resume(run, version):
+    """Train to the end, with a stop at an epoch's end from which a new training goes on; return the parameters."""
     first = Training(run)
-    for _ in range(at):
+    for _ in range(run.steps):
         first.step()
     state = first.state()
     first.daso.detach()
-    state["daso"] = in_format_1(state["daso"], rotating)
+    state["daso"]["format"] = version
     second = Training(run)
     second.load(state)
     while second.done < run.steps * run.epochs:
@@ -42,25 +29,29 @@ def resume(run, at, rotating):
     return second.parameters()
 
 
-OPTIONS = {
-    "delta": {"merge": "delta", "momentum": "average"},
-    "paper": {"merge": "paper"},
-    "narrow": {"cycling_wire": torch.bfloat16},
-}
-
-
 @pytest.mark.values
-@pytest.mark.parametrize("at", [5, 9])  # with the turns of both ranks of a node
-@pytest.mark.parametrize(
-    ("name", "rotating", "wrapper"),
-    [("delta", True, "none"), ("delta", False, "none"), ("delta", False, "fsdp"), ("paper", True, "none")]
-    + [("narrow", True, "none")],
-)
-def test_a_state_of_version_1_resumes_to_the_last_bit(ranks, name, at, rotating, wrapper):
-    run = Run(steps=20, epochs=1, wrapper=wrapper, options={"batches_to_wait": 3, **OPTIONS[name]})
-    straight, resumed = ranks.run(4, train, run), ranks.run(4, resume, run, at, rotating)
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_state_of_an_epochs_end_resumes_to_the_last_bit(ranks, version):
+    run = Run(steps=5, options={"batches_between": 2, "merge": "delta", "momentum": "average"})
+    straight, resumed = ranks.run(4, train, run), ranks.run(4, resume, run, version)
     for found, again in zip(straight, resumed, strict=True):
         assert identical(found[-1], again)
+
+
+def load_with_messages(run, version):
+    training = Training(run)
+    for _ in range(4):
+        training.step()
+    state = training.state()["daso"]
+    with pytest.raises(ValueError, match=r"taken after an epoch's end or synchronize"):
+        training.daso.load_state_dict({**state, "format": version})
+    training.daso.load_state_dict(state)
+    training.daso.detach()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_state_with_messages_in_progress_is_refused(ranks, version):
+    ranks.run(4, load_with_messages, Run(), version)
 
 
 def test_a_state_of_an_unknown_version_is_refused():
@@ -68,5 +59,5 @@ def test_a_state_of_an_unknown_version_is_refused():
     daso = natgrad.DASO(model, torch.optim.SGD(model.parameters()))
     state = daso.state_dict()
     with pytest.raises(ValueError, match="format"):
-        daso.load_state_dict({**state, "format": 3})
+        daso.load_state_dict({**state, "format": 4})
     daso.detach()

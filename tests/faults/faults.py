@@ -430,7 +430,7 @@ _add(
     "gradient_subgroup",
     "Local gradients are averaged over the nodes where they should be over the ranks of a node.",
     "distributed/test_averaging_base.py::test_gradients_are_averaged_over_the_ranks_of_a_node_that_have_a_batch",
-    ("averaging.exchange:Exchange.sum_inside_", "inside = self._grid.inside", "inside = self._grid.between"),
+    ("averaging.exchange:Exchange.sum_inside_", "inside = self.grid.inside", "inside = self.grid.between"),
 )
 _add(
     "broadcast_skipped",
@@ -506,7 +506,7 @@ _add(
     "The shards of a gathered FSDP2 gradient are put together in reverse order of the ranks.",
     "distributed/test_sharded.py::test_ranks_equal_one_process",
     (
-        "distributed.fsdp:_collect",
+        "distributed.fsdp:collect_rows",
         "zip(places, arrived, strict=True)",
         "zip(places, arrived[::-1], strict=True)",
     ),

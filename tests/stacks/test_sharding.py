@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from natgrad.distributed.fsdp import pairs
+from natgrad.distributed.fsdp import from_blocks, put_rows, slot_rows
 from natgrad.layers import layers_for
 
 MODULES = {
@@ -34,16 +34,18 @@ def test_pieces_make_up_the_whole(kind, shards):
     back = {id(p): torch.zeros_like(p) for p in module.parameters()}
     for layer in layers:
         expected, filled = (torch.full((layer.blocks, layer.outputs, layer.inputs), torch.nan) for _ in range(2))
+        found = {}
         for slot in layer.slots:
             whole = slot.parameter.detach()
             own, place = layer.align(slot, whole, expected[:, :, slot.columns])
             place.copy_(own)
-            pieces = _pieces(whole, shards)
-            for rows, place in pairs(layer, slot, pieces, filled[:, :, slot.columns]):
-                place.copy_(rows)
-            returned = _pieces(back[id(slot.parameter)], shards)
-            for rows, place in pairs(layer, slot, returned, expected[:, :, slot.columns]):
-                rows.copy_(place)
+            for start, rows in _pieces(whole, shards):
+                put_rows(found, slot, start, rows)
+            own, place = layer.align(slot, found[id(slot.parameter)], filled[:, :, slot.columns])
+            place.copy_(own)
+            part = slot_rows(slot)
+            returned = from_blocks(layer, slot, expected[:, :, slot.columns])
+            back[id(slot.parameter)][part.start : part.stop] = returned[part.start : part.stop]
         assert not expected.isnan().any()
         assert torch.equal(filled, expected)
     for layer in layers:

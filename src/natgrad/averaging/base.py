@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from natgrad.averaging.checks import StraySteps, check_alike, check_norm_groups
-from natgrad.averaging.exchange import Exchange, NodeGradients
-from natgrad.averaging.messages import MESSAGE_BYTES, flat
+from natgrad.averaging.checks import OutsideSteps, check_equal, check_norm_groups
+from natgrad.averaging.exchange import MESSAGE_BYTES, Exchange, flat
 from natgrad.averaging.nodes import Grid, Nodes
-from natgrad.distributed.fsdp import check_model, find_mesh, reshard
+from natgrad.distributed import fsdp
 from natgrad.errors import AveragingError, require
 from natgrad.preconditioner.arguments import unwrap
 
@@ -62,17 +61,29 @@ class Averager(ABC):
         self.model, self.optimizer, self._scaler = model, optimizer, scaler
         self._root, self._message_bytes = unwrap(model), message_bytes
         self.grid = Grid(mesh if mesh is not None else nodes)
-        self.agree(**self._common(), **(options or {}))
-        self._sharded = self._check_wrapper()
-        wrapped = self._sharded or replica(model) is not None
-        self._gradients = None if wrapped else NodeGradients(self.grid, message_bytes)
+        wrapper = "FSDP2" if fsdp.find_mesh(self._root) is not None else "DDP" if replica(model) is not None else "none"
+        growth = None
+        if scaler is not None and scaler.is_enabled():
+            growth = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+        self.agree(
+            averager=type(self).__name__,
+            model=self._digest(),
+            wrapper=wrapper,
+            optimizer=type(optimizer).__name__,
+            scaler=growth,
+            message_bytes=message_bytes,
+            **(options or {}),
+        )
+        self._sharded = wrapper == "FSDP2"
+        self._check_wrapper()
+        self._gradients = self.exchange("gradients", everyone=False) if wrapper == "none" else None
         self._closed, self._averaged = False, False
         self._parameters, self._buffers = self.exchange("parameters"), self.exchange("buffers", everyone=False)
         self.exchange("start").broadcast_(list(self._root.parameters()))
         self.exchange("start", everyone=False).broadcast_([buffer for kind in self.buffers() for buffer in kind])
         if scaler is not None:  # it creates its scale with the first loss, which a rank without batches never has
             scaler.scale(torch.zeros((), device=next(self._root.parameters()).device))
-        self._stray = StraySteps(type(self).__name__, optimizer)
+        self._outside_steps = OutsideSteps(type(self).__name__, optimizer)
 
     # --- Around a step ------------------------------------------------------------------------------------------
 
@@ -84,14 +95,14 @@ class Averager(ABC):
         """
         self._check_open()
         if self._gradients is not None and not self._averaged:
-            self._gradients.average_(self.parameters())
+            self._gradients.average_gradients_(self.parameters())
         self._averaged = True
 
     def step_optimizer(self) -> None:
         """Average the gradients in the node, unless that has happened, and step the optimizer, by the scaler if any."""
-        self._stray.check()
+        self._outside_steps.check()
         self.average_gradients()
-        with self._stray.expected():
+        with self._outside_steps.expected():
             if self._scaler is None:
                 self.optimizer.step()
             elif self._has_gradients():
@@ -136,7 +147,20 @@ class Averager(ABC):
         Raises:
             AveragingError: on all ranks, if one has no batch to repeat.
         """
-        return repeat_to_equal_length(self.grid, loader, repeat=repeat)
+        # One message an epoch, where a message a step (as torch's Join needs) would make all nodes wait for each other.
+        lengths = self.grid.all_gather_objects(len(loader))
+        if repeat and not all(lengths) and any(lengths):
+            empty = [rank for rank, length in enumerate(lengths) if not length]
+            raise AveragingError(f"ranks without a single batch to repeat: {empty}")
+        yield from loader
+        missing = max(lengths) - len(loader)
+        if not repeat:
+            yield from [None] * missing
+            return
+        while missing:
+            for batch, _ in zip(loader, range(missing), strict=False):
+                missing -= 1
+                yield batch
 
     # --- What subclasses do -------------------------------------------------------------------------------------
 
@@ -149,10 +173,6 @@ class Averager(ABC):
         """
 
     @abstractmethod
-    def drain(self) -> None:
-        """Wait for all messages under way and merge them: none is under way afterwards; collective."""
-
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state as plain numbers and tensors; model and optimizer have their own."""
 
@@ -161,8 +181,12 @@ class Averager(ABC):
         """Go on from a state of the same rank, after model and optimizer were loaded."""
 
     @abstractmethod
+    def drain(self) -> None:
+        """Wait for all messages under way and merge them: none is under way afterwards; collective."""
+
     def metrics(self) -> dict[str, float | Tensor]:
-        """Return a flat dict of numbers; nothing waits for the device until one is read."""
+        """Return a flat dict of numbers, such as the host seconds spent on messages; it never waits for the device."""
+        return {**self.grid.seconds()}
 
     def next_epoch(self) -> None:
         """End an epoch, between two steps and before an evaluation: `synchronize`; collective."""
@@ -178,7 +202,6 @@ class Averager(ABC):
         self._check_open()
         self._settle()
         self._parameters.mean_(self.parameters())
-        self._parameters.release()
         floats, others = self.buffers()
         if floats and self.grid.inside.ranks > 1:
             self._buffers.sum_inside_(floats)
@@ -194,9 +217,7 @@ class Averager(ABC):
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the trainable parameters by name."""
-        if self._sharded:
-            reshard(self._root.modules())
-        return {name: parameter for name, parameter in self._root.named_parameters() if parameter.requires_grad}
+        return {name: parameter for name, parameter in fsdp.named_parameters(self._root) if parameter.requires_grad}
 
     def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the buffers that can be averaged, and those that cannot (of whole numbers)."""
@@ -228,7 +249,7 @@ class Averager(ABC):
             AveragingError: on all ranks, naming what differs and on which ranks.
         """
         rank = dist.get_rank() if dist.is_initialized() else 0
-        check_alike(self.grid.all_gather_objects((rank, values)))
+        check_equal(self.grid.all_gather_objects((rank, values)))
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent inside its node and between nodes, in all and by kind of message.
@@ -242,7 +263,7 @@ class Averager(ABC):
         if not self._closed:
             self.drain()
             self._closed = True
-            self._stray.stop()
+            self._outside_steps.stop()
 
     def _has_gradients(self) -> bool:
         """Return whether any parameter has a gradient: without one a scaler refuses to step."""
@@ -252,26 +273,14 @@ class Averager(ABC):
         if self._closed:
             raise AveragingError(f"this {type(self).__name__} was detached")
 
-    def _common(self) -> dict[str, Any]:
-        """Return the values that have to be the same on all ranks of any averager."""
-        wrapper = "FSDP2" if find_mesh(self._root) is not None else "DDP" if replica(self.model) is not None else "none"
-        return {
-            "averager": type(self).__name__,
-            "model": self._digest(),
-            "wrapper": wrapper,
-            "optimizer": type(self.optimizer).__name__,
-            "scaler": _settings(self._scaler),
-            "message_bytes": self._message_bytes,
-        }
-
     def _digest(self) -> int:
         """Return a number that is the same where models have the same tensors."""
         tensors = [*self._root.named_parameters(), *self._root.named_buffers()]
         layouts = [(name, t.shape, t.stride(), t.dtype, t.requires_grad) for name, t in tensors]
         return crc32(repr(layouts).encode())
 
-    def _check_wrapper(self) -> bool:
-        """Check that the wrapper reduces over the ranks of the node; return whether it shards."""
+    def _check_wrapper(self) -> None:
+        """Check that the wrapper reduces over the ranks of the node."""
         inside = self.grid.inside
         node = sorted(dist.get_process_group_ranks(inside.group)) if inside.group is not None else [0]
         allowed = f"wrapped over the ranks of its node alone ({node}): between nodes {type(self).__name__} averages"
@@ -280,14 +289,13 @@ class Averager(ABC):
             found = dist.get_process_group_ranks(replicated.process_group)
             require(sorted(found) == node, "model", f"DistributedDataParallel over ranks {found}", allowed)
         check_norm_groups(self._root, node, type(self).__name__)
-        mesh = find_mesh(self._root)
-        if mesh is None:
-            return False
-        found = sorted(mesh.mesh.flatten().tolist())
-        require(found == node, "model", f"FSDP2 over ranks {found}", allowed)
-        equal = len(set(self.grid.sizes)) == 1
-        require(equal, "nodes", self.grid.sizes, "equal where FSDP2 shards the model: shards have to fit each other")
-        return True
+        mesh = fsdp.find_mesh(self._root)
+        if mesh is not None:
+            found = sorted(mesh.mesh.flatten().tolist())
+            require(found == node, "model", f"FSDP2 over ranks {found}", allowed)
+            sizes = self.grid.sizes
+            allowed = "equal where FSDP2 shards the model: shards have to fit each other"
+            require(len(set(sizes)) == 1, "nodes", sizes, allowed)
 
 
 def check_parts(state: object, parts: set[str], averager: Averager) -> None:
@@ -311,21 +319,13 @@ def replica(model: nn.Module) -> DistributedDataParallel | None:
     return model
 
 
-def _settings(scaler: torch.amp.GradScaler | None) -> tuple[float, ...] | None:
-    """Return by what a scaler's scale grows and shrinks, and after how many steps; None: it does neither."""
-    if scaler is None or not scaler.is_enabled():
-        return None
-    return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
-
-
 def _check(
     model: object, optimizer: object, mesh: object, nodes: object, scaler: object, message_bytes: object
 ) -> None:
     require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module")
     assert isinstance(model, nn.Module)
     require(not isinstance(model, DataParallel), "model", type(model).__name__, "plain, in DDP or sharded by FSDP2")
-    reshard(model.modules())
-    check_model(model)
+    fsdp.check_model(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         try:
             flat(tensor)
@@ -347,30 +347,3 @@ def _check(
 
 def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def repeat_to_equal_length(grid: Grid, loader: Any, *, repeat: bool) -> Iterator[Any]:
-    """Yield the batches of `loader`, and more until every rank has had as many as the one with most; collective.
-
-    One message an epoch, where a message a step (as torch's ``Join`` needs) would make all nodes wait for each other.
-
-    Args:
-        grid: The ranks.
-        loader: This rank's loader, with a length.
-        repeat: Whether to go on with its first batches again; else with None.
-
-    Raises:
-        AveragingError: on all ranks, if one has no batch to repeat.
-    """
-    lengths = grid.all_gather_objects(len(loader))
-    if repeat and not all(lengths) and any(lengths):
-        raise AveragingError(f"ranks without a single batch to repeat: {[r for r, n in enumerate(lengths) if not n]}")
-    yield from loader
-    missing = max(lengths) - len(loader)
-    if not repeat:
-        yield from [None] * missing
-        return
-    while missing:
-        for batch, _ in zip(loader, range(missing), strict=False):
-            missing -= 1
-            yield batch

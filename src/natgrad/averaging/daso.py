@@ -5,7 +5,9 @@ Coquelin et al. 2021, "Accelerating neural network training with distributed asy
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Mapping
+from math import isnan
 from typing import Any, Literal
 
 import torch
@@ -13,20 +15,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from natgrad.averaging.base import Averager, check_parts
-from natgrad.averaging.checks import AverageOrder, FiniteCheck
+from natgrad.averaging.checks import FiniteCheck
+from natgrad.averaging.exchange import MESSAGE_BYTES
 from natgrad.averaging.factors import Factors, check_owners, describe, is_replicated
 from natgrad.averaging.merge import AveragedTensors, LossScale, Merge, Momenta, Momentum
-from natgrad.averaging.messages import MESSAGE_BYTES
 from natgrad.averaging.nodes import Nodes
-from natgrad.averaging.schedule import Cycle, Epochs, MeanLoss, Phase, Plateau, ScheduleWarnings, check_cycle, phases_of
-from natgrad.errors import DivergedError, require, require_one_of
+from natgrad.averaging.schedule import Cycle, Epochs, Phase, Plateau, warn_of_short_epoch, warn_without_epochs
+from natgrad.errors import DivergedError, NatgradWarning, require, require_one_of
 from natgrad.preconditioner import Preconditioner
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 
 Duty = Literal["rotating", "sharded"]
 
-FORMAT = 2
-"""Version of states; in version 1 one rank of each node, by turns, kept the messages under way."""
+FORMAT = 3
+"""Version of states. In versions 1 and 2 messages in progress had another layout; without any they are the same."""
 
 
 class DASO(Averager):
@@ -119,11 +121,19 @@ class DASO(Averager):
             "cycling_wire": cycling_wire,
             "momentum": momentum,
         }
-        _check_options(duty=duty, **compared)
-        self._epochs = Epochs(phases_of(epochs, steps_per_epoch, warmup_epochs, cooldown_epochs), steps_per_epoch)
+        for name in ("batches_between", "batches_to_wait"):
+            value = compared[name]
+            require(isinstance(value, int) and not isinstance(value, bool), name, value, "a whole number")
+        require_one_of("merge", merge, "paper", "delta")
+        for name in ("wire", "cycling_wire"):
+            dtype = compared[name]
+            fits = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+            require(fits, name, dtype, "a floating dtype such as torch.bfloat16, or None")
+        require_one_of("momentum", momentum, "keep", "average", "reset")
+        require_one_of("duty", duty, "rotating", "sharded")
+        self._epochs = Epochs.of(epochs, steps_per_epoch, warmup_epochs, cooldown_epochs)
         self._cycle = Cycle(batches_between, batches_to_wait, Plateau(patience, threshold))
-        check_cycle(self._cycle, self._epochs)
-        self._schedule = ScheduleWarnings(self._epochs)
+        self._cycle.check_fits(self._epochs)
         self._preconditioner = preconditioner = _find_preconditioner(optimizer, preconditioner)
         super().__init__(
             model,
@@ -146,22 +156,25 @@ class DASO(Averager):
         )
         self._momentum = momentum
         self._exchanges = self._merges = 0
-        self._losses, self._order = MeanLoss(), AverageOrder(preconditioner)
-        self._finite = FiniteCheck(self.parameters, self.grid.inside if self._sharded else None)
+        self._loss_sum: Tensor | float = 0.0
+        self._loss_count = 0
+        self._preconditioned = self._preconditioner_steps()
+        """The preconditioner's steps when the last step ended."""
+        self._device = next(self._root.parameters()).device
+        self._finite = FiniteCheck(self.grid.inside if self._sharded else None)
         self._momenta = Momenta(optimizer, self.named_parameters)
         self._equal = True
         """Whether all ranks have the same parameters, so that they may become a shared reference."""
+        self._synchronized = False
+        """Whether all ranks were made equal at any time since the start."""
         self._blocking = AveragedTensors("blocking", self.exchange("parameters"), self._blocking_tensors, wire=wire)
         """Parameters and averaged momenta in warm-up and cool-down."""
-        self._cycling = AveragedTensors(
-            "parameters", self.exchange("parameters"), self._finite.tensors, merge, cycling_wire
-        )
+        self._cycling = AveragedTensors("parameters", self.exchange("parameters"), self.parameters, merge, cycling_wire)
         """Parameters in the cycling phase."""
         self._scale: LossScale | None = None
         self._factors: Factors | None = None
         if scaler is not None and scaler.is_enabled():
-            device = next(self._root.parameters()).device
-            self._scale = LossScale(self.exchange("scale", everyone=False), scaler, self.grid, device)
+            self._scale = LossScale(self.exchange("scale", everyone=False), scaler, self._device)
         momenta = AveragedTensors("momenta", self.exchange("momenta"), self._momenta.tensors)
         if preconditioner is not None:
             if preconditioner.parts.scaling.reduces:
@@ -189,21 +202,22 @@ class DASO(Averager):
                 process group.
         """
         self._check_open()
-        if self._gradients is not None and self.grid.inside.ranks > 1 and not self._averaged:
-            self._order.check()
+        self._check_order()
         blocking = self.grid.nodes > 1 and self.phase != "cycling"
         if self._equal and self.grid.nodes > 1:
             (self._blocking if blocking else self._cycling).start_reference()
         self.step_optimizer()
-        self._order.note()
-        self._losses.add(loss)
+        self._preconditioned = self._preconditioner_steps()
+        if loss is not None:  # summed without waiting for the device
+            self._loss_sum = self._loss_sum + (loss.detach().double() if isinstance(loss, Tensor) else loss)
+            self._loss_count += 1
         if self._epochs.advance():
             self._end_epoch()
         elif blocking:
             self._average_blocking()
         elif self.grid.nodes > 1:
             self._average_cycling()
-        self._schedule.step_ended()
+        warn_without_epochs(self._epochs, synchronized=self._synchronized)
 
     def next_epoch(self) -> None:
         """End an epoch, between two steps: all ranks synchronise, and B and S may change; collective.
@@ -216,7 +230,7 @@ class DASO(Averager):
             AveragingError: if the mean loss or the parameters are not finite, or if ranks differ.
         """
         if self._epochs.end_by_call():
-            self._schedule.epoch_ends(self._cycle, self._merges)
+            warn_of_short_epoch(self._epochs, self._cycle, self._merges)
             self._end_epoch()
         elif self._epochs.batches:
             self.synchronize()
@@ -236,10 +250,9 @@ class DASO(Averager):
             self._momenta.reset()
         self._blocking.drop_reference()
         self._cycle.restart()
-        self._equal = True
-        self._schedule.synchronized = True
-        self._finite.look(self.parameters())
-        self._finite.check()
+        self._equal = self._synchronized = True
+        self._check_parameters()
+        self._finite.finish()
 
     @torch.no_grad()
     def drain(self) -> None:
@@ -264,7 +277,7 @@ class DASO(Averager):
             "batches_to_wait": self._cycle.wait,
             "synchronizations": self._exchanges,
             "merges": self._merges,
-            **self.grid.seconds(),
+            **super().metrics(),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -280,9 +293,9 @@ class DASO(Averager):
             "turn": self._exchanges,
             "merges": self._merges,
             "equal": self._equal,
-            "anchored": self._blocking.compression is not None and bool(self._blocking.compression.reference),
+            "anchored": bool(self._blocking.reference),
             "cycle": self._cycle.state_dict(),
-            "losses": self._losses.state_dict(),
+            "losses": {"sum": float(self._loss_sum), "count": self._loss_count},
             "momenta": list(self._momenta.known),
             "flights": {tensors.name: tensors.state_dict() for tensors in (self._cycling, *self._others)},
             "place": (self.grid.sizes, self.grid.node, self.grid.local),
@@ -292,32 +305,30 @@ class DASO(Averager):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state, after model, optimizer and preconditioner have been loaded.
 
-        Collective inside the node for states of earlier versions with messages in progress.
-
         Raises:
-            ValueError: if it has another structure, or belongs to another rank although ranks differed.
+            ValueError: if it has another structure, belongs to another rank although ranks differed, or is of an
+                earlier version with messages in progress.
         """
         wanted = ("format", "epochs", "turn", "merges", "equal", "anchored", "cycle", "losses", "momenta")
         check_parts(state, {*wanted, "flights", "place"}, self)
-        require(state["format"] in (1, FORMAT), "state['format']", state["format"], f"1 or {FORMAT}")
+        fits = state["format"] == FORMAT or (state["format"] in (1, 2) and not any(state["flights"].values()))
+        allowed = f"{FORMAT}, or 1 or 2 where the state was taken after an epoch's end or synchronize()"
+        require(fits, "state['format']", state["format"], allowed)
         place = (tuple(state["place"][0]), *state["place"][1:])
         here = (tuple(self.grid.sizes), self.grid.node, self.grid.local)
         allowed = f"that of this rank ({here}), or one taken after an epoch's end or synchronize()"
         require(state["equal"] or place == here, "state['place']", place, allowed)
         self._momenta.known = [(name, key) for name, key in state["momenta"]]
         for tensors in (self._cycling, *self._others):
-            pending = state["flights"].get(tensors.name)
-            if pending is not None and state["format"] == 1:
-                pending = self._from_format_1(pending, per_rank=tensors.exchange.per_rank)
-            tensors.load_state_dict(pending)
+            tensors.load_state_dict(state["flights"].get(tensors.name))
         self._epochs.load_state_dict(state["epochs"])
         self._exchanges, self._merges, self._equal = state["turn"], state["merges"], state["equal"]
         self._cycle.load_state_dict(state["cycle"])
-        self._losses.load_state_dict(state["losses"])
+        self._loss_sum, self._loss_count = state["losses"]["sum"], state["losses"]["count"]
         self._blocking.drop_reference()
         if state["anchored"]:
             self._blocking.start_reference()
-        self._order.note()
+        self._preconditioned = self._preconditioner_steps()
 
     # --- Internal -----------------------------------------------------------------------------------------------
 
@@ -327,8 +338,8 @@ class DASO(Averager):
         cycling = epochs.phase_at(epochs.batches - 1) == "cycling"
         self.synchronize()
         self.agree(epoch=epochs.epoch, batches=epochs.batches)
-        loss = self._losses.over(self.grid)
-        if loss is not None and loss != loss:  # noqa: PLR0124
+        loss = self._mean_loss()
+        if loss is not None and isnan(loss):
             raise DivergedError(f"the mean training loss of epoch {epochs.epoch} is not a number")
         self._cycle.end_epoch(loss if cycling else None)
         epochs.next()
@@ -338,17 +349,15 @@ class DASO(Averager):
         """Average after a batch of warm-up or cool-down, and wait."""
         self._settle()
         self._cycle.restart()
-        self._look_for_momenta()
-        if self._scale is not None:
-            self._scale.send()
+        self._find_momenta()
         self._blocking.mean_()
         if self._scale is not None:
-            self._scale.settle(0)
+            self._scale.mean_()
         if self._factors is not None and self._epochs.batches % self._cycle.between == 0:
             self._factors.mean_()
         self._exchanges += 1
         self._equal = True
-        self._finite.look(self.parameters())
+        self._check_parameters()
 
     @torch.no_grad()
     def _average_cycling(self) -> None:
@@ -360,10 +369,9 @@ class DASO(Averager):
             self._merge(self._cycle.wait)
         if not sends:
             return
-        self._look_for_momenta()
+        self._find_momenta()
         self._exchanges += 1
         if self._cycle.wait:
-            self._finite.mark()
             for tensors in (self._cycling, *self._others):
                 tensors.send()
             return
@@ -371,28 +379,49 @@ class DASO(Averager):
             tensors.mean_()
         self._cycling.drop_reference()
         self._equal = True
-        self._after_merge(self.parameters())
+        self._count_merge()
+        self._check_parameters()
 
     def _merge(self, waited: int) -> None:
-        self._finite.clear()
+        arrived = self._cycling.arrived()
         for tensors in (self._cycling, *self._others):
             tensors.settle(waited)
-        self._after_merge([] if self._finite.marker is None else [self._finite.marker])
+        self._count_merge()
+        self._finite.start(arrived, self._device)  # the sums: merged parameters may be non-finite on one node alone
 
-    def _after_merge(self, arrived: Sequence[Tensor]) -> None:
+    def _count_merge(self) -> None:
         self._merges += 1
         if self._momentum == "reset":
             self._momenta.reset()
-        self._finite.look(arrived)
+
+    def _check_parameters(self) -> None:
+        """Check that the parameters, which are equal on all ranks, are finite."""
+        self._finite.start(self.parameters(), self._device)
 
     def _settle(self) -> None:
         """Drop messages in progress."""
         for tensors in (self._cycling, *self._others):
             tensors.settle(None)
-        self._finite.clear()
         self._cycling.drop_reference()
 
-    def _look_for_momenta(self) -> None:
+    def _mean_loss(self) -> float | None:
+        """Return the mean loss of the epoch over all ranks, and begin anew; None: no loss was known; collective."""
+        found = self.grid.all_gather_objects((float(self._loss_sum), self._loss_count))
+        self._loss_sum, self._loss_count = 0.0, 0
+        count = sum(number for _, number in found)
+        return sum(loss for loss, _ in found) / count if count else None
+
+    def _check_order(self) -> None:
+        """Warn if the preconditioner has stepped with gradients that are not yet averaged over the node."""
+        averages = self._gradients is not None and self.grid.inside.ranks > 1 and not self._averaged
+        if averages and self._preconditioner_steps() > self._preconditioned:
+            problem = "preconditioner.step() came before the average over the node: call daso.average_gradients()"
+            warnings.warn(f"natgrad: {problem} in front of it", NatgradWarning, stacklevel=3)
+
+    def _preconditioner_steps(self) -> int:
+        return 0 if self._preconditioner is None else self._preconditioner.parts.progress.step
+
+    def _find_momenta(self) -> None:
         """Find the momenta that all ranks have: in the first epoch, later at the end of each. Waits."""
         if self._momentum == "average" and self._epochs.epoch == 0 and not self._momenta.known:
             self._momenta.agree(self.grid)
@@ -400,49 +429,11 @@ class DASO(Averager):
     def _blocking_tensors(self) -> list[Tensor]:
         return [*self.parameters(), *self._momenta.tensors()]
 
-    def _from_format_1(self, pending: Mapping[str, Any], *, per_rank: bool) -> dict[str, Any]:
-        """Return messages in progress in the present format; collective inside the node if there are any.
-
-        In format 1 only one rank of the node may have kept those of replicated tensors.
-        """
-        converted = {name: vectors for name, vectors in pending.items() if name != "turn"}
-        if pending["turn"] is None or per_rank:
-            return converted
-        messages = {name: converted[name] for name in ("sent", "summed")}
-        kept = [found for found in self.grid.inside.all_gather_objects(messages) if found["summed"]]
-        return converted | (kept[0] if kept and not messages["summed"] else messages)
-
-    def _check_wrapper(self) -> bool:
+    def _check_wrapper(self) -> None:
         """Check the preconditioner too."""
-        sharded = super()._check_wrapper()
+        super()._check_wrapper()
         if self._preconditioner is not None:
             check_owners(self._preconditioner, self.grid)
-        return sharded
-
-
-def _check_options(
-    *,
-    batches_between: object,
-    batches_to_wait: object,
-    merge: object,
-    wire: object,
-    cycling_wire: object,
-    momentum: object,
-    duty: object,
-) -> None:
-    """Check the arguments of `natgrad.DASO` of these names.
-
-    Raises:
-        ValueError: naming the first that is not allowed, its value and what is.
-    """
-    for name, value in (("batches_between", batches_between), ("batches_to_wait", batches_to_wait)):
-        require(isinstance(value, int) and not isinstance(value, bool), name, value, "a whole number")
-    require_one_of("merge", merge, "paper", "delta")
-    for name, dtype in (("wire", wire), ("cycling_wire", cycling_wire)):
-        fits = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-        require(fits, name, dtype, "a floating dtype such as torch.bfloat16, or None")
-    require_one_of("momentum", momentum, "keep", "average", "reset")
-    require_one_of("duty", duty, "rotating", "sharded")
 
 
 def _find_preconditioner(optimizer: object, preconditioner: object) -> Preconditioner | None:

@@ -12,91 +12,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from natgrad.averaging.base import Averager, check_parts
-from natgrad.averaging.exchange import Exchange, PendingAverage
-from natgrad.averaging.messages import MESSAGE_BYTES, Piece, flat
+from natgrad.averaging.exchange import MESSAGE_BYTES, Packing, PendingAverage, flat
 from natgrad.averaging.nodes import Nodes
 from natgrad.errors import require
 from natgrad.linalg.precision import at_least_float32
 from natgrad.schedule import check_number, check_whole
 
 
-class OuterOptimizer:
-    """The shared parameters, and SGD with Nesterov's momentum that moves them.
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start`` to ``stop`` of the flat parameter number ``index``."""
 
-    Attributes:
-        parameters: The shared parameters, in at least float32; the same bits on every rank.
-
-    Source: Douillard et al. 2023 (DiLoCo), algorithm 1.
-    """
-
-    def __init__(self, learning_rate: float, momentum: float) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: if the learning rate is no number > 0, or the momentum not from 0 to below 1.
-        """
-        check_number("outer_learning_rate", learning_rate, "a number > 0", minimum=0, strict=True)
-        check_number("outer_momentum", momentum, "a number from 0 to below 1", minimum=0)
-        require(momentum < 1, "outer_momentum", momentum, "a number from 0 to below 1")
-        self._learning_rate, self._momentum = learning_rate, momentum
-        self.parameters: list[Tensor] = []
-        self._optimizer: torch.optim.Optimizer | None = None
-
-    def start(self, parameters: Sequence[Tensor]) -> None:
-        """Copy parameters that are equal on all nodes."""
-        self.parameters = [
-            parameter.detach().to(at_least_float32(parameter.dtype), copy=True) for parameter in parameters
-        ]
-        self._optimizer = torch.optim.SGD(
-            self.parameters, lr=self._learning_rate, momentum=self._momentum, nesterov=self._momentum > 0
-        )
-
-    def gradients(self, parameters: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
-        """Return the outer gradients of the shared parameters of some indices: themselves minus `parameters`."""
-        return list(torch._foreach_sub([self.parameters[index] for index in indices], list(parameters)))
-
-    def step(self, gradients: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
-        """Move the shared parameters of some indices by the mean of their outer gradients; return them."""
-        assert self._optimizer is not None
-        for index, gradient in zip(indices, gradients, strict=True):
-            self.parameters[index].grad = gradient
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return [self.parameters[index] for index in indices]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the parameters and their momenta."""
-        assert self._optimizer is not None
-        momenta = [self._optimizer.state[parameter].get("momentum_buffer") for parameter in self.parameters]
-        return {
-            "parameters": {str(index): parameter for index, parameter in enumerate(self.parameters)},
-            "momenta": {str(index): momentum for index, momentum in enumerate(momenta) if momentum is not None},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: if the parameters are others.
-        """
-        assert self._optimizer is not None
-        shapes = [tuple(parameter.shape) for parameter in self.parameters]
-        found = [tuple(state["parameters"][str(index)].shape) for index in range(len(state["parameters"]))]
-        require(found == shapes, "state['outer']", found, f"of parameters shaped {shapes}")
-        for index, parameter in enumerate(self.parameters):
-            parameter.copy_(state["parameters"][str(index)])
-            momentum = state["momenta"].get(str(index))
-            restored = {} if momentum is None else {"momentum_buffer": momentum.to(parameter, copy=True)}
-            self._optimizer.state[parameter] = restored
+    index: int
+    start: int
+    stop: int
 
 
 def cut(sizes: Sequence[int], fragments: int) -> list[list[Piece]]:
-    """Cut tensors, laid end to end, into fragments of equal size (within one element), across tensor boundaries.
-
-    Args:
-        sizes: The elements of each tensor.
-        fragments: How many; a fragment without elements has no piece.
-    """
+    """Cut tensors of these sizes, laid end to end, into fragments of equal size (within one element)."""
     total = sum(sizes)
     bounds = [total * number // fragments for number in range(fragments + 1)]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
@@ -116,21 +49,17 @@ class Fragment:
 
     Attributes:
         pieces: Its pieces of the flat parameters.
-        indices: The indices of its pieces among those of all fragments.
         offset: It is sent after the batches whose number exceeds a multiple of the interval by `offset`.
-        exchange: Sums it over the nodes.
-        pending: Its exchange, while that is under way.
+        shared: The shared parameters of each piece, in at least float32; the same bits on every rank.
+        pending: The exchange of its outer gradients, while that is under way.
         sent_at: The batch after which it was last sent.
-        gradients: Its outer gradients, while under way.
     """
 
     pieces: list[Piece]
-    indices: list[int]
     offset: int
-    exchange: Exchange
+    shared: list[Tensor] = field(default_factory=list)
     pending: PendingAverage | None = None
     sent_at: int = 0
-    gradients: list[Tensor] = field(default_factory=list)
 
 
 class StreamingDiLoCo(Averager):
@@ -181,7 +110,9 @@ class StreamingDiLoCo(Averager):
             ValueError: if an argument is not allowed.
             AveragingError: on all ranks, if their models or options differ; then nothing was changed.
         """
-        outer = OuterOptimizer(outer_learning_rate, outer_momentum)
+        check_number("outer_learning_rate", outer_learning_rate, "a number > 0", minimum=0, strict=True)
+        check_number("outer_momentum", outer_momentum, "a number from 0 to below 1", minimum=0)
+        require(outer_momentum < 1, "outer_momentum", outer_momentum, "a number from 0 to below 1")
         check_whole("batches_between", batches_between, 1)
         check_whole("batches_to_wait", batches_to_wait, 0, batches_between)
         check_whole("fragments", fragments, 1, batches_between)
@@ -208,15 +139,15 @@ class StreamingDiLoCo(Averager):
         self.batches_between, self.batches_to_wait = batches_between, batches_to_wait
         self.mixing, self.wire = mixing, wire
         self._batches = self._sends = self._merges = 0
-        self._outer = outer
-        self._fragments: list[Fragment] = []
-        taken = 0
-        for number, pieces in enumerate(cut([flat(parameter).numel() for parameter in self.parameters()], fragments)):
-            indices = list(range(taken, taken + len(pieces)))
-            taken += len(pieces)
-            exchange = self.exchange("deltas")
-            self._fragments.append(Fragment(pieces, indices, number * batches_between // fragments, exchange))
-        self._outer.start([vector for fragment in self._fragments for vector in self._vectors(fragment)])
+        self._exchange = self.exchange("deltas")
+        pieces = cut([flat(parameter).numel() for parameter in self.parameters()], fragments)
+        self._fragments = [Fragment(own, n * batches_between // fragments) for n, own in enumerate(pieces)]
+        for fragment in self._fragments:
+            fragment.shared = [own.to(at_least_float32(own.dtype), copy=True) for own in self._vectors(fragment)]
+        self._shared = [vector for fragment in self._fragments for vector in fragment.shared]
+        self._outer = torch.optim.SGD(
+            self._shared, lr=outer_learning_rate, momentum=outer_momentum, nesterov=outer_momentum > 0
+        )
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """Average gradients in the node, step the inner optimizer, and send or merge the fragments that are due.
@@ -250,10 +181,16 @@ class StreamingDiLoCo(Averager):
         for number, fragment in enumerate(self._fragments):
             if fragment.pending is not None:
                 fragment.pending.wait()
-                pending[str(number)] = {str(index): vector for index, vector in enumerate(fragment.pending.summed)}
+                vectors = enumerate(fragment.pending.summed)
+                pending[str(number)] = {str(index): vector.clone() for index, vector in vectors}
         sent = [fragment.sent_at for fragment in self._fragments]
         counts = {"batches": self._batches, "sends": self._sends, "merges": self._merges}
-        return {**counts, "sent": sent, "flights": pending, "outer": self._outer.state_dict()}
+        momenta = [self._outer.state[parameter].get("momentum_buffer") for parameter in self._shared]
+        outer = {
+            "parameters": {str(index): parameter for index, parameter in enumerate(self._shared)},
+            "momenta": {str(index): momentum for index, momentum in enumerate(momenta) if momentum is not None},
+        }
+        return {**counts, "sent": sent, "flights": pending, "outer": outer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, after model and optimizer were loaded.
@@ -265,15 +202,28 @@ class StreamingDiLoCo(Averager):
         check_parts(state, parts, self)
         wanted, found = len(self._fragments), state["sent"]
         require(len(found) == wanted, "state['sent']", found, f"of {wanted} fragments")
-        self._outer.load_state_dict(state["outer"])
+        outer = state["outer"]
+        shapes = [tuple(parameter.shape) for parameter in self._shared]
+        saved_shapes = [tuple(outer["parameters"][str(index)].shape) for index in range(len(outer["parameters"]))]
+        require(saved_shapes == shapes, "state['outer']", saved_shapes, f"of parameters shaped {shapes}")
+        for index, parameter in enumerate(self._shared):
+            parameter.copy_(outer["parameters"][str(index)])
+            momentum = outer["momenta"].get(str(index))
+            restored = {} if momentum is None else {"momentum_buffer": momentum.to(parameter, copy=True)}
+            self._outer.state[parameter] = restored
         self._batches, self._sends, self._merges = state["batches"], state["sends"], state["merges"]
         for number, (fragment, sent_at) in enumerate(zip(self._fragments, found, strict=True)):
             fragment.sent_at, fragment.pending = sent_at, None
             saved = state["flights"].get(str(number))
             if saved is not None:
-                fragment.gradients = [torch.empty_like(self._outer.parameters[index]) for index in fragment.indices]
-                fragment.pending = fragment.exchange.buffers(fragment.gradients)
-                torch._foreach_copy_(fragment.pending.summed, [saved[str(index)] for index in range(len(saved))])
+                packing = Packing(fragment.shared)
+                messages = [saved[str(index)] for index in range(len(saved))]
+                sizes = [len(message) for message in messages]
+                allowed = f"messages of {packing.sizes}, or a state taken after drain(): earlier versions cut them"
+                require(sizes == packing.sizes, "state['flights']", sizes, allowed)
+                summed = packing.pack(fragment.shared)
+                torch._foreach_copy_(summed, messages)
+                fragment.pending = PendingAverage(packing, [], summed, self.grid.nodes)
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Return the intervals, how often nodes have sent and merged, and the seconds spent on messages."""
@@ -282,13 +232,13 @@ class StreamingDiLoCo(Averager):
             "batches_to_wait": self.batches_to_wait,
             "synchronizations": self._sends,
             "merges": self._merges,
-            **self.grid.seconds(),
+            **super().metrics(),
         }
 
     def _send(self, fragment: Fragment) -> None:
         """Begin to average how far the nodes have moved in a fragment."""
-        fragment.gradients = self._outer.gradients(self._vectors(fragment), fragment.indices)
-        fragment.pending = fragment.exchange.send(fragment.gradients, wire=self.wire)
+        gradients = [shared - own for shared, own in zip(fragment.shared, self._vectors(fragment), strict=True)]
+        fragment.pending = self._exchange.send(gradients, wire=self.wire)
         fragment.sent_at = self._batches
         self._sends += 1
 
@@ -296,13 +246,14 @@ class StreamingDiLoCo(Averager):
         """Step the outer optimizer in a fragment, and mix its parameters into the node's."""
         assert fragment.pending is not None
         pending, fragment.pending = fragment.pending, None
-        gradients, fragment.gradients = fragment.gradients, []
-        pending.wait()
-        pending.packing.unpack(pending.summed, gradients)
-        torch._foreach_div_(gradients, pending.nodes)
+        gradients = [torch.empty_like(parameter) for parameter in fragment.shared]
+        pending.packing.unpack(pending.mean(), gradients)
+        for parameter, gradient in zip(fragment.shared, gradients, strict=True):
+            parameter.grad = gradient
+        self._outer.step()
+        self._outer.zero_grad()
         current = self._vectors(fragment)
-        shared = self._outer.step(gradients, fragment.indices)
-        shared = [vector.to(mine.dtype) for vector, mine in zip(shared, current, strict=True)]
+        shared = [vector.to(mine.dtype) for vector, mine in zip(fragment.shared, current, strict=True)]
         if self.mixing:
             torch._foreach_lerp_(current, shared, 1 - self.mixing)
         else:

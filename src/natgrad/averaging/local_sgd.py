@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 from torch.distributed.device_mesh import DeviceMesh
 
 from natgrad.averaging.base import Averager, check_parts, replica
+from natgrad.averaging.exchange import gradients_of
 from natgrad.averaging.nodes import Grid, Nodes
 from natgrad.distributed.fsdp import find_mesh
 from natgrad.errors import require
@@ -29,14 +29,11 @@ class Ring:
 
     Attributes:
         ranks: How many they are.
+        link: The communicator, inside the node or beyond it, that messages are counted by.
     """
 
     def __init__(self, grid: Grid, ranks: int | None = None) -> None:
-        """Find out whether the next rank is on this node; collective.
-
-        Args:
-            grid: The nodes; together the whole world.
-            ranks: How many consecutive ranks make a ring; None: all.
+        """Find out whether the next of `ranks` consecutive ones (None: of all) is on this node; collective.
 
         Raises:
             ValueError: if the nodes are not the whole world, or do not make whole rings.
@@ -47,25 +44,20 @@ class Ring:
         require(world % self.ranks == 0, "ranks", ranks, f"a divisor of {world}")
         start = rank - rank % self.ranks
         following = start + (rank - start + 1) % self.ranks
-        self._link = (
-            grid.inside if dict(grid.all_gather_objects((rank, grid.node)))[following] == grid.node else grid.between
-        )
+        nodes = dict(grid.all_gather_objects((rank, grid.node)))
+        self.link = grid.inside if nodes[following] == grid.node else grid.between
 
     def mean_(self, tensor: Tensor, kind: str) -> None:
         """Average a tensor over the whole world, in place, and wait."""
         self.count(tensor.numel() * tensor.element_size(), kind)
         if self.ranks > 1:
-            with self.talking():
+            with self.link.collective():
                 dist.all_reduce(tensor)
             tensor.div_(self.ranks)
 
     def count(self, size: int, kind: str) -> None:
         """Count an all-reduce of `size` bytes."""
-        self._link.count({kind: size}, 2 * (self.ranks - 1) / self.ranks)
-
-    def talking(self) -> AbstractContextManager[None]:
-        """Count the seconds of a collective, and explain its failure."""
-        return self._link.talking()
+        self.link.count({kind: size}, 2 * (self.ranks - 1) / self.ranks)
 
 
 class Classic(Averager):
@@ -104,15 +96,12 @@ class Classic(Averager):
         """Average ``.grad`` over all ranks, unless this was called since the last step; collective."""
         self._check_open()
         if not self._averaged:
-            for parameter in self.parameters():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                self._ring.mean_(parameter.grad, "gradients")
+            for gradient in gradients_of(self.parameters()):
+                self._ring.mean_(gradient, "gradients")
         self._averaged = True
 
-    def _check_wrapper(self) -> bool:
+    def _check_wrapper(self) -> None:
         """Allow norm statistics over all ranks, as gradients are; wrappers are refused before."""
-        return False
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """Average the gradients over all ranks, and step the optimizer.
@@ -131,10 +120,6 @@ class Classic(Averager):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Do nothing: the state is empty."""
-
-    def metrics(self) -> dict[str, float | Tensor]:
-        """Return the seconds spent on messages."""
-        return {**self.grid.seconds()}
 
 
 class _LocalSGD(Averager):
@@ -170,8 +155,8 @@ class _LocalSGD(Averager):
             loss: Not used.
         """
         self.average_gradients()
-        if self._step < self.warmup_steps:
-            self._average_everywhere()
+        if self._step < self.warmup_steps:  # over the nodes, those that have been averaged in each
+            self._between.mean_(list(gradients_of(self.parameters())))
         self.step_optimizer()
         ring = self._due(self._step)
         if self._averager is not None:
@@ -179,7 +164,7 @@ class _LocalSGD(Averager):
             if ring is not None:
                 ring.count(sum(p.numel() * p.element_size() for p in parameters if p.grad is not None), "parameters")
                 self._averagings += 1
-            with self._whole.talking():
+            with self._whole.link.collective():
                 self._averager.average_parameters(parameters)
         self._step += 1
 
@@ -203,7 +188,7 @@ class _LocalSGD(Averager):
 
     def metrics(self) -> dict[str, float | Tensor]:
         """Return how often parameters were averaged, and the seconds spent on messages."""
-        return {"synchronizations": self._averagings, **self.grid.seconds()}
+        return {"synchronizations": self._averagings, **super().metrics()}
 
     def detach(self) -> None:
         """End, and destroy the process groups that were made here and by torch's averager; collective."""
@@ -216,13 +201,6 @@ class _LocalSGD(Averager):
     def _due(self, step: int) -> Ring | None:
         """Return the ranks that average after a step, counted from 0."""
         raise NotImplementedError
-
-    def _average_everywhere(self) -> None:
-        """Average over the nodes the gradients that have been averaged in each."""
-        for parameter in self.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        self._between.mean_([p.grad for p in self.parameters() if p.grad is not None])
 
 
 class PostLocalSGD(_LocalSGD):
@@ -320,17 +298,21 @@ def levels_of(periods: Any, ranks: int) -> list[tuple[int, int]]:
     Raises:
         ValueError: if `periods` are none.
     """
-    pairs = isinstance(periods, Sequence) and len(periods) > 0 and all(isinstance(level, Sequence) for level in periods)
-    levels: list[Any] = [tuple(level) for level in periods] if pairs else []
-    pairs = pairs and all(
-        len(level) == 2 and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in level)
-        for level in levels
+    try:
+        levels = [tuple(level) for level in periods]
+    except TypeError:
+        levels = []
+    fits = bool(levels) and all(len(level) == 2 and all(map(_is_positive, level)) for level in levels)
+    fits = fits and levels[-1][1] == ranks
+    fits = fits and all(
+        seldom > often and many > few and many % few == 0 for (often, few), (seldom, many) in pairwise(levels)
     )
-    fits = bool(pairs) and levels[-1][1] == ranks
-    for (often, few), (seldom, many) in pairwise(levels) if pairs else ():
-        fits = fits and seldom > often and many > few and many % few == 0
     allowed = (
         f"pairs of an interval and a number of ranks, both growing, each number a divisor of the next, up to {ranks}"
     )
     require(fits, "periods", periods, allowed)
     return levels
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0

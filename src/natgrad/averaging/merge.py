@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from natgrad.averaging.compression import DeltaCompression
-from natgrad.averaging.exchange import Exchange, PendingAverage
+from natgrad.averaging.exchange import Exchange, Packing, PendingAverage
 from natgrad.averaging.nodes import Grid
 from natgrad.errors import AveragingError, require
 
@@ -23,13 +22,7 @@ Momentum = Literal["keep", "average", "reset"]
 def merge_paper_(current: Sequence[Tensor], summed: Sequence[Tensor], waited: int, nodes: int) -> None:
     """Weigh the tensors of now against those that were sent, in place: x = (2 S x + Σ x_sent) / (2 S + P).
 
-    A convex combination: what was not negative (variances) stays so. With S = 0 it is the plain mean.
-
-    Args:
-        current: x, the tensors of now; written.
-        summed: Σ x_sent, of the same shapes.
-        waited: S.
-        nodes: P.
+    A convex combination: what was not negative (variances) stays so. With S = 0 (`waited`) it is the plain mean.
 
     Source: Coquelin et al. 2021, eq. 1.
     """
@@ -41,12 +34,6 @@ def merge_delta_(current: Sequence[Tensor], sent: Sequence[Tensor], summed: Sequ
     """Move the tensors of now by how far the sent ones were from their mean, in place: x += Σ x_sent / P - x_sent.
 
     What the node has learned since stays whole, and the merge does not move the mean over the nodes.
-
-    Args:
-        current: x, the tensors of now; written.
-        sent: x_sent, what this node has sent.
-        summed: Σ x_sent.
-        nodes: P.
     """
     torch._foreach_add_(list(current), list(summed), alpha=1 / nodes)
     torch._foreach_sub_(list(current), list(sent))
@@ -55,11 +42,17 @@ def merge_delta_(current: Sequence[Tensor], sent: Sequence[Tensor], summed: Sequ
 class AveragedTensors:
     """Some tensors that are averaged over nodes together, at once or S batches after they were sent.
 
+    Parameters that are cast to 16 bits themselves cannot follow steps below their own rounding: at a small learning
+    rate training stops. With `wire` their differences from a shared reference travel, the last values that all nodes
+    had in common, and are rounded relative to themselves. With the merge "delta" what was rounded off stays in the
+    node's parameters, and leaves with the next exchange.
+
     Attributes:
         name: Their name in states.
         tensors: Returns them, anew each time.
         exchange: Sums them over the nodes.
-        compression: Has differences from a shared reference sent in their place, or None.
+        reference: The shared reference, as messages in full precision, the same bits on all ranks that hold the same
+            tensors; empty where there is none.
     """
 
     def __init__(
@@ -70,36 +63,34 @@ class AveragedTensors:
         merge: Merge = "paper",
         wire: torch.dtype | None = None,
     ) -> None:
-        """Send nothing yet.
-
-        Args:
-            name: Their name in states.
-            exchange: Sums them over the nodes.
-            tensors: Returns the tensors, the same in number and shape on all ranks.
-            merge: The rule; "paper" for what must not become negative.
-            wire: The dtype in which differences from a shared reference travel; None: the tensors as they are.
-        """
+        """Send nothing yet. `merge` is "paper" for what must not become negative; `wire` None sends the tensors."""
         self.name, self.exchange, self.tensors = name, exchange, tensors
-        self.compression = None if wire is None else DeltaCompression(wire)
-        self._merge = merge
+        self.reference: list[Tensor] = []
+        self._packing = Packing([])  # the layout of the reference
+        self._merge, self._wire = merge, wire
         self._pending: PendingAverage | None = None
 
     def start_reference(self) -> None:
         """Take the tensors of now, which are equal on all nodes, as the shared reference, unless there is one."""
-        if self.compression is not None and not self.compression.reference:
+        if self._wire is not None and not self.reference:
             tensors = self.tensors()
-            self.compression.start(self.exchange.packing(tensors), tensors)
+            self._packing = Packing(tensors)
+            self.reference = self._packing.pack(tensors)
 
     def drop_reference(self) -> None:
-        """Free the shared reference, with the buffers of the exchange."""
-        if self.compression is not None and self.compression.reference:
-            self.compression.drop()
-            self.exchange.release()
+        """Free the shared reference."""
+        self.reference = []
 
     def send(self) -> None:
         """Begin to average a copy."""
-        keep = self._merge == "delta"
-        self._pending = self.exchange.send(self.tensors(), keep=keep, compression=self.compression)
+        self._pending = self._send(self.tensors(), keep=self._merge == "delta", blocking=False)
+
+    def arrived(self) -> list[Tensor]:
+        """Wait for what is under way, and return its sums over the nodes; collective in the node."""
+        if self._pending is None:
+            return []
+        self._pending.wait()
+        return self._pending.summed
 
     def settle(self, waited: int | None) -> None:
         """Wait for what is under way, and merge it with the tensors of now; collective in the node.
@@ -110,30 +101,31 @@ class AveragedTensors:
         Raises:
             AveragingError: if the tensors are others than those that were sent.
         """
+        summed = self.arrived()
         pending, self._pending = self._pending, None
-        if pending is None:
+        if pending is None or waited is None:
             return
-        pending.wait()
-        if waited is None:
-            return
-        tensors = self.tensors()
-        packing, nodes = pending.packing, pending.nodes
+        tensors, packing, nodes = self.tensors(), pending.packing, pending.nodes
         if not packing.fits(tensors):
             raise AveragingError(f"{self.name} have changed while they were under way: drain() before such a change")
-        if self.compression is not None and pending.summed:
-            self.compression.move_(pending.summed, 1 / nodes)
+        if self._wire is not None and summed:
+            self._move_reference(list(torch._foreach_mul(summed, 1 / nodes)), packing)
             if self._merge == "paper":  # it takes the sums of tensors, where "delta" takes those of differences
-                torch._foreach_copy_(pending.summed, self.compression.reference)
-                torch._foreach_mul_(pending.summed, nodes)
-        sent = packing.views(pending.sent or pending.summed)
-        for pieces in zip(packing.pieces(tensors), sent, packing.views(pending.summed), strict=True):
-            self._merge_(*pieces, waited, nodes)
+                summed = list(torch._foreach_mul(self.reference, nodes))
+        sent = packing.views(pending.sent or summed)
+        for parts in zip(packing.flats(tensors), sent, packing.views(summed), strict=True):
+            self._merge_(*parts, waited, nodes)
         self._write(tensors)
 
     def mean_(self) -> None:
         """Average at once: all ranks are equal afterwards."""
         tensors = self.tensors()
-        self.exchange.mean_(tensors, compression=self.compression)
+        pending = self._send(tensors, keep=False, blocking=True)
+        mean = pending.mean()
+        if self._wire is not None:
+            self._move_reference(mean, pending.packing)
+            mean = self.reference
+        pending.packing.unpack(mean, tensors)
         self._write(tensors)
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -144,10 +136,9 @@ class AveragedTensors:
         state: dict[str, Any] = {}
         if self._pending is not None:
             self._pending.wait()
-            for name, vectors in (("sent", self._pending.sent), ("summed", self._pending.summed)):
-                state[name] = [vector.cpu().clone() for vector in vectors]
-        if self.compression is not None and self.compression.reference:
-            state["anchor"] = self.compression.state_dict()
+            state = {"sent": _on_host(self._pending.sent), "summed": _on_host(self._pending.summed)}
+        if self._wire is not None and (state or self.reference):
+            state["anchor"] = _on_host(self.reference)
         return state or None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -156,26 +147,43 @@ class AveragedTensors:
         Raises:
             ValueError: if it is another's, or of a training with another `wire`.
         """
-        self._pending = None
-        self.drop_reference()
+        self._pending, self.reference = None, []
         if state is None:
             return
-        fits = ("anchor" in state) == (self.compression is not None)
+        fits = ("anchor" in state) == (self._wire is not None)
         allowed = "of a training with the same options (cycling_wire)"
         require(fits, f"state ({self.name})", sorted(state), allowed)
         tensors = self.tensors()
-        if self.compression is not None:
-            self.compression.load_state_dict(state["anchor"], self.exchange.packing(tensors))
-        if "summed" not in state:
-            return
-        pending = self.exchange.buffers(tensors, keep=self._merge == "delta")
-        for name, buffers in (("sent", pending.sent), ("summed", pending.summed)):
-            found, wanted = ([vector.numel() for vector in vectors] for vectors in (state[name], buffers))
-            allowed = f"messages of {wanted}: this rank's own state, taken with the same merge"
-            require(found == wanted, f"state ({self.name})", found, allowed)
-            for vector, saved in zip(buffers, state[name], strict=True):
+        packing = Packing(tensors)
+
+        def restored(name: str) -> list[Tensor]:
+            found = [vector.numel() for vector in state[name]]
+            allowed = f"messages of {packing.sizes}: this rank's own state, taken with the same merge"
+            require(found == packing.sizes, f"state ({self.name})", found, allowed)
+            vectors = packing.pack(tensors)
+            for vector, saved in zip(vectors, state[name], strict=True):
                 vector.copy_(saved)
-        self._pending = pending
+            return vectors
+
+        if state.get("anchor"):
+            self._packing, self.reference = packing, restored("anchor")
+        if "summed" in state:
+            sent = restored("sent") if self._merge == "delta" else []
+            self._pending = PendingAverage(packing, sent, restored("summed"), self.exchange.grid.nodes)
+
+    def _send(self, tensors: Sequence[Tensor], *, keep: bool, blocking: bool) -> PendingAverage:
+        """Begin to average a copy: without a reference that fits the tensors as they are."""
+        if self.reference and not self._packing.fits(tensors):
+            self.drop_reference()
+        wire = self._wire if self.reference else None
+        return self.exchange.send(tensors, keep=keep, wire=wire, reference=self.reference, blocking=blocking)
+
+    def _move_reference(self, mean: list[Tensor], packing: Packing) -> None:
+        """Add the mean of the differences to the reference; without one the tensors themselves have been averaged."""
+        if self.reference:
+            torch._foreach_add_(self.reference, mean)
+        else:
+            self.reference, self._packing = mean, packing
 
     def _merge_(
         self, current: Sequence[Tensor], sent: Sequence[Tensor], summed: Sequence[Tensor], waited: int, nodes: int
@@ -187,6 +195,10 @@ class AveragedTensors:
 
     def _write(self, tensors: Sequence[Tensor]) -> None:
         """Write averaged `tensors` back, where `tensors()` returned copies; it did not here."""
+
+
+def _on_host(vectors: Sequence[Tensor]) -> list[Tensor]:
+    return [vector.cpu().clone() for vector in vectors]
 
 
 class Momenta:
@@ -238,18 +250,18 @@ class LossScale(AveragedTensors):
     bytes a node beside the parameters, and nothing waits for the device.
     """
 
-    def __init__(self, exchange: Exchange, scaler: torch.amp.GradScaler, grid: Grid, device: torch.device) -> None:
+    def __init__(self, exchange: Exchange, scaler: torch.amp.GradScaler, device: torch.device) -> None:
         """Take a scaler that has its scale already."""
         super().__init__("scale", exchange, lambda: [self._table])
-        self._scaler, self._node = scaler, grid.node
+        self._scaler, self._grid = scaler, exchange.grid
         # Float64, so that multiplying by the node's weight and dividing again leaves float32 scales unchanged.
-        self._table = torch.zeros(2 * grid.nodes, dtype=torch.float64, device=device)
-        self._weights = torch.tensor(grid.weights, dtype=torch.float64, device=device)[:, None]
+        self._table = torch.zeros(2 * self._grid.nodes, dtype=torch.float64, device=device)
+        self._weights = torch.tensor(self._grid.weights, dtype=torch.float64, device=device)[:, None]
 
     def send(self) -> None:
         """Begin to send this node's scale to all nodes; as `AveragedTensors.send`."""
         self._table.zero_()
-        self._table.view(-1, 2)[self._node] = self._now()
+        self._table.view(-1, 2)[self._grid.node] = self._now()
         super().send()
 
     def mean_(self) -> None:
@@ -275,7 +287,7 @@ class LossScale(AveragedTensors):
 
     def _write(self, tensors: Sequence[Tensor]) -> None:
         table, now = tensors[0].view(-1, 2) / self._weights, self._now()
-        sent, least = table[self._node], table.amin(0)
+        sent, least = table[self._grid.node], table.amin(0)
         steps_since = now[1] - sent[1]
         scale, tracker = self._tensors_of_scaler()
         scale.copy_(least[0] * (now[0] / sent[0]))

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from natgrad.averaging.checks import check_alike
+from natgrad.averaging.checks import check_equal
 from natgrad.distributed import Communicator
 from natgrad.distributed.groups import timeout_of
 from natgrad.errors import require
@@ -97,7 +97,7 @@ def _check_same(nodes: Nodes | DeviceMesh | None) -> None:
     elif nodes is not None:
         given = [list(ranks) for ranks in nodes.grid] if isinstance(nodes, Nodes) else nodes
     world = Communicator(dist.group.WORLD)
-    check_alike(world.all_gather_objects((world.rank, {"nodes": given})))
+    check_equal(world.all_gather_objects((world.rank, {"nodes": given})))
 
 
 class Grid:

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any, Literal
 
-from torch import Tensor
-
-from natgrad.averaging.nodes import Grid
 from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner.epoch_warnings import PATIENCE
 from natgrad.schedule import check_number, check_whole
@@ -17,97 +14,59 @@ from natgrad.schedule import check_number, check_whole
 Phase = Literal["warm-up", "cycling", "cool-down"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Phases:
-    """Blocking at the beginning and at the end of a training, cycling in between.
+@dataclass(kw_only=True)
+class Epochs:
+    """The phases of a training, and which batch of which epoch is next.
+
+    The beginning and the end of a training are blocking, with cycling in between. Lengths are in steps, or in epochs
+    where the steps of an epoch are not known.
 
     Attributes:
+        steps: The steps of an epoch; None: the user ends each by a call.
         total: The length of the training; None: not known, and no cool-down.
         warmup: How much of it is warm-up.
         cooldown: How much of it is cool-down.
-    """
-
-    total: float | None = None
-    warmup: float = 0
-    cooldown: float = 0
-
-    def __post_init__(self) -> None:
-        """Check that they fit."""
-        for name in ("warmup", "cooldown"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
-        require(self.total is None or self.total > 0, "total", self.total, "above 0, or None")
-        known = self.total is not None or self.cooldown == 0
-        require(known, "cooldown", self.cooldown, "0 where the length of the training is not known")
-
-    def at(self, position: float) -> Phase:
-        """Return the phase at a position, counted from 0 in the same units."""
-        if position < self.warmup:
-            return "warm-up"
-        if self.total is not None and position >= self.total - self.cooldown:
-            return "cool-down"
-        return "cycling"
-
-
-def phases_of(epochs: Any, steps_per_epoch: Any, warmup: Any, cooldown: Any) -> Phases:
-    """Return the phases in epochs, or in steps where the length of an epoch is known.
-
-    Args:
-        epochs: As `natgrad.DASO` takes it, like the others.
-        steps_per_epoch: The steps of an epoch.
-        warmup: In epochs.
-        cooldown: In epochs.
-
-    Raises:
-        ValueError: naming the first that is not allowed.
-    """
-    whole = isinstance(steps_per_epoch, int) and not isinstance(steps_per_epoch, bool)
-    fits = steps_per_epoch is None or (whole and steps_per_epoch > 0)
-    require(fits, "steps_per_epoch", steps_per_epoch, "a whole number > 0, or None")
-    kinds = (int,) if steps_per_epoch is None else (int, float)
-    for name, value, least in (
-        ("epochs", epochs, 1e-9),
-        ("warmup_epochs", warmup, 0),
-        ("cooldown_epochs", cooldown, 0),
-    ):
-        fits = isinstance(value, kinds) and not isinstance(value, bool) and least <= value < inf
-        fits = fits or value is None
-        require(fits, name, value, f"None, or a number {'above' if least else '>='} 0 (whole without steps_per_epoch)")
-    usual = max(1, epochs // 10) if epochs is not None and epochs >= 3 else 0
-    warmup = usual if warmup is None else warmup
-    cooldown = usual if cooldown is None else cooldown
-    if epochs is None and cooldown:
-        problem = (
-            f"cooldown_epochs = {cooldown} is counted from the end, and epochs is not given: there is no cool-down"
-        )
-        warnings.warn(f"natgrad: {problem}", NatgradWarning, stacklevel=3)
-        cooldown = 0
-    fits = epochs is None or warmup + cooldown <= epochs
-    require(fits, "warmup_epochs + cooldown_epochs", warmup + cooldown, f"at most epochs ({epochs})")
-    unit = 1 if steps_per_epoch is None else steps_per_epoch
-    return Phases(
-        total=None if epochs is None else round(epochs * unit),
-        warmup=round(warmup * unit),
-        cooldown=round(cooldown * unit),
-    )
-
-
-@dataclass
-class Epochs:
-    """Which batch of which epoch is next.
-
-    Attributes:
-        phases: Of the training, in steps, or in epochs where their length is not known.
-        steps: The steps of an epoch; None: the user ends each by a call.
         epoch: How many have ended.
         batches: Batches of this epoch so far.
         counted: Whether `steps` has ended an epoch that the user has not ended by a call since.
     """
 
-    phases: Phases
-    steps: int | None
+    steps: int | None = None
+    total: int | None = None
+    warmup: int = 0
+    cooldown: int = 0
     epoch: int = 0
     batches: int = 0
     counted: bool = False
+
+    @classmethod
+    def of(cls, epochs: Any, steps_per_epoch: Any, warmup: Any, cooldown: Any) -> Epochs:
+        """Return the phases for the arguments of `natgrad.DASO` that are in epochs.
+
+        Raises:
+            ValueError: naming the first that is not allowed.
+        """
+        whole = isinstance(steps_per_epoch, int) and not isinstance(steps_per_epoch, bool)
+        fits = steps_per_epoch is None or (whole and steps_per_epoch > 0)
+        require(fits, "steps_per_epoch", steps_per_epoch, "a whole number > 0, or None")
+        kinds = (int,) if steps_per_epoch is None else (int, float)
+        lengths = (("epochs", epochs, 1e-9), ("warmup_epochs", warmup, 0), ("cooldown_epochs", cooldown, 0))
+        for name, value, least in lengths:
+            fits = isinstance(value, kinds) and not isinstance(value, bool) and least <= value < inf
+            allowed = f"None, or a number {'above' if least else '>='} 0 (whole without steps_per_epoch)"
+            require(value is None or fits, name, value, allowed)
+        usual = max(1, epochs // 10) if epochs is not None and epochs >= 3 else 0
+        warmup = usual if warmup is None else warmup
+        cooldown = usual if cooldown is None else cooldown
+        if epochs is None and cooldown:
+            problem = f"cooldown_epochs = {cooldown} is counted from the end, and epochs is not given"
+            warnings.warn(f"natgrad: {problem}: there is no cool-down", NatgradWarning, stacklevel=3)
+            cooldown = 0
+        fits = epochs is None or warmup + cooldown <= epochs
+        require(fits, "warmup_epochs + cooldown_epochs", warmup + cooldown, f"at most epochs ({epochs})")
+        unit = 1 if steps_per_epoch is None else steps_per_epoch
+        total = None if epochs is None else round(epochs * unit)
+        return cls(steps=steps_per_epoch, total=total, warmup=round(warmup * unit), cooldown=round(cooldown * unit))
 
     @property
     def phase(self) -> Phase:
@@ -116,7 +75,12 @@ class Epochs:
 
     def phase_at(self, batch: int) -> Phase:
         """Return the phase of a batch of this epoch."""
-        return self.phases.at(self.epoch if self.steps is None else self.epoch * self.steps + batch)
+        position = self.epoch if self.steps is None else self.epoch * self.steps + batch
+        if position < self.warmup:
+            return "warm-up"
+        if self.total is not None and position >= self.total - self.cooldown:
+            return "cool-down"
+        return "cycling"
 
     def advance(self) -> bool:
         """Count a batch; return whether it is the last of its epoch."""
@@ -152,6 +116,23 @@ class Epochs:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.epoch, self.batches, self.counted = state["epoch"], state["batches"], state["counted"]
+
+    def longest_cycling(self) -> int | None:
+        """Return how many batches of the cycling phase at most follow each other without a synchronisation.
+
+        The last step of an epoch synchronises. None: there is no such phase, or the steps of an epoch are not known.
+        """
+        if self.steps is None:
+            return None
+        # A run of less than an epoch is a trial, and judged as what it is a trial of.
+        end = inf if self.total is None or self.total < self.steps else self.total - self.cooldown
+        if end <= self.warmup:
+            return None
+        first = self.warmup // self.steps * self.steps
+        # Of the epochs that the phase touches the first two and the last are all that can differ.
+        last = first + 2 * self.steps if end == inf else int((end - 1) // self.steps) * self.steps
+        starts = {first, first + self.steps, last}
+        return int(max(min(end, start + self.steps - 1) - max(self.warmup, start) for start in starts))
 
 
 @dataclass
@@ -216,16 +197,39 @@ class Cycle:
         require(fits, "batches_to_wait", self.wait, f"from 0 to batches_between ({self.between})")
         self._start = self.between, self.wait
 
+    def check_fits(self, epochs: Epochs) -> None:
+        """Check that messages are sent and merged, where the steps of an epoch are known.
+
+        An epoch's last step synchronises all ranks and forgets what is under way. A message is therefore sent only if B
+        batches of the cycling phase follow each other before it, and merged only if B + S do.
+
+        Raises:
+            ValueError: naming the first argument that is not allowed.
+        """
+        steps, longest = epochs.steps, epochs.longest_cycling()
+        if longest is None:
+            return
+        allowed = "above batches_between + batches_to_wait, for the last step of an epoch synchronises all ranks"
+        require(steps != 1, "steps_per_epoch", steps, allowed)
+        why = (
+            f"an epoch of steps_per_epoch={steps} ends in a synchronisation, which at most {longest} batches of the "
+            "cycling phase precede"
+        )
+        allowed = f"at most {longest}, or no message is ever sent: {why}"
+        require(self.between <= longest, "batches_between", self.between, allowed)
+        room = longest - self.between
+        allowed = f"at most {room} with batches_between={self.between}, or no message is ever merged: {why}"
+        require(self.wait <= room, "batches_to_wait", self.wait, allowed)
+
     def advance(self) -> tuple[bool, bool]:
         """Count a batch; return whether the message under way is now to be merged, and whether one is to be sent.
 
         The merge comes first. One that is sent with S = 0 is to be merged at once, and is not counted as under way.
         """
         self.batches += 1
-        merges = False
         if self.since_sent is not None:
             self.since_sent += 1
-            merges = self.since_sent >= self.wait
+        merges = self.since_sent is not None and self.since_sent >= self.wait
         sends = self.batches >= self.between
         if merges:
             self.since_sent = None
@@ -239,10 +243,7 @@ class Cycle:
         self.batches, self.since_sent = 0, None
 
     def end_epoch(self, loss: float | None) -> None:
-        """Halve B and S on a plateau of the loss, down to 1; where both are there, go back to their start.
-
-        Args:
-            loss: The mean training loss of the epoch over all ranks; None: not known, nothing changes.
+        """Halve B and S on a plateau of the mean loss, down to 1; where both are there, go back to their start.
 
         Source: Coquelin et al. 2021, section 3. An S of 0 stays 0.
         """
@@ -272,141 +273,41 @@ class Cycle:
         self.plateau.best, self.plateau.waited = state["best"], state["waited"]
 
 
-class MeanLoss:
-    """The mean training loss of an epoch over all ranks, summed up without waiting for the device."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._sum: Tensor | float = 0.0
-        self._count = 0
-
-    def add(self, loss: Tensor | float | None) -> None:
-        """Add the loss of a batch; None: not known."""
-        if loss is not None:
-            self._sum = self._sum + (loss.detach().double() if isinstance(loss, Tensor) else loss)
-            self._count += 1
-
-    def over(self, grid: Grid) -> float | None:
-        """Return the mean over all batches of all ranks, and begin anew; None: no loss was known; collective."""
-        found = grid.all_gather_objects((float(self._sum), self._count))
-        self._sum, self._count = 0.0, 0
-        count = sum(number for _, number in found)
-        return sum(loss for loss, _ in found) / count if count else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sum, which waits for the device."""
-        return {"sum": float(self._sum), "count": self._count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with a sum."""
-        self._sum, self._count = state["sum"], state["count"]
-
-
 # --- Schedules that do not advance ------------------------------------------------------------------------------
 
 
-def check_cycle(cycle: Cycle, epochs: Epochs) -> None:
-    """Check that messages are sent and merged, where the steps of an epoch are known.
-
-    An epoch's last step synchronises all ranks and forgets what is under way. A message is therefore sent only if B
-    batches of the cycling phase follow each other before it, and merged only if B + S do.
-
-    Args:
-        cycle: B and S.
-        epochs: The phases, and the steps of an epoch.
-
-    Raises:
-        ValueError: naming the first argument that is not allowed.
-    """
-    steps = epochs.steps
-    longest = None if steps is None else longest_cycling(epochs.phases, steps)
-    if longest is None:
+def warn_without_epochs(epochs: Epochs, *, synchronized: bool) -> None:
+    """Warn after the thousandth step of the first epoch, where only a call ends it."""
+    if epochs.steps is not None or epochs.epoch or epochs.batches != PATIENCE:
         return
-    allowed = "above batches_between + batches_to_wait, for the last step of an epoch synchronises all ranks"
-    require(steps != 1, "steps_per_epoch", steps, allowed)
-    why = (
-        f"an epoch of steps_per_epoch={steps} ends in a synchronisation, which at most {longest} batches of the "
-        "cycling phase precede"
+    if epochs.warmup:
+        known = f" of epochs={epochs.total}" if epochs.total is not None else ""
+        problem = f"DASO is still in its first epoch{known}, a warm-up in which all nodes wait for each other "
+        problem += "at each step"
+    elif epochs.total is not None:
+        problem = f"DASO is still in its first epoch of epochs={epochs.total}: buffers (norm statistics) are not "
+        problem += "averaged, and no cool-down comes"
+    elif synchronized:
+        return
+    else:
+        problem = "DASO without epochs= has neither warm-up nor cool-down, and buffers (norm statistics) are not "
+        problem += "averaged"
+    message = (
+        f"natgrad: {PATIENCE} steps without next_epoch(): {problem}. Give epochs= and steps_per_epoch=, or call "
+        "next_epoch() after each epoch (if the first has more steps, and the call is still to come, all is well)"
     )
-    allowed = f"at most {longest}, or no message is ever sent: {why}"
-    require(cycle.between <= longest, "batches_between", cycle.between, allowed)
-    room = longest - cycle.between
-    allowed = f"at most {room} with batches_between={cycle.between}, or no message is ever merged: {why}"
-    require(cycle.wait <= room, "batches_to_wait", cycle.wait, allowed)
+    warnings.warn(message, NatgradWarning, stacklevel=3)
 
 
-def longest_cycling(phases: Phases, steps: int) -> int | None:
-    """Return how many batches of the cycling phase follow each other at most without a synchronisation; None: no phase.
-
-    Args:
-        phases: In steps.
-        steps: Those of an epoch, of which the last synchronises.
-    """
-    # A run of less than an epoch is a trial, and judged as what it is a trial of.
-    begin, end = phases.warmup, inf
-    if phases.total is not None and phases.total >= steps:
-        end = phases.total - phases.cooldown
-    if end <= begin:
-        return None
-    first = int(begin // steps) * steps
-    # Of the epochs that the phase touches the first two and the last are all that can differ.
-    last = first + 2 * steps if end == inf else int((end - 1) // steps) * steps
-    starts = {first, first + steps, last}
-    return int(max(min(end, start + steps - 1) - max(begin, start) for start in starts))
-
-
-class ScheduleWarnings:
-    """Warns once where a schedule waits for epochs that never end, or that are too short for its messages.
-
-    Attributes:
-        synchronized: Whether all ranks were made equal at any time.
-    """
-
-    def __init__(self, epochs: Epochs) -> None:
-        """Follow `epochs`."""
-        self._epochs, self._judged, self.synchronized = epochs, False, False
-
-    def step_ended(self) -> None:
-        """Warn after the thousandth step of the first epoch, where only a call ends it."""
-        epochs, phases = self._epochs, self._epochs.phases
-        if epochs.steps is not None or epochs.epoch or epochs.batches != PATIENCE:
-            return
-        if phases.warmup:
-            known = f" of epochs={phases.total}" if phases.total is not None else ""
-            problem = f"DASO is still in its first epoch{known}, a warm-up in which all nodes wait for each other "
-            problem += "at each step"
-        elif phases.total is not None:
-            problem = f"DASO is still in its first epoch of epochs={phases.total}: buffers (norm statistics) are not "
-            problem += "averaged, and no cool-down comes"
-        elif self.synchronized:
-            return
-        else:
-            problem = "DASO without epochs= has neither warm-up nor cool-down, and buffers (norm statistics) are not "
-            problem += "averaged"
-        self._warn(
-            f"natgrad: {PATIENCE} steps without next_epoch(): {problem}. Give epochs= and steps_per_epoch=, or call "
-            "next_epoch() after each epoch (if the first has more steps, and the call is still to come, all is well)"
-        )
-
-    def epoch_ends(self, cycle: Cycle, merges: int) -> None:
-        """Warn, before an epoch of the cycling phase ends by a call, if it was too short for a message.
-
-        Args:
-            cycle: B and S.
-            merges: How many messages were merged so far.
-        """
-        steps = self._epochs.batches
-        if self._judged or self._epochs.steps is not None or self._epochs.phase != "cycling":
-            return
-        self._judged = True
-        if merges or steps >= cycle.between + cycle.wait:
-            return
-        never = "merged, for the end forgets what is under way" if steps >= cycle.between else "sent"
-        self._warn(
-            f"natgrad: an epoch of {steps} steps ends with batches_between={cycle.between} and "
-            f"batches_to_wait={cycle.wait}: no message between nodes was {never}. Choose them at most {steps} in sum"
-        )
-
-    @staticmethod
-    def _warn(message: str) -> None:
-        warnings.warn(message, NatgradWarning, stacklevel=4)  # at the caller of the averager
+def warn_of_short_epoch(epochs: Epochs, cycle: Cycle, merges: int) -> None:
+    """Warn, before the first epoch of the cycling phase ends by a call, if it was too short for a message."""
+    steps = epochs.batches
+    is_first = epochs.steps is None and epochs.epoch == epochs.warmup and epochs.phase == "cycling"
+    if not is_first or merges or steps >= cycle.between + cycle.wait:
+        return
+    never = "merged, for the end forgets what is under way" if steps >= cycle.between else "sent"
+    message = (
+        f"natgrad: an epoch of {steps} steps ends with batches_between={cycle.between} and "
+        f"batches_to_wait={cycle.wait}: no message between nodes was {never}. Choose them at most {steps} in sum"
+    )
+    warnings.warn(message, NatgradWarning, stacklevel=3)

@@ -38,22 +38,15 @@ _ALIKE = 0.05
 
 @dataclass(frozen=True)
 class _Entry:
-    """The compared numbers of a layer: the first ones of its bias, or of the first row of its weight.
+    """The compared numbers of a layer, the first ones of its bias or of the first row of its weight.
 
-    Attributes:
-        slot: The parameter.
-        start: The index of the first number in the vector of all layers.
-        size: The number of compared numbers.
+    They are `size` numbers from `start` on in the vector of all layers.
     """
 
     slot: Slot
     start: int
     size: int
-
-    @property
-    def of_bias(self) -> bool:
-        """Whether the parameter is a bias."""
-        return self.slot.leaf == "bias"
+    of_bias: bool
 
 
 class GradientAudit:
@@ -69,7 +62,7 @@ class GradientAudit:
         """Start without layers; call `attach`.
 
         Args:
-            reduces: Whether natgrad averages ``.grad`` after `compare` is called.
+            reduces: Whether natgrad averages ``.grad`` itself, after `compare`.
             divides: Whether the user divides the loss by the number of backward passes.
             off: Compare nothing.
         """
@@ -98,8 +91,9 @@ class GradientAudit:
         count = min(_LAYERS, len(chosen))
         self._entries, self._size = {}, 0
         for layer, slot in (chosen[index * len(chosen) // count] for index in range(count)):
-            size = min(_NUMBERS, layer.outputs if slot.leaf == "bias" else math.prod(slot.shape[1:]))
-            self._entries[layer.name] = _Entry(slot, self._size, size)
+            of_bias = slot.leaf == "bias"
+            size = min(_NUMBERS, layer.outputs if of_bias else math.prod(slot.shape[1:]))
+            self._entries[layer.name] = _Entry(slot, self._size, size, of_bias)
             self._size += size
         self.forget()
 
@@ -161,13 +155,9 @@ class GradientAudit:
 
     @torch.no_grad()
     def compare(self, loss_scale: float | Tensor, runtime: Communicator, *, step: int, passes: int) -> None:
-        """Compare ``.grad`` with what was captured, if this step does. Collective if ``.grad`` is averaged already.
+        """Compare ``.grad`` with what was captured, if this step does, after `passes` backward passes of this rank.
 
-        Args:
-            loss_scale: The scale of the ``GradScaler``.
-            runtime: The ranks.
-            step: The steps so far.
-            passes: The backward passes of this rank.
+        Collective if ``.grad`` is averaged already. `loss_scale` is the scale of the ``GradScaler``.
         """
         if not self._wanted or not self._entries:
             return
@@ -188,8 +178,9 @@ class GradientAudit:
             shown /= ranks
         gradients, held = self._gradients(shown[0])
         held = held * (shown[1] > 0)  # nothing is captured of a layer used without its forward
+        is_early = self._compared <= _FIRST
         self._pending = _Comparison(
-            shown * held, gradients * held, losses, ranks=ranks, passes=passes, first=self._compared <= _FIRST
+            shown * held, gradients * held, losses, ranks=ranks, passes=passes, is_early=is_early
         )
         self.forget()
 
@@ -216,51 +207,14 @@ class GradientAudit:
         if self._pending is None or not self._pending.arrived:
             return
         found, self._pending = self._pending, None
-        text = found.describe(reduces=self._reduces) or found.describe_accumulation(divides=self._divides)
+        text = self._describe(found) or self._describe_accumulation(found)
         if text and not self._warned:
             self._warned = True
             warnings.warn(text, NatgradWarning, stacklevel=4)  # the caller of `step`
 
-
-class _Comparison:
-    """A comparison in progress on the device."""
-
-    def __init__(
-        self, shown: Tensor, gradients: Tensor, losses: Tensor | None, *, ranks: int, passes: int, first: bool
-    ) -> None:
-        """Compare.
-
-        Args:
-            shown: The captured sums and their rounding errors ``[2, n]``.
-            gradients: The gradients ``[n]``.
-            losses: The factors of cross-entropies, summed over the passes, and the part of their gradients that does
-                not fit a cross-entropy. None: unknown.
-            ranks: The number of ranks whose gradients are averaged.
-            passes: The number of backward passes on this rank.
-            first: Whether this is one of the first comparisons.
-        """
-        self._ranks, self._passes, self._first = ranks, passes, first
-        largest = torch.maximum(shown[0].abs().amax(), gradients.abs().amax())
-        s, noise, g = torch.stack([*shown, gradients]) / largest.clamp(min=torch.finfo(gradients.dtype).tiny)
-        found = torch.stack([s @ s, s @ g, g @ g, (g - s) @ (g - s), noise @ noise])
-        unknown = tensor_on(found.device, [0.0, 1.0], found.dtype)
-        found = torch.cat([found, unknown if losses is None else losses.to(found)])
-        self._event: torch.cuda.Event | None = None
-        self._found = found
-        if found.is_cuda:
-            self._found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-            self._found.copy_(found, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    @property
-    def arrived(self) -> bool:
-        """Whether the result can be read without waiting."""
-        return self._event is None or self._event.query()
-
-    def describe(self, *, reduces: bool) -> str:
+    def _describe(self, found: _Comparison) -> str:
         """Return a description of the mismatch with its likely causes. Empty: no mismatch."""
-        shown, both, given, apart, noise = self._found[:5].tolist()
+        shown, both, given, apart, noise = found.numbers[:5].tolist()
         if not math.isfinite(shown + given) or shown <= noise:
             return ""
         factor = both / shown
@@ -270,72 +224,110 @@ class _Comparison:
                 return ""
             return (
                 f"natgrad: .grad is {factor:.4g} times the gradient that the backward passes of a step have shown, and "
-                f"that factors are scaled by. {self._cause_of_factor(factor)}{_causes(reduces=reduces)}"
+                f"that factors are scaled by. {_cause_of_factor(factor, found.ranks, found.passes)}{self._causes()}"
             )
         # Later a penalty and the rest of the loss may balance.
-        if not self._first or apart <= _REST**2 * max(shown, given) + noise:
+        if not found.is_early or apart <= _REST**2 * max(shown, given) + noise:
             return ""
         size = math.sqrt(apart / max(shown, given))
         return (
             "natgrad: .grad is not the gradient that the backward passes of a step have shown: they differ by "
-            f"{size:.2g} of it, and the factor that fits best is {factor:.4g}. {self._likely_cause(reduces=reduces)} "
-            f"{_causes(reduces=reduces)}"
+            f"{size:.2g} of it, and the factor that fits best is {factor:.4g}. {self._likely_cause(found.ranks)} "
+            f"{self._causes()}"
         )
 
-    def _likely_cause(self, *, reduces: bool) -> str:
+    def _likely_cause(self, ranks: int) -> str:
         """Return a likely cause of gradients that differ by more than a factor."""
         cause = (
             "gradients of earlier steps or micro-batches are still in it: call step() once after all micro-batches, "
             "and optimizer.zero_grad() after each step"
         )
-        if reduces:
+        if self._reduces:
             cause = f"it was averaged over the ranks already: pass gradients='averaged'; or {cause}"
-        elif self._ranks > 1:
+        elif ranks > 1:
             averaging = "wrap the model in DistributedDataParallel, or pass gradients='reduce'"
             cause = f"nothing averages gradients over the ranks: {averaging}; or {cause}"
         return f"Likely {cause}."
 
-    def describe_accumulation(self, *, divides: bool) -> str:
-        """Return a warning if dividing the loss by the passes contradicts `divides`. Empty: it agrees."""
-        scale, rest = self._found[5:].tolist()
-        # The sum over K passes is 1 if the loss is divided by K, otherwise K.
-        other = self._passes if divides else 1
-        if rest > _ALIKE**2 or not math.isclose(scale, other, rel_tol=_FACTOR):
-            return ""
-        done, remedy = ("not divided", "'sum', or divide it") if divides else ("divided", "'mean', or do not divide it")
+    def _causes(self) -> str:
+        averaged = "gradients that nothing has averaged over the ranks, with gradients='averaged'"
+        if self._reduces:
+            averaged = "gradients averaged already, with gradients='reduce'"
         return (
-            f"natgrad: the cross-entropy of each of the {self._passes} backward passes of a step is {done} by their "
-            f"number, and accumulation is {'mean' if divides else 'sum'!r}: pass accumulation={remedy}; where one of "
-            "them is no part of the loss, call discard() after it"
+            "Possible causes: a GradScaler without scaler=, accumulation= the other way round, gradients clipped or "
+            f"otherwise changed before step(), step() called on every micro-batch, gradients not cleared, {averaged}. "
+            "Where a term of the loss depends on the parameters directly (a penalty, or a weight that another layer "
+            "uses), all is well"
         )
 
-    def _cause_of_factor(self, factor: float) -> str:
-        def near(value: float) -> bool:
-            return math.isclose(factor, value, rel_tol=2 * _FACTOR)
+    def _describe_accumulation(self, found: _Comparison) -> str:
+        """Return a warning if the loss is divided by the passes and should not be, or the reverse. Empty: it agrees."""
+        scale, rest = found.numbers[5:].tolist()
+        # The sum over K passes is 1 if the loss is divided by K, otherwise K.
+        other = found.passes if self._divides else 1
+        if rest > _ALIKE**2 or not math.isclose(scale, other, rel_tol=_FACTOR):
+            return ""
+        done, present, remedy = "divided", "'sum'", "'mean', or do not divide it"
+        if self._divides:
+            done, present, remedy = "not divided", "'mean'", "'sum', or divide it"
+        return (
+            f"natgrad: the cross-entropy of each of the {found.passes} backward passes of a step is {done} by their "
+            f"number, and accumulation is {present}: pass accumulation={remedy}; where one of them is no part of the "
+            "loss, call discard() after it"
+        )
 
-        power = math.log2(factor) if factor > 0 else 0.0
-        if self._passes > 1 and (near(self._passes) or near(1 / self._passes)):
-            return (
-                f"Likely it was multiplied or divided by the {self._passes} backward passes afterwards: divide the "
-                "loss instead, and pass accumulation='mean'; or divide nothing, and pass accumulation='sum'. "
-            )
-        if self._ranks > 1 and (near(self._ranks) or near(1 / self._ranks)):
-            return f"Likely it was summed, and not averaged, over the {self._ranks} ranks, or averaged twice. "
-        if power <= -4 and math.isclose(power, round(power), abs_tol=_FACTOR):
-            return "Likely a GradScaler has unscaled it: pass scaler= to the Preconditioner. "
-        return "Likely it was clipped: clip after step(). " if 0 < factor < 1 else ""
+
+class _Comparison:
+    """A comparison in progress on the device.
+
+    Attributes:
+        ranks: The number of ranks whose gradients are averaged.
+        passes: The number of backward passes on this rank.
+        is_early: Whether this is one of the first comparisons.
+        numbers: ⟨s, s⟩, ⟨s, g⟩, ⟨g, g⟩, ‖g - s‖² and the rounding error of captured sums s and gradients g; the factor
+            of cross-entropies, summed over the passes, and the part of their gradients that does not fit one.
+    """
+
+    def __init__(
+        self, shown: Tensor, gradients: Tensor, losses: Tensor | None, *, ranks: int, passes: int, is_early: bool
+    ) -> None:
+        """Compare sums and their rounding errors ``[2, n]`` with gradients ``[n]``. `losses`: The last two numbers."""
+        self.ranks, self.passes, self.is_early = ranks, passes, is_early
+        largest = torch.maximum(shown[0].abs().amax(), gradients.abs().amax())
+        s, noise, g = torch.stack([*shown, gradients]) / largest.clamp(min=torch.finfo(gradients.dtype).tiny)
+        found = torch.stack([s @ s, s @ g, g @ g, (g - s) @ (g - s), noise @ noise])
+        unknown = tensor_on(found.device, [0.0, 1.0], found.dtype)
+        self.numbers = torch.cat([found, unknown if losses is None else losses.to(found)])
+        self._event: torch.cuda.Event | None = None
+        if found.is_cuda:
+            pinned = torch.empty(self.numbers.shape, dtype=found.dtype, pin_memory=True)
+            self.numbers = pinned.copy_(self.numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the numbers can be read without waiting."""
+        return self._event is None or self._event.query()
 
 
-def _causes(*, reduces: bool) -> str:
-    averaged = "gradients that nothing has averaged over the ranks, with gradients='averaged'"
-    if reduces:
-        averaged = "gradients averaged already, with gradients='reduce'"
-    return (
-        "Possible causes: a GradScaler without scaler=, accumulation= the other way round, gradients clipped or "
-        f"otherwise changed before step(), step() called on every micro-batch, gradients not cleared, {averaged}. "
-        "Where a term of the loss depends on the parameters directly (a penalty, or a weight that another layer "
-        "uses), all is well"
-    )
+def _cause_of_factor(factor: float, ranks: int, passes: int) -> str:
+    """Return a likely cause of gradients that differ by a factor. Empty: none is likely."""
+
+    def near(value: float) -> bool:
+        return math.isclose(factor, value, rel_tol=2 * _FACTOR)
+
+    power = math.log2(factor) if factor > 0 else 0.0
+    if passes > 1 and (near(passes) or near(1 / passes)):
+        return (
+            f"Likely it was multiplied or divided by the {passes} backward passes afterwards: divide the "
+            "loss instead, and pass accumulation='mean'; or divide nothing, and pass accumulation='sum'. "
+        )
+    if ranks > 1 and (near(ranks) or near(1 / ranks)):
+        return f"Likely it was summed, and not averaged, over the {ranks} ranks, or averaged twice. "
+    if power <= -4 and math.isclose(power, round(power), abs_tol=_FACTOR):
+        return "Likely a GradScaler has unscaled it: pass scaler= to the Preconditioner. "
+    return "Likely it was clipped: clip after step(). " if 0 < factor < 1 else ""
 
 
 def _cross_entropy_scale(logits: Tensor, gradient: Tensor, *, summed: bool) -> Tensor:

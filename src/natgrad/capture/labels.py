@@ -20,13 +20,9 @@ class LabelSampler:
         self._last = (-1, 0)  # step, and number of draws in it
 
     def score(self, likelihood: Likelihood, outputs: Tensor, mask: Tensor | None, step: int) -> Tensor:
-        """Return the derivative of the loss at drawn labels with respect to the outputs.
+        """Return the derivative of the loss at drawn labels with respect to the outputs, which are detached.
 
-        Args:
-            likelihood: The likelihood that `outputs` parametrise.
-            outputs: The model's output, detached.
-            mask: bool, of the shape of `outputs` without the classes: which positions count. None: all.
-            step: The number of completed steps; several draws in one step differ.
+        `mask` is as in `natgrad.Preconditioner.backward`. Several draws after the same number of steps differ.
 
         Raises:
             ValueError: if `outputs` or `mask` has a wrong shape. Nothing has been drawn then.

@@ -38,13 +38,9 @@ class Terms:
         return max(self._positions.values(), default=0)
 
     def settle(self, use: LayerCall, task: int, gradient: Tensor, *, drawn: bool) -> None:
-        """Settle the terms of a pass, before any layer's gradient is scaled by them.
+        """Settle the terms of the pass `task`, when it has come to one use of a layer with its output gradient.
 
-        Args:
-            use: One use of a layer that the pass has come to.
-            task: The pass.
-            gradient: That of the layer's output.
-            drawn: Whether its labels are sampled.
+        This precedes all scaling by them. `drawn`: The labels are sampled.
         """
         terms = self.of_drawn if drawn else self.of_loss
         if self._tokens:

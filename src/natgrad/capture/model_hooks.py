@@ -220,47 +220,51 @@ class Hooks:
             capture.reduced(bucket)
 
 
-class BeginHook:
-    """Reports the beginning of the model's forward."""
-
-    def __init__(self, hooks: Hooks | None = None) -> None:
-        """Report to the capture of `hooks`; None: to none."""
-        self._hooks = hooks
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Report the beginning, as a forward pre-hook."""
-        if self._hooks is not None:
-            self._hooks.forward.enter(args, kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle with the model as one that reports to none."""
-        return (type(self), ())
-
-
-class EndHook(BeginHook):
-    """Reports the end of the model's forward."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Be a forward hook."""
-        if self._hooks is not None:
-            self._hooks.forward.leave()
-
-
-class LayerHook:
-    """Reports the uses of one layer.
+class _Hook:
+    """A hook on a module.
 
     Attributes:
         hooks: The hooks that it belongs to. None in a copy, which does not report.
     """
 
+    def __init__(self, hooks: Hooks | None = None) -> None:
+        """Report to the present capture of `hooks`."""
+        self.hooks = hooks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle with the model as one that does not report."""
+        return (type(self), ())
+
+
+class BeginHook(_Hook):
+    """Reports the beginning of the model's forward."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Report the beginning, as a forward pre-hook."""
+        if self.hooks is not None:
+            self.hooks.forward.enter(args, kwargs)
+
+
+class EndHook(_Hook):
+    """Reports the end of the model's forward."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Report the end, as a forward hook."""
+        if self.hooks is not None:
+            self.hooks.forward.leave()
+
+
+class LayerHook(_Hook):
+    """Reports the uses of one layer."""
+
     def __init__(self, hooks: Hooks | None = None, layer: str = "", index: int = 0) -> None:
         """Report the uses of the layer `layer`, or of the layer tied to it at `index`."""
-        self.hooks = hooks
+        super().__init__(hooks)
         self._layer, self._index = layer, index
         self._number = compiled.register(self)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Be a forward hook."""
+        """Report a use, as a forward hook."""
         self.see(args[0] if args else kwargs["input" if "input" in kwargs else "x"], output)
         if self.hooks is None or not torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return None
@@ -286,10 +290,6 @@ class LayerHook:
         capture = None if self.hooks is None else self.hooks.forward.capture
         if capture is not None:
             capture.take_compiled_gradient(self._layer, self._index, inputs, gradient, batch)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle with the model as one that reports to none."""
-        return (type(self), ())
 
 
 def warn_of_others(modules: Iterable[nn.Module]) -> None:

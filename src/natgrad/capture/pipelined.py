@@ -98,12 +98,9 @@ class BucketedStatistics(StatisticsBuffer):
     # --- In the backward pass -----------------------------------------------------------------------------------
 
     def leave(self, parameters: Iterable[Tensor], flush: Callable[[str], None], *, first: bool) -> None:
-        """Send the buckets that are complete, now that DDP has reduced the gradients of some parameters.
+        """Send the buckets that are complete, now that DDP has reduced those of some parameters.
 
-        Args:
-            parameters: Those of one bucket of DDP.
-            flush: Called with each layer that leaves; adds what is not in its sums yet.
-            first: Whether it is the first bucket of a pass.
+        `flush` is called with each layer before its sums leave. `first`: It is DDP's first bucket of a pass.
         """
         if first:
             self._reduced.clear()

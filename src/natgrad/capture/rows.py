@@ -62,9 +62,9 @@ class RowBuffer:
 
         Args:
             layer: The layer.
-            inputs: Rows a ``[n, B, i]``; must not be changed afterwards.
-            gradients: Rows g ``[n, B, o]``, times ``1 / scale``; copied.
-            scale: The factor that makes them those of per-sample losses.
+            inputs: Rows a ``[n, B, i]``; not to be changed afterwards.
+            gradients: Rows g ``[n, B, o]``, copied.
+            scale: The factor that makes the gradients those of per-sample losses.
         """
         dtype = self._narrow or self._groups[layer].dtype
         rows = self.origin.rank, inputs.to(dtype), gradients.to(dtype, copy=True), scale

@@ -18,7 +18,7 @@ from natgrad.capture.model_hooks import Forward, Hooks, Pass
 from natgrad.capture.repetition import Repetition, as_found
 from natgrad.damping.adaptive import Outcome
 from natgrad.distributed import Communicator
-from natgrad.distributed.fsdp import first_copy, held_rows, resharded, rows_of
+from natgrad.distributed.fsdp import copies, extra_pass, held_rows, local, rows_of
 from natgrad.errors import NatgradError, describe, require
 from natgrad.layers import Slot
 from natgrad.linalg.precision import at_least_float32
@@ -54,18 +54,18 @@ class Losses:
         """
         value = 0.0
         if self._closure is not None and self._error is None:
-            repeated = Forward(on_begin=Repetition(self._recorded).begin)
-            with resharded(model) as sharded:
-                try:
-                    with as_found(model), hooks.reporting_to(repeated), torch.enable_grad():
-                        result = self._closure()
-                    loss = result[0] if isinstance(result, tuple) and result else result
-                    value = loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else loss
-                    require(isinstance(value, float), "closure()", describe(loss), "a scalar loss, or (loss, outputs)")
-                except Exception as error:
-                    if sharded:
-                        raise
-                    self._error, value = error, 0.0
+            closure, repeated = self._closure, Forward(on_begin=Repetition(self._recorded).begin)
+
+            def evaluate() -> None:
+                nonlocal value
+                with as_found(model), hooks.reporting_to(repeated), torch.enable_grad():
+                    result = closure()
+                loss = result[0] if isinstance(result, tuple) and result else result
+                number = loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else loss
+                require(isinstance(number, float), "closure()", describe(loss), "a scalar loss, or (loss, outputs)")
+                value = number
+
+            self._error = extra_pass(model, evaluate)
         self._values.append(value)
 
     def numbers(self) -> list[float]:
@@ -113,8 +113,8 @@ class QuadraticModel:
                     gradient = held_rows(slot, rows.held(slot))
                     gradient = None if gradient is None else gradient.clone()
                     self._before[id(slot)] = gradient, _parameter(slot, rows.held(slot)).clone()
-        # The same for parameters without curvature, with their names.
-        self._others: list[tuple[str, nn.Parameter, Tensor, Tensor]] = []
+        # The same for this rank's part of parameters without curvature, with its weight in sums over the ranks.
+        self._others: list[tuple[nn.Parameter, Tensor, Tensor, float]] = []
 
     def take_others(self, model: nn.Module) -> None:
         """Copy those of parameters without curvature, when all ranks have their gradients."""
@@ -122,10 +122,9 @@ class QuadraticModel:
         for name, parameter in model.named_parameters():
             if parameter.grad is None or id(parameter) in known:
                 continue
-            gradient = first_copy(name, parameter.grad, self._runtime.rank)
-            before = first_copy(name, parameter.detach(), self._runtime.rank)
-            if gradient is not None and before is not None:
-                self._others.append((name, parameter, gradient.clone(), before.clone()))
+            weight = 1 / copies(name, parameter, self._runtime.ranks)
+            part = local(parameter.grad).clone(), local(parameter.detach()).clone()
+            self._others.append((parameter, *part, weight))
 
     def outcome(self, losses: Losses, device: torch.device) -> Outcome:
         """Return the outcome of the optimizer's step; collective, in one message on `device`.
@@ -135,12 +134,10 @@ class QuadraticModel:
         """
         message = torch.tensor([0.0, 0.0, 0.0, *losses.numbers()], dtype=torch.float64, device="cpu").to(device)
         linear, curved = message[0], message[1]
-        for name, parameter, gradient, before in self._others:
-            now = first_copy(name, parameter.detach(), self._runtime.rank)
-            assert now is not None
-            D = now - before
-            linear += _inner(gradient, D).to(device) * self._scale
-            curved += (self._damping * _inner(D, D)).to(device)
+        for parameter, gradient, before, weight in self._others:
+            D = local(parameter.detach()) - before
+            linear += _inner(gradient, D).to(device) * self._scale * weight
+            curved += (self._damping * _inner(D, D) * weight).to(device)
         self._add_layers(linear, curved)
         message[2] = float(self._runtime.rank == 0) * self._scale
         if self._runtime.ranks > 1:

@@ -26,15 +26,7 @@ def assign(
     seated: Mapping[Key, Assignment],
     cycle: Cycle,
 ) -> Plan[Key]:
-    """Return the plan of one placement, as `natgrad.distributed.make_plan` describes.
-
-    Args:
-        placement: A placement that fits the number of ranks and is not "auto".
-        works: The demand of each layer, in the order of the model.
-        ranks: P.
-        seated: The assignments of layers that keep their workers.
-        cycle: The intervals.
-    """
+    """Return the plan of one placement other than "auto", as `natgrad.distributed.make_plan` describes."""
     speeds = placement.speeds if placement.speeds is not None else (1.0,) * ranks
     columns = ranks // placement.workers(ranks)
     workers = [tuple(range(column, ranks, columns)) for column in range(columns)]

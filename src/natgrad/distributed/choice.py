@@ -76,10 +76,6 @@ def step_seconds(plan: Plan[Key], cycle: Cycle) -> float:
     the bytes that the rank sends or receives, whichever are more), decompositions, and products with the gradients.
     What all placements share is left out: the model's passes, local statistics, and the wrapper's messages. Nothing is
     assumed to overlap.
-
-    Args:
-        plan: The plan.
-        cycle: The intervals of factors and inverses.
     """
     exchanges, link = plan.exchanges(in_bytes=True), plan.placement.link
     factors = _message(exchanges["factors"], "factors", link)

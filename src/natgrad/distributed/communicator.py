@@ -32,7 +32,7 @@ class Work:
     """
 
     def __init__(
-        self, runtime: Communicator, work: dist.Work | None = None, finish: Callable[[], None] | None = None
+        self, runtime: Communicator, work: dist.Work | None = None, finish: Callable[[], object] | None = None
     ) -> None:
         """Wrap the `work` to wait for, and a function that all ranks call afterwards to `finish` together."""
         self._runtime, self._work, self._finish = runtime, work, finish
@@ -41,7 +41,7 @@ class Work:
     def wait(self) -> None:
         """Wait until the result is there; a second call does nothing."""
         if self._work is not None:
-            with self._runtime.talking():
+            with self._runtime.collective():
                 self._work.wait()
         if self._finish is not None:
             self._finish()
@@ -83,7 +83,7 @@ class Communicator:
             self._sent[kind] = self._sent.get(kind, 0.0) + elements * weight
 
     @contextmanager
-    def talking(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """Measure the host seconds of a collective, and explain its failure.
 
         Every collective of natgrad is called within. Where another rank has stopped, the backend raises when the
@@ -107,20 +107,17 @@ class Communicator:
     # --- Process groups -----------------------------------------------------------------------------------------
 
     def subgroup(self, ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup | None:
-        """Return the process group of some ranks, including this one.
+        """Return the process group of some ranks, ascending and including this one.
 
-        The first call for a group is collective over all ranks, each of which asks for the group that it is in.
-
-        Args:
-            ranks: The ranks, ascending.
-            purpose: Groups of the same ranks with different purposes have queues of their own.
+        The first call for a group is collective over all ranks, each of which asks for the group that it is in. Groups
+        of the same ranks with different purposes have queues of their own.
         """
         key = tuple(ranks), purpose
         if self.group is None or (len(key[0]) == self.ranks and not purpose):
             return self.group
         if key not in self._known:
             offers = self.all_gather_objects(groups.offer(self.group, key))
-            with self.talking():
+            with self.collective():
                 self._known[key] = groups.subgroup(self.group, key, offers)
         return self._known[key]
 
@@ -136,7 +133,7 @@ class Communicator:
         found: list[Any] = [value]
         if self.ranks > 1:
             found *= self.ranks
-            with self.talking():
+            with self.collective():
                 dist.all_gather_object(found, value, group=self.group)
         return found
 
@@ -166,22 +163,32 @@ class Communicator:
         self.post_sum(message, kinds, wire, self.group).wait()
 
     def post_sum(
-        self, message: Tensor, kinds: dict[str, int], wire: torch.dtype | None, group: dist.ProcessGroup | None
+        self,
+        message: Tensor,
+        kinds: dict[str, int],
+        wire: torch.dtype | None,
+        group: dist.ProcessGroup | None,
+        *,
+        finishes_alone: bool = False,
     ) -> Work:
-        """Start `sum_`; `message` must not be used until the result has been waited for.
+        """Start `sum_`, in the queue of a group; `message` must not be used until the result has been waited for.
 
         Args:
             message: As in `sum_`.
             kinds: As in `sum_`.
             wire: As in `sum_`.
-            group: The group in whose queue the message stands: `group` or `background`.
+            group: `group` or `background`.
+            finishes_alone: Whether a narrow message is sent in one collective, so that no rank waits for another that
+                has not yet waited for its result. It rounds more where there are more than two ranks.
         """
-        if self.ranks > 1 and narrower(wire, message.dtype) != message.dtype:
-            return self._post_narrow(message, kinds, narrower(wire, message.dtype), group)
+        narrow = narrower(wire, message.dtype)
+        if self.ranks > 1 and narrow != message.dtype:
+            post = self._post_rounded if finishes_alone else self._post_narrow
+            return post(message, kinds, narrow, group)
         self.count(kinds, message.element_size() * 2 * (self.ranks - 1) / self.ranks)
         if self.ranks == 1:
             return Work(self)
-        with self.talking():
+        with self.collective():
             return Work(self, dist.all_reduce(message, group=group, async_op=True))
 
     def _post_narrow(
@@ -201,7 +208,7 @@ class Communicator:
         sent = layout.empty(self.ranks, message.device)
         layout.write(sent, wide, [narrow])
         arrived = torch.empty_like(sent)
-        with self.talking():
+        with self.collective():
             scattered = dist.all_to_all_single(arrived, sent, group=group, async_op=True)
 
         def finish() -> None:
@@ -209,36 +216,26 @@ class Communicator:
             values[self.rank] = narrow[self.rank]  # the own ones have not travelled
             own = layout.empty(1, message.device)
             layout.write(own, counts.sum(0, keepdim=True), [values.sum(0, keepdim=True)])
-            with self.talking():
+            with self.collective():
                 _all_gather(arrived, own, group)
             for half, summed in zip(halves, reversed(layout.read(arrived)), strict=True):
                 half.copy_(summed.flatten()[: len(half)])
 
         return Work(self, scattered, finish)
 
-    def post_sum_as(self, message: Tensor, kinds: dict[str, int], wire: torch.dtype) -> Work:
-        """Start to sum `message` in a narrow dtype, by one collective.
-
-        `post_sum` with a narrow dtype rounds less where there are many ranks, but sends again when it is waited for, so
-        that ranks wait for each other. Here two ranks gather their rounded numbers and sum them in the message's dtype;
-        with more ranks the partial sums are rounded, too.
-
-        Args:
-            message: As in `sum_`; its values stay exact until the sum replaces them.
-            kinds: As in `sum_`.
-            wire: The dtype, the message's or a narrower one.
-        """
+    def _post_rounded(
+        self, message: Tensor, kinds: dict[str, int], wire: torch.dtype, group: dist.ProcessGroup | None
+    ) -> Work:
+        """Sum by one collective: two ranks gather their rounded numbers, of more the partial sums are rounded, too."""
         codes = message.to(wire)
         self.count(kinds, codes.element_size() * 2 * (self.ranks - 1) / self.ranks)
-        if self.ranks != 2:
-            with self.talking():
-                work = dist.all_reduce(codes, group=self.group, async_op=True)
-            return Work(self, work, lambda: _write(message, codes))
-        both = codes.new_empty(2 * len(codes))
-        with self.talking():
-            work = _all_gather(both, codes, self.group, async_op=True)
-        other = both[len(codes) * (1 - self.rank) :][: len(codes)]
-        return Work(self, work, lambda: _write(message, codes, other))
+        with self.collective():
+            if self.ranks > 2:
+                work = dist.all_reduce(codes, group=group, async_op=True)
+                return Work(self, work, lambda: message.copy_(codes))
+            both = codes.new_empty(2, len(codes))
+            work = _all_gather(both.view(-1), codes, group, async_op=True)
+            return Work(self, work, lambda: message.copy_(both[0]).add_(both[1]))
 
     # --- Sums that go to their owners, results that owners share ------------------------------------------------
 
@@ -269,13 +266,7 @@ class Communicator:
             layout.write(rows[index : index + 1], pair[1][None], [pair[0][None]])
         self._count(layout, kind, self.ranks - 1)
         own = self._reduce_scatter(rows, layout, own)
-        if not (narrow.is_even and wide.is_even):
-            peers = range(self.ranks)
-            runs = [(own[0][narrow.in_slice(peer, rank)], own[1][wide.in_slice(peer, rank)]) for peer in peers]
-            sizes = [(_size(narrow.of_owner(rank, peer)), _size(wide.of_owner(rank, peer))) for peer in peers]
-            found = self._exchange_runs(runs, sizes, layout, kind, self.group)
-        else:
-            found = []
+        found = self._move_surplus(own, (narrow, wide), layout, kind, range(self.ranks), to_owners=True)
         return (
             torch.cat([own[0][narrow.first(rank)], *(run for run, _ in found)]),
             torch.cat([own[1][wide.first(rank)], *(run for _, run in found)]),
@@ -292,9 +283,9 @@ class Communicator:
     ) -> list[Owned]:
         """Return the numbers that each of some ranks owns, on all of these ranks.
 
-        This reverses `reduce_to_owners`, without sums.         The surplus of ranks that own more than an even
-        slice moves to the slices of others; then all ranks gather the slices. An owner keeps the rounded values that
-        the others receive, so that all ranks end with the same bits.
+        This reverses `reduce_to_owners`, without sums. The surplus of ranks that own more than an even slice moves to
+        the slices of others; then all ranks gather the slices. An owner keeps the rounded values that the others
+        receive, so that all ranks end with the same bits.
 
         Args:
             own: The values and counters of this rank, vectors of one dtype, at least float32, on one device.
@@ -308,24 +299,18 @@ class Communicator:
         """
         if len(ranks) == 1:
             return [own]
-        group, rank = self.subgroup(ranks), ranks.index(self.rank)
+        rank = ranks.index(self.rank)
         narrow, wide = (Slices(tuple(pair[index] for pair in sizes)) for index in range(2))
         layout = _layout(own[0].dtype, wire, values=narrow.length, counters=wide.length)
-        if not (narrow.is_even and wide.is_even):
-            peers = range(len(ranks))
-            runs = [(own[0][narrow.of_owner(rank, peer)], own[1][wide.of_owner(rank, peer)]) for peer in peers]
-            counts = [(_size(narrow.in_slice(peer, rank)), _size(wide.in_slice(peer, rank))) for peer in peers]
-            found = self._exchange_runs(runs, counts, layout, kind, group)
-        else:
-            found = []
+        found = self._move_surplus(own, (narrow, wide), layout, kind, ranks, to_owners=False)
         row = layout.empty(1, own[0].device)
         values = narrow.fill([own[0][narrow.first(rank)], *(run for run, _ in found)])
         counters = wide.fill([own[1][wide.first(rank)], *(run for _, run in found)])
         layout.write(row, counters[None], [values[None]])
         arrived = layout.empty(len(ranks), own[0].device)
         self._count(layout, kind, len(ranks) - 1)
-        with self.talking():
-            _all_gather(arrived, row, group)
+        with self.collective():
+            _all_gather(arrived, row, self.subgroup(ranks))
         all_counters, all_values = layout.read(arrived)
         return list(zip(narrow.join(list(all_values)), wide.join(list(all_counters)), strict=True))
 
@@ -337,48 +322,46 @@ class Communicator:
         """
         if layout.lossless and rows.device.type == "cuda":
             summed = torch.empty_like(rows[:1])
-            with self.talking():
+            with self.collective():
                 _sum_rows(summed.view(layout.dtype), rows.view(layout.dtype), self.group)
             counters, values = layout.read(summed)
             return values[0], counters[0]
         arrived = torch.empty_like(rows)
-        with self.talking():
+        with self.collective():
             dist.all_to_all_single(arrived, rows, group=self.group)
         counters, values = layout.read(arrived)
         values[self.rank], counters[self.rank] = own
         return values.sum(0), counters.sum(0)
 
-    def _exchange_runs(
+    def _move_surplus(
         self,
-        runs: Sequence[Owned],
-        sizes: Sequence[tuple[int, int]],
+        own: Owned,
+        slices: tuple[Slices, Slices],
         layout: WireFormat,
         kind: str,
-        group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        *,
+        to_owners: bool,
     ) -> list[Owned]:
-        """Send values and counters to each rank of a group, and receive those of the given `sizes` from each."""
-        sent, splits = [], []
-        for values, counters in runs:
-            own = layout.resized(values=len(values), counters=len(counters))
-            message = own.empty(1, values.device)
-            if own.size:
-                own.write(message, counters[None], [values[None]])
-            self._count(own, kind, 1)
-            sent.append(message[0])
-            splits.append(own.size)
-        layouts = [layout.resized(values=values, counters=counters) for values, counters in sizes]
-        expected = [own.size for own in layouts]
-        arrived = torch.empty(sum(expected), dtype=torch.uint8, device=runs[0][0].device)
-        with self.talking():
-            dist.all_to_all_single(arrived, torch.cat(sent), expected, splits, group=group)
-        found = []
-        for own, message in zip(layouts, arrived.split(expected), strict=True):
-            if own.size:
-                counters, values = own.read(message[None])
-                found.append((values[0], counters[0]))
-            else:
-                found.append((runs[0][0][:0], runs[0][1][:0]))
-        return found
+        """Send what owners have beyond an even slice to them, or to the slices that it fills; return what arrives."""
+        if all(half.is_even for half in slices):
+            return []
+        rank, peers = ranks.index(self.rank), range(len(ranks))
+        filled = [[half.in_slice(peer, rank) for half in slices] for peer in peers]
+        owned = [[half.of_owner(rank, peer) for half in slices] for peer in peers]
+        leaving, arriving = (filled, owned) if to_owners else (owned, filled)
+        messages = []
+        for values, counters in leaving:
+            part = layout.resized(values=_size(values), counters=_size(counters))
+            message = part.empty(1, own[0].device)
+            if part.size:
+                part.write(message, own[1][counters][None], [own[0][values][None]])
+            self._count(part, kind, 1)
+            messages.append(message[0])
+        parts = [layout.resized(values=_size(values), counters=_size(counters)) for values, counters in arriving]
+        arrived = self.redistribute(messages, [part.size for part in parts], ranks=ranks)
+        found = [part.read(message[None]) for part, message in zip(parts, arrived, strict=True) if part.size]
+        return [(values[0], counters[0]) for counters, values in found]
 
     def _count(self, layout: WireFormat, kind: str, copies: int) -> None:
         counted = layout.wide * layout.dtype.itemsize
@@ -387,52 +370,39 @@ class Communicator:
     # --- Rows that all ranks gather, and rows that move to other ranks ------------------------------------------
 
     def gather(self, message: Tensor, kinds: dict[str, int], group: dist.ProcessGroup | None) -> Tensor:
-        """Return the messages of all S ranks of `group`, in its order; each rank sends (S - 1) times its elements.
-
-        Args:
-            message: A contiguous vector, of the same size on every rank.
-            kinds: The number of its elements of each kind, for `traffic`.
-            group: A process group of some of the ranks.
-
-        Returns:
-            ``[S, n]``.
-        """
+        """Return the messages ``[S, n]`` of all S ranks of `group`; each rank sends (S - 1) times its n elements."""
         ranks = dist.get_world_size(group)
         self.count(kinds, message.element_size() * (ranks - 1))
         arrived = message.new_empty(ranks * len(message))
-        with self.talking():
+        with self.collective():
             _all_gather(arrived, message, group)
         return arrived.view(ranks, -1)
 
     def redistribute(
         self, outgoing: Sequence[Tensor], sizes: Sequence[int], *, ranks: Sequence[int] | None = None
     ) -> list[Tensor]:
-        """Send a vector to each of some ranks, and return the one received from each; the caller counts the bytes.
+        """Send a vector to each of `ranks` (None: all), and return those received, of these `sizes`, from each.
 
-        Args:
-            outgoing: The vector for each of `ranks`, of one dtype and device.
-            sizes: The number of elements that arrive from each.
-            ranks: The ranks that take part, including this one, ascending; None: all.
+        The vectors are of one dtype and device. The caller counts the bytes.
         """
         group = self.subgroup(range(self.ranks) if ranks is None else ranks)
         sent = torch.cat(list(outgoing))
         arrived = sent.new_empty(sum(sizes))
-        with self.talking():
+        with self.collective():
             dist.all_to_all_single(arrived, sent, list(sizes), [len(vector) for vector in outgoing], group=group)
         return list(arrived.split(list(sizes)))
 
     def broadcast_(self, messages: Iterable[tuple[int, Tensor, dict[str, int]]]) -> None:
         """Send messages from their owners to all other ranks, in place; an owner sends (P - 1) times its elements.
 
-        Args:
-            messages: Triples of the owner's rank, the message, and the number of its elements of each kind.
+        `messages` are triples of the owner's rank, the message, and the number of its elements of each kind.
         """
         works = []
         for owner, message, kinds in messages if self.ranks > 1 else ():
             assert self.group is not None
             if owner == self.rank:
                 self.count(kinds, message.element_size() * (self.ranks - 1))
-            with self.talking():
+            with self.collective():
                 source = dist.get_global_rank(self.group, owner)
                 works.append(Work(self, dist.broadcast(message, src=source, group=self.group, async_op=True)))
         for posted in works:
@@ -450,14 +420,6 @@ def _lengths(vectors: Sequence[Tensor]) -> tuple[int, ...]:
 def _size(run: slice) -> int:
     size: int = run.stop - run.start
     return size
-
-
-def _write(message: Tensor, *addends: Tensor) -> None:
-    """Write the sum of narrow tensors into `message`, in its dtype."""
-    if addends[0] is not message:
-        message.copy_(addends[0])
-    for addend in addends[1:]:
-        message.add_(addend)
 
 
 def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | None, **options: Any) -> Any:

@@ -13,7 +13,6 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -52,27 +51,41 @@ def reshard(modules: Iterable[nn.Module]) -> bool:
     Returns:
         Whether FSDP2 shards any of the `modules`.
     """
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    sharded: list[Any] = [module for module in modules if isinstance(module, fsdp.FSDPModule)] if fsdp else []
+    sharded = _sharded_modules(modules)
     for module in sharded:
         module.reshard()
     return bool(sharded)
 
 
-@contextmanager
-def resharded(model: nn.Module) -> Iterator[bool]:
-    """Run extra passes of a model within, with its parameters sharded before and after.
+def _sharded_modules(modules: Iterable[nn.Module]) -> list[Any]:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return [module for module in modules if isinstance(module, fsdp.FSDPModule)] if fsdp else []
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return the parameters as the optimizer knows them, also after a pass that has left them gathered."""
+    reshard(model.modules())
+    return model.named_parameters()
+
+
+def extra_pass(model: nn.Module, run: Callable[[], None]) -> Exception | None:
+    """Run passes of a model beside those of the training, and return the error that `run` has raised.
 
     FSDP2 may leave parameters gathered; the next pass would then not see the optimizer's update of the shards.
 
-    Yields:
-        Whether FSDP2 shards any module. If so, a rank that raises must exit: the others wait for it in the passes.
+    Raises:
+        Exception: the error, if FSDP2 shards any module: the other ranks wait in the passes until this rank ends.
     """
     sharded = reshard(model.modules())
     try:
-        yield sharded
+        run()
+    except Exception as error:
+        if sharded:
+            raise
+        return error
     finally:
         reshard(model.modules())
+    return None
 
 
 def owners(model: nn.Module) -> dict[nn.Module, FSDPModule]:
@@ -91,8 +104,8 @@ def unshard(owner: FSDPModule | None, parameter: nn.Parameter) -> None:
         owner.unshard()
 
 
-def check_model(model: nn.Module) -> None:
-    """Check that all DTensors among the parameters come from ``fully_shard``.
+def check_model(model: nn.Module) -> bool:
+    """Check that all DTensors among the parameters come from ``fully_shard``; restore and return whether there are any.
 
     Raises:
         ValueError: naming another DTensor, or FSDP's first version.
@@ -100,11 +113,12 @@ def check_model(model: nn.Module) -> None:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     first = fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
     require(not first, "model", "FullyShardedDataParallel", "sharded by fully_shard (FSDP2)")
-    sharded = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)] if fsdp else []
-    managed = {id(parameter) for module in sharded for parameter in module.parameters()}
+    is_managed = reshard(model.modules())
+    managed = {id(parameter) for module in _sharded_modules(model.modules()) for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
         fine = not is_sharded(parameter) or id(parameter) in managed
         require(fine, "model", name, "without DTensors other than those of fully_shard (FSDP2)")
+    return is_managed
 
 
 def check_layers(layers: Iterable[Layer]) -> None:
@@ -116,7 +130,7 @@ def check_layers(layers: Iterable[Layer]) -> None:
     for layer in layers:
         for slot in layer.slots:
             if is_sharded(slot.parameter):
-                Spread.of(slot.name, slot.parameter)
+                RowSharding.of(slot.name, slot.parameter)
 
 
 def find_mesh(model: nn.Module) -> DeviceMesh | None:
@@ -137,15 +151,10 @@ def find_mesh(model: nn.Module) -> DeviceMesh | None:
 def mesh_group(
     model_mesh: DeviceMesh, process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> dist.ProcessGroup | None:
-    """Return the process group of all ranks of a mesh of any dimension, made if there is none yet.
-
-    Args:
-        model_mesh: The mesh that the model is sharded over.
-        process_group: The group that the user gave, or None.
-        mesh: The mesh that the user gave, or None.
+    """Return the process group of all ranks of the model's mesh, of any dimension, made if there is none yet.
 
     Raises:
-        ValueError: if the user gave other ranks.
+        ValueError: if the user gave a `process_group` or `mesh` of other ranks.
     """
     ranks = _ranks(model_mesh)
     allowed = f"left out, or of the ranks over which FSDP2 shards: {ranks}"
@@ -170,8 +179,7 @@ def plain_copy(root: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     memo: dict[int, Any] = {}
     for parameter in root.parameters():
         memo[id(parameter)] = nn.Parameter(whole(parameter), requires_grad=parameter.requires_grad)
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    sharded = [module for module in root.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule)]
+    sharded = _sharded_modules(root.modules())
     classes = [type(module) for module in sharded]
     absent = _Absent()
     memo.update((id(module._get_fsdp_state()), absent) for module in sharded)
@@ -203,6 +211,20 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
+def between_steps(parameter: Tensor, known: Tensor | None) -> Tensor:
+    """Return a tensor of the dtype and device that a parameter has between steps.
+
+    Within a pass FSDP2 replaces it by a plain tensor, which may have another dtype.
+
+    Args:
+        parameter: The parameter of now.
+        known: What was returned before for a sharded parameter, or None.
+    """
+    if is_sharded(parameter):
+        return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    return parameter if known is None else known
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor with all rows; collective if it is sharded."""
     gathered: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
@@ -213,9 +235,9 @@ def own_rows(name: str, tensor: Tensor) -> Piece:
     """Return the rows of a parameter or gradient that this rank holds, without a copy."""
     if not is_sharded(tensor):
         return 0, tensor
-    spread, rows = Spread.of(name, tensor), tensor.to_local()
+    sharding, rows = RowSharding.of(name, tensor), tensor.to_local()
     require(rows.is_contiguous(), name, rows.stride(), "contiguous, as FSDP2 makes it")
-    return spread.start(spread.rank), rows
+    return sharding.start(sharding.rank), rows
 
 
 def held_rows(slot: Slot, rows: range) -> Tensor | None:
@@ -230,19 +252,9 @@ def rows_of(name: str, tensor: Tensor, rows: range) -> Tensor:
     return held[rows.start - start : rows.stop - start] if len(rows) else held[:0]
 
 
-def first_copy(name: str, tensor: Tensor, rank: int) -> Tensor | None:
-    """Return this rank's part of the first replica of a tensor among the ranks; None: it has none."""
-    if not is_sharded(tensor):
-        return tensor if rank == 0 else None
-    spread, place = Spread.of(name, tensor), tensor.device_mesh.get_coordinate()
-    assert place is not None  # of a rank of the mesh
-    first = all(index == 0 for axis, index in enumerate(place) if axis != spread.axis)
-    return tensor.to_local() if first else None
-
-
 def copies(name: str, parameter: Tensor, ranks: int) -> float:
     """Return how many of `ranks` ranks hold the same rows of a parameter as this one."""
-    return ranks / (Spread.of(name, parameter).ranks if is_sharded(parameter) else 1)
+    return ranks / (RowSharding.of(name, parameter).ranks if is_sharded(parameter) else 1)
 
 
 def shard_group(name: str, tensor: Tensor) -> dist.ProcessGroup | None:
@@ -251,77 +263,42 @@ def shard_group(name: str, tensor: Tensor) -> dist.ProcessGroup | None:
     Raises:
         ValueError: if it is sharded otherwise than by rows.
     """
-    return Spread.of(name, tensor).group if is_sharded(tensor) else None
+    return RowSharding.of(name, tensor).group if is_sharded(tensor) else None
 
 
 # --- Blocks -------------------------------------------------------------------------------------------------------
 
 
-def match(layer: Layer, slot: Slot, tensor: Tensor, blocks: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Return this rank's part of a tensor shaped as a parameter, with its place in the blocks of the layer.
-
-    Args:
-        layer: The layer.
-        slot: The parameter.
-        tensor: The tensor.
-        blocks: The parameter's columns of the blocks ``[n, o, ...]``.
-
-    Returns:
-        Views of `tensor` and of `blocks`, of equal shapes.
-    """
-    if not is_sharded(tensor):
-        return [layer.align(slot, tensor, blocks)]
-    return pairs(layer, slot, [own_rows(slot.name, tensor)], blocks)
+def slot_rows(slot: Slot) -> range:
+    """Return the rows of a parameter that belong to the layer."""
+    return range(slot.parameter.shape[0])[slice(None) if slot.rows is None else slot.rows]
 
 
-def pairs(layer: Layer, slot: Slot, pieces: Iterable[Piece], blocks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield rows of a parameter with their places in the blocks of the layer, without copies.
-
-    Args:
-        layer: The layer.
-        slot: The parameter.
-        pieces: The rows.
-        blocks: The parameter's columns of the blocks ``[n, o, ...]``.
-
-    Yields:
-        Views of the pieces and of `blocks`, of equal shapes.
-    """
-    shape = slot.parameter.shape
-    whole = torch.empty(shape, device="meta")  # only shapes, strides and offsets of its views are used
-    row = max(1, math.prod(shape[1:]))
-    laid, places = layer.align(slot, whole, blocks)
-    for start, piece in pieces:
-        stop = start + piece.numel() // row
-        for part, place in _cut(laid, places, row, start, stop):
-            offset = piece.storage_offset() + part.storage_offset() - start * row
-            yield piece.as_strided(part.shape, part.stride(), offset), place
+def from_blocks(layer: Layer, slot: Slot, blocks: Tensor) -> Tensor:
+    """Return a tensor shaped as a parameter, made of its columns ``[n, o, ...]`` of the layer's blocks."""
+    tensor = blocks.new_empty(slot.parameter.shape)
+    rows, place = layer.align(slot, tensor, blocks)
+    rows.copy_(place)
+    return tensor
 
 
-def _cut(laid: Tensor, places: Tensor, row: int, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parts of a view of a contiguous parameter that lie in some of its rows.
+def gradient_target(layer: Layer, slot: Slot, gradient: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return this rank's part of a gradient, and its values in the layer's blocks ``[n, o, ...]``, of equal shapes."""
+    if not is_sharded(gradient):
+        return layer.align(slot, gradient, blocks)
+    (start, held), part = own_rows(slot.name, gradient), slot_rows(slot)
+    first = max(start, part.start)
+    last = max(first, min(start + len(held), part.stop))
+    return held[first - start : last - start], from_blocks(layer, slot, blocks)[first:last]
 
-    Args:
-        laid: The view.
-        places: A tensor of the same shape, cut likewise.
-        row: The number of elements of a row.
-        start: The first row.
-        stop: The row after the last.
-    """
-    along = [axis for axis in range(laid.ndim) if laid.shape[axis] > 1 and laid.stride(axis) >= row]
-    axis = max(along, key=laid.stride, default=None)
-    first = laid.storage_offset() // row
-    if axis is None:
-        if start <= first < stop:
-            yield laid, places
-        return
-    step = laid.stride(axis) // row
-    if len(along) > 1:  # the rows lie along several axes, such as groups and their inputs
-        for part, place in zip(laid.unbind(axis), places.unbind(axis), strict=True):
-            yield from _cut(part, place, row, start, stop)
-        return
-    low, high = (min(max(0, -(-(bound - first) // step)), laid.shape[axis]) for bound in (start, stop))
-    if low < high:
-        yield laid.narrow(axis, low, high - low), places.narrow(axis, low, high - low)
+
+def put_rows(found: dict[int, Tensor], slot: Slot, start: int, rows: Tensor) -> None:
+    """Write rows of a parameter, also flat ones, into a tensor of its shape in `found`, by its ``id``."""
+    whole = found.get(id(slot.parameter))
+    if whole is None:
+        whole = found[id(slot.parameter)] = rows.new_zeros(slot.parameter.shape)
+    rows = rows.reshape(-1, *whole.shape[1:])
+    whole[start : start + len(rows)] = rows
 
 
 def shares(layer: Layer) -> tuple[tuple[int, ...], int]:
@@ -332,15 +309,13 @@ def shares(layer: Layer) -> tuple[tuple[int, ...], int]:
     held: list[list[int]] = []
     replicated = 0
     for slot in layer.slots:
-        shape = slot.parameter.shape
-        first, stop = (0, shape[0]) if slot.rows is None else (slot.rows.start, slot.rows.stop)
-        row = math.prod(shape[1:])
-        spread = Spread.of(slot.name, slot.parameter) if is_sharded(slot.parameter) else None
-        if spread is None or spread.ranks == 1:
-            replicated += (stop - first) * row
+        part, row = slot_rows(slot), math.prod(slot.parameter.shape[1:])
+        sharding = RowSharding.of(slot.name, slot.parameter) if is_sharded(slot.parameter) else None
+        if sharding is None or sharding.ranks == 1:
+            replicated += len(part) * row
             continue
-        ends = [min(max(spread.start(rank), first), stop) for rank in range(spread.ranks + 1)]
-        held.append([(end - start) * row for start, end in pairwise(ends)])
+        ends = [min(max(sharding.start(rank), part.start), part.stop) for rank in range(sharding.ranks + 1)]
+        held.append([(end - begin) * row for begin, end in pairwise(ends)])
     return (tuple(map(sum, zip(*held, strict=True))), replicated) if held else ((), 0)
 
 
@@ -348,7 +323,7 @@ def shares(layer: Layer) -> tuple[tuple[int, ...], int]:
 
 
 @dataclass(frozen=True)
-class Spread:
+class RowSharding:
     """How the rows of a DTensor are spread over ranks, as ``torch.chunk`` does it.
 
     Attributes:
@@ -368,7 +343,7 @@ class Spread:
     axis: int | None
 
     @classmethod
-    def of(cls, name: str, tensor: DTensor) -> Spread:
+    def of(cls, name: str, tensor: DTensor) -> RowSharding:
         """Return that of `tensor`.
 
         Raises:
@@ -392,6 +367,10 @@ class Spread:
         return min(rank * -(-self.shape[0] // self.ranks), self.shape[0])
 
 
+# For each rank its shard, and the replica that it belongs to.
+Seats = list[tuple[int, tuple[int, ...]]]
+
+
 class Holders:
     """Looks up which rank holds which rows of parameters, while their meshes stay the same.
 
@@ -401,49 +380,48 @@ class Holders:
     def __init__(self, runtime: Communicator) -> None:
         """Start with an empty cache."""
         self._runtime = runtime
-        self._spreads: dict[int, tuple[Spread, list[tuple[int, tuple[int, ...]]]]] = {}
-        self._seats: dict[tuple[int, int | None], list[tuple[int, tuple[int, ...]]]] = {}
+        self._known: dict[int, tuple[RowSharding, Seats]] = {}
+        self._seats: dict[tuple[int, int | None], Seats] = {}
 
     def rows(self, slot: Slot, rank: int) -> range:
         """Return the rows that `rank` holds of a parameter, or of the part of it that belongs to the layer."""
-        whole = range(slot.parameter.shape[0])[slice(None) if slot.rows is None else slot.rows]
+        whole = slot_rows(slot)
         if not is_sharded(slot.parameter):
             return whole
-        spread, seats = self._look_up(slot)
+        sharding, seats = self._find(slot)
         shard, _ = seats[rank]
-        start = max(whole.start, spread.start(shard))
-        return range(start, max(start, min(whole.stop, spread.start(shard + 1))))
+        start = max(whole.start, sharding.start(shard))
+        return range(start, max(start, min(whole.stop, sharding.start(shard + 1))))
 
     def peers(self, slot: Slot, rank: int) -> list[int]:
         """Return the ranks of the same replica of a sharded parameter as `rank`, in the order of their rows."""
-        _, seats = self._look_up(slot)
+        _, seats = self._find(slot)
         return sorted((peer for peer in range(len(seats)) if seats[peer][1] == seats[rank][1]), key=seats.__getitem__)
 
-    def together(self, slot: Slot, rank: int, other: int) -> bool:
+    def share_replica(self, slot: Slot, rank: int, other: int) -> bool:
         """Return whether two ranks hold parts of the same copy of a sharded parameter."""
-        _, seats = self._look_up(slot)
+        _, seats = self._find(slot)
         return seats[rank][1] == seats[other][1]
 
-    def _look_up(self, slot: Slot) -> tuple[Spread, list[tuple[int, tuple[int, ...]]]]:
-        """Return how a parameter is spread, and for each rank its shard and its replica."""
+    def _find(self, slot: Slot) -> tuple[RowSharding, Seats]:
         key = id(slot.parameter)
-        if key not in self._spreads:
+        if key not in self._known:
             assert is_sharded(slot.parameter)
-            spread = Spread.of(slot.name, slot.parameter)
-            form = id(spread.mesh), spread.axis
+            sharding = RowSharding.of(slot.name, slot.parameter)
+            form = id(sharding.mesh), sharding.axis
             if form not in self._seats:
-                self._seats[form] = self._seated(spread.mesh, spread.axis)
-            self._spreads[key] = spread, self._seats[form]
-        return self._spreads[key]
+                self._seats[form] = self._seated(sharding.mesh, sharding.axis)
+            self._known[key] = sharding, self._seats[form]
+        return self._known[key]
 
-    def _seated(self, mesh: DeviceMesh, axis: int | None) -> list[tuple[int, tuple[int, ...]]]:
+    def _seated(self, mesh: DeviceMesh, axis: int | None) -> Seats:
         group = self._runtime.group
         assert group is not None
         seats = []
         for rank in range(self._runtime.ranks):
             place = (mesh.mesh == dist.get_global_rank(group, rank)).nonzero()[0].tolist()
-            copy = tuple(index for dimension, index in enumerate(place) if dimension != axis)
-            seats.append((0 if axis is None else place[axis], copy))
+            replica = tuple(index for dimension, index in enumerate(place) if dimension != axis)
+            seats.append((0 if axis is None else place[axis], replica))
         return seats
 
 
@@ -452,7 +430,7 @@ def collect_rows(
     of: Callable[[Slot, range], Tensor],
     runtime: Communicator,
     kind: str,
-) -> dict[int, list[Piece]]:
+) -> dict[int, Tensor]:
     """Send all rows of sharded parameters, or of tensors shaped like them, to some ranks.
 
     Args:
@@ -462,48 +440,36 @@ def collect_rows(
         kind: The kind that the bytes are counted as.
 
     Returns:
-        The rows, by the ``id`` of the parameter; those of plain parameters are not included.
+        Tensors with all rows, by the ``id`` of the parameter; plain parameters are not included.
     """
-    holders = Holders(runtime)
+    holders, me = Holders(runtime), runtime.rank
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Slot, tuple[int, ...]]]] = {}
     for slot, receivers in wanted:
         if is_sharded(slot.parameter):
             kinds.setdefault((slot.parameter.device, slot.parameter.dtype), []).append((slot, receivers))
-    gathered: dict[int, list[Piece]] = {}
+    gathered: dict[int, Tensor] = {}
     for (device, dtype), slots in kinds.items():
-        _collect(slots, of, holders, runtime, torch.empty(0, dtype=dtype, device=device), kind, gathered)
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        outgoing: list[list[Tensor]] = [[nothing] for _ in range(runtime.ranks)]
+        incoming: list[list[tuple[Slot, range]]] = [[] for _ in range(runtime.ranks)]
+        for slot, receivers in slots:
+            own = holders.rows(slot, me)
+            for worker in receivers:
+                if worker != me:
+                    if len(own) and holders.share_replica(slot, worker, me):
+                        outgoing[worker].append(of(slot, own).reshape(-1))
+                    continue
+                for peer in holders.peers(slot, worker):
+                    rows = holders.rows(slot, peer)
+                    if peer == worker:
+                        put_rows(gathered, slot, rows.start, of(slot, rows))
+                    elif len(rows):
+                        incoming[peer].append((slot, rows))
+        messages = [torch.cat(own) for own in outgoing]
+        runtime.count({kind: sum(map(len, messages))}, nothing.element_size())
+        sizes = [[len(rows) * math.prod(slot.parameter.shape[1:]) for slot, rows in own] for own in incoming]
+        arrived = runtime.redistribute(messages, list(map(sum, sizes)))
+        for parts, own_sizes, message in zip(incoming, sizes, arrived, strict=True):
+            for (slot, rows), vector in zip(parts, message.split(own_sizes), strict=True):
+                put_rows(gathered, slot, rows.start, vector)
     return gathered
-
-
-def _collect(
-    slots: list[tuple[Slot, tuple[int, ...]]],
-    of: Callable[[Slot, range], Tensor],
-    holders: Holders,
-    runtime: Communicator,
-    nothing: Tensor,
-    kind: str,
-    gathered: dict[int, list[Piece]],
-) -> None:
-    """Add the rows of parameters of one device and dtype to `gathered`."""
-    outgoing: list[list[Tensor]] = [[nothing] for _ in range(runtime.ranks)]
-    places: list[list[tuple[int, int, int]]] = [[] for _ in range(runtime.ranks)]
-    for slot, receivers in slots:
-        parameter, own = slot.parameter, holders.rows(slot, runtime.rank)
-        for worker in receivers:
-            if worker != runtime.rank:
-                if len(own) and holders.together(slot, worker, runtime.rank):
-                    outgoing[worker].append(of(slot, own).reshape(-1))
-                continue
-            for peer in holders.peers(slot, worker):
-                rows = holders.rows(slot, peer)
-                if peer == worker:
-                    gathered.setdefault(id(parameter), []).append((rows.start, of(slot, rows)))
-                elif len(rows):
-                    places[peer].append((id(parameter), rows.start, len(rows) * math.prod(parameter.shape[1:])))
-    messages = [torch.cat(own) for own in outgoing]
-    runtime.count({kind: sum(map(len, messages))}, nothing.element_size())
-    arrived = runtime.redistribute(messages, [sum(size for *_, size in own) for own in places])
-    for own_places, message in zip(places, arrived, strict=True):
-        vectors = message.split([size for *_, size in own_places])
-        for (key, start, _), vector in zip(own_places, vectors, strict=True):
-            gathered.setdefault(key, []).append((start, vector))

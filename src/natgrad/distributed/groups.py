@@ -27,10 +27,7 @@ def offer(whole: dist.ProcessGroup, key: Key) -> Offer:
 def subgroup(whole: dist.ProcessGroup, key: Key, offers: Sequence[Offer]) -> dist.ProcessGroup:
     """Return a group of some ranks of `whole`: the kept one if all of them have it, else a new one; collective.
 
-    Args:
-        whole: The group of all ranks.
-        key: The group that this rank wants, which contains it.
-        offers: The result of `offer` on each rank of `whole`, each for the group that the rank wants.
+    `key` is the group that this rank wants, and `offers` are the results of `offer` on each rank of `whole`.
     """
     known = _kept.setdefault(whole, {})
     ranks, _ = key

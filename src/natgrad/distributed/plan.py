@@ -252,16 +252,9 @@ class Plan(Printed, Generic[Key]):
     def exchanges(
         self, samples: int | Sequence[int] | None = None, *, in_bytes: bool = False
     ) -> dict[Moment, list[Exchange]]:
-        """Return the collectives on flat buckets: sums, results and preconditioned gradients.
+        """Return the collectives on flat buckets: sums, results and preconditioned gradients; `samples` as `traffic`.
 
-        Rows of samples and sharded gradients are not included.
-
-        Args:
-            samples: As in `traffic`.
-            in_bytes: Whether sizes are in bytes instead of elements, except for those of counters.
-
-        Raises:
-            ValueError: as `traffic`.
+        Rows of samples and sharded gradients are not included. Counters are in elements also where sizes are in bytes.
         """
         local = self._local(samples)
         rows = [self.row(rank) for rank in range(0, self.ranks, self.columns)]
@@ -311,10 +304,7 @@ class Plan(Printed, Generic[Key]):
     ) -> tuple[list[int], list[int]]:
         """Return the elements of results that each rank shares, and the number of blocks whose success it reports.
 
-        Args:
-            widths: The size of an element of each layer.
-            local: Samples of each rank; nothing where these are not known.
-            gathers: Whether of the layers whose statistics are gathered; else of all others.
+        They are those of the layers whose statistics are gathered, or of all others.
         """
         sizes, flags = [0] * self.ranks, [0] * self.ranks
         for key, seat in self.seats.items():

@@ -55,13 +55,7 @@ class WireFormat:
         return torch.empty(rows, self.size, dtype=torch.uint8, device=device)
 
     def write(self, message: Tensor, wide: Tensor, narrow: Sequence[Tensor]) -> None:
-        """Fill a message.
-
-        Args:
-            message: ``[R, size]``.
-            wide: ``[R, wide]``.
-            narrow: Tensors ``[R, n]``, whose concatenation is ``[R, narrow]``.
-        """
+        """Fill a message ``[R, size]`` with ``[R, wide]`` and with tensors ``[R, n]`` that join to ``[R, narrow]``."""
         self._wide(message).copy_(wide)
         codes = self._codes(message)
         if self._groups:

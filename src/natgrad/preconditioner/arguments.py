@@ -20,7 +20,7 @@ from natgrad.damping import Control
 from natgrad.damping.adaptive import Adaptive
 from natgrad.damping.trust_region import TrustRegion
 from natgrad.distributed import resolve
-from natgrad.distributed.fsdp import check_model, find_mesh, mesh_group, reshard
+from natgrad.distributed.fsdp import check_model, find_mesh, mesh_group
 from natgrad.errors import NatgradError, NatgradWarning, require, require_one_of
 from natgrad.layers import Layer
 from natgrad.linalg.precision import Precision
@@ -42,8 +42,7 @@ def check_arguments(model: object, optimizer: object, arguments: Mapping[str, An
     allowed = "plain or in DistributedDataParallel, not DataParallel"
     require(not isinstance(model, DataParallel), "model", kind, allowed)
     assert isinstance(model, nn.Module)
-    sharded = reshard(model.modules())
-    check_model(model)
+    sharded = check_model(model)
     _check_curvature(arguments["curvature"])
     _check_optimizer(model, optimizer)
     damping, kl_clip = arguments["damping"], arguments.get("kl_clip")

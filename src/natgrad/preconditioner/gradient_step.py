@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.capture.reductions import Count
-from natgrad.distributed.fsdp import Piece, collect_rows, held_rows
+from natgrad.distributed.fsdp import collect_rows, held_rows
 from natgrad.layers import Slot
 from natgrad.linalg.joined import joined, parted, together
 from natgrad.preconditioner.epochs import add_gradients
@@ -93,7 +93,7 @@ class GradientStep:
                 found.append(GroupGradients(group, members))
         return found
 
-    def _receive_rows(self, bucket: Sequence[GroupGradients]) -> dict[int, list[Piece]]:
+    def _receive_rows(self, bucket: Sequence[GroupGradients]) -> dict[int, Tensor]:
         """Send each worker all rows of the sharded gradients that it preconditions.
 
         The rows come from the S ranks of the worker's copy of the model (under HSDP one replica, otherwise all ranks).

@@ -22,7 +22,7 @@ from natgrad.capture.repetition import Repetition, as_found
 from natgrad.capture.sums import Shares, StatisticsBuffer
 from natgrad.damping.quadratic import Losses, QuadraticModel
 from natgrad.distributed import Communicator
-from natgrad.distributed.fsdp import resharded, rows_of
+from natgrad.distributed.fsdp import extra_pass, rows_of
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import renew
@@ -223,14 +223,8 @@ class SecondPass:
             NatgradError: if the closure ran a backward pass, or used another batch.
         """
         model, runtime = self._parts.model, self._parts.runtime
-        sums, error = StatisticsBuffer(views, fused=runtime.ranks > 1, kind="replay"), None
-        with resharded(model) as sharded:
-            try:
-                self._repeat(batch, views, sums)
-            except Exception as raised:
-                if sharded:
-                    raise
-                error = raised
+        sums = StatisticsBuffer(views, fused=runtime.ranks > 1, kind="replay")
+        error = extra_pass(model, lambda: self._repeat(batch, views, sums))
         # Agree before sending: a rank that raised would leave the others waiting.
         failed = runtime.any(error is not None) if runtime.ranks > 1 else error is not None
         if error is not None:

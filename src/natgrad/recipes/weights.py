@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from natgrad.distributed.fsdp import reshard
+from natgrad.distributed.fsdp import named_parameters
 from natgrad.layers.norm import NORMS
 
 
@@ -17,14 +17,10 @@ def trained(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
     Of what FSDP2 shards it is the shards, also where a pass has left the parameters gathered.
     """
-    reshard(model.modules())
-    seen = set()
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.requires_grad or is_lazy(parameter) or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            yield module, name, parameter
+    for path, parameter in named_parameters(model):
+        if parameter.requires_grad and not is_lazy(parameter):
+            module, _, name = path.rpartition(".")
+            yield model.get_submodule(module), name, parameter
 
 
 def is_norm(module: nn.Module) -> bool:

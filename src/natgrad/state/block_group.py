@@ -21,7 +21,7 @@ from natgrad.curvature.base import (
     replayed_statistics,
     summed,
 )
-from natgrad.distributed.fsdp import is_sharded
+from natgrad.distributed.fsdp import between_steps
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.linalg.precision import Precision, at_least_float32
@@ -141,10 +141,10 @@ class BlockGroup:
     @property
     def _parameter(self) -> Tensor:
         parameter = self.members[0].layer.slots[0].parameter
-        if is_sharded(parameter):
-            # Within a forward or backward pass FSDP2 replaces it by a plain tensor, which may have another dtype.
-            self._settled = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        return parameter if self._settled is None else self._settled
+        like = between_steps(parameter, self._settled)
+        if like is not parameter:
+            self._settled = like
+        return like
 
     def follow(self) -> bool:
         """Move all tensors to where the parameters are; return whether they were elsewhere."""

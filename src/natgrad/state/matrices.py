@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from natgrad.distributed.fsdp import Piece, match, pairs
 from natgrad.layers import Layer, Slot
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 
@@ -16,33 +15,15 @@ def stacked(group: BlockGroup, of: Callable[[Slot], Tensor | None]) -> Tensor:
     """Return a tensor for each parameter of a block group as blocks ``[N, o, i]``, in the dtype of solves.
 
     Args:
-        group: The block group, none of whose parameters is sharded.
-        of: Returns the tensor, shaped as the parameter; None counts as zero.
+        group: The block group.
+        of: Returns the tensor with all rows, shaped as the parameter; None counts as zero.
     """
     B = torch.zeros(group.size, group.outputs, group.inputs, dtype=group.work_dtype, device=group.device)
     targets, sources = [], []
     for layer, slot, view in places(group.members, B):
         tensor = of(slot)
-        for values, place in () if tensor is None else match(layer, slot, tensor.detach(), view):
-            targets.append(place)
-            sources.append(values)
-    if targets:
-        torch._foreach_copy_(targets, sources)
-    return B
-
-
-def assembled(group: BlockGroup, pieces: Mapping[int, Iterable[Piece]]) -> Tensor:
-    """Return rows of tensors shaped as a group's parameters as blocks ``[N, o, i]``; other rows are zero.
-
-    Args:
-        group: The block group.
-        pieces: The rows, by the ``id`` of the parameter.
-    """
-    B = torch.zeros(group.size, group.outputs, group.inputs, dtype=group.work_dtype, device=group.device)
-    targets, sources = [], []
-    for layer, slot, view in places(group.members, B):
-        own = [(start, rows.contiguous()) for start, rows in pieces.get(id(slot.parameter), ())]
-        for values, place in pairs(layer, slot, own, view):
+        if tensor is not None:
+            values, place = layer.align(slot, tensor.detach(), view)
             targets.append(place)
             sources.append(values)
     if targets:

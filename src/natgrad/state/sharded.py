@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from natgrad.distributed import Communicator
-from natgrad.distributed.fsdp import Holders, Piece, collect_rows, is_sharded
+from natgrad.distributed.fsdp import Holders, collect_rows, is_sharded, put_rows
 from natgrad.layers import Slot
 from natgrad.state.block_group import BlockGroup
-from natgrad.state.matrices import assembled
+from natgrad.state.matrices import stacked
 
 
 def slots_of(group: BlockGroup) -> Sequence[Slot]:
@@ -43,7 +43,7 @@ class Rows:
         """Return whether this rank's rows are of the copy that counts, which an `accountant` has a part of."""
         if not is_sharded(slot.parameter):
             return accountant == self._runtime.rank
-        return self._holders.together(slot, accountant, self._runtime.rank)
+        return self._holders.share_replica(slot, accountant, self._runtime.rank)
 
     def own(self, group: BlockGroup, values: Mapping[int, Tensor]) -> Tensor:
         """Return the rows of this rank as blocks ``[N, o, i]``, zero elsewhere.
@@ -52,7 +52,9 @@ class Rows:
             group: The block group.
             values: The rows, by the ``id`` of the slot.
         """
-        return assembled(group, self._pieces(slots_of(group), values))
+        found: dict[int, Tensor] = {}
+        self._put(found, slots_of(group), values)
+        return stacked(group, lambda slot: found[id(slot.parameter)])
 
     def whole(
         self, groups: Iterable[tuple[BlockGroup, Sequence[int]]], values: Mapping[int, Tensor], kind: str
@@ -74,12 +76,10 @@ class Rows:
         found = {}
         for group, receivers in wanted:
             if self._runtime.rank in receivers:
-                present = [slot for slot in slots_of(group) if not is_sharded(slot.parameter)]
-                found[id(group)] = assembled(group, {**gathered, **self._pieces(present, values)})
+                self._put(gathered, [slot for slot in slots_of(group) if not is_sharded(slot.parameter)], values)
+                found[id(group)] = stacked(group, lambda slot: gathered[id(slot.parameter)])
         return found
 
-    def _pieces(self, slots: Iterable[Slot], values: Mapping[int, Tensor]) -> dict[int, list[Piece]]:
-        pieces: dict[int, list[Piece]] = {}
+    def _put(self, found: dict[int, Tensor], slots: Iterable[Slot], values: Mapping[int, Tensor]) -> None:
         for slot in slots:
-            pieces.setdefault(id(slot.parameter), []).append((self.held(slot).start, values[id(slot)]))
-        return pieces
+            put_rows(found, slot, self.held(slot).start, values[id(slot)])

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from natgrad.distributed import Communicator, Plan
-from natgrad.distributed.fsdp import Holders, is_sharded, pairs
+from natgrad.distributed.fsdp import Holders, from_blocks
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
 from natgrad.preconditioner.gradients.stacked import GroupGradients, HeldRows
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.block_group import LayerBlocks
+from natgrad.state.sharded import has_shards
 
 
 def share(
@@ -37,8 +38,7 @@ def share(
         empty = torch.empty(0, dtype=dtype, device=device)
         workers = [entry for entry in bucket if entry.group.role.is_gradient_worker]
         sent = [_counters(entry, watch) for entry in workers]
-        slots = (slot for entry in bucket for member in entry.members for slot in member.layer.slots)
-        if any(is_sharded(slot.parameter) for slot in slots):
+        if any(has_shards(entry.group) for entry in bucket):
             _share_rows(bucket, torch.cat([empty, *sent]), row, runtime, holders, watch)
         else:
             _share_whole(bucket, torch.cat([empty, *sent]), row, runtime, watch)
@@ -81,8 +81,11 @@ def _share_rows(
     workers = [entry for entry in entries if entry.group.role.is_gradient_worker]
     for entry in workers:
         entry.clear_(~entry.inner.isfinite())  # a rank that receives some rows does not know their blocks
+    whole = {id(entry): _whole(entry) for entry in workers}
     outgoing = [
-        torch.cat([counters, *(value for entry in workers for value in _values_for(rank, entry, holders))])
+        torch.cat(
+            [counters, *(part for entry in workers for part in _values_for(rank, entry, whole[id(entry)], holders))]
+        )
         if rank != runtime.rank
         else counters[:0]
         for rank in row
@@ -114,27 +117,24 @@ def _share_rows(
 
 def _held_slots(rank: int, entry: GroupGradients, holders: Holders) -> list[tuple[LayerBlocks, Slot, range]]:
     """Return the rows of the parameters that `rank` holds. Empty: no parameter is sharded, and it holds all rows."""
-    slots = [(member, slot) for member in entry.members for slot in member.layer.slots]
-    if not any(is_sharded(slot.parameter) for _, slot in slots):
+    if not has_shards(entry.group):
         return []
+    slots = [(member, slot) for member in entry.members for slot in member.layer.slots]
     return [(member, slot, holders.rows(slot, rank)) for member, slot in slots]
 
 
-def _values_for(rank: int, entry: GroupGradients, holders: Holders) -> list[Tensor]:
+def _whole(entry: GroupGradients) -> list[Tensor]:
+    """Return V as tensors shaped as the parameters, if any is sharded."""
+    slots = [(member, slot) for member in entry.members for slot in member.layer.slots if has_shards(entry.group)]
+    return [from_blocks(member.layer, slot, entry.V[member.blocks, :, slot.columns]) for member, slot in slots]
+
+
+def _values_for(rank: int, entry: GroupGradients, whole: Sequence[Tensor], holders: Holders) -> list[Tensor]:
     """Return the part of V to send to `rank`, as vectors."""
     slots = _held_slots(rank, entry, holders)
     if not slots:
         return [entry.V.reshape(-1)]
-    values = [entry.V.new_empty(size) for size in _sizes(entry, slots)]
-    targets, sources = [], []
-    for (member, slot, rows), value in zip(slots, values, strict=True):
-        blocks = entry.V[member.blocks, :, slot.columns]
-        for part, place in pairs(member.layer, slot, [(rows.start, value)], blocks):
-            targets.append(part)
-            sources.append(place)
-    if targets:
-        torch._foreach_copy_(targets, sources)
-    return values
+    return [tensor[rows.start : rows.stop].reshape(-1) for tensor, (*_, rows) in zip(whole, slots, strict=True)]
 
 
 def _sizes(entry: GroupGradients, slots: Sequence[tuple[LayerBlocks, Slot, range]]) -> list[int]:

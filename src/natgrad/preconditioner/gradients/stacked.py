@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from natgrad.distributed.fsdp import Piece, held_rows, match, pairs
+from natgrad.distributed.fsdp import gradient_target, held_rows
 from natgrad.layers import Slot
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all
@@ -82,8 +82,8 @@ class GroupGradients:
             return self.levels
         return self.levels[tensor_on(self.levels.device, [0, *accumulate(self.counts[:-1])])]
 
-    def gather(self, received: Mapping[int, list[Piece]]) -> None:
-        """Lay out ``.grad`` as `W`; of sharded parameters the `received` rows, by the parameter's ``id``.
+    def gather(self, received: Mapping[int, Tensor]) -> None:
+        """Lay out ``.grad`` as `W`; of sharded parameters the `received` ones, by the parameter's ``id``.
 
         A missing gradient of a weight or bias counts as zero.
         """
@@ -95,11 +95,9 @@ class GroupGradients:
             if gradient is None:
                 view.zero_()
                 continue
-            pieces = received.get(id(slot.parameter))
-            views = match(layer, slot, gradient, view) if pieces is None else pairs(layer, slot, pieces, view)
-            for rows, place in views:
-                targets.append(place)
-                sources.append(rows)
+            rows, place = layer.align(slot, received.get(id(slot.parameter), gradient), view)
+            targets.append(place)
+            sources.append(rows)
         if targets:  # there may be none: other ranks expect a result even for a layer that no rank has used
             torch._foreach_copy_(targets, sources)
 
@@ -126,7 +124,8 @@ class GroupGradients:
                 sources.append(share.values.view(rows.shape))
         for layer, slot, view in places(self.members, self.V) if self.held is None else ():
             gradient = slot.parameter.grad
-            for rows, place in () if gradient is None else match(layer, slot, gradient, view):
-                targets.append(rows)
-                sources.append(place)
+            if gradient is not None:
+                target, values = gradient_target(layer, slot, gradient, view)
+                targets.append(target)
+                sources.append(values)
         return targets, sources
