@@ -84,16 +84,7 @@ def places(model: nn.Module) -> Iterator[Place]:
 
 
 def cover(model: nn.Module, curvature: Curvature | Mapping[str, Curvature | None]) -> Coverage:
-    """Assign a curvature to each layer of `model`.
-
-    Args:
-        model: The model, unwrapped.
-        curvature: One for all layers, or one for each fnmatch pattern of module names: the first match wins, None and
-            no match leave the layer to the optimizer.
-
-    Returns:
-        The layers with a curvature, and every other parameter with a reason.
-    """
+    """Assign a curvature to each layer of an unwrapped model, and give a reason for every other parameter."""
     modules = list(places(model))
     found = [_find(place, curvature) for place in modules if list(_parameters_of(place.module))]
     covered = _cover(found)

@@ -51,12 +51,7 @@ class Inspection:
         """Find tables with gradients in rows that were not looked up, as from ``F.linear(h, table.weight)``.
 
         The gradient of such a row would be divided by the damping alone. The check waits for the device, so it is done
-        only once.
-
-        Args:
-            groups: All groups.
-            sums: The sums over all ranks of an update of the factors.
-            runtime: The ranks, each of which may hold a part of the gradients.
+        only once, with the `sums` over all ranks. Each rank may hold a part of the gradients.
         """
         if self.looked:
             return
@@ -76,12 +71,9 @@ class Inspection:
         self._misused = {layer.key for layer, stray in zip(tables, found.tolist(), strict=True) if stray > 0}
 
     def usable(self, groups: list[BlockGroup], seen: set[str], *, captured: bool) -> set[str]:
-        """Return the keys of those layers whose curvature may be renewed.
+        """Return the keys of the layers whose curvature may be renewed, of those `seen`, which have statistics.
 
-        Args:
-            groups: All groups.
-            seen: The keys of the layers with statistics.
-            captured: Whether the hooks captured statistics in this step.
+        `captured` says whether the hooks captured statistics in this step.
         """
         if captured and not self._has_changed:
             # A rank that only uses its own samples may have gradients of samples that it has not captured.
@@ -117,12 +109,7 @@ def _tables(groups: Iterable[BlockGroup]) -> Iterator[tuple[BlockGroup, LayerBlo
 
 
 def _strays(table: Layer, lookups: Tensor) -> Tensor:
-    """Return whether this rank holds nonzero gradient rows of a table that were not looked up.
-
-    Args:
-        table: The layer.
-        lookups: How often each row was looked up ``[V]``.
-    """
+    """Return whether this rank holds nonzero gradient rows that were not looked up; `lookups` of each row ``[V]``."""
     slot = table.slots[0]
     gradient = slot.parameter.grad
     if gradient is None:
