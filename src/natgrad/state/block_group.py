@@ -235,12 +235,18 @@ class BlockGroup:
             return slice(None)
         return tensor_on(self.device, [block for member in members for block in range(member.start, member.stop)])
 
+    def are_ready(self, members: Sequence[LayerBlocks]) -> list[bool]:
+        """Return whether `results` is complete for some layers."""
+        if len(members) == len(self.members):
+            return self.ready
+        return [self.ready[self.members.index(member)] for member in members]
+
     def solve(self, members: Sequence[LayerBlocks], W: Tensor, damping: float) -> Tensor:
         """Return the preconditioned gradients of some layers, and update the curvature's state by the finite ones.
 
         Layers without curvature keep their gradients.
         """
-        ready = [self.ready[self.members.index(member)] for member in members]
+        ready = self.are_ready(members)
         if not any(ready):
             return W
         if not all(ready):

@@ -102,9 +102,9 @@ class FallbackPolicy:
     def _renewal_levels(self, entry: GroupGradients) -> list[int]:
         group, patience = entry.group, math.inf if self.guard.patience is None else self.guard.patience
         levels: list[int] = []
-        for member in entry.members:
+        for member, is_ready in zip(entry.members, group.are_ready(entry.members), strict=True):
             failed = group.failures.failed_refreshes[member.blocks]
-            if not group.ready[group.members.index(member)]:
+            if not is_ready:
                 tried = any(failed) and self.guard.ladder
                 levels += [Level.DIAGONAL if tried else Level.PLAIN] * len(failed)
             elif not self.guard.ladder:

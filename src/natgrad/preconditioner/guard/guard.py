@@ -127,9 +127,10 @@ class FailureCounters:
         """Return whether each layer of a group was preconditioned by its curvature ``[M]``, and the place of some."""
         if id(group) not in self._flags:
             self._flags[id(group)] = group, torch.zeros(len(group.members), dtype=torch.bool, device=device)
-        indices = [group.members.index(member) for member in members]
-        index = slice(None) if len(members) == len(group.members) else tensor_on(device, indices)
-        return self._flags[id(group)][1], index
+        flags = self._flags[id(group)][1]
+        if len(members) == len(group.members):
+            return flags, slice(None)
+        return flags, tensor_on(device, [group.members.index(member) for member in members])
 
     def preconditioned(self) -> set[str]:
         """Return the keys of the layers that were preconditioned by their curvature in any step. Waits."""
