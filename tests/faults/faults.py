@@ -507,8 +507,8 @@ _add(
     "distributed/test_sharded.py::test_ranks_equal_one_process",
     (
         "distributed.fsdp:collect_rows",
-        "zip(places, arrived, strict=True)",
-        "zip(places, arrived[::-1], strict=True)",
+        "zip(incoming, sizes, arrived, strict=True)",
+        "zip(incoming, sizes, arrived[::-1], strict=True)",
     ),
 )
 _add(
