@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.state.matrices import parameters
+from natgrad.state.parameters import stacked
 from tests.dense import reference as dense
 from tests.every import EVERY
 
@@ -70,7 +70,7 @@ def trained(curvature, *, table, norms=None, steps=2, epochs=False):
 def check(preconditioner, tolerance=1e-9):
     stacks = preconditioner.parts.groups
     for stack in stacks:
-        D = parameters(stack)
+        D = stacked(stack, lambda slot: slot.parameter)
         back = stack.solve(stack.members, stack.fisher_product(D) + DAMPING * stack.factor * D, DAMPING)
         dense.assert_equal({repr(stack.curvature): back}, {repr(stack.curvature): D}, tolerance)
     return stacks
@@ -103,7 +103,7 @@ def test_inverse_forms_multiply_by_their_factors(options, table):
     same = {name: value for name, value in options.items() if name in ("max_factor_size", "wide")}
     _, other = trained(natgrad.KFAC(**same), table=table)
     for one, two in zip(preconditioner.parts.groups, other.parts.groups, strict=True):
-        D = parameters(one)
+        D = stacked(one, lambda slot: slot.parameter)
         dense.assert_equal(
             {repr(one.curvature): one.fisher_product(D)}, {repr(one.curvature): two.fisher_product(D)}, 1e-9
         )
@@ -126,7 +126,7 @@ def test_layers_without_curvature_have_none():
     _, preconditioner = trained(natgrad.KFAC(), table=False)
     stack = preconditioner.parts.groups[0]
     stack.renewed("A", 0, [False] * stack.size, forget=True)
-    assert not stack.fisher_product(parameters(stack)).any()
+    assert not stack.fisher_product(stacked(stack, lambda slot: slot.parameter)).any()
     assert natgrad.KBFGS().fisher_product_reads is None
 
 
@@ -134,7 +134,7 @@ def test_kid_of_all_rows_is_the_product_with_all_of_them():
     _, preconditioner = trained(EXACT["hylo whole"](), table=False)
     _, exact = trained(natgrad.SNGD(), table=False)
     for one, two in zip(check(preconditioner), exact.parts.groups, strict=True):
-        D = parameters(one)
+        D = stacked(one, lambda slot: slot.parameter)
         dense.assert_equal(
             {repr(one.curvature): one.fisher_product(D)}, {repr(one.curvature): two.fisher_product(D)}, 1e-9
         )

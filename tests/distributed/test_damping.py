@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 import natgrad
 from natgrad.damping import ByKind, LevenbergMarquardt
-from natgrad.state.matrices import parameters
+from natgrad.state.parameters import stacked
 from tests.dense import reference as dense
 from tests.distributed import jobs
 from tests.distributed.sharded_jobs import Zoo
@@ -125,7 +125,7 @@ def undone(name, placement):
     found = []
     for stack in training.preconditioner.parts.groups:
         if stack.role.is_gradient_worker:
-            D = parameters(stack)
+            D = stacked(stack, lambda slot: slot.parameter)
             back = stack.solve(stack.members, stack.fisher_product(D) + DAMPING * D, DAMPING)
             found.append(float((back - D).norm() / D.norm()))
     return found

@@ -276,8 +276,8 @@ _add(
     "dense/test_steps.py::test_intervals",
     (
         "preconditioner.renewal.renew:Job.keep",
-        "held.write(spec.name, blocks, fresh)",
-        "held.write(spec.name, blocks, before if before.any() else fresh)",
+        "results.write(spec.name, blocks, fresh)",
+        "results.write(spec.name, blocks, before if before.any() else fresh)",
     ),
 )
 _add(
@@ -485,7 +485,7 @@ _add(
     "HyLo and SNGD divide the kernel by the samples of a rank, not of all ranks.",
     "distributed/test_rows.py::test_with_all_rows_ranks_make_the_dense_natural_gradient",
     (
-        "preconditioner.renewal.gathered:RowRenewal._counted",
+        "preconditioner.renewal.gathered:RowRenewal._batches",
         "samples = sum(numbers[len(names) + index] for numbers in found)",
         "samples = found[0][len(names) + index]",
     ),
@@ -507,8 +507,8 @@ _add(
     "distributed/test_sharded.py::test_ranks_equal_one_process",
     (
         "distributed.fsdp:collect_rows",
-        "zip(places, arrived, strict=True)",
-        "zip(places, arrived[::-1], strict=True)",
+        "zip(incoming, sizes, arrived, strict=True)",
+        "zip(incoming, sizes, arrived[::-1], strict=True)",
     ),
 )
 _add(

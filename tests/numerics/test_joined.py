@@ -8,7 +8,6 @@ from natgrad.linalg.joined import joined, parted, together, write_
 from natgrad.preconditioner import gradient_step
 from natgrad.preconditioner.gradients import clip
 from natgrad.preconditioner.guard import fallback, guard
-from natgrad.preconditioner.renewal import averages
 from tests.every import EVERY, Training, batch
 
 CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
@@ -80,7 +79,7 @@ def test_stacks_together_are_stacks_one_by_one(make, monkeypatch):
 
     alone, counted = gradients()
     taken = []
-    for each in (gradient_step, clip, averages, guard):
+    for each in (gradient_step, clip, guard):
         monkeypatch.setattr(each, "together", regardless)
     monkeypatch.setattr(fallback, "on_host", lambda place: False)
     monkeypatch.setattr(guard.FailureCounters, "_PATIENCE", 1)

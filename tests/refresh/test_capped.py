@@ -27,7 +27,7 @@ def all_times(preconditioner):
     """The times that a state holds: those of decisions so far, and those since the last one."""
     state = preconditioner.state_dict()["refresh"]
     times = StepTimes(*(state["budget"][name] for name in vars(StepTimes())))
-    times.add(state["times"])
+    times.add(state["times"].values())
     return times
 
 

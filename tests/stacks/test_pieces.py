@@ -4,43 +4,27 @@ from importlib import import_module
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from natgrad import KFAC, Preconditioner
-from natgrad.state import block_group, pieces
+from natgrad.state import block_group
+from natgrad.state.block_group import BlockGroup
 from tests.every import EVERY, Training, batch
 
-LIMIT = 2**21
+LIMIT = 2**26
 
 
-@given(count=st.integers(0, 200), size=st.integers(1, 4 * LIMIT))
-def test_pieces_are_equal_and_of_a_bounded_size_where_that_can_be(count, size):
-    cut = pieces.even_pieces(count, size, torch.device("cpu"))
-    assert [block for piece in cut for block in range(count)[piece]] == list(range(count))
-    assert len({piece.stop - piece.start for piece in cut}) <= 1
-    fitting = [step for step in range(1, count + 1) if count % step == 0 and LIMIT / 4 <= step * size <= LIMIT]
-    if count and (fitting or size > LIMIT):
-        assert len(cut) == count // max(fitting, default=1)
-    else:
-        assert len(cut) == min(1, count)
-
-
-@pytest.mark.parametrize("blocks", [slice(None), slice(3, 9), torch.tensor([4, 2, 7, 7, 1])])
-@pytest.mark.parametrize("piece", [slice(0, 2), slice(2, 4)])
-def test_pieces_of_some_blocks(blocks, piece):
-    every = torch.arange(10)
-    torch.testing.assert_close(every[pieces.within(blocks, piece)], every[blocks][piece])
-
-
-@pytest.mark.cpu
 @pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
 def test_a_training_is_that_without_pieces(make, monkeypatch):
     whole, cut = Training(make), Training(make)
-    solved = []
-    monkeypatch.setattr(block_group, "within", lambda *a: solved.append(a[1].stop - a[1].start) or pieces.within(*a))
+    computed, solved = BlockGroup.computed, []
+
+    def counted(group, blocks):
+        solved.append(len(range(group.size)[blocks]) if isinstance(blocks, slice) else len(blocks))
+        return computed(group, blocks)
+
+    monkeypatch.setattr(BlockGroup, "computed", counted)
     for training, most in ((whole, LIMIT), (cut, 1)):
-        monkeypatch.setattr(pieces, "_CPU", most)
+        monkeypatch.setattr(block_group, "_PIECE", most)
         torch.manual_seed(2)
         for step in range(4):
             training.step(batch(step))

@@ -17,8 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from natgrad.averaging.base import Averager, check_parts
 from natgrad.averaging.checks import FiniteCheck
 from natgrad.averaging.exchange import MESSAGE_BYTES
-from natgrad.averaging.factors import Factors, check_owners, describe, is_replicated
-from natgrad.averaging.merge import AveragedTensors, LossScale, Merge, Momenta, Momentum
+from natgrad.averaging.merge import (
+    AveragedTensors,
+    Factors,
+    LossScale,
+    Merge,
+    Momenta,
+    Momentum,
+    check_owners,
+    describe_factors,
+    is_replicated,
+)
 from natgrad.averaging.nodes import Nodes
 from natgrad.averaging.schedule import Cycle, Epochs, Phase, Plateau, warn_of_short_epoch, warn_without_epochs
 from natgrad.errors import DivergedError, NatgradWarning, require, require_one_of
@@ -151,7 +160,7 @@ class DASO(Averager):
                 "duty": duty,
                 "patience": patience,
                 "threshold": threshold,
-                "preconditioner": describe(preconditioner),
+                "preconditioner": describe_factors(preconditioner),
             },
         )
         self._momentum = momentum

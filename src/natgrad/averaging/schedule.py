@@ -8,7 +8,7 @@ from math import inf, isfinite
 from typing import Any, Literal
 
 from natgrad.errors import NatgradWarning, require
-from natgrad.preconditioner.epoch_warnings import PATIENCE
+from natgrad.preconditioner.epochs import PATIENCE
 from natgrad.schedule import check_number, check_whole
 
 Phase = Literal["warm-up", "cycling", "cool-down"]

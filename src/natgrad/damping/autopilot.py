@@ -20,7 +20,7 @@ from natgrad.linalg import tensor_on
 from natgrad.schedule import check_number
 from natgrad.state.block_group import BlockGroup
 from natgrad.state.measures import measured
-from natgrad.state.sharded import Rows, slots_of
+from natgrad.state.parameters import Rows, slots_of
 
 if TYPE_CHECKING:
     from natgrad.preconditioner.gradients.clip import Clip

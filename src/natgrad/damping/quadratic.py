@@ -23,7 +23,7 @@ from natgrad.errors import NatgradError, describe, require
 from natgrad.layers import Slot
 from natgrad.linalg.precision import at_least_float32
 from natgrad.state.block_group import BlockGroup
-from natgrad.state.sharded import Rows, slots_of
+from natgrad.state.parameters import Rows, slots_of
 
 
 class Losses:

@@ -19,8 +19,7 @@ from natgrad.layers import Layer, Slot
 from natgrad.schedule import check_number
 from natgrad.state.block_group import BlockGroup
 from natgrad.state.failures import Level
-from natgrad.state.matrices import stacked
-from natgrad.state.sharded import Rows, has_shards, slots_of
+from natgrad.state.parameters import Rows, has_shards, slots_of, stacked
 
 if TYPE_CHECKING:
     from natgrad.preconditioner.gradients.stacked import GroupGradients

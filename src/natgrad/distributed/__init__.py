@@ -2,8 +2,7 @@
 
 from natgrad.distributed.choice import make_plan, step_seconds
 from natgrad.distributed.communicator import Communicator, Work, flatten, unflatten
-from natgrad.distributed.cost import Cycle, Link
-from natgrad.distributed.options import Placement, resolve
+from natgrad.distributed.options import Cycle, Link, Placement, resolve
 from natgrad.distributed.plan import Assignment, LayerDemand, Plan, Rows
 from natgrad.distributed.rules import PlacementRule, register_placement
 from natgrad.distributed.slices import Slices

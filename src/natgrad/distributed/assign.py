@@ -8,8 +8,7 @@ from typing import TypeAlias, TypeVar, get_args
 
 import numpy as np
 
-from natgrad.distributed.cost import Cycle
-from natgrad.distributed.options import Placement
+from natgrad.distributed.options import Cycle, Placement
 from natgrad.distributed.plan import Assignment, LayerDemand, Plan
 from natgrad.distributed.rules import Destination
 from natgrad.errors import require, require_one_of
@@ -27,7 +26,7 @@ def assign(
     cycle: Cycle,
 ) -> Plan[Key]:
     """Return the plan of one placement other than "auto", as `natgrad.distributed.make_plan` describes."""
-    speeds = placement.speeds if placement.speeds is not None else (1.0,) * ranks
+    speeds = placement.speed_of(ranks)
     columns = ranks // placement.workers(ranks)
     workers = [tuple(range(column, ranks, columns)) for column in range(columns)]
     seats = {key: Assignment((), {}, _sums(placement, work, ranks // columns)) for key, work in works.items()}

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from natgrad.distributed.assign import assign
-from natgrad.distributed.cost import Cycle, Link
-from natgrad.distributed.options import Placement
+from natgrad.distributed.options import Cycle, Link, Placement
 from natgrad.distributed.plan import Assignment, Exchange, LayerDemand, Plan
 from natgrad.distributed.table import mebibytes
 from natgrad.errors import require
@@ -99,14 +98,14 @@ def _message(exchanges: Iterable[Exchange], kind: str, link: Link) -> float:
 
 def _decompositions(plan: Plan[Key]) -> float:
     """Return the multiply-adds of an inverse refresh on the rank that finishes last, divided by its speed."""
-    speeds = plan.placement.speeds or (1.0,) * plan.ranks
+    speeds = plan.placement.speed_of(plan.ranks)
     unit = sum(work.cost for work in plan.layers.values()) / (sum(plan.weights.values()) or 1.0)
     return max(plan.renewal(rank) / speeds[rank] for rank in range(plan.ranks)) * unit
 
 
 def _products(plan: Plan[Key]) -> float:
     """Return the seconds of preconditioning on the rank that finishes last."""
-    speeds = plan.placement.speeds or (1.0,) * plan.ranks
+    speeds = plan.placement.speed_of(plan.ranks)
     work = [0.0] * plan.columns
     for key in plan.seats:
         work[plan.column_of(key)] += plan.layers[key].solve

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-# Consecutive rows of a parameter: the index of the first, and the rows as one contiguous tensor.
-Piece = tuple[int, Tensor]
-
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     """Return whether `tensor` is a DTensor, without the import of a module that most users never need."""
@@ -231,8 +228,8 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered.detach().clone()
 
 
-def own_rows(name: str, tensor: Tensor) -> Piece:
-    """Return the rows of a parameter or gradient that this rank holds, without a copy."""
+def own_rows(name: str, tensor: Tensor) -> tuple[int, Tensor]:
+    """Return the rows of a parameter or gradient that this rank holds, without a copy, and the index of the first."""
     if not is_sharded(tensor):
         return 0, tensor
     sharding, rows = RowSharding.of(name, tensor), tensor.to_local()

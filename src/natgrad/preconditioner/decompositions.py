@@ -22,18 +22,14 @@ class Decompositions:
         """Whether any are due in this step."""
         return bool(self._parts.scheduler.due_parts(self._parts.progress))
 
-    def collect(self, *, early: bool) -> None:
-        """Exchange the results of decompositions in the background, if they are due.
-
-        Args:
-            early: Wait for them in any case.
-        """
+    def collect(self, *, at_once: bool) -> None:
+        """Exchange the results of decompositions in the background, if they are due or `at_once`."""
         parts = self._parts
         plan, keys = parts.structure.plan, parts.background.keys
         with parts.scheduler.timed("renewing", parts.spent), parts.progress.phase("renew", parts.runtime):
             try:
                 parts.background.collect(
-                    plan, parts.runtime, parts.watch, parts.progress, parts.structure.precision.wire, early=early
+                    plan, parts.runtime, parts.watch, parts.progress, parts.structure.precision.wire, at_once=at_once
                 )
             finally:
                 if not parts.background.keys:
@@ -41,7 +37,7 @@ class Decompositions:
 
     def end(self) -> None:
         """End decompositions in progress, between two steps, so that the next passes use their results."""
-        self.collect(early=True)
+        self.collect(at_once=True)
         capture = self._parts.capture
         if not self._parts.runtime.any(bool(capture.backwards)):
             capture.sums.note_basis_versions()

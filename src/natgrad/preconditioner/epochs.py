@@ -1,8 +1,9 @@
-"""Which epochs are critical: those in which the gradient changes fast (Accordion, as in Mu 2022)."""
+"""The epochs of a training: which are critical (Accordion, as in Mu 2022), and warnings of those that never end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -12,8 +13,14 @@ from torch import Tensor
 
 from natgrad.curvature.rows import EPOCH_GRADIENT
 from natgrad.distributed import Communicator
-from natgrad.errors import require
+from natgrad.errors import NatgradWarning, require
+from natgrad.refresh import RefreshRule, Sides
 from natgrad.state.block_group import BlockGroup
+
+PATIENCE = 1000
+"""After how many steps of the first epoch `next_epoch` is missed."""
+_SHORTER = 2
+"""By which factor an epoch has to be shorter than an interval expects."""
 
 
 def add_gradients(group: BlockGroup, W: Tensor, blocks: slice | Tensor) -> None:
@@ -29,17 +36,9 @@ def sums_gradients(group: BlockGroup) -> bool:
     return any(spec.name == EPOCH_GRADIENT for spec in group.memory_specs)
 
 
-def _take_square(group: BlockGroup) -> Tensor:
-    """Return ‖Δ‖² of some layers in float64, and begin the next Δ."""
-    total = group.memory[EPOCH_GRADIENT]
-    square = total.square().sum(dtype=torch.float64)
-    total.zero_()
-    return square
-
-
 @dataclass
 class Epochs:
-    """What is known of the epochs so far.
+    """The epochs so far. The names of the fields are keys of checkpoints.
 
     Attributes:
         epoch: How many were ended by `next_epoch`.
@@ -74,20 +73,18 @@ class Epochs:
         return not (isfinite(older) and isfinite(newer)) or abs(newer - older) >= threshold * older
 
     def next(self, groups: Sequence[BlockGroup], runtime: Communicator) -> None:
-        """End an epoch; collective, and the host waits for the norm.
-
-        Args:
-            groups: The blocks.
-            runtime: The ranks.
-        """
+        """End an epoch; collective, and waits for the device."""
         groups = [group for group in groups if sums_gradients(group)]
-        squares = [_take_square(group) for group in groups if group.role.is_gradient_worker and group.memory]
         if groups:
-            own = float(torch.stack([square.cpu() for square in squares]).sum()) if squares else 0.0
+            square = 0.0
+            for group in groups:
+                if group.role.is_gradient_worker and group.memory:
+                    total = group.memory[EPOCH_GRADIENT]
+                    square += float(total.square().sum(dtype=torch.float64))
+                    total.zero_()
             # Each of a layer's workers adds its share: all ranks go by the very same number.
             workers = len(groups[0].role.seat.workers)
-            total = runtime.totals([own / workers], "counters")[0]
-            self.norms = [*self.norms, total**0.5][-2:]
+            self.norms = [*self.norms, runtime.totals([square / workers], "counters")[0] ** 0.5][-2:]
         self.epoch += 1
         self.before, self.rates, self.decayed = self.rates or self.before, [], False
 
@@ -113,12 +110,63 @@ class Epochs:
         fits = isinstance(state, Mapping) and state.keys() == known.keys()
         require(fits, name, sorted(map(str, state)) if isinstance(state, Mapping) else state, f"a dict of {[*known]}")
         for key, value in state.items():
-            numbers = isinstance(value, list) and all(isinstance(one, (int, float)) for one in value)
-            flag = isinstance(value, bool) or (key == "used" and value is None)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            fits, allowed = {int: (whole, "a whole number"), list: (numbers, "a list of numbers")}.get(
-                type(known[key]), (flag, "a flag")
-            )
+            if key == "epoch":
+                fits, allowed = type(value) is int and value >= 0, "a whole number"
+            elif isinstance(known[key], list):
+                fits = isinstance(value, list) and all(isinstance(number, (int, float)) for number in value)
+                allowed = "a list of numbers"
+            else:
+                fits, allowed = isinstance(value, bool) or (key == "used" and value is None), "a flag"
             require(fits, f"{name}[{key!r}]", value, allowed)
-        own: dict[str, Any] = {key: list(value) if isinstance(value, list) else value for key, value in state.items()}
-        return cls(**own)
+        copied: dict[str, Any] = {
+            key: list(value) if isinstance(value, list) else value for key, value in state.items()
+        }
+        return cls(**copied)
+
+
+class EpochWarnings:
+    """Counts the epochs of a `natgrad.Preconditioner`, and warns once of each mistake. Never waits."""
+
+    def __init__(self, refresh: RefreshRule) -> None:
+        """Find intervals of `refresh` that assume a number of steps per epoch."""
+        self._intervals = {interval.steps_per_epoch: interval for interval in _counting(refresh)}
+        self._steps = self._began = 0
+
+    def step_ended(self, step: int, epoch: int, groups: Iterable[BlockGroup]) -> None:
+        """Count a step. Warn after the 1000th, if a curvature depends on epochs and the first has not ended."""
+        self._steps += 1
+        if step != PATIENCE or epoch:
+            return
+        waiting = next((one.curvature for one in groups if sums_gradients(one)), None)
+        if waiting is not None:
+            warnings.warn(
+                f"natgrad: {PATIENCE} steps without next_epoch(): {waiting!r} takes them all for its first epoch, in "
+                "which it always chooses KID. Call preconditioner.next_epoch() after each epoch, or choose "
+                'method="kid" (if the first epoch has more steps, and the call is still to come, all is well)',
+                NatgradWarning,
+                stacklevel=4,
+            )
+
+    def epoch_ended(self, step: int) -> None:
+        """Warn if the epoch that ended after `step` completed steps was much shorter than an interval assumes."""
+        whole = step - self._steps == self._began  # no state was loaded in between
+        steps, self._steps, self._began = self._steps, 0, step
+        if not whole or not steps:
+            return
+        for expected in [expected for expected in self._intervals if expected >= _SHORTER * steps]:
+            interval = self._intervals.pop(expected)
+            warnings.warn(
+                f"natgrad: an epoch ended after {steps} steps, but {interval!r} takes {expected} for one, and advances "
+                "so much later: give it the optimizer steps of an epoch, as len(loader), not its samples",
+                NatgradWarning,
+                stacklevel=3,
+            )
+
+
+def _counting(schedule: object) -> Iterator[Any]:
+    """Yield the intervals of a rule that have a `steps_per_epoch`, including sides and nested rules."""
+    for value in getattr(schedule, "__dict__", {}).values():
+        if isinstance(value, (RefreshRule, Sides)):
+            yield from _counting(value)
+        elif isinstance(getattr(value, "steps_per_epoch", None), int):
+            yield value

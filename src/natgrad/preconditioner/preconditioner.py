@@ -38,8 +38,7 @@ from natgrad.preconditioner.compatibility import check_combinations, warn_of_com
 from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.coverage import cover, warn_of_idle
 from natgrad.preconditioner.decompositions import Decompositions
-from natgrad.preconditioner.epoch_warnings import EpochWarnings
-from natgrad.preconditioner.epochs import Epochs
+from natgrad.preconditioner.epochs import Epochs, EpochWarnings
 from natgrad.preconditioner.explanation import Explanation, explain
 from natgrad.preconditioner.gradient_step import GradientStep
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
@@ -50,12 +49,11 @@ from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import Background, RefreshScheduler
 from natgrad.preconditioner.second_pass import Closure, SecondPass
-from natgrad.preconditioner.slow_renewal import warn_of_slow_renewal
 from natgrad.preconditioner.statistics import Statistics
-from natgrad.preconditioner.structure import Structure
+from natgrad.preconditioner.structure import Structure, warn_of_slow_renewal
 from natgrad.preconditioner.verification import Verification, verify
 from natgrad.refresh import Refresh, RefreshRule
-from natgrad.refresh.registry import resolve_refresh
+from natgrad.refresh.policy import resolve_refresh
 from natgrad.state import state as states
 
 
@@ -280,7 +278,7 @@ class Preconditioner:
             return
         self._compare_settings(damping)
         if parts.renews_in_background:
-            self._decompositions.collect(early=self._decompositions.are_due)
+            self._decompositions.collect(at_once=self._decompositions.are_due)
 
         self._statistics.compare_gradients()
         scale = self._gradients.reduce(count)
@@ -383,7 +381,9 @@ class Preconditioner:
             parts.watch.forget()
         with parts.progress.phase("renew", parts.runtime):
             parts.background.fold(parts.watch)
-        if parts.structure.follow(lambda: self._decompositions.collect(early=True)):
+        if parts.structure.is_outdated:
+            self._decompositions.collect(at_once=True)
+            parts.structure.rebuild()
             self._attach()
             parts.inspection.restart()
             # The hooks lost the statistics of this step on all ranks, so these stay due.

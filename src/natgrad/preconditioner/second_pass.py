@@ -27,7 +27,7 @@ from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import renew
 from natgrad.state.block_group import BlockGroup
-from natgrad.state.sharded import Rows, slots_of
+from natgrad.state.parameters import Rows, slots_of
 from natgrad.state.tensors import along
 
 Closure = Callable[[], Any]

@@ -45,7 +45,6 @@ class Statistics:
     def choose_next(self) -> None:
         """Tell the hooks what the coming step needs."""
         parts, scheduler, capture = self._parts, self._parts.scheduler, self._parts.capture
-        scheduler.receive_decisions(parts.groups)
         choice = Choice(scheduler.due_statistics(parts.progress), scheduler.stopped)
         layers = [(member.layer.name, group) for group in parts.summed for member in group.members]
         capture.records_passes = parts.damping.adaptation.tries(parts.progress.step)

@@ -1,30 +1,35 @@
-"""The blocks of a model and the owners of their work; built anew when the model has changed."""
+"""The layers of a model, the groups of their blocks and the plan of their ranks; built anew when the model changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from math import prod
 from zlib import crc32
 
 from torch import nn
 
-from natgrad.curvature import Curvature
-from natgrad.curvature.base import computed_for, gathered, statistics_of
-from natgrad.distributed import Assignment, Cycle, Link, Placement, Plan, make_plan
-from natgrad.distributed.fsdp import reshard
-from natgrad.errors import NatgradError
+from natgrad.curvature import KFAC, Curvature
+from natgrad.curvature.base import computed_for, declarations, gathered, replayed_statistics, statistics_of, summed
+from natgrad.distributed import Assignment, Cycle, LayerDemand, Link, Placement, Plan, Rows, make_plan, narrower
+from natgrad.distributed.fsdp import reshard, shares
+from natgrad.errors import NatgradError, NatgradWarning
 from natgrad.layers import Layer, Slot
 from natgrad.linalg.device import on_host
-from natgrad.linalg.precision import Precision
+from natgrad.linalg.precision import Precision, at_least_float32
 from natgrad.preconditioner.compatibility import check_combinations
 from natgrad.preconditioner.coverage import cover
-from natgrad.preconditioner.demand import work
 from natgrad.preconditioner.renewal.decisions import DecisionState, check_use
 from natgrad.refresh import RefreshRule
+from natgrad.specs import TensorSpec
 from natgrad.state import state as states
-from natgrad.state.block_group import BlockGroup
-from natgrad.state.roles import RankRole
+from natgrad.state.block_group import BlockGroup, RankRole
+from natgrad.state.tensors import packed_shape, spec_dtype
+
+_SLOW_SECONDS, _SHOWN_LAYERS, _SMALLER_SIZE = 10.0, 3, 1024
+"""From how many seconds of a renewal on there is a warning, how many layers it names, what block size it suggests."""
 
 
 class Structure:
@@ -67,13 +72,7 @@ class Structure:
         self.plan = self._planned()
         check_combinations(self.coverage.layers, self.plan.placement, self._refresh, None, self._ranks)
         self._seated.update(self.plan.seats)
-        self.groups = group(
-            self.coverage.layers,
-            self.precision,
-            self.plan,
-            self._rank,
-            self._factor,
-        )
+        self.groups = group_layers(self.coverage.layers, self.precision, self.plan, self._rank, self._factor)
         if self._refresh is not None:
             self._prepare_refresh(self._refresh)
 
@@ -92,12 +91,14 @@ class Structure:
     def digest(self) -> int:
         """Return a number that is the same on ranks with the same plan for the same layers."""
         sizes = [
-            (member.layer.key, one.outputs, one.inputs, one.factor) for one in self.groups for member in one.members
+            (member.layer.key, group.outputs, group.inputs, group.factor)
+            for group in self.groups
+            for member in group.members
         ]
         return crc32(repr((str(self.plan.placement), self.plan.seats, sizes)).encode())
 
     def _planned(self) -> Plan[str]:
-        works = {layer.key: work(layer, curvature, self.precision) for layer, curvature in self.coverage.layers}
+        works = {layer.key: demand_of(layer, curvature, self.precision) for layer, curvature in self.coverage.layers}
         cycle = None
         asks = self._placement.name == "auto" or self._placement.positions is not None
         if asks and self._ranks > 1 and self._refresh is not None:
@@ -110,41 +111,29 @@ class Structure:
             for own in (statistics_of(curvature, layer) for layer, curvature in self.coverage.layers)
         )
         looks = looks or (self._refresh is not None and self._refresh.share is not None)
-        if placement.name == "auto" and (looks or (placement.link == Link() and self._accelerated)):
+        if placement.name == "auto" and (looks or (placement.link == Link() and _is_accelerated(self.coverage.layers))):
             placement = replace(placement, name="comm-opt")  # the costs known are those of a processor core
         plan = make_plan(placement, works, self._ranks, self._seated, cycle)
         self._placement = plan.placement
         return plan
 
-    def follow(self, before: Callable[[], None]) -> bool:
-        """Follow parameters that were moved, frozen, thawed or replaced; blocks of unchanged shape keep their state.
+    def rebuild(self) -> None:
+        """Follow parameters that were moved, frozen, thawed or replaced; blocks of unchanged shape keep their state."""
+        known = states.blocks(self.groups)
+        self._build()
+        states.restore(states.fitting(known, self.groups), self.groups)
 
-        Args:
-            before: Is called where groups are about to be replaced.
-
-        Returns:
-            Whether the groups are new ones.
+    def ahead(self) -> Structure:
+        """Return what `rebuild` would make of this one, which stays as it is; nothing is sent.
 
         Raises:
             NatgradError: if the model was sharded meanwhile.
         """
         if not self.is_outdated:
-            return False
-        before()
-        self._build_anew()
-        return True
-
-    def ahead(self) -> Structure:
-        """Return what `follow` would make of this one, which stays as it is; nothing is sent.
-
-        Raises:
-            NatgradError: as `follow`.
-        """
-        if not self.is_outdated:
             return self
         other = copy(self)
         other._seated = dict(self._seated)
-        other._build_anew()
+        other.rebuild()
         return other
 
     def without_state(self) -> Structure:
@@ -165,40 +154,119 @@ class Structure:
             raise NatgradError("the model was sharded after its Preconditioner was built: call fully_shard before")
         return self.coverage.signature() != self._signature
 
-    def _build_anew(self) -> None:
-        known = states.blocks(self.groups)
-        self._build()
-        states.restore(states.fitting(known, self.groups), self.groups)
-
-    @property
-    def _accelerated(self) -> bool:
-        return any(not on_host(slot.parameter) for layer, _ in self.coverage.layers for slot in layer.slots)
-
     def move(self) -> bool:
-        """Move all tensors to where the parameters are now; tell whether any was elsewhere."""
-        moved = [one.follow() for one in self.groups]  # all of them, not only up to the first
+        """Move all tensors to where the parameters are now; return whether any was elsewhere."""
+        moved = [group.follow() for group in self.groups]  # all of them, not only up to the first
         return any(moved)
 
 
-def group(
+def group_layers(
     layers: list[tuple[Layer, Curvature]],
     precision: Precision,
     plan: Plan[str],
     rank: int,
     factor: Callable[[Layer], float] = lambda _: 1.0,
 ) -> list[BlockGroup]:
-    """Put layers with the same curvature, sizes, dtype, device, workers and damping into one group, in their order.
-
-    Args:
-        layers: The layers.
-        precision: The dtypes.
-        plan: Their workers.
-        rank: This process's rank.
-        factor: What γ is multiplied by for a layer.
-    """
+    """Put layers with the same curvature, sizes, dtype, device, workers and damping into one group, in their order."""
     groups: dict[tuple[object, ...], tuple[Curvature, list[Layer], RankRole, float]] = {}
     for layer, curvature in layers:
         parameter, role, own = layer.slots[0].parameter, RankRole.of(plan, layer.key, rank), factor(layer)
-        key = (id(curvature), layer.outputs, layer.inputs, parameter.dtype, parameter.device, *role.shape, own)
+        place = parameter.dtype, parameter.device, role.seat.workers, role.seat.sums
+        key = (id(curvature), layer.outputs, layer.inputs, *place, own)
         groups.setdefault(key, (curvature, [], role, own))[1].append(layer)
-    return [BlockGroup(one[0], one[1], precision, *one[2:]) for one in groups.values()]
+    return [
+        BlockGroup(curvature, members, precision, role, own_factor)
+        for curvature, members, role, own_factor in groups.values()
+    ]
+
+
+def demand_of(layer: Layer, curvature: Curvature, precision: Precision) -> LayerDemand:
+    """Return the sizes and costs of a layer for the planner, from the declarations of its curvature."""
+    sizes, n = (layer.outputs, layer.inputs), layer.blocks
+    statistics, tasks, state = declarations(curvature, *sizes)
+    rows, statistics = gathered(statistics), summed(statistics)
+    linked = any(spec.source == "both" for spec in rows)
+    replayed = replayed_statistics(statistics)
+    written = [spec for task in tasks for spec in task.writes]
+    kept = [*written, *state]
+    parameter = layer.slots[0].parameter
+    factors, held = precision.factor_dtype(parameter), precision.solve_dtype(parameter)
+    shards, replicated = shares(layer)
+    return LayerDemand(
+        parts={task.name: task.cost * n for task in tasks},
+        replayed=n * sum(spec.numel for spec in statistics if spec.name in replayed),
+        on_every_worker=frozenset(task.name for task in tasks if task.on_every_worker),
+        sums=n * sum(prod(packed_shape(spec)) for spec in statistics),
+        results={task.name: n * sum(prod(packed_shape(spec)) for spec in task.writes) for task in tasks},
+        rows=Rows(width=n * sum(sizes), share=curvature.rows_per_rank, linked=linked) if rows else None,
+        gradients=n * prod(sizes),
+        shards=shards,
+        replicated=replicated,
+        blocks=n,
+        solve=n * prod(sizes) * sum(_products(spec) for spec in written),
+        averages=n * sum(prod(packed_shape(spec)) * spec_dtype(spec, factors).itemsize for spec in statistics),
+        held=n * sum(spec.numel * spec_dtype(spec, held).itemsize for spec in kept),
+        itemsize=at_least_float32(held).itemsize,
+        wire=narrower(precision.wire, at_least_float32(factors)).itemsize,
+        alone=layer.form != "one-hot",
+    )
+
+
+def _products(spec: TensorSpec) -> float:
+    """Return the multiply-adds per gradient element of preconditioning with one result.
+
+    One product with a symmetric matrix (an inverse), two with another one (into a basis and back).
+    """
+    square = len(spec.shape) > 1 and spec.shape[-1] == spec.shape[-2]
+    return float(spec.shape[-1] * (1 if spec.symmetric else 2)) if square else 1.0
+
+
+def _is_accelerated(layers: Sequence[tuple[Layer, Curvature]]) -> bool:
+    return any(not on_host(slot.parameter) for layer, _ in layers for slot in layer.slots)
+
+
+def renewal_seconds(plan: Plan[str]) -> float:
+    """Return the estimated seconds of one renewal's decompositions on the busiest rank.
+
+    The estimate is for one processor core with ``plan.placement.link.speed`` multiply-adds per second. It ignores
+    threads, because eigendecompositions are largely bound by memory.
+    """
+    speeds = plan.placement.speeds or (1.0,) * plan.ranks
+    # The plan's weights are multiply-adds, or measurements of the user in any unit.
+    unit = sum(work.cost for work in plan.layers.values()) / (sum(plan.weights.values()) or 1.0)
+    return plan.placement.link.work(max(plan.renewal(rank) / speeds[rank] for rank in range(plan.ranks)) * unit)
+
+
+def warn_of_slow_renewal(plan: Plan[str], layers: Sequence[tuple[Layer, Curvature]]) -> None:
+    """Warn, equally on all ranks, where one renewal takes longer than 10 seconds by the plan's own estimate.
+
+    On an accelerator there is no warning unless the user has given a `Link`: the usual one is a processor core's.
+    """
+    if _is_accelerated(layers) and plan.placement.link == Link():
+        return
+    seconds = renewal_seconds(plan)
+    if seconds <= _SLOW_SECONDS:
+        return
+    costs = {layer.key: plan.placement.link.work(plan.layers[layer.key].cost) for layer, _ in layers}
+    slowest = sorted(layers, key=lambda own: -costs[own[0].key])[:_SHOWN_LAYERS]
+    named = "; ".join(
+        f"{layer.name}, factors of {layer.inputs} and {layer.outputs} columns: {costs[layer.key]:.1f} s"
+        for layer, _ in slowest
+    )
+    message = (
+        f"natgrad: one renewal takes about {seconds:.0f} s by the plan's estimate for a processor core, the first in "
+        f"the first step. Most of it: {named}. {_remedies(*slowest[0])}"
+    )
+    warnings.warn(message, NatgradWarning, stacklevel=3)
+
+
+def _remedies(layer: Layer, curvature: Curvature) -> str:
+    """Return what to choose instead, for the layer that costs most."""
+    found = []
+    if isinstance(curvature, KFAC):
+        if curvature.form == "eigen":
+            found.append('KFAC(form="inverse"), about a fifth of it')
+        found.append(f'{type(curvature).__name__}(max_factor_size={_SMALLER_SIZE}, wide="blocks")')
+    found.append(f"{{{layer.name!r}: None, ...}} as the curvature, which leaves that layer to the optimizer")
+    found.append("refresh=Refresh(inverses=100) or more, for fewer renewals")
+    return f"Choose instead {', or '.join(found)}."

@@ -11,8 +11,8 @@ from natgrad.refresh.policy import (
     ScaledInterval,
     Sides,
     TwoPhaseInterval,
+    register_refresh,
 )
-from natgrad.refresh.registry import register_refresh
 from natgrad.refresh.rule import Candidate, RefreshRule
 
 # Earlier names of the one contract.

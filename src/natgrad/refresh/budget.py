@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from math import ceil
 from statistics import median_low
@@ -36,7 +36,7 @@ class StepTimes:
     work: float = 0.0
     aside: float = 0.0
 
-    def add(self, numbers: Sequence[float]) -> None:
+    def add(self, numbers: Iterable[float]) -> None:
         """Add the times of other steps or ranks, in the order of the fields."""
         for field, number in zip(fields(self), numbers, strict=True):
             setattr(self, field.name, getattr(self, field.name) + number)

@@ -2,7 +2,7 @@
 
 A rule answers from counters and measured numbers alone. It knows no ranks, tensors or layer types. What it remembers of
 each layer is kept for it, sent to the other ranks and saved in checkpoints
-(`natgrad.preconditioner.renewal.scheduler`), so that all ranks decide alike.
+(`natgrad.preconditioner.renewal.scheduler`), so that all ranks decide equally.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class RefreshRule:
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers that belong in checkpoints beside what `remember` returns; by default none.
 
-        For rules that are told something between steps, as the validation loss: the same on all ranks.
+        For rules that learn something between steps, as the validation loss: the same on all ranks.
         """
         return {}
 
@@ -267,16 +267,11 @@ def mean_interval(intervals: Sequence[float]) -> float:
     return len(intervals) / sum(1 / interval for interval in intervals)
 
 
-def side_of(names: Collection[str], early: Collection[str]) -> Reads:
-    """Return which side some statistics are of.
-
-    Args:
-        names: The names of the statistics.
-        early: Those that need no gradient (`natgrad.Statistic.source`).
-    """
-    if names and all(name in early for name in names):
+def side_of(names: Collection[str], inputs: Collection[str]) -> Reads:
+    """Return which side some statistics are of, where those named `inputs` need no gradient."""
+    if names and all(name in inputs for name in names):
         return "inputs"
-    return "both" if any(name in early for name in names) else "gradients"
+    return "both" if any(name in inputs for name in names) else "gradients"
 
 
 def check_by(name: str, by: object, criterion: RefreshRule) -> None:

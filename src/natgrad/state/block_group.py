@@ -21,18 +21,51 @@ from natgrad.curvature.base import (
     replayed_statistics,
     summed,
 )
+from natgrad.distributed import Assignment, Plan
 from natgrad.distributed.fsdp import between_steps
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
 from natgrad.linalg.precision import Precision, at_least_float32
 from natgrad.specs import ROWS, Statistic, Task, TensorSpec
 from natgrad.state.failures import FailureState
-from natgrad.state.pieces import even_pieces, within
-from natgrad.state.roles import RankRole
 from natgrad.state.tensors import StateTensors, along, diagonals, packed_shape, spec_dtype, unpack
 
 if TYPE_CHECKING:
     from natgrad.preconditioner.renewal.decisions import DecisionState
+
+# Bytes of gradients that are preconditioned at once, to bound the memory of intermediate results.
+_PIECE = 2**26
+
+
+@dataclass(frozen=True)
+class RankRole:
+    """What a rank does for some layers, all of which have the same workers.
+
+    Attributes:
+        seat: Their workers, and where their statistics are summed; without owners.
+        server: The worker that sends this rank the preconditioned gradients.
+        is_gradient_worker: Whether this rank is a worker.
+        keeps_averages: Whether this rank receives the sums, and keeps their running averages.
+        captures: Whether the samples of this rank count in the sums.
+    """
+
+    seat: Assignment
+    server: int
+    is_gradient_worker: bool
+    keeps_averages: bool
+    captures: bool
+
+    @classmethod
+    def of(cls, plan: Plan[str], key: str, rank: int) -> RankRole:
+        """Return the role of a rank for a layer of a plan."""
+        seat = plan.seats[key]
+        return cls(
+            seat=Assignment(seat.workers, {}, seat.sums),
+            server=plan.server(key, rank),
+            is_gradient_worker=plan.is_gradient_worker(key, rank),
+            keeps_averages=plan.keeps_averages(key, rank),
+            captures=plan.captures(key, rank),
+        )
 
 
 @dataclass(frozen=True)
@@ -79,6 +112,7 @@ class BlockGroup:
         input_statistics: The names of the statistics of inputs alone.
         replayed_statistics: The names of those that a second pass over the batch accumulates again.
         computed_for_capture: The names of the results that accumulating statistics reads.
+        restarting: The names of the statistics whose running averages may start again.
         role: What this rank does for the layers.
         factor: The factor on the damping γ for this group.
     """
@@ -95,14 +129,15 @@ class BlockGroup:
         self.input_statistics = input_statistics(curvature, self.statistics)
         self.replayed_statistics = replayed_statistics(self.statistics)
         self.computed_for_capture = computed_for(self.statistics)
+        self.restarting = {name for task in self.tasks for name in task.restarts}
         self.members: list[LayerBlocks] = []
         self.size = 0
         for layer in layers:
             self.members.append(LayerBlocks(layer, self.size, self.size + layer.blocks))
             self.size += layer.blocks
         self._precision = precision
-        self._settled: Tensor | None = None
-        self._place: tuple[torch.device, torch.dtype] | None = None
+        self._last_plain: Tensor | None = None
+        self._place = self.device, self.dtype
         self.averages = StateTensors()
         self.weight: Tensor | None = None
         self.input_weight: Tensor | None = None
@@ -141,21 +176,21 @@ class BlockGroup:
     @property
     def _parameter(self) -> Tensor:
         parameter = self.members[0].layer.slots[0].parameter
-        like = between_steps(parameter, self._settled)
+        like = between_steps(parameter, self._last_plain)
         if like is not parameter:
-            self._settled = like
+            self._last_plain = like
         return like
 
     def follow(self) -> bool:
         """Move all tensors to where the parameters are; return whether they were elsewhere."""
-        place = self.device, self.dtype
-        before, self._place = self._place, place
-        if before not in (None, place):
-            self.failures.to(self.work_dtype, self.device)
-        if self.weight is None or (self.weight.device, self.weight.dtype) == place:
-            return before not in (None, place)
-        self.weight = self.weight.to(self.device, self.dtype)
-        self.input_weight = None if self.input_weight is None else self.input_weight.to(self.weight)
+        before, self._place = self._place, (self.device, self.dtype)
+        if self._place == before:
+            return False
+        self.failures.to(self.work_dtype, self.device)
+        self.weight, self.input_weight = (
+            None if weight is None else weight.to(self.device, self.dtype)
+            for weight in (self.weight, self.input_weight)
+        )
         self.averages = self.averages.to(self._precision.factor_dtype(self._parameter), self.device)
         self.results, self.memory = (kept.to(self._solve_dtype, self.device) for kept in (self.results, self.memory))
         if self.decisions is not None:
@@ -178,8 +213,7 @@ class BlockGroup:
 
     def weight_of(self, statistic: str) -> Tensor | None:
         """Return the bias correction of a statistic ``[N]``; None: there are no running averages."""
-        early = self.input_weight is not None and statistic in self.input_statistics
-        return self.input_weight if early else self.weight
+        return self.weight if self.input_weight is None or statistic not in self.input_statistics else self.input_weight
 
     def allocate_results(self) -> StateTensors:
         """Allocate the results of tasks unless they exist, and return them."""
@@ -197,16 +231,29 @@ class BlockGroup:
             self.memory = StateTensors(self.memory_specs, self.size, self._solve_dtype, self.device)
         return self.memory
 
+    # --- Reading ------------------------------------------------------------------------------------------------
+
+    def snapshot(
+        self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """Return copies of the bias-corrected running averages of some blocks, packed, in the dtype of tasks.
+
+        Of `diagonal` statistics the diagonals are returned.
+        """
+        result = {}
+        for spec in self.statistics:
+            if spec.name in names:
+                average, weight = self.averages.read(spec.name, blocks), self.weight_of(spec.name)
+                assert weight is not None
+                average = diagonals(average, spec) if spec.name in diagonal else average
+                divisor = weight[blocks] if spec.decayed else torch.ones_like(weight[blocks])
+                result[spec.name] = torch.div(average, along(divisor, average.ndim - 1)).to(self.work_dtype)
+        return result
+
     def corrected(
         self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Return what tasks read of some blocks: bias-corrected running averages and state, in the dtype of tasks.
-
-        Args:
-            blocks: The blocks.
-            names: The statistics and tensors of the state.
-            diagonal: The statistics of which the diagonal is returned.
-        """
+        """Return what tasks read of some blocks: bias-corrected running averages, as whole matrices, and state."""
         averages = unpacked(self.snapshot(blocks, names, diagonal), self.statistics, diagonal)
         return {**averages, **self.read_memory(blocks, names)}
 
@@ -215,19 +262,31 @@ class BlockGroup:
         own = [spec.name for spec in self.memory_specs if spec.name in names]
         return {name: self.allocate_memory().read(name, blocks).to(self.work_dtype) for name in own}
 
-    def computed(self, blocks: slice | Tensor) -> dict[str, Tensor]:
-        """Return the results of the tasks for some blocks."""
-        return self._made(self.results, blocks, self.work_dtype)
-
-    def _made(self, names: Iterable[str], blocks: slice | Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return some results for some blocks, in `dtype` unless the curvature accepts narrow ones."""
-        made = {name: self.results.read(name, blocks) for name in names}
-        return made if self.curvature.takes_narrow else {name: own.to(dtype) for name, own in made.items()}
-
     def live_averages(self, blocks: slice | Tensor) -> dict[str, Tensor]:
         """Return the running averages of some blocks that preconditioning reads."""
         names = tuple(one.name for one in self.statistics if one.used_by_precondition)
         return self.corrected(blocks, names) if names else {}
+
+    def computed(self, blocks: slice | Tensor) -> dict[str, Tensor]:
+        """Return the results of the tasks for some blocks."""
+        return self._results_of(self.results, blocks, self.work_dtype)
+
+    def read_for_capture(self, member: LayerBlocks) -> dict[str, Tensor] | None:
+        """Return the results that accumulating a layer's statistics reads; None: they are incomplete."""
+        if not self.ready[self.members.index(member)]:
+            return None
+        return self._results_of(self.computed_for_capture, member.blocks, self.dtype)
+
+    def _results_of(self, names: Iterable[str], blocks: slice | Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return some results for some blocks, in `dtype` unless the curvature accepts narrow ones."""
+        results = {name: self.results.read(name, blocks) for name in names}
+        return results if self.curvature.takes_narrow else {name: own.to(dtype) for name, own in results.items()}
+
+    def previous(self, task: Task, blocks: slice) -> dict[str, Tensor] | None:
+        """Return the last results of a task for some blocks; None: it does not need them, or some are missing."""
+        if not (task.needs_previous and all(self.good[task.name][blocks])):
+            return None
+        return {spec.name: self.results.read(spec.name, blocks).to(self.work_dtype) for spec in task.writes}
 
     def blocks_of(self, members: Sequence[LayerBlocks]) -> slice | Tensor:
         """Return the blocks of some layers, in the order of the group, as an index."""
@@ -241,6 +300,8 @@ class BlockGroup:
             return self.ready
         return [self.ready[self.members.index(member)] for member in members]
 
+    # --- Preconditioning ----------------------------------------------------------------------------------------
+
     def solve(self, members: Sequence[LayerBlocks], W: Tensor, damping: float) -> Tensor:
         """Return the preconditioned gradients of some layers, and update the curvature's state by the finite ones.
 
@@ -252,20 +313,33 @@ class BlockGroup:
         if not all(ready):
             pairs = zip(members, ready, W.split([member.stop - member.start for member in members]), strict=True)
             return torch.cat([self.solve([member], own, damping) if flag else own for member, flag, own in pairs])
-        blocks, V = self.blocks_of(members), torch.empty_like(W)
-        pieces = even_pieces(len(W), W[:1].nbytes, self.device)
-        for piece in pieces:
-            index, gradient, state = within(blocks, piece), W[piece], dict[str, Tensor]()
+        blocks, step = self.blocks_of(members), max(1, _PIECE // max(1, W[:1].nbytes))
+        V = torch.empty_like(W)
+        for start in range(0, len(W), step):
+            piece = slice(start, start + step)
+            index, gradient, state = (
+                piece if isinstance(blocks, slice) else blocks[piece],
+                W[piece],
+                dict[str, Tensor](),
+            )
             if self.memory_specs:
                 state = self.read_memory(index, [spec.name for spec in self.memory_specs])
                 fine = gradient.flatten(1).sum(1).isfinite()
                 self.write_memory(index, state, self.curvature.update_state(state, gradient), fine)
             computed, averages = self.computed(index), self.live_averages(index)
             solved = self.curvature.precondition(computed, averages, state, gradient, damping * self.factor)
-            if len(pieces) == 1:
+            if step >= len(W):
                 return solved
             V[piece] = solved
         return V
+
+    def write_memory(
+        self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor
+    ) -> None:
+        """Write new tensors of the state for the blocks that are `fine`, also into `known`, the current values."""
+        for name, values in fresh.items():
+            known[name] = torch.where(along(fine, values.ndim - 1), values, known[name])
+            self.memory.write(name, blocks, known[name])
 
     def fisher_product(self, D: Tensor) -> Tensor:
         """Return F D ``[N, o, i]``, without damping; zero where no usable result exists."""
@@ -292,53 +366,13 @@ class BlockGroup:
         # Rounding to a narrow dtype may leave a mean of squares below 0.
         return diagonal.clamp(min=0) + damping * self.factor
 
-    def write_memory(
-        self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor
-    ) -> None:
-        """Write new tensors of the curvature's state for some blocks.
-
-        Args:
-            blocks: The blocks.
-            known: The current values, which are replaced likewise.
-            fresh: The new values.
-            fine: Which of the blocks take them ``[n]``.
-        """
-        for name, values in fresh.items():
-            known[name] = torch.where(along(fine, values.ndim - 1), values, known[name])
-            self.memory.write(name, blocks, known[name])
-
-    def read_for_capture(self, member: LayerBlocks) -> dict[str, Tensor] | None:
-        """Return the results that accumulating a layer's statistics reads; None: they are incomplete."""
-        if not self.ready[self.members.index(member)]:
-            return None
-        return self._made(self.computed_for_capture, member.blocks, self.dtype)
-
-    def previous(self, task: Task, blocks: slice) -> dict[str, Tensor] | None:
-        """Return the last results of a task for some blocks; None: it does not need them, or some are missing."""
-        if not (task.needs_previous and all(self.good[task.name][blocks])):
-            return None
-        return {spec.name: self.results.read(spec.name, blocks).to(self.work_dtype) for spec in task.writes}
-
-    def snapshot(
-        self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()
-    ) -> dict[str, Tensor]:
-        """Return copies of the running averages as `corrected` does, packed."""
-        result = {}
-        for spec in self.statistics:
-            if spec.name in names:
-                average, weight = self.averages.read(spec.name, blocks), self.weight_of(spec.name)
-                assert weight is not None
-                average = diagonals(average, spec) if spec.name in diagonal else average
-                divisor = weight[blocks] if spec.decayed else torch.ones_like(weight[blocks])
-                result[spec.name] = torch.div(average, along(divisor, average.ndim - 1)).to(self.work_dtype)
-        return result
+    # --- Bookkeeping --------------------------------------------------------------------------------------------
 
     def note(self, blocks: slice, fine: Tensor) -> None:
         """Record which of some blocks an update of the averages changed, where a second pass reads it."""
         if self.replayed_statistics:
-            self.fresh = (
-                torch.zeros(self.size, dtype=torch.bool, device=self.device) if self.fresh is None else self.fresh
-            )
+            if self.fresh is None:
+                self.fresh = torch.zeros(self.size, dtype=torch.bool, device=self.device)
             self.fresh[blocks] = fine
 
     def with_statistics(self, names: tuple[str, ...]) -> BlockGroup:
@@ -371,6 +405,35 @@ class BlockGroup:
         for member in members:
             member.layer.seconds += seconds * (member.stop - member.start) / blocks
 
+    def restart(self, task: Task, start: int, success: Sequence[bool]) -> None:
+        """Start running averages again for the blocks from `start` on where a task that restarts them has succeeded."""
+        if not task.restarts:
+            return
+        blocks = [block for block, fine in enumerate(success, start=start) if fine]
+        for block in blocks:
+            self.basis_version[block] += 1
+        for name in task.restarts if self.averages else ():
+            self.averages[name][blocks] = 0
+
+    def restarted_since(self, versions: Sequence[int], blocks: slice) -> Tensor | None:
+        """Return which of some blocks have started again since the given versions ``[n]``; None: none."""
+        changed = [before != now for before, now in zip(versions[blocks], self.basis_version[blocks], strict=True)]
+        return tensor_on(self.device, changed) if any(changed) else None
+
+    def renewed(self, part: str, start: int, success: list[bool], *, forget: bool = False) -> None:
+        """Record which results of a task exist for the blocks from `start` on.
+
+        After a failure the last good result stays in use. With `forget` (a loaded state), `success` alone decides.
+        """
+        good = self.good[part]
+        for block, fine in enumerate(success, start=start):
+            good[block] = fine or (good[block] and not forget)
+        if not forget:
+            self.failures.renewed(part, start, success)
+        self.ready = [all(all(good[member.blocks]) for good in self.good.values()) for member in self.members]
+
+    # --- Gathered rows ------------------------------------------------------------------------------------------
+
     @property
     def _result_specs(self) -> list[TensorSpec]:
         """The specs of `results`. Gathered rows come with their number of samples and their damping."""
@@ -391,11 +454,6 @@ class BlockGroup:
         first = own.get(self.gathered[0].name) if self.gathered else None
         return first.shape[1] if isinstance(first, Tensor) and first.ndim == 3 else 0
 
-    def allocate_for(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Allocate the rows that the states of some layers hold."""
-        most = max(map(self.rows_of, states), default=0)
-        self._resize(most if len(states) == len(self.members) else max(most, self.rows))
-
     def padded(self, name: str, values: Tensor, rows: int | None = None) -> Tensor:
         """Return values ``[n, ...]`` of a result, padded with zeros to this number of rows (None: `rows`)."""
         spec = self.sized_by_batch.get(name)
@@ -404,7 +462,8 @@ class BlockGroup:
         missing = (self.rows if rows is None else rows) - values.shape[1]
         return pad(values, [one for size in reversed(spec.shape) for one in (0, missing if size == ROWS else 0)])
 
-    def _resize(self, rows: int) -> None:
+    def resize(self, rows: int) -> None:
+        """Change the number of rows of `results`: cut them, or pad them with zeros."""
         if rows == self.rows:
             return
         before, kept, whole = self.results, min(rows, self.rows), slice(None)
@@ -416,62 +475,26 @@ class BlockGroup:
             own = whole, *(slice(kept) if size == ROWS else whole for size in spec.shape)
             fresh.write(spec.name, whole, self.padded(spec.name, before.read(spec.name, whole)[own]))
 
-    def install(self, fresh: StateTensors, rows: int, fine: Mapping[LayerBlocks, list[bool]]) -> None:
+    def install(self, fresh: StateTensors, rows: int, success: Mapping[LayerBlocks, list[bool]]) -> None:
         """Replace `results` for the blocks that a renewal of gathered rows has succeeded for; the others keep theirs.
 
         Args:
             fresh: The results, allocated by `draft`.
             rows: Their number of rows.
-            fine: For each block of the renewed layers, whether it succeeded.
+            success: For each block of the renewed layers, whether it succeeded.
         """
-        good = [False] * self.size
-        for member, flags in fine.items():
-            good[member.blocks] = flags
-        if all(good):
+        good = [block for member, flags in success.items() for block, flag in enumerate(flags, member.start) if flag]
+        if len(good) == self.size:
             self.results, self.rows = fresh, rows
-        elif any(good):
-            self._resize(max(rows, self.rows))
-            held = self.allocate_results()
-            for block in (block for block, flag in enumerate(good) if flag):
-                own = slice(block, block + 1)
-                for name in fresh:
-                    held.write(name, own, self.padded(name, fresh.read(name, own)))
-        for member, flags in fine.items():
+        elif good:
+            self.resize(max(rows, self.rows))
+            results, blocks = self.allocate_results(), tensor_on(self.device, good)
+            for name in fresh:
+                results.write(name, blocks, self.padded(name, fresh.read(name, blocks)))
+        for member, flags in success.items():
             for task in self.tasks:
                 self.renewed(task.name, member.start, flags)
             self.failures.conclude(range(member.start, member.stop))
-
-    def restart(self, task: Task, start: int, success: Sequence[bool]) -> None:
-        """Start running averages again for the blocks from `start` on where a task that restarts them has succeeded."""
-        if not task.restarts:
-            return
-        blocks = [block for block, fine in enumerate(success, start=start) if fine]
-        for block in blocks:
-            self.basis_version[block] += 1
-        for name in task.restarts if self.averages else ():
-            self.averages[name][blocks] = 0
-
-    def restarted_since(self, versions: Sequence[int], blocks: slice) -> Tensor | None:
-        """Return which of some blocks have started again since the given versions ``[n]``; None: none."""
-        changed = [before != now for before, now in zip(versions[blocks], self.basis_version[blocks], strict=True)]
-        return tensor_on(self.device, changed) if any(changed) else None
-
-    @property
-    def restarting(self) -> set[str]:
-        """The names of the statistics whose running averages may start again."""
-        return {name for task in self.tasks for name in task.restarts}
-
-    def renewed(self, part: str, start: int, success: list[bool], *, forget: bool = False) -> None:
-        """Record which results of a task exist for the blocks from `start` on.
-
-        After a failure the last good result stays in use. With `forget` (a loaded state), `success` alone decides.
-        """
-        good = self.good[part]
-        for block, fine in enumerate(success, start=start):
-            good[block] = fine or (good[block] and not forget)
-        if not forget:
-            self.failures.renewed(part, start, success)
-        self.ready = [all(all(good[member.blocks]) for good in self.good.values()) for member in self.members]
 
 
 def unpacked(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from natgrad.linalg import tensor_on
-from natgrad.linalg.joined import joined, write_
 
 # Which statistics a block had since its last renewal: 0 none, _BAD only non-finite ones, _FINE also finite ones.
 _BAD, _FINE = 1, 2
@@ -46,12 +45,7 @@ class FailureState:
     """
 
     def __init__(self, parts: Iterable[str], size: int) -> None:
-        """Begin without failures.
-
-        Args:
-            parts: The names of the tasks.
-            size: N.
-        """
+        """Begin without failures of tasks with these names, for N = `size` blocks."""
         self._failures = {part: [0] * size for part in (_STATISTICS, *parts)}
         self.failed_refreshes = [0] * size
         self.norm: Tensor | None = None
@@ -62,19 +56,10 @@ class FailureState:
 
     # --- Renewals -----------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def record_statistics(some: Sequence[tuple[FailureState, slice]], fine: Tensor, bad: Tensor) -> None:
-        """Record which blocks had finite statistics and which had non-finite ones.
-
-        Args:
-            some: The failure states of some groups, with the blocks of each; n blocks in all.
-            fine: Blocks that had finite statistics ``[n]`` (bool).
-            bad: Blocks that had non-finite ones ``[n]`` (bool).
-        """
-        places = [(state._allocate_seen(fine.device), blocks) for state, blocks in some]
-        known = joined([seen[blocks] for seen, blocks in places])
-        news = torch.add(bad.to(known.dtype) * _BAD, fine.to(known.dtype), alpha=_FINE)
-        write_(places, torch.maximum(known, news))
+    def record_statistics(self, blocks: slice, fine: Tensor, bad: Tensor) -> None:
+        """Record which of some blocks had finite statistics, and which non-finite ones ``[n]`` (bool)."""
+        seen = self._allocate_seen(fine.device)
+        seen[blocks] = torch.maximum(seen[blocks], (_BAD * bad + _FINE * fine).to(seen.dtype))
 
     def renewed(self, part: str, start: int, success: Sequence[bool]) -> None:
         """Record which decompositions of a task succeeded, for the blocks from `start` on."""
@@ -147,14 +132,7 @@ class FailureState:
         return {"norm": norm, "ladder": torch.stack([own.int() for own in (known, invalid, seen, *failures)], 1)}
 
     def load(self, start: int, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """Restore what `state` returned, for the blocks from `start` on.
-
-        Args:
-            start: The first block.
-            state: Their tensors.
-            dtype: That of `norm`.
-            device: That of all tensors.
-        """
+        """Restore what `state` returned, for the blocks from `start` on; `norm` in this dtype."""
         norm, (known, invalid, seen, *failures) = state["norm"], state["ladder"].cpu().unbind(1)
         blocks = slice(start, start + len(norm))
         self.allocate_norm(torch.empty(0, dtype=dtype, device=device))[blocks] = norm.to(device, dtype)

@@ -34,12 +34,14 @@ class Unit:
     statistics: frozenset[str]
 
 
-def units(group: BlockGroup, by: By) -> list[Unit]:
-    """Return the units of the layers of a group.
+def read_by_tasks(group: BlockGroup) -> tuple[str, ...]:
+    """Return the names of the statistics that tasks read."""
+    read = {name for task in group.tasks for name in task.reads}
+    return tuple(spec.name for spec in group.statistics if spec.name in read)
 
-    By "layer" there is one. By "factor" tasks that read the same statistics form one: A and G are separate where each
-    has a task of its own.
-    """
+
+def units(group: BlockGroup, by: By) -> list[Unit]:
+    """Return the units of the layers of a group: one, or by "factor" one for all tasks that read common statistics."""
     found: list[Unit] = []
     for task in group.tasks:
         unit, others = Unit(frozenset({task.name}), frozenset(task.reads)), []
@@ -59,12 +61,10 @@ def measurable(curvature: Curvature, statistics: Collection[Statistic], measure:
 
 
 def measured(group: BlockGroup, measure: Measure, by: By = "layer") -> Tensor:
-    """Return a measure of the current running averages for each unit of each layer ``[U, M]``; nan where not available.
+    """Return a measure of the running averages for each unit of each layer ``[U, M]``; nan where not available.
 
-    Args:
-        group: The block group, which has averages; "basis" also needs results of tasks, "drift" `BlockGroup.decisions`.
-        measure: The measure (`natgrad.RefreshRule`); a trace is without damping.
-        by: What a unit is.
+    The group has averages; "basis" also needs results of tasks, "drift" `BlockGroup.decisions`. A trace is without
+    damping.
     """
     return _MEASURES[measure](group, units(group, by))
 
@@ -84,17 +84,17 @@ def _norm(group: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
 
 def _drift(group: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
     """Return the largest ``‖X - X_last‖ / ‖X_last‖`` of the statistics X that tasks read."""
-    state = group.decisions
-    assert state is not None
+    assert group.decisions is not None
+    last_averages = group.decisions.last_averages
 
     def last(blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
-        return {name: state.last_averages.read(name, blocks).to(group.work_dtype) for name in names}
+        return {name: last_averages.read(name, blocks) for name in names}
 
     def moved(blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
         now, before = group.snapshot(blocks, names), last(blocks, names)
         return {name: now[name] - before[name] for name in names}
 
-    if not state.last_averages:
+    if not last_averages:
         shape = len(stack_units), len(group.members)
         return torch.full(shape, torch.inf, dtype=group.work_dtype, device=group.device)
     differences, lasts = _squares_of(group, moved), _squares_of(group, last)
@@ -134,8 +134,7 @@ def _largest(stack_units: Sequence[Unit], found: Sequence[tuple[str, Tensor]]) -
 
 def _squares_of(group: BlockGroup, read: Callable[[slice, tuple[str, ...]], Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the squared Frobenius norm of each statistic over the blocks of each layer ``[M]``."""
-    assert group.decisions is not None
-    names = group.decisions.names
+    names = read_by_tasks(group)
     pieces: dict[str, list[Tensor]] = {name: [] for name in names}
     for blocks in _pieces(group, names):
         tensors = read(blocks, names)
@@ -156,8 +155,6 @@ def _squares(spec: Statistic, packed: Tensor) -> Tensor:
 
 def _by_layer(group: BlockGroup, values: Tensor) -> Tensor:
     """Return the sum of ``[N]`` over the blocks of each layer ``[M]``."""
-    if len(group.members) == group.size:
-        return values
     return torch.stack([values[member.blocks].sum() for member in group.members])
 
 

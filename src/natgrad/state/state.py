@@ -10,7 +10,8 @@ from torch import Tensor
 
 from natgrad.distributed import Communicator
 from natgrad.errors import require
-from natgrad.state.block_group import BlockGroup, LayerBlocks
+from natgrad.state.block_group import BlockGroup
+from natgrad.state.tensors import StateTensors
 
 FORMAT = 1
 
@@ -19,24 +20,31 @@ Blocks = dict[str, dict[str, Tensor]]
 _FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "epochs", "blocks", "watch", "damping")
 
 
+def _stores(group: BlockGroup) -> list[StateTensors]:
+    """Return the tensors of a group that this rank keeps by its role, allocated."""
+    stores = []
+    if group.role.keeps_averages:
+        group.allocate_averages()
+        stores.append(group.averages)
+    if group.role.is_gradient_worker:
+        stores += [group.allocate_results(), group.allocate_memory()]
+    return stores
+
+
 def blocks(groups: list[BlockGroup]) -> Blocks:
     """Return the tensors of this rank's blocks, even before the first step; views where they are stored alike."""
     result: Blocks = {}
     for group in groups:
+        stores = _stores(group)
         for member in group.members:
-            own: dict[str, Tensor] = {}
-            if group.role.keeps_averages:
-                own["weight"] = group.allocate_averages()[member.blocks]
+            own = {name: tensors.whole(name, member.blocks) for tensors in stores for name in tensors}
+            if group.weight is not None and group.role.keeps_averages:
+                own["weight"] = group.weight[member.blocks]
                 if group.input_weight is not None:
                     own["early weight"] = group.input_weight[member.blocks]
-                own |= {name: group.averages.whole(name, member.blocks) for name in group.averages}
             if group.role.is_gradient_worker:
-                held = group.allocate_results()
-                own |= {
-                    name: kept.whole(name, member.blocks) for kept in (held, group.allocate_memory()) for name in kept
-                }
-                good = [[group.good[task.name][block] for task in group.tasks] for block in _range(member)]
-                own["renewed"] = torch.tensor(good, device="cpu")
+                good = [group.good[task.name][member.blocks] for task in group.tasks]
+                own["renewed"] = torch.tensor(good, device="cpu").T.contiguous()
                 own |= group.failures.state(member.blocks)
             if group.decisions is not None:
                 own |= group.decisions.state(member)
@@ -75,10 +83,7 @@ def checked(
 ) -> Mapping[str, Any]:
     """Return `state` without the tuples of `snapshot`, after checking that it is complete and fits the model.
 
-    Args:
-        state: The state to load.
-        groups: All block groups.
-        counters: The current value of each field that holds counters.
+    `counters` are the current values of each field that holds counters.
 
     Raises:
         ValueError: naming what is missing, unknown or of another shape.
@@ -101,12 +106,9 @@ def checked(
     fits = isinstance(given, Mapping) and all(isinstance(own, Mapping) for own in given.values())
     require(fits, "state['blocks']", type(given).__name__, "a dict of dicts of tensors")
     wanted = _shapes(groups, given)
-    for verb, names in (
-        ("is missing", set(wanted) - set(given)),
-        ("is unknown to the model", set(given) - known),
-    ):
+    for verb, names in (("is missing", set(wanted) - set(given)), ("is unknown to the model", set(given) - known)):
         require(not names, "state['blocks']", sorted(names)[:5], f"those of the model: each of these {verb}")
-    for key, shapes in (*wanted.items(), *_remembered(groups, given).items()):
+    for key, shapes in wanted.items():
         for name, shape in shapes.items():
             tensor = given[key].get(name)
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
@@ -120,12 +122,8 @@ def completed(
     """Add blocks that a state lacks, as zeros, so that they start anew.
 
     Where only the results of tasks are missing, as for other ranks' layers under "mem-opt", the running averages stay
-    as they were saved.
-
-    Args:
-        state: The state to load, not checked yet.
-        groups: All block groups.
-        runtime: The ranks, which start the same blocks anew (collective); None: every rank's state lacks the same.
+    as they were saved. All ranks start the same blocks anew (collective), unless `runtime` is None: then every rank's
+    state lacks the same.
 
     Returns:
         The state, and the keys of the blocks that start anew on any rank.
@@ -163,30 +161,29 @@ def restore(given: Mapping[str, Mapping[str, Tensor]], groups: list[BlockGroup])
     """Copy checked blocks into the block groups; blocks that are not given stay as they are."""
     for group in groups:
         loaded = [given[member.layer.key] for member in group.members if given.get(member.layer.key)]
-        if loaded and group.role.is_gradient_worker:
-            group.allocate_for(loaded)
+        if not loaded:
+            continue
+        if group.role.is_gradient_worker:
+            most = max(map(group.rows_of, loaded))
+            group.resize(most if len(loaded) == len(group.members) else max(most, group.rows))
+        stores = _stores(group)
         for member in group.members:
             own = given.get(member.layer.key, {})
             if not own:
                 continue
-            kept = []
-            if group.role.keeps_averages:
-                weight = group.allocate_averages()
-                weight[member.blocks] = own["weight"].to(weight)
+            for tensors in stores:
+                for name in tensors:
+                    tensors.write_whole(name, member.blocks, group.padded(name, own[name].to(group.device)))
+            if group.weight is not None and group.role.keeps_averages:
+                group.weight[member.blocks] = own["weight"].to(group.weight)
                 if group.input_weight is not None:  # with one interval for both, both have the same
-                    group.input_weight[member.blocks] = own.get("early weight", own["weight"]).to(weight)
-                kept.append(group.averages)
+                    group.input_weight[member.blocks] = own.get("early weight", own["weight"]).to(group.weight)
             if group.role.is_gradient_worker:
-                kept += [group.allocate_results(), group.allocate_memory()]
-                flags = own["renewed"].tolist()
-                for column, task in enumerate(group.tasks):
-                    group.renewed(task.name, member.start, [bool(row[column]) for row in flags], forget=True)
+                for task, success in zip(group.tasks, own["renewed"].bool().T.tolist(), strict=True):
+                    group.renewed(task.name, member.start, success, forget=True)
                 group.failures.load(member.start, own, group.work_dtype, group.device)
             if group.decisions is not None:
                 group.decisions.restore(member, own)
-            for tensors in kept:
-                for name in tensors:
-                    tensors.write_whole(name, member.blocks, group.padded(name, own[name].to(group.device)))
 
 
 def fitting(given: Blocks, groups: list[BlockGroup]) -> Blocks:
@@ -218,6 +215,7 @@ def _is_whole(value: object) -> bool:
 def _shapes(
     groups: list[BlockGroup], given: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of the tensors that a layer's blocks need, where these are `given`."""
     wanted = {}
     for group in groups:
         for member in group.members:
@@ -229,25 +227,9 @@ def _shapes(
                 written = (*group.written(group.rows_of(given.get(member.layer.key, {}))), *group.memory_specs)
                 shapes |= {"renewed": (n, len(group.tasks)), **group.failures.shapes(n)}
                 shapes |= {spec.name: (n, *spec.shape) for spec in written}
+            if group.decisions is not None:  # layers for which any of these is missing start anew
+                remembered = group.decisions.shapes(member)
+                shapes |= remembered if given.get(member.layer.key, {}).keys() >= remembered.keys() else {}
             if shapes:
                 wanted[member.layer.key] = shapes
     return wanted
-
-
-def _remembered(
-    groups: list[BlockGroup], given: Mapping[str, Mapping[str, Tensor]]
-) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the shapes of the tensors of decisions on layers; layers for which any is missing start anew."""
-    found = {}
-    for group in groups:
-        if group.decisions is None:
-            continue
-        for member in group.members:
-            shapes = group.decisions.shapes(member)
-            if given.get(member.layer.key, {}).keys() >= shapes.keys():
-                found[member.layer.key] = shapes
-    return found
-
-
-def _range(member: LayerBlocks) -> range:
-    return range(member.start, member.stop)

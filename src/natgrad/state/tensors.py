@@ -49,25 +49,16 @@ class StateTensors(dict[str, Tensor]):
                 self._scales[spec.name] = torch.ones(size, device=device)
 
     def read(self, name: str, blocks: slice | Tensor) -> Tensor:
-        """Return some blocks of a tensor: float16 ones in float32, others as they are stored (views, for a slice).
-
-        Args:
-            name: The tensor.
-            blocks: The blocks, as a slice or as indices.
-        """
+        """Return some blocks of a tensor: float16 ones in float32, others as they are stored (views, for a slice)."""
         own = self[name][blocks]
         return own.float().mul_(along(self._scales[name][blocks], own.ndim - 1)) if name in self._scales else own
 
     def write(
         self, name: str, blocks: slice | Tensor, values: Tensor, generator: torch.Generator | None = None
     ) -> None:
-        """Write some blocks of a tensor.
+        """Write finite values ``[n, *shape]`` into some blocks of a tensor, packed if the tensor is in `packed`.
 
-        Args:
-            name: The tensor.
-            blocks: The blocks, as a slice or as indices.
-            values: Finite numbers ``[n, *shape]``, packed if the tensor is in `packed`.
-            generator: The generator for stochastic rounding to a narrow dtype; None: round to nearest.
+        With a `generator`, rounding to a narrow dtype is stochastic, else to nearest.
         """
         target = self[name]
         if name in self._scales:

@@ -15,7 +15,7 @@ from natgrad.linalg import tensor_on
 from natgrad.preconditioner.gradients.stacked import GroupGradients, HeldRows
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.state.block_group import LayerBlocks
-from natgrad.state.sharded import has_shards
+from natgrad.state.parameters import has_shards
 
 
 def share(
@@ -148,24 +148,18 @@ def _numel(entry: GroupGradients) -> int:
 
 
 def _counter_count(entry: GroupGradients) -> int:
-    group = entry.group
-    return group.size + 2 * len(group.members) + (0 if group.decisions is None else group.decisions.message_size)
+    return entry.group.size + 2 * len(entry.group.members)
 
 
 def _counters(entry: GroupGradients, watch: FailureCounters) -> Tensor:
-    """Return ⟨V, W⟩ of each block, the level and the failures of each layer, and the decisions of a refresh rule."""
-    group, inner = entry.group, entry.inner
-    verdicts = [] if group.decisions is None or not group.decisions.is_sent else [group.decisions.message(inner)]
-    return torch.cat([inner, entry.layer_levels, watch.renewal_failures(group).to(inner), *verdicts])
+    """Return ⟨V, W⟩ of each block, and the level and the failures of each layer."""
+    return torch.cat([entry.inner, entry.layer_levels, watch.renewal_failures(entry.group).to(entry.inner)])
 
 
 def _receive_counters(entry: GroupGradients, counters: Tensor, watch: FailureCounters) -> None:
     """Apply the counters that a worker sent, also on the worker itself, so that all ranks decide alike."""
     group, layers = entry.group, len(entry.group.members)
-    rest = len(counters) - group.size - 2 * layers
-    entry.inner, levels, failures, verdicts = counters.split([group.size, layers, layers, rest])
-    if group.decisions is not None:
-        group.decisions.received = verdicts if rest else None
+    entry.inner, levels, failures = counters.split([group.size, layers, layers])
     repeats = tensor_on(group.device, entry.counts)
     entry.levels = levels.repeat_interleave(repeats, output_size=group.size)
     watch.receive_failures(group, failures.repeat_interleave(repeats, output_size=group.size))

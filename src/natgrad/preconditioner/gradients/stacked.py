@@ -15,7 +15,7 @@ from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.failures import Level
-from natgrad.state.matrices import places
+from natgrad.state.parameters import places
 
 
 @dataclass

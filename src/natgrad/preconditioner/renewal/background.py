@@ -10,12 +10,12 @@ on averages that all ranks hold, so all ranks stay identical to the last bit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,14 +32,7 @@ from natgrad.preconditioner.renewal.renew import RAISED, Job, compute, conclude,
 from natgrad.specs import Statistic, Task
 from natgrad.state.block_group import BlockGroup, unpacked
 
-
-@dataclass(frozen=True)
-class _Outcome:
-    """The results of a task for some blocks: its tensors, which blocks succeeded, and the seconds it took."""
-
-    written: Mapping[str, Tensor]
-    fine: Tensor
-    seconds: float
+_Outcome: TypeAlias = tuple[dict[str, Tensor], Tensor, float]
 
 
 @dataclass(eq=False)
@@ -51,21 +44,15 @@ class _Renewal:
         before: The step that started the previous one.
         keys: The keys of its layers, the same on all ranks.
         jobs: Its jobs, the same on all ranks.
-        pieces: For each job of this rank, the blocks that are decomposed together and the futures of their results.
+        pieces: For each job of this rank, the blocks that are decomposed together with the futures of their results,
+            which blocks succeeded, and the seconds that it took.
     """
 
     begun: int
     before: int | None
     keys: set[str]
     jobs: list[Job]
-    pieces: list[list[tuple[slice, Future[_Outcome]]]] = field(default_factory=list)
-
-    def cancel(self) -> None:
-        for _, future in self._all():
-            future.cancel()
-
-    def _all(self) -> Iterator[tuple[slice, Future[_Outcome]]]:
-        return (piece for own in self.pieces for piece in own)
+    pieces: list[list[tuple[slice, Future[_Outcome]]]]
 
 
 class Background:
@@ -94,30 +81,19 @@ class Background:
         inspection: Inspection,
         wire: Any,
     ) -> None:
-        """Start to send the `sums` of this step, which the next step adds to the running averages.
-
-        Args:
-            groups: All groups.
-            sums: The closed sums of this step.
-            runtime: The ranks.
-            progress: Records that factors were updated; nothing reads them before they are.
-            inspection: Inspects the sums once, which waits for them.
-            wire: The dtype in which sums are sent, if narrower than their own.
-        """
+        """Start to send the closed `sums` of this step, which the next step adds to the running averages."""
         sums.post(runtime, wire)
-        if not inspection.looked:
+        if not inspection.looked:  # once
             sums.wait()
             inspection.look(groups, sums, runtime)
         self._departed = sums.split_off(), progress.step
         if groups:
-            progress.renewed_factors()
+            progress.renewed_factors()  # nothing reads the averages before they are updated
 
     def fold(self, watch: FailureCounters, *, alone: bool = False) -> None:
         """Add the sums being sent to the running averages.
 
-        Args:
-            watch: Counts blocks with non-finite sums.
-            alone: Do not communicate. Sums in a narrow dtype, which need a second message, are then left as they are.
+        With `alone` nothing is sent: sums in a narrow dtype, which need a second message, are left as they are.
         """
         if self._departed is None or (alone and not self._departed[0].arrives_alone):
             return
@@ -136,27 +112,16 @@ class Background:
         damping: float,
         progress: StepCounters,
     ) -> bool:
-        """Start to renew some layers from their present running averages. No renewal may be in progress.
+        """Start to renew some layers, as `renew` does; return whether there is anything to do.
 
-        Args:
-            groups: All groups.
-            plan: The owner of each task.
-            runtime: The ranks.
-            keys: The layers, which have statistics; the same on every rank.
-            kept: The parts not to renew, as in `renew`; the same on every rank.
-            damping: γ of this renewal.
-            progress: Records the step of the renewal.
-
-        Returns:
-            Whether there is anything to do.
+        No renewal may be in progress. `keys` and `kept` are the same on every rank.
         """
         assert self._renewal is None
         jobs = jobs_of(groups, plan, keys, kept=kept)
         if not jobs:
             return False
-        renewal = _Renewal(progress.step, progress.last_inverses, keys, jobs)
-        renewal.pieces += [self._submit(job, damping) if job.owner in (None, runtime.rank) else [] for job in jobs]
-        self._renewal = renewal
+        pieces = [self._submit(job, damping) if job.owner in (None, runtime.rank) else [] for job in jobs]
+        self._renewal = _Renewal(progress.step, progress.last_inverses, keys, jobs, pieces)
         progress.last_inverses = progress.step
         return True
 
@@ -173,43 +138,36 @@ class Background:
         progress: StepCounters,
         wire: torch.dtype | None,
         *,
-        early: bool = False,
+        at_once: bool = False,
     ) -> None:
-        """End the renewal in progress if it started `staleness` steps ago: wait, exchange and hold the results.
-
-        Args:
-            plan: The assignment of ranks, and the staleness.
-            runtime: The ranks.
-            watch: Counts failures.
-            progress: The step counters.
-            wire: The dtype in which matrices are sent, if narrower than that in which they are held.
-            early: End it in any case.
+        """End the renewal in progress if it started `staleness` steps ago, or at once; exchange and hold the results.
 
         Raises:
             CurvatureError: on all ranks, if the thread of any rank raised an error other than a failed decomposition.
                 The layers concerned keep their old results.
         """
         renewal = self._renewal
-        if renewal is None or not (early or progress.step - renewal.begun >= plan.placement.staleness):
+        if renewal is None or not (at_once or progress.step - renewal.begun >= plan.placement.staleness):
             return
-        self._renewal = None
-        success, own = [], None
+        self._renewal, error = None, None
         for job, pieces in zip(renewal.jobs, renewal.pieces, strict=True):
             job.group.allocate_results()
-            error, beside = _keep(job, pieces)
-            own, self.seconds = own or error, self.seconds + beside
-            success.append(job.success)
-        stopped = conclude(renewal.jobs, success, plan.column(runtime.rank), runtime, watch, wire)
+            raised = self._keep(job, pieces)
+            error = error or raised
+        conclude(renewal.jobs, plan.column(runtime.rank), runtime, watch, wire)
         progress.inverse_updates += 1
+        stopped = [job for job in renewal.jobs if RAISED in job.success]
         if stopped:
             names = ", ".join(dict.fromkeys(member.layer.key for job in stopped for member in job.members))
             owners = ", ".join(str(owner) for owner in sorted({job.owner or 0 for job in stopped}))
-            raise CurvatureError(f"renewing {names} in the background has raised an error on rank {owners}") from own
+            raise CurvatureError(f"renewing {names} in the background has raised an error on rank {owners}") from error
 
     def drop(self, progress: StepCounters) -> None:
         """Drop the renewal in progress; the next step starts it again."""
         if self._renewal is not None:
-            self._renewal.cancel()
+            for pieces in self._renewal.pieces:
+                for _, future in pieces:
+                    future.cancel()
             progress.last_inverses = self._renewal.before
             self._renewal = None
 
@@ -231,17 +189,42 @@ class Background:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="natgrad")
             # The thread ends when the preconditioner is deleted.
             weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
-        group, task, pieces = job.group, job.task, []
+        group, task = job.group, job.task
         copies = []
         for blocks in job.pieces():
             averages, previous = group.snapshot(blocks, task.reads, task.diagonal_of), group.previous(task, blocks)
             state = _copied(group.read_memory(blocks, task.reads))
             copies.append((blocks, averages, state, None if previous is None else _copied(previous)))
-        stream = self._stream(group.device)
+        stream, pieces = self._stream(group.device), []
         for blocks, averages, state, previous in copies:
-            work = group.curvature, task, group.statistics, averages, state, damping * group.factor, previous, stream
+            work = group.curvature, task, group.statistics, damping * group.factor, averages, state, previous, stream
             pieces.append((blocks, self._thread.submit(_decompose, *work)))
         return pieces
+
+    def _keep(self, job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> Exception | None:
+        """Wait for the thread and store its results; return the error that was raised, if any."""
+        group, error = job.group, None
+        seconds = waited = 0.0
+        for blocks, future in pieces:
+            started = perf_counter()
+            try:
+                written, fine, spent = future.result()
+            except Exception as raised:
+                failed = isinstance(raised, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
+                error = error if failed else raised
+                job.success += [0.0 if failed else RAISED] * (blocks.stop - blocks.start)
+                continue
+            waited += perf_counter() - started
+            seconds += spent
+            for tensor in (*written.values(), fine):
+                if tensor.device.type == "cuda":
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            place = group.device, group.work_dtype  # the model may have been moved since
+            job.keep(blocks, {name: tensor.to(*place) for name, tensor in written.items()}, fine.to(group.device))
+        if pieces:
+            group.charge(job.members, seconds)
+        self.seconds += max(0.0, seconds - waited)
+        return error
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """Return the CUDA stream of the thread, after making it wait for the work enqueued so far."""
@@ -262,9 +245,9 @@ def _decompose(
     curvature: Curvature,
     task: Task,
     statistics: tuple[Statistic, ...],
+    damping: float,
     averages: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
-    damping: float,
     previous: Mapping[str, Tensor] | None,
     stream: torch.cuda.Stream | None,
 ) -> _Outcome:
@@ -279,38 +262,4 @@ def _decompose(
         written, fine = compute(curvature, task, read, damping, previous)
         if stream is not None:
             stream.synchronize()  # before inputs are freed and results are read
-    return _Outcome(written, fine, perf_counter() - started)
-
-
-def _keep(job: Job, pieces: list[tuple[slice, Future[_Outcome]]]) -> tuple[Exception | None, float]:
-    """Wait for the thread, hold its results and record them for `conclude`.
-
-    Returns:
-        The error that was raised, if any, and the seconds that the thread worked without being waited for.
-    """
-    job.done.update(dict.fromkeys(range(job.start, job.stop), 0.0))
-    raised: Exception | None = None
-    seconds = waited = 0.0
-    for blocks, future in pieces:
-        own, started = range(blocks.start, blocks.stop), perf_counter()
-        try:
-            outcome = future.result()
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            continue  # counted as a failed decomposition by `conclude`
-        except Exception as error:
-            job.done.update(dict.fromkeys(own, RAISED))
-            raised = error
-            continue
-        waited += perf_counter() - started
-        group = job.group
-        for tensor in (*outcome.written.values(), outcome.fine):
-            if tensor.device.type == "cuda":
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        place = group.device, group.work_dtype  # the model may have been moved since
-        written = {name: tensor.to(*place) for name, tensor in outcome.written.items()}
-        kept = job.keep(blocks, written, outcome.fine.to(group.device))
-        job.done.update(zip(own, map(float, kept), strict=True))
-        seconds += outcome.seconds
-    if pieces:
-        job.group.charge(job.members, seconds)
-    return raised, max(0.0, seconds - waited)
+    return written, fine, perf_counter() - started

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import isnan, nan, prod
 from typing import TYPE_CHECKING, get_args
 
@@ -16,8 +16,9 @@ from natgrad.distributed import Plan
 from natgrad.errors import require
 from natgrad.refresh import Candidate, RefreshRule
 from natgrad.refresh.rule import By, Measure, Verdict
+from natgrad.specs import Statistic
 from natgrad.state.block_group import BlockGroup, LayerBlocks
-from natgrad.state.measures import Unit, measurable, measured, units
+from natgrad.state.measures import Unit, measurable, measured, read_by_tasks, units
 from natgrad.state.tensors import StateTensors, packed_shape, spec_dtype
 
 if TYPE_CHECKING:
@@ -36,10 +37,6 @@ _NOTHING, _AGAIN = (nan, 0.0, nan), (nan, RENEWED, nan)
 
 def check_use(rule: RefreshRule, covered: Collection[tuple[Layer, Curvature]]) -> None:
     """Check that a rule applies to at least one layer.
-
-    Args:
-        rule: The rule.
-        covered: The layers with their curvatures.
 
     Raises:
         ValueError: if it applies to none, naming the rule.
@@ -64,9 +61,8 @@ class LayerDecision:
 
     Attributes:
         group: The group of the layer.
-        member: The layer's blocks in the group.
-        index: The index of the layer in the group.
         state: The decisions on the layers of the group.
+        index: The index of the layer in the group.
         units: The sets of parts that are decided on separately.
         values: The measured value of each unit.
         undamped: The measured value of the whole layer without damping.
@@ -76,15 +72,19 @@ class LayerDecision:
     """
 
     group: BlockGroup
-    member: LayerBlocks
-    index: int
     state: DecisionState
+    index: int
     units: Sequence[Unit] = ()
     values: Sequence[float] = ()
     undamped: float = nan
     parts: frozenset[str] = field(default=frozenset())
     change: float = nan
     outcome: float = KEPT
+
+    @property
+    def member(self) -> LayerBlocks:
+        """The layer's blocks in the group."""
+        return self.group.members[self.index]
 
     @property
     def key(self) -> str:
@@ -94,23 +94,17 @@ class LayerDecision:
     @property
     def begins(self) -> bool:
         """Whether the layer has no usable result: it was never renewed as a whole, or its result is invalid."""
-        failures = self.group.failures
-        invalid = (
-            failures.has_invalid and failures.invalid is not None and bool(failures.invalid[self.member.blocks].any())
-        )
-        return not self.group.ready[self.index] or invalid
+        failures, blocks = self.group.failures, self.member.blocks
+        if failures.invalid is not None and failures.has_invalid and bool(failures.invalid[blocks].any()):
+            return True
+        return not self.group.ready[self.index]
 
     @property
     def value(self) -> float:
         """The largest of the measured values; nan if any is."""
         return nan if any(map(isnan, self.values)) else max(self.values)
 
-    @property
-    def share(self) -> float:
-        """The part of the work of a complete renewal that is to be done."""
-        return self.share_of(self.parts)
-
-    def share_of(self, parts: Collection[str]) -> float:
+    def work_share(self, parts: Collection[str]) -> float:
         """Return the part of the work of a complete renewal that some parts take."""
         costs = {task.name: task.cost for task in self.group.tasks}
         return sum(costs[name] for name in parts) / (sum(costs.values()) or 1.0)
@@ -142,31 +136,23 @@ def layer_decisions(groups: Sequence[BlockGroup], keys: Collection[str] | None =
             continue
         for index, member in enumerate(group.members):
             if keys is None or member.layer.key in keys:
-                yield LayerDecision(group, member, index, group.decisions)
+                yield LayerDecision(group, group.decisions, index)
 
 
 def measure_all(layers: Sequence[LayerDecision], measure: Measure, by: By, damping: float) -> None:
-    """Measure layers, with one transfer per device. Layers that cannot be measured get nan."""
-    units_of_stack = {id(layer.group): units(layer.group, by) for layer in layers}
-    every = {id(layer.group): layer.group for layer in layers}
-    groups = {key: one for key, one in every.items() if measurable(one.curvature, one.statistics, measure)}
-    found: dict[torch.device, list[tuple[BlockGroup, Tensor]]] = {}
-    for group in groups.values() if measure != "nothing" else ():
-        if group.weight is not None and (group.results or measure != "basis"):
-            found.setdefault(group.device, []).append((group, measured(group, measure, by)))
-    values: dict[int, list[list[float]]] = {}
-    for pairs in found.values():
-        numbers = iter(torch.cat([tensor.double().flatten() for _, tensor in pairs]).tolist())
-        for group, tensor in pairs:
-            values[id(group)] = [[next(numbers) for _ in group.members] for _ in tensor]
-    damped = damping if measure == "trace" else 0.0
-    for layer in layers:
-        layer.units = units_of_stack[id(layer.group)]
-        rows = values.get(id(layer.group))
-        layer.values = [nan] * len(layer.units) if rows is None else [row[layer.index] for row in rows]
-        layer.undamped = layer.value
-        trace = damped * layer.group.factor * layer.group.parameters(layer.member)
-        layer.values = [value + trace for value in layer.values]
+    """Measure layers. Layers that cannot be measured get nan. Waits for the device."""
+    for group in {id(layer.group): layer.group for layer in layers}.values():
+        own, group_units = [layer for layer in layers if layer.group is group], units(group, by)
+        available = measure != "nothing" and measurable(group.curvature, group.statistics, measure)
+        available = available and group.weight is not None and bool(group.results or measure != "basis")
+        values = measured(group, measure, by).T.double().tolist() if available else None
+        for layer in own:
+            layer.units = group_units
+            layer.values = [nan] * len(group_units) if values is None else values[layer.index]
+            layer.undamped = layer.value
+            if measure == "trace":
+                trace = damping * group.factor * group.parameters(layer.member)
+                layer.values = [value + trace for value in layer.values]
 
 
 def decide_all(layers: Sequence[LayerDecision], criterion: RefreshRule, plan: Plan[str], step: int) -> None:
@@ -188,7 +174,7 @@ def decide_all(layers: Sequence[LayerDecision], criterion: RefreshRule, plan: Pl
         undecided.append(layer)
         name, index = layer.member.layer.name, position[layer.key]
         for unit, value, change in zip(layer.units, layer.values, changes, strict=True):
-            work = plan.weights[layer.key] * layer.share_of(unit.parts)
+            work = plan.weights[layer.key] * layer.work_share(unit.parts)
             candidates.append(Candidate(name, index, unit.statistics, step, value, last, change, work))
     verdicts = list(criterion.decide(candidates)) if candidates else []
     _check_verdicts(verdicts, candidates, criterion)
@@ -208,44 +194,37 @@ class DecisionState:
     """The last decision on each of the M layers of a group, and the reference of the next measurement.
 
     Attributes:
-        is_sent: Whether the workers send their decisions to the other ranks in this step.
-        received: The decisions that the workers sent ``[3 M]``, on the device. None: none.
+        numbers: For each layer what the rule remembers, the last decision, and the value measured without damping
+            ``[M, 3]``; on the host.
         last_averages: The averages of the last renewal, packed. Empty unless the rule compares averages.
         in_progress: The indices of the layers whose renewal is in progress.
     """
 
     def __init__(self, group: BlockGroup, *, compares_averages: bool) -> None:
-        """Start without decisions, and without tensors on a device.
-
-        Args:
-            group: The group.
-            compares_averages: Whether the rule compares averages with those of the last renewal.
-        """
+        """Start without decisions, and without tensors on a device."""
         self._group, self._compares_averages = group, compares_averages
-        self._numbers = torch.tensor([_NOTHING] * len(group.members), dtype=torch.float64, device="cpu")
-        self.is_sent = False
-        self.received: Tensor | None = None
+        self.numbers = torch.tensor([_NOTHING] * len(group.members), dtype=torch.float64, device="cpu")
         self.last_averages = StateTensors()
         self.in_progress: set[int] = set()
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The statistics that renewals read."""
-        read = {name for task in self._group.tasks for name in task.reads}
-        return tuple(spec.name for spec in self._group.statistics if spec.name in read)
+    def _compared(self) -> list[Statistic]:
+        """The statistics whose averages this rank keeps for comparison."""
+        names = read_by_tasks(self._group) if self._compares_averages and self._group.role.is_gradient_worker else ()
+        return [spec for spec in self._group.statistics if spec.name in names]
 
     def last(self, index: int) -> float | None:
         """Return the number that the rule remembers for a layer. None: none."""
-        value = float(self._numbers[index, 0])
+        value = float(self.numbers[index, 0])
         return None if isnan(value) else value
 
     def undamped(self, index: int) -> float:
         """Return the value measured without damping at the last decision on a layer. nan: none."""
-        return float(self._numbers[index, 2])
+        return float(self.numbers[index, 2])
 
     def outcome(self, index: int) -> float:
         """Return the last decision on a layer; 0: there was none."""
-        return float(self._numbers[index, 1])
+        return float(self.numbers[index, 1])
 
     def describe(self, layer: Layer) -> str:
         """Return a word for the last decision on a layer. Empty: renewed, or no decision."""
@@ -255,42 +234,23 @@ class DecisionState:
     @property
     def bytes_per_block(self) -> int:
         """The bytes of `last_averages` for one block."""
-        if not (self._compares_averages and self._group.role.is_gradient_worker):
-            return 0
-        specs = [spec for spec in self._group.statistics if spec.name in self.names]
         dtype = self._group.work_dtype
-        return sum(prod(packed_shape(spec)) * spec_dtype(spec, dtype).itemsize for spec in specs)
+        return sum(prod(packed_shape(spec)) * spec_dtype(spec, dtype).itemsize for spec in self._compared)
 
     def note(self, index: int, last: float | None, outcome: float, undamped: float) -> None:
         """Record the numbers of a decision on a layer."""
-        self._set(index, (nan if last is None else last, outcome, undamped))
-
-    # --- Between ranks --------------------------------------------------------------------------------------------
-
-    @property
-    def message_size(self) -> int:
-        """The number of elements that workers send in this step: 3 M after a decision, else 0."""
-        return self._numbers.numel() if self.is_sent else 0
-
-    def message(self, like: Tensor) -> Tensor:
-        """Return the message of a worker to the other ranks ``[3 M]``, in the dtype and on the device of `like`."""
-        return self._numbers.flatten().to(like)
-
-    def apply_received(self) -> None:
-        """Apply the decisions that a worker sent, unless this rank is a worker. Waits for the device."""
-        if self.received is not None and not self._group.role.is_gradient_worker:
-            self._numbers.copy_(self.received.to("cpu", torch.float64).view(-1, 3))
-        self.is_sent, self.received = False, None
+        numbers = (nan if last is None else last, outcome, undamped)
+        self.numbers[index] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     # --- Renewals -------------------------------------------------------------------------------------------------
 
     def begin_renewal(self, index: int, statistics: Collection[str]) -> None:
         """Record that a layer is being renewed from the present values of some `statistics`."""
         self.in_progress.add(index)
-        if self._compares_averages:
-            blocks, names = self._group.members[index].blocks, tuple(name for name in self.names if name in statistics)
-            for name, average in self._group.snapshot(blocks, names).items():
-                self._allocate().write(name, blocks, average)
+        blocks, names = self._group.members[index].blocks, tuple(spec.name for spec in self._compared)
+        read = tuple(name for name in names if name in statistics)
+        for name, average in self._group.snapshot(blocks, read).items():
+            self._allocate().write(name, blocks, average)
 
     def end_renewal(self, index: int, *, failed: bool) -> None:
         """Record the end of a renewal. If it `failed`, it is repeated at the next decision."""
@@ -298,15 +258,12 @@ class DecisionState:
         if failed:
             self._forget(index, _AGAIN)
 
-    def _forget(self, index: int, numbers: tuple[float, ...]) -> None:
+    def _forget(self, index: int, numbers: tuple[float, float, float]) -> None:
         """Drop the reference of the next measurement, so that the layer counts as changed."""
         self.in_progress.discard(index)
-        self._set(index, numbers)
+        self.note(index, *numbers)
         for name in self.last_averages:
             self.last_averages[name][self._group.members[index].blocks] = 0
-
-    def _set(self, index: int, numbers: tuple[float, ...]) -> None:
-        self._numbers[index] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     def to(self, dtype: torch.dtype, device: torch.device) -> None:
         """Move all tensors."""
@@ -315,10 +272,8 @@ class DecisionState:
 
     def _allocate(self) -> StateTensors:
         if not self.last_averages:
-            specs = [spec for spec in self._group.statistics if spec.name in self.names]
-            self.last_averages = StateTensors(
-                specs, self._group.size, self._group.work_dtype, self._group.device, pack=True
-            )
+            group = self._group
+            self.last_averages = StateTensors(self._compared, group.size, group.work_dtype, group.device, pack=True)
         return self.last_averages
 
     # --- Checkpoints ----------------------------------------------------------------------------------------------
@@ -326,10 +281,9 @@ class DecisionState:
     def state(self, member: LayerBlocks) -> dict[str, Tensor]:
         """Return the state of a layer by the names of its tensors in a checkpoint."""
         n, index = member.stop - member.start, self._group.members.index(member)
-        tensors = {_NUMBERS: self._numbers[index].expand(n, -1)}
-        if self._compares_averages and self._group.role.is_gradient_worker:
-            averages = self._allocate()
-            tensors |= {f"{_PREFIX}{name}": averages.whole(name, member.blocks) for name in averages}
+        averages = self._allocate()
+        tensors = {_NUMBERS: self.numbers[index].expand(n, -1)}
+        tensors |= {f"{_PREFIX}{name}": averages.whole(name, member.blocks) for name in averages}
         if index not in self.in_progress:
             return tensors
         # Renewals in progress are not saved: a resumed training starts them again.
@@ -339,12 +293,7 @@ class DecisionState:
     def shapes(self, member: LayerBlocks) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors of `state`."""
         n = member.stop - member.start
-        shapes: dict[str, tuple[int, ...]] = {_NUMBERS: (n, 3)}
-        if self._compares_averages and self._group.role.is_gradient_worker:
-            specs = (replace(spec, name=f"{_PREFIX}{spec.name}") for spec in self._group.statistics)
-            wanted = {f"{_PREFIX}{name}" for name in self.names}
-            shapes |= {spec.name: (n, *spec.shape) for spec in specs if spec.name in wanted}
-        return shapes
+        return {_NUMBERS: (n, 3), **{f"{_PREFIX}{spec.name}": (n, *spec.shape) for spec in self._compared}}
 
     def restore(self, member: LayerBlocks, given: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned. Start again if the checkpoint was written without this rule."""
@@ -353,8 +302,7 @@ class DecisionState:
             self._forget(index, _NOTHING)
             return
         self.in_progress.discard(index)
-        self._numbers[index] = given[_NUMBERS][0].to(self._numbers)
-        if self._compares_averages and self._group.role.is_gradient_worker:
-            averages = self._allocate()
-            for name in averages:
-                averages.write_whole(name, member.blocks, given[f"{_PREFIX}{name}"].to(self._group.device))
+        self.numbers[index] = given[_NUMBERS][0].to(self.numbers)
+        averages = self._allocate()
+        for name in averages:
+            averages.write_whole(name, member.blocks, given[f"{_PREFIX}{name}"].to(self._group.device))

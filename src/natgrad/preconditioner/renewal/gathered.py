@@ -1,74 +1,83 @@
-"""Rows become what a solve needs: each rank selects some, a layer's workers gather them, its owner makes their M."""
+"""Renew curvature of gathered rows: each rank selects some, a layer's workers gather them, its owner computes M.
+
+M (`natgrad.curvature.rows`) is the inverse that preconditioning with gathered rows needs.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from natgrad.capture.rows import RowBuffer, joined
+from natgrad.capture.rows import RowBuffer
 from natgrad.capture.sums import Shares
 from natgrad.curvature import kernel
-from natgrad.distributed import Communicator, Plan
+from natgrad.distributed import Communicator, Plan, WireFormat, narrower
 from natgrad.linalg import tensor_on
-from natgrad.linalg.joined import together
 from natgrad.linalg.products import full_products
 from natgrad.preconditioner.epochs import Epochs
 from natgrad.preconditioner.guard.guard import FailureCounters, Trouble
 from natgrad.preconditioner.renewal.renew import compute
-from natgrad.preconditioner.renewal.row_messages import gather, give
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.tensors import StateTensors
 
+# Bytes of the kernels that are computed together.
+_BATCH = 2**26
+
+# The state of the rows of a block in a message. Selected rows: 1.
+_SELECTION_FAILED, _NOT_FINITE = 0.5, 0.0
+
 
 @dataclass
-class Seen:
-    """The rows of a layer on their way.
+class RowBatch:
+    """Layers of one group and one owner with equally many rows on each rank: n blocks in all.
 
     Attributes:
-        group: Its group.
-        member: Its place there.
-        samples: S of all ranks.
-        share: How many rows each rank selects.
-        chosen: Those of this rank; on a worker then of all of them, with Y ``[n, P, share, share]`` if there is one.
-        finite: Whether the rows of each block are ``[n]`` (bool): of this rank, then of all.
-        M: What a solve needs ``[n, r, r]``, made by the owner.
-        fine: Whether each block succeeded.
+        group: The group.
+        members: The layers.
+        owner: The rank that computes M. None: this one.
+        samples: The samples of all ranks.
+        share: The number of rows that each rank selects.
+        selection: The rows that this rank selected; on a worker after `_gather` those of all P ranks, with Y
+            ``[n, P, share, share]`` if the curvature has one.
+        finite: The blocks whose rows are finite ``[n]`` (bool).
+        M: The result ``[n, r, r]``.
+        success: Whether each block succeeded.
     """
 
     group: BlockGroup
-    member: LayerBlocks
+    members: list[LayerBlocks]
+    owner: int | None
     samples: float
     share: int
-    chosen: kernel.Selection
+    selection: kernel.Selection
     finite: Tensor
     M: Tensor
-    fine: list[bool]
+    success: list[bool]
 
     @property
-    def blocks(self) -> int:
-        """The number of its blocks."""
-        return self.member.stop - self.member.start
+    def blocks(self) -> list[int]:
+        """The indices of the blocks in the group."""
+        return [block for member in self.members for block in range(member.start, member.stop)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowRenewal:
-    """What a renewal of rows needs beside them.
+    """The renewal of gathered rows in one step.
 
     Attributes:
-        plan: The owners.
+        plan: The workers and owners.
         runtime: The ranks.
-        epochs: The training, which the choice of rows may hang on.
-        watch: Counts what failed.
+        epochs: The epochs so far, on which the selection may depend.
+        watch: Counts failures.
         damping: α.
-        seed: Of the drawing of rows, which is a function of it, rank, step and layer.
+        seed: Seed of the random selection, which is a function of seed, rank, step and layer.
         step: Completed steps.
-        wire: The dtype in which rows travel, if narrower than their own.
+        wire: The dtype in which rows are sent, if narrower than their own.
     """
 
     plan: Plan[str]
@@ -81,212 +90,276 @@ class RowRenewal:
     wire: torch.dtype | None
 
     def run(self, groups: Iterable[BlockGroup], rows: RowBuffer, shares: Shares, gain: float | Tensor) -> bool:
-        """Renew what is made of rows; layers that nobody saw, and blocks that fail, keep what they had.
+        """Renew the results of gathered rows. Layers without samples and blocks that fail keep their old results.
 
         Args:
-            groups: Those with gathered statistics.
-            rows: Theirs, of this rank; given away.
-            shares: For each layer, how many tokens count of those that it was taken to have; all where it is missing.
-            gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
+            groups: The groups with gathered statistics.
+            rows: The rows of this rank; removed from it.
+            shares: For each layer, the part of its assumed number of tokens that counts. Missing: all.
+            gain: The factor that makes captured gradients those of per-sample losses, without the number of samples.
 
         Returns:
-            Whether any block of the layers that this rank works for was renewed.
+            Whether any block of this rank's layers was renewed.
         """
         gathers = rows.origin.together and self.runtime.ranks > 1
-        seen = self._counted([group for group in groups if group.role.captures], rows, shares, gathers=gathers)
-        if not seen:
+        batches = self._batches([group for group in groups if group.role.captures], rows, shares, gathers=gathers)
+        if not batches:
             return False
-
-        def kind(one: Seen) -> tuple[object, ...]:
-            name = _name(one)
-            return id(one.group), one.samples, one.share, shares.get(name, 1.0), repr(rows.counts(name))
-
-        for alike in _groups(seen, kind):
-            self._select(alike, rows, shares.get(_name(alike[0]), 1.0), gain)
-        self.epochs.used = any(one.chosen.Y is not None for one in seen)
+        for batch in batches:
+            self._select(batch, rows, shares, gain)
+        self.epochs.used = any(batch.selection.Y is not None for batch in batches)
         if gathers:
-            gather(seen, self.plan, self.runtime, self.wire)
-        seen = [one for one in seen if one.group.role.is_gradient_worker]
-        self._finish(seen, gathers=gathers)
-        return any(flag for one in seen for flag in one.fine)
+            self._gather(batches)
+        batches = [batch for batch in batches if batch.group.role.is_gradient_worker]
+        drafts: dict[int, tuple[StateTensors, int]] = {}
+        for batch in batches:
+            if id(batch.group) not in drafts:
+                most = max(other.selection.A.shape[1] for other in batches if other.group is batch.group)
+                drafts[id(batch.group)] = batch.group.draft(most), most
+            self._compute(batch, *drafts[id(batch.group)])
+        if gathers:
+            self._share_results(batches)
+        for group in {id(batch.group): batch.group for batch in batches}.values():
+            self._install([batch for batch in batches if batch.group is group], *drafts[id(group)])
+        return any(any(batch.success) for batch in batches)
 
-    def _counted(self, groups: Sequence[BlockGroup], rows: RowBuffer, shares: Shares, *, gathers: bool) -> list[Seen]:
-        """Return the layers that any rank has seen; all ranks learn the rows and samples of each, if any `gathers`."""
-        places = [(group, member) for group in groups for member in group.members]
-        names = [member.layer.name for _, member in places]
-        own = [float(rows.count(name)) for name in names]
-        own += [rows.sample_counts[name].samples * shares.get(name, 1.0) for name in names]
-        found = [own]
-        if gathers and own:
-            message = torch.tensor(own, dtype=torch.float64, device="cpu").to(groups[0].device)
-            found = self.runtime.gather(message, {"counters": len(own)}, self.runtime.group).tolist()
-        seen = []
-        for index, (group, member) in enumerate(places):
+    def _batches(
+        self, groups: Sequence[BlockGroup], rows: RowBuffer, shares: Shares, *, gathers: bool
+    ) -> list[RowBatch]:
+        """Return the layers that any rank has seen. If it `gathers`, all ranks exchange their numbers of rows."""
+        layers = [(group, member) for group in groups for member in group.members]
+        names = [member.layer.name for _, member in layers]
+        local = [float(rows.count(name)) for name in names]
+        local += [rows.sample_counts[name].samples * shares.get(name, 1.0) for name in names]
+        found = [local]
+        if gathers and local:
+            message = torch.tensor(local, dtype=torch.float64, device="cpu").to(groups[0].device)
+            found = self.runtime.gather(message, {"counters": len(local)}, self.runtime.group).tolist()
+        batches: dict[tuple[object, ...], list[RowBatch]] = {}
+        for index, (group, member) in enumerate(layers):
             samples = sum(numbers[len(names) + index] for numbers in found)
-            most = int(max(numbers[index] for numbers in found))
-            if samples <= 0 or most == 0:
+            counts = [int(numbers[index]) for numbers in found]
+            if samples <= 0 or max(counts) == 0:
                 continue
-            # A worker that goes by its own rows alone takes as many as if all ranks had so many samples.
-            origin = rows.origin
+            origin, owner = rows.origin, self.plan.seats[member.layer.key].owners["M"]
+            # A worker that uses only its own rows selects as many as if all ranks had as many samples.
             every = samples * (1 if origin.together else origin.ranks)
-            count = group.curvature.rows_per_rank(every, most, origin.ranks)
-            nothing = torch.empty(0, device="cpu")
-            empty = kernel.Selection(nothing, nothing, None, nothing)
-            seen.append(Seen(group, member, samples, count, empty, nothing, nothing, []))
-        return seen
+            share = group.curvature.rows_per_rank(every, max(counts), origin.ranks)
+            key = id(group), owner, samples, *counts, *rows.counts(member.layer.name).items()
+            similar = batches.setdefault(key, [])
+            selected = share * (origin.ranks if origin.together else 1)
+            layer_bytes = 4 * (member.stop - member.start) * selected**2 * group.work_dtype.itemsize
+            if not similar or (len(similar[-1].members) + 1) * layer_bytes > _BATCH:
+                nothing = torch.empty(0, device="cpu")
+                selection = kernel.Selection(nothing, nothing, None, nothing)
+                similar.append(RowBatch(group, [], owner, samples, share, selection, nothing, nothing, []))
+            similar[-1].members.append(member)
+        return [batch for similar in batches.values() for batch in similar]
 
-    def _select(self, alike: list[Seen], rows: RowBuffer, share: float, gain: float | Tensor) -> None:
-        """Select rows of this rank, or of each whose step this process does; of layers of a group with equally many."""
-        group, started, counts = alike[0].group, perf_counter(), rows.counts(_name(alike[0]))
-        # Drawn labels know nothing of the loss, its scale and its mean.
-        factor = 1.0 if group.curvature.likelihood is not None else gain * share
-        taken = [rows.take(_name(one), factor) if rows.count(_name(one)) else _none(one) for one in alike]
-        A, G = (joined(each, 0) for each in zip(*taken, strict=True))
-        finite = A.flatten(1).sum(1).isfinite() & G.flatten(1).sum(1).isfinite()
-        options = {"samples": alike[0].samples, "damping": self.damping * group.factor}
-        found, start = [], 0
-        for rank, count in counts.items():
-            a, g = A[:, start : start + count], G[:, start : start + count]
-            starts = torch.cat([self._drawn(one, rank) for one in alike]).to(group.device)
+    def _select(self, batch: RowBatch, rows: RowBuffer, shares: Shares, gain: float | Tensor) -> None:
+        """Select rows of this rank, or of each rank that this process simulates."""
+        group, started = batch.group, perf_counter()
+        names = [member.layer.name for member in batch.members]
+        counts = rows.counts(names[0])
+        if any(counts.values()):
+            # The gradients of sampled labels do not depend on the loss, its scale or its mean.
+            gains = [1.0 if group.curvature.likelihood is not None else gain * shares.get(name, 1.0) for name in names]
+            taken = [rows.take(name, factor) for name, factor in zip(names, gains, strict=True)]
+            A, G = (torch.cat(pieces) for pieces in zip(*taken, strict=True))
+        else:
+            shapes = ((len(batch.blocks), 0, size) for size in (group.inputs, group.outputs))
+            A, G = (torch.zeros(shape, dtype=group.work_dtype, device=group.device) for shape in shapes)
+        batch.finite = A.flatten(1).sum(1).isfinite() & G.flatten(1).sum(1).isfinite()
+        options = {"samples": batch.samples, "damping": self.damping * group.factor}
+        found = []
+        for rank, a, g in zip(counts, A.split([*counts.values()], 1), G.split([*counts.values()], 1), strict=True):
+            starts = torch.cat([self._drawn(member, rank) for member in batch.members]).to(group.device)
             with full_products(group.device):
-                found.append(group.curvature.select(a, g, alike[0].share, self.epochs, **options, starts=starts))
-            start += count
-        chosen = _joined(found)
-        start = 0
-        for one in alike:
-            own = slice(start, start + one.blocks)
-            Y = None if chosen.Y is None else chosen.Y[own]
-            one.chosen = kernel.Selection(chosen.A[own], chosen.G[own], Y, chosen.fine[own])
-            one.finite, start = finite[own], own.stop
-        group.charge([one.member for one in alike], perf_counter() - started)
+                found.append(group.curvature.select(a, g, batch.share, self.epochs, **options, starts=starts))
+        links = [selection.Y for selection in found if selection.Y is not None]
+        batch.selection = kernel.Selection(
+            torch.cat([selection.A for selection in found], 1),
+            torch.cat([selection.G for selection in found], 1),
+            torch.stack(links, 1) if links else None,
+            torch.stack([selection.fine for selection in found]).all(0),
+        )
+        group.charge(batch.members, perf_counter() - started)
 
-    def _drawn(self, one: Seen, rank: int) -> Tensor:
+    def _drawn(self, member: LayerBlocks, rank: int) -> Tensor:
         """Return a random number for each block, a function of seed, rank, step and layer."""
-        name = repr(("rows", self.seed, rank, self.step, one.member.layer.key))
+        name = repr(("rows", self.seed, rank, self.step, member.layer.key))
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
-        return torch.rand(one.blocks, dtype=torch.float64, device="cpu", generator=generator)
+        return torch.rand(member.stop - member.start, dtype=torch.float64, device="cpu", generator=generator)
 
-    def _finish(self, seen: list[Seen], *, gathers: bool) -> None:
-        """Make M of the selected rows of all ranks, each on the layer's owner, and hold all of it on its workers."""
-        drafts = {}
-        for own in _groups(seen, lambda one: (id(one.group),)):
-            rows = max(one.chosen.A.shape[1] for one in own)
-            drafts[id(own[0].group)] = (own[0].group.draft(rows), rows)
-        for some in together(seen, self._place, _nbytes):
-            self._invert(some, drafts[id(some[0].group)][0])
-        if gathers:
-            give(seen, self.plan, self.runtime)
-        for own in _groups(seen, lambda one: (id(one.group),)):
-            group, (fresh, rows) = own[0].group, drafts[id(own[0].group)]
-            for one in own:
-                fresh.write("M", one.member.blocks, group.padded("M", one.M.to(group.device), rows))
-            self._judge(own)
-            group.install(fresh, rows, {one.member: one.fine for one in own})
-
-    def _place(self, one: Seen) -> tuple[torch.device, object]:
-        """Return where a layer's M is made, and what else is equal for those that are made together."""
-        return one.group.device, (id(one.group), one.samples, one.chosen.A.shape[1], self._owns(one))
-
-    def _owns(self, one: Seen) -> bool:
-        return self.plan.seats[one.member.layer.key].owners["M"] in (None, self.runtime.rank)
-
-    def _invert(self, some: Sequence[Seen], fresh: StateTensors) -> None:
-        """Write the rows of layers alike into what will be held; where this rank is the owner make M of them as there.
-
-        Args:
-            some: The layers.
-            fresh: What their group will hold.
-        """
-        group, started, members = some[0].group, perf_counter(), [one.member for one in some]
-        rows, own = fresh["A"].shape[1], some[0].chosen.A.shape[1]
-        chosen, blocks, damping = _together([one.chosen for one in some]), _blocks(members), self.damping * group.factor
-        places = blocks if isinstance(blocks, slice) else tensor_on(group.device, blocks)
-        group.allocate_averages()[places] = 1  # as those that have been seen
-        gathered = {"A": chosen.A, "G": chosen.G}
-        if "Y" in fresh:
-            gathered["Y"] = _links(chosen, damping)
+    def _compute(self, batch: RowBatch, draft: StateTensors, rows: int) -> None:
+        """Write selected rows into the new results of their group, and compute M of them on its owner."""
+        group, started, damping = batch.group, perf_counter(), self.damping * batch.group.factor
+        selection, blocks = batch.selection, tensor_on(group.device, batch.blocks)
+        selected = selection.A.shape[1]
+        group.allocate_averages()[blocks] = 1  # as of blocks with statistics
+        gathered = {"A": selection.A, "G": selection.G}
+        if "Y" in draft:
+            gathered["Y"] = _links(selection, damping)
         for name, values in gathered.items():
-            fresh.write(name, places, group.padded(name, values, rows))
-        fresh["samples"][places], fresh["damping"][places] = some[0].samples, damping
-        if self._owns(some[0]):
-            reads = {name: fresh.read(name, places)[:, :own].to(group.work_dtype) for name in ("A", "G")}
-            reads |= {"samples": torch.tensor(some[0].samples, dtype=torch.float64, device="cpu")}
-            reads |= {} if chosen.Y is None else {"Y": chosen.Y}
+            draft.write(name, blocks, group.padded(name, values, rows))
+        draft["samples"][blocks], draft["damping"][blocks] = batch.samples, damping
+        n = len(batch.blocks)
+        batch.M = torch.zeros(n, selected, selected, dtype=group.work_dtype, device=group.device)
+        batch.success = [False] * n
+        if batch.owner in (None, self.runtime.rank):
+            # From the rows as they are stored, which may be rounded.
+            reads = {name: draft.read(name, blocks)[:, :selected].to(group.work_dtype) for name in ("A", "G")}
+            reads["samples"] = torch.tensor(batch.samples, dtype=torch.float64, device="cpu")
+            if selection.Y is not None:
+                reads["Y"] = selection.Y
             (task,) = group.tasks
             with full_products(group.device):
-                written, fine = compute(group.curvature, task, reads, damping, None, rows=own)
-            M = written["M"]
-            flags = (fine & chosen.fine & joined([one.finite for one in some], 0)).tolist()
-        else:
-            M = torch.zeros(len(chosen.A), own, own, dtype=group.work_dtype, device=group.device)
-            flags = [False] * len(M)
-        start = 0
-        for one in some:
-            end = start + one.blocks
-            one.M, one.fine, start = M[start:end], flags[start:end], end
-        group.charge(members, perf_counter() - started)
+                written, fine = compute(group.curvature, task, reads, damping, None, rows=selected)
+            batch.M, batch.success = written["M"], (fine & selection.fine & batch.finite).tolist()
+        group.charge(batch.members, perf_counter() - started)
 
-    def _judge(self, some: Sequence[Seen]) -> None:
-        """Count what failed of layers of a group: rows that are not finite, or what was made of finite ones."""
-        self.watch.saw_factors([Trouble(one.group, one.member.blocks, ~one.finite) for one in some])
-        finite = iter(joined([one.finite for one in some], 0).tolist())
-        for one in some:
-            usable = list(islice(finite, one.blocks))
-            made = [fine or not each for fine, each in zip(one.fine, usable, strict=True)]
-            self.watch.saw_decompositions(one.group, "M", one.member.start, made)
+    def _install(self, batches: Sequence[RowBatch], draft: StateTensors, rows: int) -> None:
+        """Replace the results of a group, and count the failures: non-finite rows, or a failed M of finite ones."""
+        group, success = batches[0].group, {}
+        for batch in batches:
+            blocks = tensor_on(group.device, batch.blocks)
+            draft.write("M", blocks, group.padded("M", batch.M.to(group.device), rows))
+            self.watch.saw_factors([Trouble(group, blocks, ~batch.finite)])
+            flags, finite = batch.success, batch.finite.tolist()
+            for member in batch.members:
+                n = member.stop - member.start
+                success[member], flags = flags[:n], flags[n:]
+                made = [fine or not usable for fine, usable in zip(success[member], finite[:n], strict=True)]
+                finite = finite[n:]
+                self.watch.saw_decompositions(group, "M", member.start, made)
+        group.install(draft, rows, success)
+
+    # --- Messages -----------------------------------------------------------------------------------------------
+
+    def _gather(self, batches: Sequence[RowBatch]) -> None:
+        """Replace the rows that each rank selected by those of all ranks, on the workers of each layer.
+
+        To each of its n workers n (P - 1) / P r (i + o) elements a layer are sent, with Y n (P - 1) r² / P² more, and a
+        counter for each block. Y is never rounded: it might not stay definite.
+        """
+        columns, runtime = self.plan.columns, self.runtime
+        for similar in _by_place(batches):
+            messages: dict[int, _RowMessage] = {}
+            for column in range(columns):
+                own = [batch for batch in similar if self.plan.column_of(batch.members[0].layer.key) == column]
+                if own:
+                    messages[column] = _RowMessage(own, self.wire)
+            mine = messages.get(runtime.rank % columns)
+            if columns == 1:
+                arrived = runtime.gather(messages[0].message, messages[0].kinds, runtime.group)
+            else:
+                arrived = self._send(messages, mine)
+            if mine is not None:
+                mine.unpack(arrived)
+
+    def _send(self, messages: Mapping[int, _RowMessage], mine: _RowMessage | None) -> Tensor:
+        """Send each message to the workers of its column, and return what this rank received ``[P, size]``."""
+        outgoing: list[list[Tensor]] = [[] for _ in range(self.runtime.ranks)]
+        for column, message in messages.items():
+            workers = self.plan.column(column)
+            for worker in workers:
+                outgoing[worker].append(message.message)
+            self.runtime.count(message.kinds, len(workers) - (message is mine))
+        size, device = 0 if mine is None else len(mine.message), next(iter(messages.values())).message.device
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        vectors = [torch.cat([nothing, *parts]) for parts in outgoing]
+        return torch.stack(self.runtime.redistribute(vectors, [size] * self.runtime.ranks))
+
+    def _share_results(self, batches: Sequence[RowBatch]) -> None:
+        """Send each M of a layer's owner to its n workers: (n - 1) r² elements, with a counter for each block.
+
+        Never in a narrower dtype: preconditioning subtracts what M makes of the gradient from the gradient itself, and
+        the rounding of M would come out multiplied by the largest eigenvalue over α.
+        """
+        workers = self.plan.column(self.runtime.rank)
+        if len(workers) == 1:
+            return
+        self.runtime.subgroup(workers)  # collective on all ranks, also if some columns have nothing to share yet
+        for similar in _by_place(batches):
+            owned = [[batch for batch in similar if batch.owner == worker] for worker in workers]
+            sizes = [(sum(batch.M.numel() for batch in own), sum(len(batch.M) for batch in own)) for own in owned]
+            mine, like = owned[workers.index(self.runtime.rank)], similar[0].M
+            values = torch.cat([like.new_empty(0), *(batch.M.flatten() for batch in mine)])
+            flags = tensor_on(like.device, [float(flag) for batch in mine for flag in batch.success], like.dtype)
+            shared = self.runtime.share_from_owners((values, flags), sizes, "inverses", ranks=workers)
+            for own, (numbers, counters) in zip(owned, shared, strict=True):
+                success = iter(counters.tolist())
+                for batch, M in zip(own, numbers.split([batch.M.numel() for batch in own]), strict=True):
+                    batch.M, batch.success = M.view_as(batch.M), [next(success) > 0 for _ in batch.success]
 
 
-def _joined(found: Sequence[kernel.Selection]) -> kernel.Selection:
-    """Return the selections of some ranks as one, with Y ``[n, ranks, r, r]``."""
-    links = [one.Y for one in found if one.Y is not None]
-    A, G = (joined([getattr(one, side) for one in found], 1) for side in ("A", "G"))
-    Y = torch.stack(links, 1) if links else None
-    return kernel.Selection(A, G, Y, torch.stack([one.fine for one in found]).all(0))
+class _RowMessage:
+    """The message of one rank with its rows of layers with the same workers, dtype and device.
+
+    Attributes:
+        message: Its bytes.
+        kinds: The number of bytes of each kind.
+    """
+
+    def __init__(self, batches: Sequence[RowBatch], wire: torch.dtype | None) -> None:
+        """Pack the selected rows."""
+        self._batches, group = batches, batches[0].group
+        states = [
+            torch.where(batch.selection.fine, 1.0, _SELECTION_FAILED).where(batch.finite, _NOT_FINITE)
+            for batch in batches
+        ]
+        narrow = [rows.flatten() for batch in batches for rows in (batch.selection.A, batch.selection.G)]
+        links = [batch.selection.Y.flatten() for batch in batches if batch.selection.Y is not None]
+        counters = torch.cat(states).to(group.work_dtype)
+        self._layout = WireFormat(
+            wide=sum(map(len, links)) + len(counters),
+            narrow=sum(map(len, narrow)),
+            dtype=group.work_dtype,
+            wire=narrower(wire, group.work_dtype),
+        )
+        message = self._layout.empty(1, group.device)
+        # Non-finite numbers are not used, and must not spoil the scale of their neighbours.
+        self._layout.write(
+            message, torch.cat([*links, counters])[None], [rows.nan_to_num(0, 0, 0)[None] for rows in narrow]
+        )
+        counted = len(counters) * self._layout.dtype.itemsize
+        self.message, self.kinds = message[0], {"rows": self._layout.payload - counted, "counters": counted}
+
+    def unpack(self, arrived: Tensor) -> None:
+        """Replace the rows by those of all messages ``[P, size]``."""
+        wide, narrow = self._layout.read(arrived)
+        batches, ranks = self._batches, len(arrived)
+        rows = iter(
+            narrow.split([part.numel() for batch in batches for part in (batch.selection.A, batch.selection.G)], 1)
+        )
+        linked = [0 if batch.selection.Y is None else batch.selection.Y.numel() for batch in batches]
+        *links, counters = wide.split([*linked, sum(len(batch.finite) for batch in batches)], 1)
+        states = iter(counters.amin(0).split([len(batch.finite) for batch in batches]))
+        for batch, link in zip(batches, links, strict=True):
+            A, G = (
+                next(rows).view(ranks, *like.shape).transpose(0, 1).flatten(1, 2)
+                for like in (batch.selection.A, batch.selection.G)
+            )
+            Y = None
+            if batch.selection.Y is not None:
+                Y = link.view(ranks, *batch.selection.Y.shape).transpose(0, 1).flatten(1, 2)
+            state = next(states)
+            batch.finite = state > _NOT_FINITE
+            batch.selection = kernel.Selection(A, G, Y, state > _SELECTION_FAILED)
 
 
-def _links(chosen: kernel.Selection, damping: float) -> Tensor:
+def _links(selection: kernel.Selection, damping: float) -> Tensor:
     """Return Y of selected rows ``[n, r, r]``."""
-    A = chosen.A
-    if chosen.Y is not None:
-        return kernel.along_diagonal(chosen.Y)
+    if selection.Y is not None:
+        return kernel.along_diagonal(selection.Y)
+    A = selection.A
     return torch.eye(A.shape[1], dtype=A.dtype, device=A.device).div_(damping).expand(len(A), -1, -1)
 
 
-def _together(chosen: Sequence[kernel.Selection]) -> kernel.Selection:
-    """Return the selections of some layers as one."""
-    links = [one.Y for one in chosen if one.Y is not None]
-    A, G, fine = (joined([getattr(one, name) for one in chosen], 0) for name in ("A", "G", "fine"))
-    return kernel.Selection(A, G, joined(links, 0) if links else None, fine)
-
-
-def _blocks(members: Sequence[LayerBlocks]) -> slice | list[int]:
-    """Return the blocks of some layers, as a slice where they follow each other."""
-    if all(one.stop == other.start for one, other in pairwise(members)):
-        return slice(members[0].start, members[-1].stop)
-    return [block for member in members for block in range(member.start, member.stop)]
-
-
-def _nbytes(one: Seen) -> int:
-    """Return about what it takes to make M of a layer."""
-    rows = one.chosen.A.shape[1]
-    return 4 * one.blocks * rows * rows * one.group.work_dtype.itemsize
-
-
-def _groups(seen: Iterable[Seen], key: Callable[[Seen], tuple[object, ...]]) -> list[list[Seen]]:
-    groups: dict[tuple[object, ...], list[Seen]] = {}
-    for one in seen:
-        groups.setdefault(key(one), []).append(one)
-    return list(groups.values())
-
-
-def _name(one: Seen) -> str:
-    return one.member.layer.name
-
-
-def _none(one: Seen) -> tuple[Tensor, Tensor]:
-    """Return no rows."""
-    group = one.group
-    shapes = ((one.blocks, 0, size) for size in (group.inputs, group.outputs))
-    a, g = (torch.zeros(shape, dtype=group.work_dtype, device=group.device) for shape in shapes)
-    return a, g
+def _by_place(batches: Sequence[RowBatch]) -> list[list[RowBatch]]:
+    """Return the batches of each device and dtype."""
+    places: dict[tuple[torch.device, torch.dtype], list[RowBatch]] = {}
+    for batch in batches:
+        places.setdefault((batch.group.device, batch.group.work_dtype), []).append(batch)
+    return list(places.values())

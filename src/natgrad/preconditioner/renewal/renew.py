@@ -25,6 +25,7 @@ from natgrad.state.tensors import along, pack, packed_shape, unpack
 _BATCH = 2**18
 
 RAISED = -1.0
+"""In `Job.success`: the block raised an error."""
 
 
 @dataclass
@@ -32,7 +33,8 @@ class Job:
     """A task for some neighbouring blocks of a group, on one owner; None: on every worker.
 
     Attributes:
-        done: The result of each block: above 0 if it succeeded.
+        success: For each block, above 0 if it succeeded, `RAISED` if it raised an error other than a failed
+            decomposition.
     """
 
     owner: int | None
@@ -40,7 +42,7 @@ class Job:
     task: Task
     start: int
     stop: int
-    done: dict[int, float] = field(default_factory=dict)
+    success: list[float] = field(default_factory=list)
 
     def numel(self, spec: TensorSpec) -> int:
         """Return the number of elements that are sent of a tensor that the task writes."""
@@ -48,8 +50,8 @@ class Job:
 
     def read(self, spec: TensorSpec) -> Tensor:
         """Return a tensor that the task wrote, as it is sent ``[numel(spec)]``."""
-        held = self.group.results.read(spec.name, slice(self.start, self.stop))
-        return pack(held, spec).reshape(-1)
+        stored = self.group.results.read(spec.name, slice(self.start, self.stop))
+        return pack(stored, spec).reshape(-1).to(self.group.work_dtype)
 
     def write(self, spec: TensorSpec, values: Tensor) -> None:
         """Store a received tensor."""
@@ -75,39 +77,29 @@ class Job:
                 yield slice(start, stop)
                 start = stop
 
-    def run(self, damping: float) -> list[float]:
-        """Run the task, store its results and return the result of each block. Failed blocks keep their old result."""
-        started = perf_counter()
+    def run(self, damping: float) -> None:
+        """Run the task and store its results."""
+        group, task, started = self.group, self.task, perf_counter()
         for blocks in self.pieces():
-            self._renew(blocks, damping * self.group.factor)
-        self.group.charge(self.members, perf_counter() - started)
-        return self.success
+            averages = group.corrected(blocks, task.reads, task.diagonal_of)
+            previous = group.previous(task, blocks)
+            with full_products(group.device):
+                written, fine = compute(group.curvature, task, averages, damping * group.factor, previous)
+            self.keep(blocks, written, fine)
+        group.charge(self.members, perf_counter() - started)
 
-    def _renew(self, blocks: slice, damping: float) -> None:
-        group, task = self.group, self.task
-        averages = group.corrected(blocks, task.reads, task.diagonal_of)
-        with full_products(group.device):
-            written, fine = compute(group.curvature, task, averages, damping, group.previous(task, blocks))
-        flags = self.keep(blocks, written, fine)
-        self.done.update(zip(range(blocks.start, blocks.stop), map(float, flags), strict=True))
-
-    @property
-    def success(self) -> list[float]:
-        """The result of each block, once all are done."""
-        return [self.done[block] for block in range(self.start, self.stop)]
-
-    def keep(self, blocks: slice, written: Mapping[str, Tensor], fine: Tensor) -> list[bool]:
-        """Store the results of some blocks where they are `fine`, and return these flags."""
-        held, flags = self.group.results, [bool(flag) for flag in fine.tolist()]
+    def keep(self, blocks: slice, written: Mapping[str, Tensor], fine: Tensor) -> None:
+        """Store the results of the next blocks. Those that are not `fine` keep their old results."""
+        results, flags = self.group.results, [bool(flag) for flag in fine.tolist()]
         for spec in self.task.writes:
-            before, fresh = held.read(spec.name, blocks), written[spec.name]
+            before, fresh = results.read(spec.name, blocks), written[spec.name]
             if not all(flags):
                 fresh = torch.where(along(fine, len(spec.shape)), fresh, before)
-            held.write(spec.name, blocks, fresh)
+            results.write(spec.name, blocks, fresh)
             if spec.symmetric:
                 # Other ranks only receive the lower triangle, and all ranks must hold the same bits.
-                triangle.mirror_(held[spec.name][blocks])
-        return flags
+                triangle.mirror_(results[spec.name][blocks])
+        self.success += map(float, flags)
 
 
 def compute(
@@ -118,15 +110,7 @@ def compute(
     previous: Mapping[str, Tensor] | None,
     rows: int = 0,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Call `Curvature.compute`. A task that writes nothing always succeeds.
-
-    Args:
-        curvature: The curvature.
-        task: Its task.
-        averages: What the task reads.
-        damping: γ of this renewal.
-        previous: What it has written last.
-        rows: How many rows there are, where statistics are gathered.
+    """Call `Curvature.compute`, with gathered statistics on so many rows. A task that writes nothing always succeeds.
 
     Raises:
         NatgradError: if a tensor that the task writes is missing or of another shape.
@@ -146,11 +130,12 @@ def compute(
 
 def observed(groups: list[BlockGroup]) -> set[str]:
     """Return the keys of the layers with statistics. Waits for the device."""
-    known = [group for group in groups if group.weight is not None]
-    weights = [torch.stack(group.weights).amin(0) for group in known]
-    seen = iter(torch.cat([weight.to(weights[0]) for weight in weights]).tolist() if weights else [])
-    blocks = [(group, [next(seen) > 0 for _ in range(group.size)]) for group in known]
-    return {member.layer.key for group, own in blocks for member in group.members if all(own[member.blocks])}
+    keys = set()
+    for group in groups:
+        if group.weight is not None:
+            seen = (torch.stack(group.weights).amin(0) > 0).tolist()
+            keys |= {member.layer.key for member in group.members if all(seen[member.blocks])}
+    return keys
 
 
 def renew(
@@ -184,47 +169,30 @@ def renew(
         Whether there was anything to do.
     """
     jobs = jobs_of(groups, plan, keys, kept=kept, reads=reads, replayed=replayed)
-    success: list[list[float]] = []
     for job in jobs:
         job.group.allocate_results()
-        mine = job.owner in (None, runtime.rank)
-        success.append(job.run(damping) if mine else [0.0] * (job.stop - job.start))
-    conclude(jobs, success, plan.column(runtime.rank), runtime, watch, wire)
+        if job.owner in (None, runtime.rank):
+            job.run(damping)
+    conclude(jobs, plan.column(runtime.rank), runtime, watch, wire)
     return bool(jobs)
 
 
 def conclude(
-    jobs: list[Job],
-    success: list[list[float]],
-    workers: Sequence[int],
-    runtime: Communicator,
-    watch: FailureCounters,
-    wire: torch.dtype | None,
-) -> list[Job]:
+    jobs: list[Job], workers: Sequence[int], runtime: Communicator, watch: FailureCounters, wire: torch.dtype | None
+) -> None:
     """End a renewal: exchange the results of its jobs, and record which layers have curvature now.
 
-    Args:
-        jobs: The jobs, the same on all `workers`.
-        success: For each block of each job of this rank: above 0 if it succeeded, `RAISED` if the owner raised an
-            error other than a failed decomposition.
-        workers: The ranks that exchange.
-        runtime: The ranks.
-        watch: Counts failures.
-        wire: As in `renew`.
-
-    Returns:
-        The jobs that were stopped by an error.
+    The jobs are the same on all `workers`; those of this rank have been run.
     """
     if len(workers) > 1:
-        success = _exchange(jobs, success, workers, runtime, wire)
-    for job, numbers in zip(jobs, success, strict=True):
-        flags = [number > 0 for number in numbers]
+        _exchange(jobs, workers, runtime, wire)
+    for job in jobs:
+        flags = [number > 0 for number in job.success]
         job.group.renewed(job.task.name, job.start, flags)
         job.group.restart(job.task, job.start, flags)
         watch.saw_decompositions(job.group, job.task.name, job.start, flags)
     for group in {id(job.group): job.group for job in jobs}.values():
         group.failures.conclude(block for job in jobs if job.group is group for block in range(job.start, job.stop))
-    return [job for job, numbers in zip(jobs, success, strict=True) if RAISED in numbers]
 
 
 def jobs_of(
@@ -250,100 +218,60 @@ def jobs_of(
             for member in group.members:
                 begun = task.after_replay and all(group.good[task.name][member.blocks])
                 due = member.layer.key in keys and (member.layer.key, task.name) not in kept
-                if due and begun == replayed:
-                    owner = plan.seats[member.layer.key].owners[task.name]
-                    _append(jobs, Job(owner, group, task, member.start, member.stop))
+                if not due or begun != replayed:
+                    continue
+                owner, last = plan.seats[member.layer.key].owners[task.name], jobs[-1] if jobs else None
+                place = owner, group, task, member.start
+                if last is not None and (last.owner, last.group, last.task, last.stop) == place:
+                    last.stop = member.stop
+                else:
+                    jobs.append(Job(owner, group, task, member.start, member.stop))
     return jobs
 
 
-def _append(jobs: list[Job], job: Job) -> None:
-    """Append `job`, or join it with the last job if they are neighbours."""
-    last = jobs[-1] if jobs else None
-    if last and (last.owner, last.group, last.task, last.stop) == (job.owner, job.group, job.task, job.start):
-        last.stop = job.stop
-    else:
-        jobs.append(job)
-
-
-@dataclass
-class _Bucket:
-    """The results of one device and dtype: those of each owner, flat, and whether each block succeeded.
-
-    Attributes:
-        device: The device.
-        dtype: The dtype of decompositions.
-        wire: The dtype in which matrices are sent.
-        jobs: The jobs of each worker.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    wire: torch.dtype
-    jobs: list[list[int]]
-
-    def travels_narrow(self, spec: TensorSpec) -> bool:
-        """Return whether a tensor is sent in the dtype of the wire. Vectors never are."""
-        return self.wire == self.dtype or len(spec.shape) > 1
-
-
-def _exchange(
-    jobs: list[Job], success: list[list[float]], workers: Sequence[int], runtime: Communicator, wire: torch.dtype | None
-) -> list[list[float]]:
-    """Send each owner's results to all workers, and return whether each block of each job succeeded."""
-    result = list(success)
+def _exchange(jobs: list[Job], workers: Sequence[int], runtime: Communicator, wire: torch.dtype | None) -> None:
+    """Send each owner's results, and whether each block succeeded, to all workers."""
     runtime.subgroup(workers)  # collective on all ranks, also if some columns have nothing to share yet
-    for bucket in _buckets(jobs, workers, wire):
-        empty = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
-        sizes, outputs = [], []
-        for indices in bucket.jobs:
-            written = [(jobs[index], spec) for index in indices for spec in jobs[index].task.writes]
-            narrow = [output for output in written if bucket.travels_narrow(output[1])]
-            wide = [output for output in written if not bucket.travels_narrow(output[1])]
-            flags = sum(jobs[index].stop - jobs[index].start for index in indices)
-            sizes.append((sum(map(_numel, narrow)), sum(map(_numel, wide)) + flags))
-            outputs.append((narrow, wide))
-        place = workers.index(runtime.rank)
-        narrow, wide = outputs[place]
-        flags_now = [flag for index in bucket.jobs[place] for flag in success[index]]
-        values = torch.cat([empty, *(job.read(spec).to(bucket.dtype) for job, spec in narrow)])
-        counters = torch.cat(
-            [
-                *(job.read(spec).to(bucket.dtype) for job, spec in wide),
-                tensor_on(bucket.device, flags_now, bucket.dtype),
-            ]
+    buckets: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Job]] = {}
+    for job in jobs:
+        if job.owner is not None:
+            dtype = job.group.work_dtype
+            sent = narrower(narrower(wire, job.group.results.dtype), dtype)
+            buckets.setdefault((job.group.device, dtype, sent), []).append(job)
+    for (device, dtype, sent), bucket in buckets.items():
+        owned = [[job for job in bucket if job.owner == worker] for worker in workers]
+        # Vectors are never rounded: in a narrow bucket they are sent with the counters.
+        outputs = [[(job, spec) for job in own for spec in job.task.writes] for own in owned]
+        values = [[output for output in own if sent == dtype or len(output[1].shape) > 1] for own in outputs]
+        vectors = [[output for output in own if sent != dtype and len(output[1].shape) <= 1] for own in outputs]
+        counts = [sum(job.stop - job.start for job in own) for own in owned]
+        sizes = [
+            (_numel(value), _numel(vector) + count)
+            for value, vector, count in zip(values, vectors, counts, strict=True)
+        ]
+        place, empty = workers.index(runtime.rank), torch.empty(0, dtype=dtype, device=device)
+        flags = tensor_on(device, [flag for job in owned[place] for flag in job.success], dtype)
+        local = (
+            torch.cat([empty, *(job.read(spec) for job, spec in values[place])]),
+            torch.cat([*(job.read(spec) for job, spec in vectors[place]), flags]),
         )
-        shared = runtime.share_from_owners((values, counters), sizes, "inverses", ranks=workers, wire=bucket.wire)
-        for index, (numbers, (narrow, wide), indices) in enumerate(zip(shared, outputs, bucket.jobs, strict=True)):
-            if index == place and bucket.wire == bucket.dtype:
+        shared = runtime.share_from_owners(local, sizes, "inverses", ranks=workers, wire=sent)
+        for index, numbers in enumerate(shared):
+            if index == place and sent == dtype:
                 continue  # they have not changed
-            _write(narrow, numbers[0])
-            _write(wide, numbers[1])
-            told = iter(numbers[1][sum(map(_numel, wide)) :].tolist())
-            for job in indices:
-                result[job] = [next(told) for _ in success[job]]
-    return result
+            _write(values[index], numbers[0])
+            _write(vectors[index], numbers[1])
+            success = iter(numbers[1][_numel(vectors[index]) :].tolist())
+            for job in owned[index]:
+                job.success = [next(success) for _ in range(job.start, job.stop)]
 
 
-def _numel(output: tuple[Job, TensorSpec]) -> int:
-    job, spec = output
-    return job.numel(spec)
+def _numel(outputs: Sequence[tuple[Job, TensorSpec]]) -> int:
+    return sum(job.numel(spec) for job, spec in outputs)
 
 
 def _write(outputs: Sequence[tuple[Job, TensorSpec]], numbers: Tensor) -> None:
     """Store received tensors."""
-    sizes = list(map(_numel, outputs))
+    sizes = [job.numel(spec) for job, spec in outputs]
     for (job, spec), values in zip(outputs, numbers[: sum(sizes)].split(sizes), strict=True):
         job.write(spec, values)
-
-
-def _buckets(jobs: list[Job], workers: Sequence[int], wire: torch.dtype | None) -> list[_Bucket]:
-    found: dict[tuple[torch.device, torch.dtype, torch.dtype], _Bucket] = {}
-    for index, job in enumerate(jobs):
-        if job.owner is None:
-            continue
-        group = job.group
-        travels = narrower(wire, group.results.dtype)
-        kind = group.device, group.work_dtype, narrower(travels, group.work_dtype)
-        bucket = found.setdefault(kind, _Bucket(*kind, [[] for _ in workers]))
-        bucket.jobs[workers.index(job.owner)].append(index)
-    return list(found.values())

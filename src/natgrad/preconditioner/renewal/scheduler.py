@@ -1,9 +1,9 @@
 """Decide by a refresh rule when statistics are captured and layers are decomposed.
 
 All ranks that act on a decision derive it from equal numbers. Every worker of a layer measures it on averages that are
-identical to the last bit. The other ranks receive the decision in the same step, with the preconditioned gradients, and
-act on it in the next. The times of a rule with a cap differ between ranks, so each decision begins with their sum over
-the ranks. The host waits for the device only if a rule measures layers in a step in which renewals are due.
+identical to the last bit, and sends the decision to the other ranks. The times of a rule with a cap differ between
+ranks, so each decision begins with their sum over the ranks. The host waits for the device only if a rule measures
+layers in a step in which renewals are due.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from time import perf_counter
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from natgrad.distributed import Communicator, Plan
@@ -60,7 +62,7 @@ class RefreshScheduler:
         self._pauses = PauseFilter()
         self._local_times = StepTimes()  # of this rank since the last decision
         self._step_ended: float | None = None
-        self._spent = self._aside = 0.0  # by the end of the last step: all seconds, and those beside the steps
+        self._spent = self._background = 0.0  # seconds by the end of the last step: of the steps, and of the thread
         self._has_warned = False
 
     # --- By counters ----------------------------------------------------------------------------------------------
@@ -96,17 +98,10 @@ class RefreshScheduler:
         damping: float,
         progress: StepCounters,
     ) -> set[str]:
-        """Decide on each layer, and return the keys of those to renew that this rank is a worker of.
+        """Decide on the `usable` layers, and return the keys of those to renew that this rank is a worker of.
 
-        Waits for the device if the rule measures layers. Collective if the rule has a cap.
-
-        Args:
-            groups: All groups.
-            plan: The workers.
-            runtime: The ranks.
-            usable: The keys of the layers that have statistics.
-            damping: γ.
-            progress: The step.
+        Waits for the device if the rule measures layers. Collective if the rule has a cap, or ranks are workers of some
+        layers only.
 
         Raises:
             ValueError: if the rule does not return a verdict on each layer.
@@ -134,12 +129,12 @@ class RefreshScheduler:
             layer.state.note(layer.index, last, layer.outcome, layer.undamped)
             if renewed:
                 layer.begin_renewal()
-        for group in groups:
-            if group.decisions is not None:
-                group.decisions.is_sent = True
+        if plan.columns > 1:
+            _share_decisions(groups, runtime)
+        self.find_stopped(groups)
         chosen = {layer.key: layer for layer in layers if layer.outcome == RENEWED}
         self.kept_parts = frozenset().union(*(layer.kept_parts for layer in chosen.values()))
-        self._work_shares = {key: layer.share for key, layer in chosen.items()}
+        self._work_shares = {key: layer.work_share(layer.parts) for key, layer in chosen.items()}
         return set(chosen)
 
     def end_renewal(self, groups: Sequence[BlockGroup], plan: Plan[str], keys: Collection[str]) -> None:
@@ -148,14 +143,6 @@ class RefreshScheduler:
             work = self._work_shares.get(layer.key, 1.0) * plan.weights[layer.key]
             self._local_times.work += work / len(plan.seats[layer.key].workers)
             layer.state.end_renewal(layer.index, failed=any(layer.group.failures.failed_refreshes[layer.member.blocks]))
-
-    def receive_decisions(self, groups: Sequence[BlockGroup]) -> None:
-        """Apply the decisions that workers sent in this step. Waits for the device if there are any."""
-        sent = [group.decisions for group in groups if group.decisions is not None and group.decisions.is_sent]
-        for decisions in sent:
-            decisions.apply_received()
-        if sent:
-            self.find_stopped(groups)
 
     def find_stopped(self, groups: Sequence[BlockGroup]) -> None:
         """Update `stopped`."""
@@ -170,7 +157,8 @@ class RefreshScheduler:
         credit that its layers have in the total work.
         """
         due = [layer for layer in layers if layer.outcome == RENEWED and not layer.begins]
-        changes, work = [layer.change for layer in due], [layer.share * plan.weights[layer.key] for layer in due]
+        changes = [layer.change for layer in due]
+        work = [layer.work_share(layer.parts) * plan.weights[layer.key] for layer in due]
         columns = {plan.column_of(layer.key) for layer in layers}
         known = sum(weight for key, weight in plan.weights.items() if plan.column_of(key) in columns)
         part = known / (sum(plan.weights.values()) or 1.0)
@@ -189,38 +177,33 @@ class RefreshScheduler:
 
     @contextmanager
     def timed(self, kind: Literal["fixed", "renewing"], spent: Callable[[], float]) -> Iterator[None]:
-        """Count the seconds of preconditioning within the context.
-
-        Args:
-            kind: The field of `StepTimes`.
-            spent: Returns all seconds of preconditioning so far.
-        """
+        """Count the seconds of preconditioning within the context, by a function that returns those so far."""
         before = spent() if self.budget is not None else 0.0
         yield
         if self.budget is not None:
             setattr(self._local_times, kind, getattr(self._local_times, kind) + spent() - before)
 
-    def end_step(self, spent: float, aside: float = 0.0) -> None:
+    def end_step(self, spent: float, background: float = 0.0) -> None:
         """Record the end of a step.
 
-        The cost of the first step counts, but not its duration, because the time before it is unknown. The seconds of
-        the thread count as if the steps had waited for it, an upper bound of their cost.
-
-        Args:
-            spent: The seconds of preconditioning so far.
-            aside: The seconds so far of a thread that worked while the steps went on.
+        `spent` are the seconds of preconditioning so far, `background` those of a thread that worked meanwhile. They
+        count as if the steps had waited for it, an upper bound of their cost. The cost of the first step counts, but
+        not its duration, because the time before it is unknown.
         """
         if self.budget is None:
             return
-        now, more, beside = self.now(), spent - self._spent, aside - self._aside
-        self._local_times.add([0.0, 0.0, beside, 0.0, beside, 0.0, beside])
+        now, more, beside = self.now(), spent - self._spent, background - self._background
+        times = self._local_times
+        times.spent += more + beside
+        times.renewing += beside
+        times.aside += beside
+        times.elapsed += more
         if self._step_ended is None:
-            self._local_times.fixed = 0.0
-            self._local_times.add([0.0, more, more, 0.0, 0.0, 0.0, 0.0])
+            times.fixed = 0.0
         else:
-            rest = self._pauses.training_seconds(now - self._step_ended - more)
-            self._local_times.add([1.0, more + rest, more, 0.0, 0.0, 0.0, 0.0])
-        self._step_ended, self._spent, self._aside = now, spent, aside
+            times.steps += 1
+            times.elapsed += self._pauses.training_seconds(now - self._step_ended - more)
+        self._step_ended, self._spent, self._background = now, spent, background
 
     # --- Metrics and checkpoints ----------------------------------------------------------------------------------
 
@@ -242,7 +225,7 @@ class RefreshScheduler:
             state["renewed"] = [progress.renewed.get(reads, -1) for reads in READS]
         if self.budget is not None:
             state["budget"] = self.budget.state_dict()
-            state["times"] = self._local_times.numbers()
+            state["times"] = asdict(self._local_times)
         if remembered := self.rule.state_dict():
             state["rule"] = remembered
         return {"refresh": state} if state else {}
@@ -260,14 +243,11 @@ class RefreshScheduler:
             fits = isinstance(steps, Sequence) and len(steps) == len(keys) and all(type(step) is int for step in steps)
             require(fits, f"state['refresh'][{name!r}]", steps, f"a whole number for each of {', '.join(keys)}")
         require(isinstance(given.get("rule", {}), Mapping), "state['refresh']['rule']", given.get("rule"), "a dict")
-        budget, wanted = given.get("budget", {}), Budget(0.5).state_dict().keys()
-        fits = isinstance(budget, Mapping) and (not budget or budget.keys() >= wanted)
-        fits = fits and all(isinstance(number, (int, float)) for number in budget.values())
-        require(fits, "state['refresh']['budget']", budget, f"a number for each of {', '.join(wanted)}")
-        times = given.get("times", [])
-        fits = isinstance(times, Sequence) and len(times) in (0, len(StepTimes().numbers()))
-        fits = fits and all(isinstance(number, (int, float)) for number in times)
-        require(fits, "state['refresh']['times']", times, "a number for each field of StepTimes")
+        for name, wanted in (("budget", Budget(0.5).state_dict()), ("times", asdict(StepTimes()))):
+            numbers = given.get(name, {})
+            fits = isinstance(numbers, Mapping) and (not numbers or numbers.keys() == wanted.keys())
+            fits = fits and all(isinstance(number, (int, float)) for number in numbers.values())
+            require(fits, f"state['refresh'][{name!r}]", numbers, f"a number for each of {', '.join(wanted)}")
 
     def load_state_dict(self, state: Mapping[str, Any], progress: StepCounters, groups: Sequence[BlockGroup]) -> None:
         """Restore what `state_dict` returned, after `check_state` and after everything else is restored."""
@@ -277,9 +257,25 @@ class RefreshScheduler:
             progress.renewed = {reads: step for reads, step in zip(READS, given["renewed"], strict=True) if step >= 0}
         if self.budget is not None:
             self.budget = Budget(self.budget.share)
-            self._local_times, self._step_ended = StepTimes(*given.get("times", ())), None
+            self._local_times, self._step_ended = StepTimes(**given.get("times", {})), None
             if "budget" in given:
                 self.budget.load_state_dict(given["budget"])
         if "rule" in given:
             self.rule.load_state_dict(given["rule"])
         self.find_stopped(groups)
+
+
+def _share_decisions(groups: Sequence[BlockGroup], runtime: Communicator) -> None:
+    """Send the decisions on each layer from its first worker to all ranks."""
+    decided = [(group, group.decisions) for group in groups if group.decisions is not None]
+    if not decided:
+        return
+    numbers = [
+        state.numbers if group.role.seat.workers[0] == runtime.rank else torch.zeros_like(state.numbers)
+        for group, state in decided
+    ]
+    message = torch.cat(numbers).flatten().to(groups[0].device)
+    runtime.sum_(message, {"counters": len(message)})
+    received = message.cpu().view(-1, 3).split([len(own) for own in numbers])
+    for (_, state), rows in zip(decided, received, strict=True):
+        state.numbers.copy_(rows)

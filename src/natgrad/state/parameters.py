@@ -1,21 +1,22 @@
-"""Parameters that FSDP2 shards: each rank holds some rows of them, and of tensors shaped as they are.
+"""Parameters, and tensors shaped as they are, as the blocks of a group; also where FSDP2 shards them.
 
-Sums over elements are computed on the ranks that hold the rows. All rows are gathered only for products with a Fisher
-block, on one rank for each layer (its accountant), and on the workers for a second pass over the batch. With several
-replicas of the model (HSDP), only the replica that the accountant belongs to counts in sums.
+Each rank then holds some rows of them. Sums over elements are computed on the ranks that hold the rows. All rows are
+gathered only for products with a Fisher block, on one rank for each layer (its accountant), and on the workers for a
+second pass over the batch. With several replicas of the model (HSDP), only the replica that the accountant belongs to
+counts in sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import Holders, collect_rows, is_sharded, put_rows
-from natgrad.layers import Slot
-from natgrad.state.block_group import BlockGroup
-from natgrad.state.matrices import stacked
+from natgrad.layers import Layer, Slot
+from natgrad.state.block_group import BlockGroup, LayerBlocks
 
 
 def slots_of(group: BlockGroup) -> Sequence[Slot]:
@@ -26,6 +27,36 @@ def slots_of(group: BlockGroup) -> Sequence[Slot]:
 def has_shards(group: BlockGroup) -> bool:
     """Return whether any parameter of a group is sharded."""
     return any(is_sharded(slot.parameter) for slot in slots_of(group))
+
+
+def stacked(group: BlockGroup, of: Callable[[Slot], Tensor | None]) -> Tensor:
+    """Return a tensor for each parameter of a block group as blocks ``[N, o, i]``, in the dtype of solves.
+
+    Args:
+        group: The block group.
+        of: Returns the tensor with all rows, shaped as the parameter; None counts as zero.
+    """
+    B = torch.zeros(group.size, group.outputs, group.inputs, dtype=group.work_dtype, device=group.device)
+    targets, sources = [], []
+    for layer, slot, view in places(group.members, B):
+        tensor = of(slot)
+        if tensor is not None:
+            values, place = layer.align(slot, tensor.detach(), view)
+            targets.append(place)
+            sources.append(values)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    return B
+
+
+def places(members: list[LayerBlocks], stacked: Tensor) -> Iterator[tuple[Layer, Slot, Tensor]]:
+    """Yield each parameter of some layers with its columns of their blocks."""
+    start = 0
+    for member in members:
+        stop = start + member.stop - member.start
+        for slot in member.layer.slots:
+            yield member.layer, slot, stacked[start:stop, :, slot.columns]
+        start = stop
 
 
 class Rows:
