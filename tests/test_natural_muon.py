@@ -123,7 +123,7 @@ def test_refreshes_double_their_distance_up_to_the_interval():
     due, before = [], None
     for step in range(24):
         train(model, optimizer, step, step + 1)
-        root = optimizer.preconditioner.state_dict()["blocks"]["head.weight"]["root_A"]
+        root = optimizer.preconditioner.state_dict()["blocks"]["head.weight"]["root_G"]
         if before is None or not torch.equal(root, before):
             due.append(step)
         before = root

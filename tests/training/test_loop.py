@@ -64,7 +64,13 @@ def test_accumulation_changes_nothing(settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"optimizer": "sgd"}, {"optimizer": "adamw"}, {"optimizer": "muon", "schedule": "cosine", "warmup": 3}, KFAC],
+    [
+        {"optimizer": "sgd"},
+        {"optimizer": "adamw"},
+        {"optimizer": "muon", "schedule": "cosine", "warmup": 3},
+        {"optimizer": "naturalmuon"},
+        KFAC,
+    ],
 )
 def test_a_stopped_run_goes_on_bit_by_bit(settings):
     job = Job(task="tabular", steps=21, seed=3, **settings)

@@ -15,7 +15,7 @@ from natgrad.curvature.likelihood import Likelihood
 from natgrad.errors import require
 from natgrad.layers import Layer, Rows
 from natgrad.linalg import product
-from natgrad.linalg.roots import inverse_root, polar
+from natgrad.linalg.roots import inverse_root, inverse_square_root, polar
 from natgrad.schedule import check_whole, is_number
 from natgrad.specs import Statistic, Task, TensorSpec
 
@@ -101,8 +101,8 @@ class Spectral(Curvature):
         if not self.power:
             return ()
         return tuple(
-            Task(name, (name,), (TensorSpec(f"root_{name}", (size, size), symmetric=True),), _ROOT * size**3)
-            for name, size in (("A", d_in), ("G", d_out))
+            Task(name, (name[0],), (TensorSpec(f"root_{name}", (size, size), symmetric=True),), _ROOT * size**3)
+            for name, size in (("A2" if self.steps and d_out <= d_in else "A", d_in), ("G", d_out))
         )
 
     @override
@@ -133,7 +133,7 @@ class Spectral(Curvature):
     ) -> tuple[dict[str, Tensor], Tensor]:
         if not self.power:
             return {}, next(iter(averages.values())).isfinite().flatten(1).all(1)
-        root, succeeded = inverse_root(averages[task], damping, self.power)
+        root, succeeded = inverse_root(averages[task[0]], damping, 2 * self.power if task == "A2" else self.power)
         return {f"root_{task}": root}, succeeded
 
     @override
@@ -155,13 +155,34 @@ class Spectral(Curvature):
         damping: float,
     ) -> Tensor:
         update = torch.lerp(gradient, state["momentum"], self.momentum)
-        if self.power:
-            update = product(product(computed["root_G"], update), computed["root_A"])
-        if self.steps != 0:
-            update = polar(update, self.steps)
-            if self.power:
-                update = product(update, computed["root_A"])
+        update = self._spectral(update, computed) if self.steps else self._direct(update, computed)
         norm = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True)
         size = _SIZE * prod(update.shape[1:]) ** 0.5
-        scaled: Tensor = update * (size / torch.where(norm > 0, norm, 1))
-        return scaled
+        return update.mul_(size / torch.where(norm > 0, norm, 1))
+
+    def _direct(self, momentum: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
+        """Return ``G_δ^-p M̂ A_δ^-p``, or ``polar(G_δ^-p M̂ A_δ^-p) A_δ^-p`` with the exact polar factor."""
+        if self.power:
+            momentum = product(product(computed["root_G"], momentum), computed["root_A"])
+        if self.steps is None:
+            momentum = polar(momentum)
+            momentum = product(momentum, computed["root_A"]) if self.power else momentum
+        return momentum
+
+    def _spectral(self, momentum: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
+        """Return ``polar(G_δ^-p M̂ A_δ^-p) A_δ^-p`` up to a factor, by products of the smaller side wherever possible.
+
+        With X = G_δ^-p M̂ A_δ^-p, polar(X) is ``(X Xᵀ)^(-1/2) X`` and ``X (Xᵀ X)^(-1/2)``.
+        """
+        assert self.steps
+        left = product(computed["root_G"], momentum) if self.power else momentum
+        if left.shape[1] <= left.shape[2]:
+            whole = product(left, computed["root_A2"]) if self.power else left
+            return product(inverse_square_root(product(whole, left.mT), self.steps), whole)
+        square = product(left.mT, left)
+        if self.power:
+            square = product(product(computed["root_A"], square), computed["root_A"])
+        inner = inverse_square_root(square, self.steps)
+        if self.power:
+            inner = product(product(computed["root_A"], inner), computed["root_A"])
+        return product(left, inner)
