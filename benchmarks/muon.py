@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 import natgrad
-from benchmarks.baselines import LeanMuon
 from benchmarks.common import Clock, conditions, interleave, median, save, timer
 from benchmarks.models import Encoder, Workload
+from benchmarks.scoreboard.baselines import LeanMuon, split
 
 POSITIONS = 128
 CYCLE = 3  # steps that are timed, of which the first refreshes
@@ -37,14 +37,6 @@ def encoder(width: int, layers: int, tokens: int) -> Workload:
         batch=lambda: (torch.randint(256, (batch, POSITIONS)), torch.randint(256, (batch, POSITIONS))),
         reduction="tokens",
     )
-
-
-def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the hidden matrices of an encoder, and its other parameters."""
-    layers = model.get_submodule("layers")
-    matrices = [parameter for parameter in layers.parameters() if parameter.ndim == 2]
-    hidden = set(map(id, matrices))
-    return matrices, [parameter for parameter in model.parameters() if id(parameter) not in hidden]
 
 
 class Pair:
@@ -105,7 +97,7 @@ class Trainer:
         for _ in range(CYCLE):
             start = self.clock()
             self.model.zero_grad()
-            self.workload.loss(self.model(self.inputs), self.labels).backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(self.workload.loss(self.model(self.inputs), self.labels))
             self.optimizer.step()
             laps.append(self.clock() - start)
         return {"refresh": laps[0], "plain": sum(laps[1:]) / (CYCLE - 1)}

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import median
@@ -25,10 +26,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 import natgrad
 from benchmarks.common import RESULTS, conditions
+from benchmarks.scoreboard.baselines import LeanMuon, split
+from benchmarks.scoreboard.methods import Stepper
 
 CONTEXT, VOCABULARY = 64, 128
 
@@ -40,11 +43,13 @@ class Attention(nn.Module):
     """Causal self-attention with one projection for queries, keys and values."""
 
     def __init__(self, width: int, heads: int, *, bias: bool) -> None:
+        """Draw the projections."""
         super().__init__()
         self.heads, self.packed = heads, nn.Linear(width, 3 * width, bias=bias)
         self.output = nn.Linear(width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [B, T, width] to the same shape."""
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.packed(x).chunk(3, -1))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.output(mixed.transpose(1, 2).flatten(2))
@@ -54,12 +59,14 @@ class SwiGLU(nn.Module):
     """A gated perceptron."""
 
     def __init__(self, width: int) -> None:
+        """Draw the projections."""
         super().__init__()
         inner = 8 * width // 3 // 8 * 8
         self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [B, T, width] to the same shape."""
         return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
@@ -67,6 +74,7 @@ class Language(nn.Module):
     """A character model: LayerNorm, GELU and a tied head, or RMSNorm, SwiGLU and an untied one."""
 
     def __init__(self, width: int, layers: int, *, modern: bool) -> None:
+        """Draw embeddings, layers and the head."""
         super().__init__()
         norm = nn.RMSNorm if modern else nn.LayerNorm
         self.table, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
@@ -86,6 +94,7 @@ class Language(nn.Module):
             self.head.weight = self.table.weight
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map characters [B, T] to logits [B, T, VOCABULARY]."""
         y = self.table(x) + self.places.weight
         for first, attention, second, perceptron in self.layers:  # type: ignore[misc]
             y = y + attention(first(y))
@@ -97,10 +106,11 @@ class Convolutions(nn.Module):
     """A convolutional network with batch normalisation, with a head for the kind and one for the place."""
 
     def __init__(self, width: int) -> None:
+        """Draw three pairs of convolutions and both heads."""
         super().__init__()
         channels = (1, width, 2 * width, 4 * width)
         self.body = nn.Sequential()
-        for before, after in zip(channels, channels[1:], strict=False):
+        for before, after in pairwise(channels):
             self.body.append(nn.Conv2d(before, after, 3, padding=1, bias=False))
             self.body.append(nn.BatchNorm2d(after))
             self.body.append(nn.ReLU())
@@ -111,6 +121,7 @@ class Convolutions(nn.Module):
         self.kind, self.place = nn.Linear(4 * width, len(SHAPES)), nn.Linear(16 * width, 2)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Map images [B, 1, 16, 16] to logits [B, kinds] and places [B, 2]."""
         y = self.body(x)
         return self.kind(y.mean((2, 3))), self.place(y.flatten(1))
 
@@ -119,7 +130,7 @@ def autoencoder(width: int) -> nn.Module:
     """Return a deep tanh autoencoder of images of 12 x 12 pixels."""
     sizes = (144, 4 * width, 2 * width, width, 6, width, 2 * width, 4 * width, 144)
     layers: list[nn.Module] = []
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
@@ -235,56 +246,30 @@ TASKS = {
 # --- Methods ----------------------------------------------------------------------------------------------------------
 
 
-class Muon(Optimizer):
-    """Muon in float32, and AdamW at the same learning rate for all parameters but hidden matrices."""
-
-    def __init__(self, model: nn.Module, lr: float, momentum: float = 0.9) -> None:
-        last = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
-        heads = {"head", "kind", "place", last}
-        chosen = {
-            id(module.weight)
-            for name, module in model.named_modules()
-            if isinstance(module, (nn.Linear, nn.Conv2d)) and name not in heads
-        }
-        chosen -= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        matrices = [parameter for parameter in model.parameters() if id(parameter) in chosen]
-        rest = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
-        super().__init__(matrices, {"lr": lr, "momentum": momentum})
-        self.rest = AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.rest.param_groups[0]["lr"] = self.param_groups[0]["lr"]
-        self.rest.step()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state, gradient = self.state[parameter], parameter.grad.flatten(1)
-                if not state:
-                    state["momentum"] = torch.zeros_like(gradient)
-                state["momentum"].lerp_(gradient, 1 - group["momentum"])
-                X = gradient.lerp(state["momentum"], group["momentum"])
-                X = X if X.shape[0] <= X.shape[1] else X.T
-                X = X / X.norm().clamp(min=1e-20)
-                for _ in range(5):
-                    S = X @ X.T
-                    X = 3.4445 * X + (-4.7750 * S + 2.0315 * S @ S) @ X
-                X = X if parameter.shape[0] <= parameter[0].numel() else X.T
-                size = 0.2 * max(gradient.shape) ** 0.5
-                parameter.sub_(X.view_as(parameter), alpha=size * group["lr"])
+def muon(model: nn.Module, lr: float, momentum: float = 0.9) -> Stepper:
+    """Return Muon in float32, with AdamW at the same learning rate for all parameters but hidden matrices."""
+    tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    heads = {id(module.weight) for name, module in model.named_modules() if name in HEADS}
+    chosen = [parameter for parameter in split(model)[0] if id(parameter) not in tied | heads]
+    hidden = set(map(id, chosen))
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in hidden]
+    adamw = AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0)
+    return Stepper([LeanMuon(chosen, lr=lr, momentum=momentum), adamw], lr)
 
 
 HEADS = ["head", "kind", "place", "14"]  # of the models above, for `NaturalMuon`'s patterns
 
 
-def natural(**options: object) -> Callable[[nn.Module, float], Optimizer]:
+def natural(**options: object) -> Callable[[nn.Module, float], Stepper]:
+    """Return natural Muon with some options."""
     head = options.pop("head", "spectral")
-    return lambda model, lr: natgrad.NaturalMuon(model, lr, head=head, heads=HEADS, **options)  # type: ignore[arg-type]
+    return lambda model, lr: Stepper([natgrad.NaturalMuon(model, lr, head=head, heads=HEADS, **options)], lr)  # type: ignore[arg-type]
 
 
-METHODS: dict[str, Callable[[nn.Module, float], Optimizer]] = {
-    "AdamW": lambda model, lr: AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0),
-    "Muon": Muon,
-    "Muon .95": lambda model, lr: Muon(model, lr, 0.95),
+METHODS: dict[str, Callable[[nn.Module, float], Stepper]] = {
+    "AdamW": lambda model, lr: Stepper([AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0)], lr),
+    "Muon": muon,
+    "Muon .95": lambda model, lr: muon(model, lr, 0.95),
     "polar": natural(),
     "quarter": natural(head=natgrad.Spectral(power=0.25, steps=0)),
     "half": natural(head=natgrad.Spectral(power=0.5, steps=0)),
@@ -300,23 +285,21 @@ def train(task: Task, method: str, lr: float, steps: int, seed: int) -> dict[str
     """Train once; return the final validation loss and the seconds of processor time that a step took."""
     torch.manual_seed(seed)
     model, generator = task.model(), torch.Generator().manual_seed(seed + 1)
-    optimizer = METHODS[method](model, lr)
+    stepper = METHODS[method](model, lr)
     warmup = max(1, steps // 20)
 
     def factor(step: int) -> float:
         return min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / (steps - warmup))))
 
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     began = process_time()
-    for _ in range(steps):
+    for step in range(steps):
         inputs, targets = task.draw(task.batch, generator, False)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss = task.loss(model(inputs), targets)
         if not math.isfinite(loss.item()):
             return {"loss": math.inf, "seconds": math.nan}
         loss.backward()
-        optimizer.step()
-        scheduler.step()
+        stepper.step(factor(step))
     seconds = (process_time() - began) / steps
     model.eval()
     inputs, targets = task.draw(task.validation, torch.Generator().manual_seed(0), True)

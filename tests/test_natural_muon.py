@@ -215,3 +215,11 @@ def test_a_wrong_argument_is_named_and_leaves_the_model_alone(options, named):
 def test_a_model_with_matrices_is_needed(given):
     with pytest.raises(ValueError, match="model"):
         natgrad.NaturalMuon(given)
+
+
+def test_a_layer_that_is_too_wide_is_left_to_adamw():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 9000, bias=False))
+    optimizer = natgrad.NaturalMuon(model, head="spectral")
+    assert names(model, optimizer.param_groups[0]) == {"0.weight"}
+    (left,) = (row for row in optimizer.preconditioner.explain().rows if row.parameter == "2.weight")
+    assert "max_factor_size=8192" in str(left)

@@ -144,7 +144,8 @@ def test_matrices_of_zeros_stay_zero_and_have_the_identitys_root():
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"), [("power", 1.5), ("power", -0.1), ("steps", -1), ("steps", 2.5), ("momentum", 1.0)]
+    ("argument", "value"),
+    [("power", 1.5), ("power", -0.1), ("steps", -1), ("steps", 2.5), ("momentum", 1.0), ("max_factor_size", 0)],
 )
 def test_arguments_are_checked(argument, value):
     with pytest.raises(ValueError, match=f"{argument}="):

@@ -54,6 +54,7 @@ class Spectral(Curvature):
         fisher: Literal["empirical", "sampled"] = "empirical",
         factor_decay: float = 0.6,
         likelihood: str | Likelihood | None = None,
+        max_factor_size: int | None = 8192,
     ) -> None:
         """Choose the variant.
 
@@ -66,6 +67,8 @@ class Spectral(Curvature):
             factor_decay: The weight of the old in the running averages, in [0, 1). Factors are meant to be captured
                 every 25 steps or so.
             likelihood: As of `KFAC`.
+            max_factor_size: The most inputs or outputs of a layer. Wider ones, such as the head of a large vocabulary,
+                are left to the optimizer: a factor of d columns takes d² memory and d³ work. None: any number.
 
         Raises:
             ValueError: if an argument is not allowed.
@@ -75,6 +78,9 @@ class Spectral(Curvature):
             check_whole("steps", steps, 0)
         require(is_number(momentum) and 0 <= momentum < 1, "momentum", momentum, "a number in [0, 1)")
         self.power, self.steps, self.momentum, self.fisher = float(power), steps, float(momentum), fisher
+        if max_factor_size is not None:
+            check_whole("max_factor_size", max_factor_size, 1)
+        self.max_factor_size = max_factor_size
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
 
     def __repr__(self) -> str:
@@ -85,6 +91,9 @@ class Spectral(Curvature):
     def variant_for(self, layer: Layer) -> Curvature | str:
         if layer.form != "matrix" or any(other.form != "matrix" for other in layer.others):
             return f"{type(self).__name__} is for matrices that map inputs to outputs"
+        widest = max(layer.inputs, layer.outputs)
+        if self.power and self.max_factor_size is not None and widest > self.max_factor_size:
+            return f"{widest} wide, more than max_factor_size={self.max_factor_size}"
         return self
 
     @override

@@ -28,8 +28,8 @@ class Job:
         task_options: Options of the task.
         recipe: "large-batch" (Osawa 2019) decides, once the job is resolved, all from `optimizer` to `kl_clip` but the
             learning rate, `form`, `fisher`, `sharing` and `placement` where these are given.
-        optimizer: Name of an optimizer of `torch.optim`, in any case, "heavyball" or "naturalmuon"; "auto": AdamW with a
-            curvature, else natural Muon.
+        optimizer: Name of an optimizer of `torch.optim`, in any case, "heavyball" or "naturalmuon"; "auto": natural
+            Muon, or AdamW with a curvature.
         options: Options of its constructor, other than the learning rate.
         learning_rate: Peak learning rate; None takes the optimizer's own default.
         schedule: How the learning rate falls after the warm-up.
