@@ -202,6 +202,8 @@ def test_a_step_of_nan_moves_no_matrix():
         ({"heads": "head"}, "heads"),
         ({"adamw": "head"}, "adamw"),
         ({"weight_decay": -1}, "weight_decay"),
+        ({"groups": {"head": 3}, "head": "spectral"}, "groups"),
+        ({"groups": 3}, "groups"),
     ],
 )
 def test_a_wrong_argument_is_named_and_leaves_the_model_alone(options, named):

@@ -72,6 +72,25 @@ def test_a_linear_layer_moves_by_the_definition(exponent, steps, inputs, outputs
             model.weight -= 0.1 * model.weight.grad
 
 
+@pytest.mark.parametrize(("steps", "outputs"), [(None, 6), (0, 6), (5, 6), (5, 24)])
+def test_groups_of_outputs_have_polar_factors_of_their_own(steps, outputs):
+    torch.manual_seed(0)
+    model = nn.Linear(5, outputs, bias=False).double()
+    x, y = torch.randn(16, 5).double(), torch.randn(16, outputs).double()
+    g = 2 * (model(x) - y).detach() / outputs
+    curvature = natgrad.Spectral(steps=steps, momentum=MOMENTUM, factor_decay=DECAY, groups=3)
+    precondition(model, curvature, x, y)
+    A, G = (power(damped(rows.mT @ rows / 16), -0.25) for rows in (x, g))
+    for X, found in zip((G @ g.mT @ x @ A).chunk(3), model.weight.grad.chunk(3), strict=True):
+        update = X
+        if steps is None:
+            left, _, right = torch.linalg.svd(X, full_matrices=False)
+            update = left @ right @ A
+        elif steps:
+            update = newton_schulz(X, steps) @ A
+        assert relative_error(found, 0.2 * update.numel() ** 0.5 * update / update.norm()) < 1e-9
+
+
 def test_a_convolution_with_groups_moves_group_by_group():
     torch.manual_seed(0)
     model = nn.Conv2d(4, 6, 3, groups=2, bias=False).double()
@@ -145,7 +164,15 @@ def test_matrices_of_zeros_stay_zero_and_have_the_identitys_root():
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("power", 1.5), ("power", -0.1), ("steps", -1), ("steps", 2.5), ("momentum", 1.0), ("max_factor_size", 0)],
+    [
+        ("power", 1.5),
+        ("power", -0.1),
+        ("steps", -1),
+        ("steps", 2.5),
+        ("momentum", 1.0),
+        ("max_factor_size", 0),
+        ("groups", 0),
+    ],
 )
 def test_arguments_are_checked(argument, value):
     with pytest.raises(ValueError, match=f"{argument}="):

@@ -55,6 +55,7 @@ class Spectral(Curvature):
         factor_decay: float = 0.6,
         likelihood: str | Likelihood | None = None,
         max_factor_size: int | None = 8192,
+        groups: int = 1,
     ) -> None:
         """Choose the variant.
 
@@ -69,6 +70,8 @@ class Spectral(Curvature):
             likelihood: As of `KFAC`.
             max_factor_size: The most inputs or outputs of a layer. Wider ones, such as the head of a large vocabulary,
                 are left to the optimizer: a factor of d columns takes d² memory and d³ work. None: any number.
+            groups: The number of equal groups of outputs that have polar factors of their own, 3 for a layer that
+                computes queries, keys and values at once. All groups share the factors A and G.
 
         Raises:
             ValueError: if an argument is not allowed.
@@ -80,17 +83,22 @@ class Spectral(Curvature):
         self.power, self.steps, self.momentum, self.fisher = float(power), steps, float(momentum), fisher
         if max_factor_size is not None:
             check_whole("max_factor_size", max_factor_size, 1)
-        self.max_factor_size = max_factor_size
+        check_whole("groups", groups, 1)
+        self.max_factor_size, self.groups = max_factor_size, groups
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
 
     def __repr__(self) -> str:
         """Show the variant."""
-        return f"Spectral(power={self.power:g}, steps={self.steps}, momentum={self.momentum:g}, fisher={self.fisher!r})"
+        groups = f", groups={self.groups}" if self.groups > 1 else ""
+        shown = f"power={self.power:g}, steps={self.steps}, momentum={self.momentum:g}, fisher={self.fisher!r}{groups}"
+        return f"Spectral({shown})"
 
     @override
     def variant_for(self, layer: Layer) -> Curvature | str:
         if layer.form != "matrix" or any(other.form != "matrix" for other in layer.others):
             return f"{type(self).__name__} is for matrices that map inputs to outputs"
+        divides = layer.outputs % self.groups == 0
+        require(divides, "groups", self.groups, f"a divisor of the {layer.outputs} outputs of {layer.name}")
         widest = max(layer.inputs, layer.outputs)
         if self.power and self.max_factor_size is not None and widest > self.max_factor_size:
             return f"{widest} wide, more than max_factor_size={self.max_factor_size}"
@@ -111,7 +119,7 @@ class Spectral(Curvature):
             return ()
         return tuple(
             Task(name, (name[0],), (TensorSpec(f"root_{name}", (size, size), symmetric=True),), _ROOT * size**3)
-            for name, size in (("A2" if self.steps and d_out <= d_in else "A", d_in), ("G", d_out))
+            for name, size in (("A2" if self.steps and d_out // self.groups <= d_in else "A", d_in), ("G", d_out))
         )
 
     @override
@@ -164,27 +172,31 @@ class Spectral(Curvature):
         damping: float,
     ) -> Tensor:
         update = torch.lerp(gradient, state["momentum"], self.momentum)
+        if self.power:
+            update = product(computed["root_G"], update)
+        if self.groups > 1:  # each group of outputs is a matrix
+            update = update.unflatten(1, (self.groups, -1)).flatten(0, 1)
+            computed = {name: computed[name].repeat_interleave(self.groups, 0) for name in computed.keys() - {"root_G"}}
         update = self._spectral(update, computed) if self.steps else self._direct(update, computed)
         norm = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True)
         size = _SIZE * prod(update.shape[1:]) ** 0.5
-        return update.mul_(size / torch.where(norm > 0, norm, 1))
+        update.mul_(size / torch.where(norm > 0, norm, 1))
+        return update.view_as(gradient)
 
-    def _direct(self, momentum: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
-        """Return ``G_δ^-p M̂ A_δ^-p``, or ``polar(G_δ^-p M̂ A_δ^-p) A_δ^-p`` with the exact polar factor."""
-        if self.power:
-            momentum = product(product(computed["root_G"], momentum), computed["root_A"])
+    def _direct(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
+        """Return ``X = left A_δ^-p`` or, with the exact polar factor, ``polar(X) A_δ^-p``."""
+        X = product(left, computed["root_A"]) if self.power else left
         if self.steps is None:
-            momentum = polar(momentum)
-            momentum = product(momentum, computed["root_A"]) if self.power else momentum
-        return momentum
+            X = polar(X)
+            X = product(X, computed["root_A"]) if self.power else X
+        return X
 
-    def _spectral(self, momentum: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
-        """Return ``polar(G_δ^-p M̂ A_δ^-p) A_δ^-p`` up to a factor, by products of the smaller side wherever possible.
+    def _spectral(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
+        """Return ``polar(X) A_δ^-p`` with X = ``left A_δ^-p``, up to a factor.
 
-        With X = G_δ^-p M̂ A_δ^-p, polar(X) is ``(X Xᵀ)^(-1/2) X`` and ``X (Xᵀ X)^(-1/2)``.
+        The polar factor is ``(X Xᵀ)^(-1/2) X`` and ``X (Xᵀ X)^(-1/2)``: the one that takes a root of the smaller side.
         """
         assert self.steps
-        left = product(computed["root_G"], momentum) if self.power else momentum
         if left.shape[1] <= left.shape[2]:
             whole = product(left, computed["root_A2"]) if self.power else left
             return product(inverse_square_root(product(whole, left.mT), self.steps), whole)
