@@ -19,7 +19,12 @@ def test_a_job_survives_json():
         workers=2,
     )
     assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
-    assert job.optimizer == "naturalmuon"
+    assert job.optimizer == "adamw"
+
+
+def test_the_optimizer_left_out_is_natural_muon_or_adamw_with_a_curvature():
+    assert Job(task="digits").optimizer == "naturalmuon"
+    assert Job(task="digits", curvature="kfac").optimizer == "adamw"
 
 
 @pytest.mark.parametrize(
