@@ -72,8 +72,8 @@ CONTENDERS = {
     "DASO(4, 1), delta": Contender(averaging=_averaging("daso", merge="delta")),
     "DASO(4, 1), delta, bf16": Contender(averaging=_averaging("daso", merge="delta", cycling_wire="bfloat16")),
     "DASO(8, 4)": Contender(averaging=_averaging("daso", merge="paper", batches_between=8, batches_to_wait=4)),
-    "DDP + K-FAC": Contender(tuned="natgrad"),
-    "DASO(4, 1) + K-FAC": Contender(tuned="natgrad", averaging=_averaging("daso", merge="paper")),
+    "DDP + K-FAC": Contender(tuned="kfac"),
+    "DASO(4, 1) + K-FAC": Contender(tuned="kfac", averaging=_averaging("daso", merge="paper")),
 }
 
 
@@ -82,7 +82,7 @@ SHARED: dict[str, dict[str, Any]] = {"autoencoder": {"batch_size": 128, "epochs"
 OWN: dict[tuple[str, str], dict[str, Any]] = {
     ("autoencoder", "sgd"): {"learning_rate": 0.3},
     ("digits", "sgd"): {"learning_rate": 0.05},
-    ("glyphs", "natgrad"): {"factors": 10, "inverses": 50},
+    ("glyphs", "kfac"): {"factors": 10, "inverses": 50},
 }
 
 

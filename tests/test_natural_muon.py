@@ -123,7 +123,7 @@ def test_refreshes_double_their_distance_up_to_the_interval():
     due, before = [], None
     for step in range(24):
         train(model, optimizer, step, step + 1)
-        root = optimizer.preconditioner.state_dict()["blocks"]["head.weight"]["root_A"]
+        root = optimizer.preconditioner.state_dict()["blocks"]["head.weight"]["root_G"]
         if before is None or not torch.equal(root, before):
             due.append(step)
         before = root
@@ -202,6 +202,8 @@ def test_a_step_of_nan_moves_no_matrix():
         ({"heads": "head"}, "heads"),
         ({"adamw": "head"}, "adamw"),
         ({"weight_decay": -1}, "weight_decay"),
+        ({"groups": {"head": 3}, "head": "spectral"}, "groups"),
+        ({"groups": 3}, "groups"),
     ],
 )
 def test_a_wrong_argument_is_named_and_leaves_the_model_alone(options, named):
@@ -215,3 +217,11 @@ def test_a_wrong_argument_is_named_and_leaves_the_model_alone(options, named):
 def test_a_model_with_matrices_is_needed(given):
     with pytest.raises(ValueError, match="model"):
         natgrad.NaturalMuon(given)
+
+
+def test_a_layer_that_is_too_wide_is_left_to_adamw():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 9000, bias=False))
+    optimizer = natgrad.NaturalMuon(model, head="spectral")
+    assert names(model, optimizer.param_groups[0]) == {"0.weight"}
+    (left,) = (row for row in optimizer.preconditioner.explain().rows if row.parameter == "2.weight")
+    assert "max_factor_size=8192" in str(left)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import conv2d, mse_loss, unfold
 
 import natgrad
-from natgrad.linalg.roots import inverse_root, polar
+from natgrad.linalg.roots import inverse_root, inverse_square_root, polar
 from tests.dense.reference import relative_error
 
 DELTA, MOMENTUM, DECAY = 0.02, 0.8, 0.5
@@ -72,6 +72,25 @@ def test_a_linear_layer_moves_by_the_definition(exponent, steps, inputs, outputs
             model.weight -= 0.1 * model.weight.grad
 
 
+@pytest.mark.parametrize(("steps", "outputs"), [(None, 6), (0, 6), (5, 6), (5, 24)])
+def test_groups_of_outputs_have_polar_factors_of_their_own(steps, outputs):
+    torch.manual_seed(0)
+    model = nn.Linear(5, outputs, bias=False).double()
+    x, y = torch.randn(16, 5).double(), torch.randn(16, outputs).double()
+    g = 2 * (model(x) - y).detach() / outputs
+    curvature = natgrad.Spectral(steps=steps, momentum=MOMENTUM, factor_decay=DECAY, groups=3)
+    precondition(model, curvature, x, y)
+    A, G = (power(damped(rows.mT @ rows / 16), -0.25) for rows in (x, g))
+    for X, found in zip((G @ g.mT @ x @ A).chunk(3), model.weight.grad.chunk(3), strict=True):
+        update = X
+        if steps is None:
+            left, _, right = torch.linalg.svd(X, full_matrices=False)
+            update = left @ right @ A
+        elif steps:
+            update = newton_schulz(X, steps) @ A
+        assert relative_error(found, 0.2 * update.numel() ** 0.5 * update / update.norm()) < 1e-9
+
+
 def test_a_convolution_with_groups_moves_group_by_group():
     torch.manual_seed(0)
     model = nn.Conv2d(4, 6, 3, groups=2, bias=False).double()
@@ -86,16 +105,25 @@ def test_a_convolution_with_groups_moves_group_by_group():
         assert relative_error(found, expected) < 1e-9
 
 
-def test_without_roots_it_is_muon():
+def newton_schulz(X, steps):
+    X = X / X.norm()
+    for _ in range(steps):
+        S = X @ X.mT
+        X = 3.4445 * X - 4.7750 * S @ X + 2.0315 * S @ S @ X
+    return X
+
+
+@pytest.mark.parametrize("exponent", [0, 0.25])
+@pytest.mark.parametrize(("inputs", "outputs"), [(6, 4), (4, 6), (5, 5)])
+def test_newton_schulz_steps_are_those_of_muon(exponent, inputs, outputs):
     torch.manual_seed(0)
-    model = nn.Linear(6, 4, bias=False).double()
-    x, y = torch.randn(8, 6).double(), torch.randn(8, 4).double()
-    precondition(model, natgrad.Spectral(power=0), x, y)
-    found = model.weight.grad.clone()
-    model.zero_grad()
-    mse_loss(model(x), y).backward()
-    update = polar(model.weight.grad[None], 5)[0]
-    assert relative_error(found, 0.2 * 24**0.5 * update / update.norm()) < 1e-9
+    model = nn.Linear(inputs, outputs, bias=False).double()
+    x, y = torch.randn(16, inputs).double(), torch.randn(16, outputs).double()
+    g = 2 * (model(x) - y).detach() / outputs
+    precondition(model, spectral(exponent, 5), x, y)
+    A, G = (power(damped(rows.mT @ rows / 16), -exponent) for rows in (x, g))
+    update = newton_schulz(G @ g.mT @ x @ A, 5) @ A
+    assert relative_error(model.weight.grad, 0.2 * update.numel() ** 0.5 * update / update.norm()) < 1e-9
 
 
 @pytest.mark.parametrize("change", [{"reduction": "sum"}, {"kl_clip": 1e-9, "damping": DELTA}])
@@ -115,28 +143,36 @@ def test_neither_reduction_nor_clip_changes_the_update(change):
     assert relative_error(*found) < 1e-9
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 9), (2, 9, 5), (1, 6, 6)])
-def test_newton_schulz_is_near_the_polar_factor(shape):
-    X = torch.randn(shape, generator=torch.Generator().manual_seed(0)).double()
-    exact, near = polar(X, None), polar(X, 5)
+@pytest.mark.parametrize("steps", [4, 5])
+def test_the_inverse_square_root_makes_a_polar_factor(steps):
+    X = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0)).double()
+    near = inverse_square_root(X @ X.mT, steps) @ X / torch.linalg.matrix_norm(X)[:, None, None]
     values = torch.linalg.svdvals(near)
     assert 0.65 < values.min() <= values.max() < 1.25
-    torch.testing.assert_close(torch.linalg.svdvals(exact), torch.ones_like(values))
     U, _, Vh = torch.linalg.svd(X, full_matrices=False)
-    torch.testing.assert_close(exact, U @ Vh)
+    torch.testing.assert_close(polar(X), U @ Vh)
 
 
-def test_a_matrix_of_zeros_has_a_polar_factor_of_zeros_and_the_identitys_root():
+def test_matrices_of_zeros_stay_zero_and_have_the_identitys_root():
     zeros = torch.zeros(1, 3, 4).double()
-    assert not polar(zeros, 5).any()
-    assert not polar(zeros, None).any()
+    assert not polar(zeros).any()
+    assert inverse_square_root(torch.zeros(1, 3, 3).double(), 4).isfinite().all()
     root, succeeded = inverse_root(torch.zeros(1, 3, 3).double(), 0.25, 0.5)
     assert succeeded.all()
     torch.testing.assert_close(root[0], 2 * torch.eye(3).double())
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"), [("power", 1.5), ("power", -0.1), ("steps", -1), ("steps", 2.5), ("momentum", 1.0)]
+    ("argument", "value"),
+    [
+        ("power", 1.5),
+        ("power", -0.1),
+        ("steps", -1),
+        ("steps", 2.5),
+        ("momentum", 1.0),
+        ("max_factor_size", 0),
+        ("groups", 0),
+    ],
 )
 def test_arguments_are_checked(argument, value):
     with pytest.raises(ValueError, match=f"{argument}="):

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from natgrad.training.build import build_optimizer, build_preconditioner
+from natgrad.training.build import build_optimizer
 from natgrad.training.job import Job
 
 
@@ -20,6 +20,11 @@ def test_a_job_survives_json():
     )
     assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
     assert job.optimizer == "adamw"
+
+
+def test_the_optimizer_left_out_is_natural_muon_or_adamw_with_a_curvature():
+    assert Job(task="digits").optimizer == "naturalmuon"
+    assert Job(task="digits", curvature="kfac").optimizer == "adamw"
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,7 @@ def test_a_job_survives_json():
         ({"task": "digits", "learning_rate": float("inf")}, "learning_rate=inf"),
         ({"task": "digits", "warmup": -1}, "warmup=-1"),
         ({"task": "digits", "rank": 3}, "rank=3"),
+        ({"task": "digits", "optimizer": "naturalmuon", "curvature": "kfac"}, "curvature='kfac'"),
         ({"optimizer": "sgd"}, "task=None"),
     ],
 )
@@ -56,7 +62,7 @@ def test_a_damping_may_be_left_to_natgrad():
     job = Job(task="tabular", optimizer="sgd", curvature="kfac", damping="auto", steps=1)
     assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
     model = job.build_task().model()
-    preconditioner = build_preconditioner(job, job.build_task(), model, build_optimizer(job, model))
+    _, preconditioner = build_optimizer(job, job.build_task(), model)
     assert preconditioner.state_dict()["damping"]["rule"] == "Autopilot"
 
 

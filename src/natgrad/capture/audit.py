@@ -75,7 +75,9 @@ class GradientAudit:
         self._wanted = not off
         self._warned = False
         self._pending: _Comparison | None = None
-        self.forget()
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._losses: Tensor | None = None  # the sum of what `look_at_loss` has found
+        self._loss_count = 0
 
     def attach(self, layers: Sequence[Layer]) -> None:
         """Choose the compared layers, the same on all ranks: those with a bias first."""
@@ -141,12 +143,14 @@ class GradientAudit:
         """
         output, use.output = use.output, None
         if self._wanted and output is not None and gradient.shape[-1] == output.shape[-1]:
-            self._losses.append(_cross_entropy_scale(output, gradient, summed=summed))
+            scale = _cross_entropy_scale(output, gradient, summed=summed)
+            self._losses = scale if self._losses is None else self._losses + scale
+            self._loss_count += 1
 
     def forget(self) -> None:
         """Forget the added gradients, because their backward passes are discarded."""
-        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
-        self._losses: list[Tensor] = []  # of `look_at_loss`
+        self._sums.clear()
+        self._losses, self._loss_count = None, 0
 
     def begin(self, step: int, *, captures: bool) -> None:
         """Begin a step, with the number of steps so far and whether it captures statistics; the same on all ranks."""
@@ -170,8 +174,8 @@ class GradientAudit:
             for row, numbers in zip(shown, pair, strict=True):
                 row[entry.start : entry.start + entry.size] = numbers
         shown /= loss_scale if isinstance(loss_scale, float) else loss_scale.to(shown)
-        every = passes > 1 and len(self._losses) == passes  # False if several forward passes came first
-        losses = torch.stack(self._losses).sum(0) / loss_scale if every else None
+        every = passes > 1 and self._loss_count == passes  # False if several forward passes came first
+        losses = self._losses / loss_scale if self._losses is not None and every else None
         ranks = 1 if self._reduces else runtime.ranks
         if ranks > 1:
             runtime.sum_(shown.view(-1), {"audit": shown.numel()})

@@ -41,7 +41,6 @@ class BucketedStatistics(StatisticsBuffer):
         bucket: int,
         runtime: Communicator,
         wire: torch.dtype | None,
-        gain: Callable[[int], float | Tensor],
     ) -> None:
         """Lay out the buckets.
 
@@ -51,16 +50,15 @@ class BucketedStatistics(StatisticsBuffer):
             bucket: The most bytes of a bucket of several layers.
             runtime: The ranks.
             wire: The dtype in which sums travel, if narrower than their own.
-            gain: What `close` is given, by the number of backward passes.
         """
         self._names, self._limit = list(names), bucket
-        self._runtime, self._wire, self._gain = runtime, wire, gain
+        self._runtime, self._wire = runtime, wire
         # By the number of the bucket: what is under way, in the order in which it left, and what came of earlier passes
         self._sent: dict[int, Bucket] = {}
         self._received: dict[int, Bucket] = {}
         self._reduced: set[int] = set()  # the parameters that DDP has reduced in this pass, by their `id`
         self._next = 0  # the bucket that leaves next in this pass
-        self._gain_now: float | Tensor = 1.0  # that of the step
+        self._gain: float | Tensor = 1.0  # that of the step
         self._may_leave = False  # from the first step on, in which all ranks make a queue for them
         super().__init__(groups, fused=True)
 
@@ -93,7 +91,7 @@ class BucketedStatistics(StatisticsBuffer):
             else:
                 buckets.append([layer])
                 filled = size
-        return [Bucket(own, self._kind) for own in buckets]
+        return [Bucket(layers, self._kind) for layers in buckets]
 
     # --- In the backward pass -----------------------------------------------------------------------------------
 
@@ -116,7 +114,7 @@ class BucketedStatistics(StatisticsBuffer):
         bucket = self._buckets[index]
         for name in bucket.names:
             flush(name)
-        bucket.close(self.sample_counts, {}, self._gain(1))  # how many passes accumulate is known only in the step
+        bucket.close(self.sample_counts, {}, 1.0)  # the gain is known only in the step
         self.sample_counts.update({name: SampleCount() for name in bucket.names})
         self._filled.difference_update(bucket.names)
         self._sent[index] = bucket.split_off()
@@ -153,7 +151,7 @@ class BucketedStatistics(StatisticsBuffer):
             )
         for bucket in self._staying:
             bucket.close(self.sample_counts, shares, gain)
-        self._gain_now = gain
+        self._gain = gain
 
     @property
     def _staying(self) -> list[Bucket]:
@@ -169,7 +167,7 @@ class BucketedStatistics(StatisticsBuffer):
         for index in list(self._sent):
             self._receive(index)
             received = self._received.pop(index)
-            received.rescale(self._gain(1), self._gain_now)  # all ranks of DDP make as many passes
+            received.scale_gradients(self._gain)  # the same on all ranks, which under DDP make as many passes
             self._buckets[index].add(received)
         for bucket in staying:
             bucket.wait()

@@ -47,7 +47,7 @@ class Reductions:
         Raises:
             ValueError: if it is neither a reduction nor a mapping from patterns to reductions.
         """
-        self.given: Any = reduction
+        self.argument: Any = reduction
         self._left_out = reduction is LEFT_OUT
         self.is_automatic = reduction == "auto"
         self.is_mapping = isinstance(reduction, Mapping)
@@ -60,11 +60,10 @@ class Reductions:
                 require_one_of(f"reduction[{pattern!r}]", value, "mean", "tokens", "sum")
             self._patterns = dict(reduction)
         else:
-            text = reduction if isinstance(reduction, str) else ""
-            fits = text in ("mean", "tokens", "sum", "auto")
             allowed = "'mean', 'tokens', 'sum', 'auto', or a mapping from patterns of module names to the first three"
+            fits = isinstance(reduction, str) and reduction in ("mean", "tokens", "sum", "auto")
             require(fits, "reduction", reduction, allowed)
-            self._patterns = {"*": cast(Reduction, "mean" if self.is_automatic else str(text))}
+            self._patterns = {"*": cast(Reduction, "mean" if self.is_automatic else str(reduction))}
         self._groups: dict[str, str] = {}
         self.nearest: tuple[str, tuple[int, ...], bool] | None = None
         """The layer nearest to the loss: its name, the shape of its input, and whether that has positions."""
@@ -73,7 +72,7 @@ class Reductions:
     def group(self, layer: str) -> str:
         """Return the first pattern that matches the layer's name. Empty: none does."""
         if layer not in self._groups:
-            self._groups[layer] = next((own for own in self._patterns if fnmatchcase(layer, own)), "")
+            self._groups[layer] = next((pattern for pattern in self._patterns if fnmatchcase(layer, pattern)), "")
         return self._groups[layer]
 
     def of(self, layer: str) -> Reduction:
@@ -169,15 +168,12 @@ class Reductions:
             ValueError: if it is not such a number, or is given for layers whose reduction is not "tokens".
         """
         if ambiguous is not None:
-            fits = _is_whole(count) and cast(int, count) > 0
-            require(
-                fits,
-                "count",
-                count,
+            allowed = (
                 f"the number of samples, which step(count=...) has to say: the model was called with a list of "
                 f"tensors of shapes {list(map(list, ambiguous.shapes))}, which may be "
-                f"{' or '.join(map(str, ambiguous.choices))} samples",
+                f"{' or '.join(map(str, ambiguous.choices))} samples"
             )
+            require(_is_whole(count) and cast(int, count) > 0, "count", count, allowed)
             return
         if count is None:
             return
@@ -185,23 +181,17 @@ class Reductions:
         counted = [layer for layer in layers if self.of(layer) == "tokens" or self.is_undecided]
         if isinstance(count, Mapping):
             for pattern, number in count.items():
-                name = f"count[{pattern!r}]"
-                own = [layer for layer in counted if isinstance(pattern, str) and fnmatchcase(layer, pattern)]
-                allowed = "a pattern of module names with reduction 'tokens'" + (
-                    f": {', '.join(counted)}" if counted else ", of which there are none"
-                )
-                require(own, "count", pattern, allowed)
-                _check_number(name, number, max(map(seen, own)))
+                matched = [layer for layer in counted if isinstance(pattern, str) and fnmatchcase(layer, pattern)]
+                names = f": {', '.join(counted)}" if counted else ", of which there are none"
+                require(matched, "count", pattern, f"a pattern of module names with reduction 'tokens'{names}")
+                _check_number(f"count[{pattern!r}]", number, max(map(seen, matched)))
             return
         allowed = "a whole number >= 0, or a mapping from patterns to such numbers, with reduction='tokens'"
         require(_is_whole(count) and bool(counted or not layers), "count", count, allowed)
         groups = {self.group(layer) for layer in counted}
-        require(
-            len(groups) < 2 or self.is_undecided,
-            "count",
-            count,
-            f"a mapping from patterns to numbers, where several have reduction 'tokens': {', '.join(sorted(groups))}",
-        )
+        names = ", ".join(sorted(groups))
+        allowed = f"a mapping from patterns to numbers, where several have reduction 'tokens': {names}"
+        require(len(groups) < 2 or self.is_undecided, "count", count, allowed)
         _check_number("count", count, max(map(seen, counted), default=0))
 
     def counted(self, count: Count | None, layer: str) -> int | None:

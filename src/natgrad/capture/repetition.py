@@ -112,7 +112,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 def _unsynchronised(model: nn.Module) -> Iterator[None]:
     """Keep ``DistributedDataParallel`` from sending anything, including buffers."""
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    flags = [(one.require_backward_grad_sync, one.require_forward_param_sync) for one in wrappers]
+    flags = [(wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync) for wrapper in wrappers]
     for wrapper in wrappers:
         _settle_buckets(wrapper)
         wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +20,12 @@ class Origin:
     Attributes:
         rank: The rank.
         ranks: The number of ranks.
-        together: Whether the rows of all ranks are used; otherwise those of a layer's only worker.
+        pools_ranks: Whether the rows of all ranks are used; otherwise those of a layer's only worker.
     """
 
     rank: int = 0
     ranks: int = 1
-    together: bool = True
+    pools_ranks: bool = True
 
 
 class RowBuffer:
@@ -89,9 +89,7 @@ class RowBuffer:
         """
         dtype, rows = at_least_float32(self._groups[layer].work_dtype), self._rows.pop(layer)
         inputs = [inputs.to(dtype) for _, inputs, _, _ in rows]
-        return joined(inputs, 1), joined([g.to(dtype) * (scale * gain) for _, _, g, scale in rows], 1)
-
-
-def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenate tensors. A single one is not copied."""
-    return torch.cat(list(pieces), dim) if len(pieces) > 1 else pieces[0]
+        gradients = [gradients.to(dtype) * (scale * gain) for _, _, gradients, scale in rows]
+        if len(rows) == 1:
+            return inputs[0], gradients[0]  # not copied
+        return torch.cat(inputs, 1), torch.cat(gradients, 1)

@@ -147,8 +147,8 @@ class Bucket:
             for run, sums in zip(self.runs, self._sums(self.buffer), strict=True):
                 start = run.blocks.start
                 for member in run.members:
-                    own = slice(member.start - start, member.stop - start)
-                    self.views[member.layer.name] = {name: tensor[own] for name, tensor in sums.items()}
+                    blocks = slice(member.start - start, member.stop - start)
+                    self.views[member.layer.name] = {name: tensor[blocks] for name, tensor in sums.items()}
         return self.buffer
 
     def _sums(self, buffer: Tensor) -> Iterator[dict[str, Tensor]]:
@@ -192,11 +192,11 @@ class Bucket:
             elif spec.counts_positions and shares:
                 self.views[name][spec.name].mul_(shares[spec.per])
 
-    def rescale(self, before: float | Tensor, gain: float | Tensor) -> None:
-        """Replace the gain that the bucket was closed with."""
+    def scale_gradients(self, gain: float | Tensor) -> None:
+        """Apply a gain to sums that were closed without one."""
         for run in self.runs:
             for member in run.members:
-                self._scale(run, member.layer.name, gain / before, {})
+                self._scale(run, member.layer.name, gain, {})
 
     def post(self, runtime: Communicator, wire: torch.dtype | None, group: ProcessGroup | None) -> None:
         """Begin to sum the closed bucket over all ranks, in the queue of a process group."""
@@ -237,14 +237,14 @@ class Bucket:
         assert self.buffer is not None
         counters = self.buffer[self.numel - self._counters :].view(-1, 2)
         for run, sums in zip(self.runs, self._sums(self.buffer), strict=True):
-            own, counters = counters.split([len(run.members), len(counters) - len(run.members)])
+            counts, counters = counters.split([len(run.members), len(counters) - len(run.members)])
             size = run.blocks.stop - run.blocks.start
             if size != len(run.members):
-                repeats = tensor_on(own.device, [member.stop - member.start for member in run.members])
-                own = own.repeat_interleave(repeats, dim=0, output_size=size)
+                repeats = tensor_on(counts.device, [member.stop - member.start for member in run.members])
+                counts = counts.repeat_interleave(repeats, dim=0, output_size=size)
             place = run.group.device, run.group.dtype
             moved = {name: tensor.to(*place) for name, tensor in sums.items()}
-            yield BlockSums(run.group, run.blocks, moved, own[:, 0].to(*place), own[:, 1].to(*place))
+            yield BlockSums(run.group, run.blocks, moved, counts[:, 0].to(*place), counts[:, 1].to(*place))
 
 
 def _shapes(run: LayerRun) -> list[tuple[str, tuple[int, ...]]]:
@@ -314,7 +314,7 @@ class StatisticsBuffer:
     def _laid_out(self, specs: Mapping[str, list[Statistic]]) -> list[Bucket]:
         """Return buckets for some statistics of each layer."""
         buckets: dict[object, list[tuple[BlockGroup, LayerBlocks, list[Statistic]]]] = {}
-        for name, own in specs.items():
+        for name, statistics in specs.items():
             group, member = self._members[name]
             if self._fused:
                 seat = group.role.seat
@@ -322,7 +322,7 @@ class StatisticsBuffer:
                 key: object = (group.dtype, group.device, seat.sums, destination)
             else:
                 key = name if on_host(group.device) else id(group)
-            buckets.setdefault(key, []).append((group, member, own))
+            buckets.setdefault(key, []).append((group, member, statistics))
         return [Bucket(layers, self._kind) for layers in buckets.values()]
 
     def collects(self, layer: str) -> bool:

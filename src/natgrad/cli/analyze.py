@@ -53,8 +53,8 @@ def analyze(
     ] = None,
     threshold: Annotated[float, typer.Option(help="Of the switch by norms.", rich_help_panel=_MEASURES)] = 0.5,
     optimizer: Annotated[
-        str, typer.Option(help="natgrad, ekfac, adamw ... as `compare` takes them.", rich_help_panel=_RUN)
-    ] = "natgrad",
+        str, typer.Option(help="kfac, ekfac, adamw ... as `compare` takes them.", rich_help_panel=_RUN)
+    ] = "kfac",
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Option of the optimizer; repeatable.", rich_help_panel=_RUN),

@@ -56,7 +56,12 @@ def train(
     ctx: typer.Context,
     task: Annotated[str | None, typer.Argument(help="One of `natgrad tasks`.", show_default=False)] = None,
     recipe: Annotated[str, typer.Option(help="large-batch: all of Osawa 2019 at once, for images.")] = "none",
-    optimizer: Annotated[str, typer.Option(help="Any optimizer of torch.optim, by name.")] = "adamw",
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="naturalmuon, or any optimizer of torch.optim; auto: naturalmuon, or adamw with --curvature."
+        ),
+    ] = "auto",
     option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the optimizer; repeatable.")
     ] = None,

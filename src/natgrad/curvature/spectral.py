@@ -15,7 +15,7 @@ from natgrad.curvature.likelihood import Likelihood
 from natgrad.errors import require
 from natgrad.layers import Layer, Rows
 from natgrad.linalg import product
-from natgrad.linalg.roots import inverse_root, polar
+from natgrad.linalg.roots import inverse_root, inverse_square_root, polar
 from natgrad.schedule import check_whole, is_number
 from natgrad.specs import Statistic, Task, TensorSpec
 
@@ -54,6 +54,8 @@ class Spectral(Curvature):
         fisher: Literal["empirical", "sampled"] = "empirical",
         factor_decay: float = 0.6,
         likelihood: str | Likelihood | None = None,
+        max_factor_size: int | None = 8192,
+        groups: int = 1,
     ) -> None:
         """Choose the variant.
 
@@ -66,6 +68,10 @@ class Spectral(Curvature):
             factor_decay: The weight of the old in the running averages, in [0, 1). Factors are meant to be captured
                 every 25 steps or so.
             likelihood: As of `KFAC`.
+            max_factor_size: The most inputs or outputs of a layer. Wider ones, such as the head of a large vocabulary,
+                are left to the optimizer: a factor of d columns takes d² memory and d³ work. None: any number.
+            groups: The number of equal groups of outputs that have polar factors of their own, 3 for a layer that
+                computes queries, keys and values at once. All groups share the factors A and G.
 
         Raises:
             ValueError: if an argument is not allowed.
@@ -75,16 +81,27 @@ class Spectral(Curvature):
             check_whole("steps", steps, 0)
         require(is_number(momentum) and 0 <= momentum < 1, "momentum", momentum, "a number in [0, 1)")
         self.power, self.steps, self.momentum, self.fisher = float(power), steps, float(momentum), fisher
+        if max_factor_size is not None:
+            check_whole("max_factor_size", max_factor_size, 1)
+        check_whole("groups", groups, 1)
+        self.max_factor_size, self.groups = max_factor_size, groups
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
 
     def __repr__(self) -> str:
         """Show the variant."""
-        return f"Spectral(power={self.power:g}, steps={self.steps}, momentum={self.momentum:g}, fisher={self.fisher!r})"
+        groups = f", groups={self.groups}" if self.groups > 1 else ""
+        shown = f"power={self.power:g}, steps={self.steps}, momentum={self.momentum:g}, fisher={self.fisher!r}{groups}"
+        return f"Spectral({shown})"
 
     @override
     def variant_for(self, layer: Layer) -> Curvature | str:
         if layer.form != "matrix" or any(other.form != "matrix" for other in layer.others):
             return f"{type(self).__name__} is for matrices that map inputs to outputs"
+        divides = layer.outputs % self.groups == 0
+        require(divides, "groups", self.groups, f"a divisor of the {layer.outputs} outputs of {layer.name}")
+        widest = max(layer.inputs, layer.outputs)
+        if self.power and self.max_factor_size is not None and widest > self.max_factor_size:
+            return f"{widest} wide, more than max_factor_size={self.max_factor_size}"
         return self
 
     @override
@@ -101,8 +118,8 @@ class Spectral(Curvature):
         if not self.power:
             return ()
         return tuple(
-            Task(name, (name,), (TensorSpec(f"root_{name}", (size, size), symmetric=True),), _ROOT * size**3)
-            for name, size in (("A", d_in), ("G", d_out))
+            Task(name, (name[0],), (TensorSpec(f"root_{name}", (size, size), symmetric=True),), _ROOT * size**3)
+            for name, size in (("A2" if self.steps and d_out // self.groups <= d_in else "A", d_in), ("G", d_out))
         )
 
     @override
@@ -133,7 +150,7 @@ class Spectral(Curvature):
     ) -> tuple[dict[str, Tensor], Tensor]:
         if not self.power:
             return {}, next(iter(averages.values())).isfinite().flatten(1).all(1)
-        root, succeeded = inverse_root(averages[task], damping, self.power)
+        root, succeeded = inverse_root(averages[task[0]], damping, 2 * self.power if task == "A2" else self.power)
         return {f"root_{task}": root}, succeeded
 
     @override
@@ -156,12 +173,37 @@ class Spectral(Curvature):
     ) -> Tensor:
         update = torch.lerp(gradient, state["momentum"], self.momentum)
         if self.power:
-            update = product(product(computed["root_G"], update), computed["root_A"])
-        if self.steps != 0:
-            update = polar(update, self.steps)
-            if self.power:
-                update = product(update, computed["root_A"])
+            update = product(computed["root_G"], update)
+        if self.groups > 1:  # each group of outputs is a matrix
+            update = update.unflatten(1, (self.groups, -1)).flatten(0, 1)
+            computed = {name: computed[name].repeat_interleave(self.groups, 0) for name in computed.keys() - {"root_G"}}
+        update = self._spectral(update, computed) if self.steps else self._direct(update, computed)
         norm = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True)
         size = _SIZE * prod(update.shape[1:]) ** 0.5
-        scaled: Tensor = update * (size / torch.where(norm > 0, norm, 1))
-        return scaled
+        update.mul_(size / torch.where(norm > 0, norm, 1))
+        return update.view_as(gradient)
+
+    def _direct(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
+        """Return ``X = left A_δ^-p`` or, with the exact polar factor, ``polar(X) A_δ^-p``."""
+        X = product(left, computed["root_A"]) if self.power else left
+        if self.steps is None:
+            X = polar(X)
+            X = product(X, computed["root_A"]) if self.power else X
+        return X
+
+    def _spectral(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
+        """Return ``polar(X) A_δ^-p`` with X = ``left A_δ^-p``, up to a factor.
+
+        The polar factor is ``(X Xᵀ)^(-1/2) X`` and ``X (Xᵀ X)^(-1/2)``: the one that takes a root of the smaller side.
+        """
+        assert self.steps
+        if left.shape[1] <= left.shape[2]:
+            whole = product(left, computed["root_A2"]) if self.power else left
+            return product(inverse_square_root(product(whole, left.mT), self.steps), whole)
+        square = product(left.mT, left)
+        if self.power:
+            square = product(product(computed["root_A"], square), computed["root_A"])
+        inner = inverse_square_root(square, self.steps)
+        if self.power:
+            inner = product(product(computed["root_A"], inner), computed["root_A"])
+        return product(left, inner)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from natgrad.linalg import eigh, product
 
-# Five steps with these coefficients bring singular values between 0.002 and 1 to between 0.7 and 1.2 (Jordan 2024).
+# A step with these coefficients multiplies small singular values by 3.4; four bring those between 0.007 and 1 to
+# between 0.7 and 1.2 (Jordan 2024).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -29,28 +30,44 @@ def inverse_root(matrices: Tensor, damping: float, power: float) -> tuple[Tensor
     return product(half, half.mT), succeeded
 
 
-def polar(matrices: Tensor, steps: int | None) -> Tensor:
-    """Return the polar factors U Vᵀ of matrices U Σ Vᵀ.
+def polar(matrices: Tensor) -> Tensor:
+    """Return the polar factors U Vᵀ of matrices U Σ Vᵀ, by singular value decompositions.
 
     Args:
-        matrices: ``[N, o, i]``. Matrices of zeros stay zero.
-        steps: The number of Newton-Schulz steps of order five. They leave singular values between 0.7 and 1.2, which is
-            as good for training as 1 (Jordan 2024, Muon). None: exact, by singular value decompositions;
-            values below sqrt(ε) of the largest are noise and count as zero.
+        matrices: ``[N, o, i]``. Singular values below sqrt(ε) of the largest are noise and count as zero.
 
     Returns:
-        ``[N, o, i]``. Cost with s the smaller and l the larger side: N s (2 s l + s²) multiply-adds a step.
+        ``[N, o, i]``. Matrices of zeros stay zero.
     """
-    if steps is None:
-        U, values, Vh = torch.linalg.svd(matrices, full_matrices=False)
-        least = values[:, :1] * torch.finfo(values.dtype).eps ** 0.5
-        return product(U * (values > least)[:, None, :], Vh)
+    U, values, Vh = torch.linalg.svd(matrices, full_matrices=False)
+    least = values[:, :1] * torch.finfo(values.dtype).eps ** 0.5
+    return product(U * (values > least)[:, None, :], Vh)
+
+
+def inverse_square_root(squares: Tensor, steps: int) -> Tensor:
+    """Return approximate inverse square roots of S = X Xᵀ, up to a factor: P with P X near the polar factor of X.
+
+    The Newton-Schulz iteration of Muon, ``X ← (a I + b X Xᵀ + c (X Xᵀ)²) X``, multiplies X by a polynomial of S alone.
+    This is the product of these polynomials. Singular values of X end between 0.7 and 1.2 of their mean, which is as
+    good for training as 1 (Jordan 2024, Muon).
+
+    Args:
+        squares: S ``[N, d, d]``, symmetric positive semi-definite, in at least float32.
+        steps: The number of Newton-Schulz steps, at least 1.
+
+    Returns:
+        P ``[N, d, d]``, times ``sqrt(tr S)``. Zeros give a multiple of the identity. Cost: N d³ (4 steps - 3)
+        multiply-adds.
+    """
     a, b, c = _COEFFICIENTS
-    wide = matrices.shape[1] <= matrices.shape[2]
-    X = matrices if wide else matrices.mT
-    norm = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True)
-    X = X / torch.where(norm > 0, norm, 1)
-    for _ in range(steps):
-        S = product(X, X.mT)
-        X = torch.baddbmm(X, torch.baddbmm(S, S, S, beta=b, alpha=c), X, beta=a)
-    return X if wide else X.mT
+    trace = squares.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+    S = squares / torch.where(trace > 0, trace, 1)
+    P = None
+    for step in range(steps):
+        B = torch.baddbmm(S, S, S, beta=b, alpha=c)
+        B.diagonal(dim1=-2, dim2=-1).add_(a)
+        P = B if P is None else product(B, P)
+        if step < steps - 1:
+            S = product(product(B, S), B)
+    assert P is not None
+    return P

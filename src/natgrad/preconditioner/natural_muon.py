@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from glob import escape
 from typing import Any, Literal
 
@@ -60,6 +60,7 @@ class NaturalMuon(PreconditionedOptimizer):
         head: Literal["spectral", "adamw"] | Curvature = "spectral",
         heads: Sequence[str] | None = None,
         adamw: Sequence[str] = (),
+        groups: Mapping[str, int] | None = None,
         refresh: RefreshRule | str | None = None,
         placement: str | Placement = "auto",
         precision: Precision | None = None,
@@ -90,6 +91,8 @@ class NaturalMuon(PreconditionedOptimizer):
             heads: The fnmatch patterns of the names of these layers. None: the last layer of the model with a weight
                 matrix, in the order of ``model.named_modules()``.
             adamw: The fnmatch patterns of the names of layers that AdamW moves.
+            groups: For fnmatch patterns of names of layers, the number of their equal groups of outputs that are
+                matrices of their own: ``{"*.qkv": 3}`` for queries, keys and values that one layer computes.
             refresh: A rule in place of `interval`.
             placement: As of `natgrad.Preconditioner`, like all that follow.
             precision: The dtypes of factors, messages and solves.
@@ -114,6 +117,8 @@ class NaturalMuon(PreconditionedOptimizer):
         for name, patterns in (("heads", heads or ()), ("adamw", adamw)):
             fits = not isinstance(patterns, str) and all(isinstance(pattern, str) for pattern in patterns)
             require(fits, name, patterns, "a sequence of fnmatch patterns")
+        fits = groups is None or (isinstance(groups, Mapping) and all(isinstance(name, str) for name in groups))
+        require(fits, "groups", groups, "a mapping from fnmatch patterns to numbers")
         spectral = Spectral(power=power, steps=steps, momentum=momentum)
         last = _last_matrix(unwrap(model))
         require(last is not None, "model", type(model).__name__, "a model with linear layers or convolutions")
@@ -122,6 +127,8 @@ class NaturalMuon(PreconditionedOptimizer):
         curvature: dict[str, Curvature | None] = dict.fromkeys(adamw)
         if chosen is not spectral:
             curvature |= dict.fromkeys([escape(last)] if heads is None else heads, chosen)
+        for pattern, count in (groups or {}).items():
+            curvature[pattern] = Spectral(power=power, steps=steps, momentum=momentum, groups=count)
         curvature["*"] = spectral
         interval_rule = DoublingInterval(interval)
         preconditioner = Preconditioner(

@@ -39,7 +39,6 @@ class Statistics:
             bucket=placement.bucket,
             runtime=parts.runtime,
             wire=parts.structure.precision.wire,
-            gain=parts.scaling.of_captured,
         )
 
     def choose_next(self) -> None:

@@ -303,7 +303,7 @@ class _FirstStep:
 
 def _placed_parts(original: Parts) -> Parts:
     """Return parts for the same model on the same ranks, without earlier curvature."""
-    reductions = Reductions(original.scaling.reductions.given)
+    reductions = Reductions(original.scaling.reductions.argument)
     root, seed, rank = original.structure.root, original.sampler.seed, original.runtime.rank
     return replace(
         original,
@@ -327,7 +327,7 @@ def _plain_parts(placed: Parts, preconditioner: Preconditioner, model: nn.Module
         model, preconditioner.curvature, precision, placement=Placement(), rank=0, ranks=1, factor=factor
     )
     layers = [layer for layer, _ in structure.coverage.layers]
-    reductions = Reductions(placed.scaling.reductions.given)
+    reductions = Reductions(placed.scaling.reductions.argument)
     names = [layer.name for layer in layers]
     scaling = Scaling(reductions, names, accumulation="mean", reduces=False, scaler=None)
     capture = _capture(model, reductions, counts_samples=counts_samples or scaling.counts)

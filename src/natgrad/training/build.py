@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from natgrad import Autopilot, Preconditioner
+from natgrad import Autopilot, PreconditionedOptimizer, Preconditioner
 from natgrad.averaging import Averager
 from natgrad.averaging.local_sgd import levels_of
 from natgrad.damping import Damping
@@ -21,14 +21,22 @@ from .naming import options_named
 from .world import check_devices
 
 
-def build_optimizer(job: Job, model: nn.Module) -> Optimizer:
-    """Return the job's optimizer.
+def build_optimizer(job: Job, task: Task, model: nn.Module) -> tuple[Optimizer, Preconditioner | None]:
+    """Return the job's optimizer, and what preconditions its gradients: None in a first-order run.
+
+    Args:
+        job: The job.
+        task: Its task.
+        model: The model, with its wrapper.
 
     Raises:
-        ValueError: An option's value is not allowed.
+        ValueError: A setting is not allowed.
     """
     learning_rate = job.learning_rate or optimizers.default_learning_rate(job.optimizer)
-    return optimizers.build(job.optimizer, model, learning_rate, job.options)
+    optimizer = optimizers.build(job.optimizer, model, learning_rate, job.options)
+    if isinstance(optimizer, PreconditionedOptimizer):  # natural Muon: the loop steps its two parts
+        return optimizer.optimizer, optimizer.preconditioner
+    return optimizer, _preconditioner(job, task, model, optimizer)
 
 
 def build_scheduler(job: Job, optimizer: Optimizer) -> LRScheduler:
@@ -38,12 +46,7 @@ def build_scheduler(job: Job, optimizer: Optimizer) -> LRScheduler:
     return optimizers.schedule(optimizer, job.schedule, warmup=job.warmup, steps=job.total_steps)
 
 
-def build_preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Optimizer) -> Preconditioner | None:
-    """Return what the job puts before the optimizer, or None for a first-order run.
-
-    Raises:
-        ValueError: A setting of the curvature is not allowed.
-    """
+def _preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Optimizer) -> Preconditioner | None:
     if job.curvature == "none":
         return None
     options = job.all_curvature_options
@@ -102,8 +105,7 @@ def rehearse(job: Job) -> None:
     """
     check_devices(job.device, job.workers)
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    optimizer = build_optimizer(job, model)
-    preconditioner = build_preconditioner(job, job.build_task(), model, optimizer)
+    optimizer, preconditioner = build_optimizer(job, job.build_task(), model)
     # Levels of ranks are those of the whole run, where here there is one.
     options = dict(job.averaging_options)
     if options.get("periods") is not None:

@@ -72,6 +72,10 @@ class Comparison:
         Raises:
             ValueError: A field is not allowed.
         """
+        names = tuple(map(contenders.current_name, self.optimizers))
+        object.__setattr__(self, "optimizers", names)
+        overrides = {contenders.current_name(name): settings for name, settings in self.overrides.items()}
+        object.__setattr__(self, "overrides", overrides)
         require(self.task_names, "task", self.task_names, f"one of {', '.join(tasks.names())}")
         for name, given in (("task", self.task_names), ("optimizers", self.optimizers)):
             require(len(set(given)) == len(given), name, list(given), "each given once")

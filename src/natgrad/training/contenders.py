@@ -41,11 +41,16 @@ def _natural(name: str, curvature: str, *, damping: tuple[float, float] = (1e-3,
     return Contender(name=name, settings=start | settings, ranges={"learning_rate": (1e-2, 1.0), "damping": damping})
 
 
-# Learning rates are searched over three decades; natgrad's over two, and its damping over two more.
+# Learning rates are searched over three decades; those of curvatures over two, and their damping over two more.
 _KNOWN = {
     contender.name: contender
     for contender in (
-        _natural("natgrad", "kfac", form="inverse", fisher="sampled"),
+        Contender(
+            name="natural-muon",
+            settings={"optimizer": "naturalmuon", "learning_rate": 2e-2},
+            ranges={"learning_rate": (1e-3, 1.0)},
+        ),
+        _natural("kfac", "kfac", form="inverse", fisher="sampled"),
         Contender(
             name="sgd",
             settings={"optimizer": "sgd", "options": {"momentum": 0.9}, "learning_rate": 0.1},
@@ -73,9 +78,14 @@ _KNOWN = {
     )
 }
 
-NAMES = ("natgrad", "sgd", "adamw", "muon")
+NAMES = ("natural-muon", "kfac", "sgd", "adamw", "muon")
 CURVATURES = tuple(name for name in _KNOWN if name not in NAMES)
 REFERENCE = "adamw"
+
+
+def current_name(name: str) -> str:
+    """Return the name of a contender; "natgrad" is what K-FAC was called before there was natural Muon."""
+    return "kfac" if name == "natgrad" else name
 
 
 def get(name: str) -> Contender:
@@ -87,6 +97,7 @@ def get(name: str) -> Contender:
     Raises:
         ValueError: No such contender.
     """
+    name = current_name(name)
     if name in _KNOWN:
         return _KNOWN[name]
     allowed = list(dict.fromkeys([*_KNOWN, *optimizers.names()]))

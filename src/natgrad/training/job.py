@@ -28,7 +28,8 @@ class Job:
         task_options: Options of the task.
         recipe: "large-batch" (Osawa 2019) decides, once the job is resolved, all from `optimizer` to `kl_clip` but the
             learning rate, `form`, `fisher`, `sharing` and `placement` where these are given.
-        optimizer: Name of an optimizer of `torch.optim`, in any case, or "heavyball".
+        optimizer: Name of an optimizer of `torch.optim`, in any case, "heavyball" or "naturalmuon"; "auto": natural
+            Muon, or AdamW with a curvature.
         options: Options of its constructor, other than the learning rate.
         learning_rate: Peak learning rate; None takes the optimizer's own default.
         schedule: How the learning rate falls after the warm-up.
@@ -64,7 +65,7 @@ class Job:
     task: str
     task_options: Mapping[str, Any] = field(default_factory=dict)
     recipe: recipe.RecipeName = "none"
-    optimizer: str = "adamw"
+    optimizer: str = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None
     schedule: optimizers.ScheduleName = "constant"
@@ -101,7 +102,8 @@ class Job:
         """
         for name in ("task_options", "options", "curvature_options", "averaging_options"):
             object.__setattr__(self, name, _plain(name, getattr(self, name)))
-        object.__setattr__(self, "optimizer", self.optimizer.lower())
+        usual = "naturalmuon" if self.curvature == "none" else "adamw"
+        object.__setattr__(self, "optimizer", usual if self.optimizer == "auto" else self.optimizer.lower())
         for name, choices in (
             ("recipe", recipe.RecipeName),
             ("schedule", optimizers.ScheduleName),
@@ -132,6 +134,12 @@ class Job:
             "curvature",
             self.curvature,
             "none for lbfgs, which evaluates the gradient several times a step",
+        )
+        require(
+            self.curvature == "none" or self.optimizer != "naturalmuon",
+            "curvature",
+            self.curvature,
+            "none for naturalmuon, which has its own",
         )
         recipe.check(self)
         self._check_averaging()

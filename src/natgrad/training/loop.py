@@ -20,7 +20,7 @@ from natgrad.averaging import DASO
 from natgrad.errors import DivergedError
 
 from . import averagers, memory
-from .build import build_averager, build_optimizer, build_preconditioner, build_scheduler, seconds_spent
+from .build import build_averager, build_optimizer, build_scheduler, seconds_spent
 from .job import Job
 from .nodes import describe, node_mesh
 from .recipe import additions
@@ -107,9 +107,8 @@ class Training:
         wraps = world.size > 1 and (not averages or averagers.wraps(job.averaging))
         group = mesh.get_group("local") if mesh is not None else None
         self._replica = DistributedDataParallel(self.model, process_group=group) if wraps else self.model
-        self.optimizer = build_optimizer(job, self.model)
+        self.optimizer, self.preconditioner = build_optimizer(job, self.task, self._replica)
         self.scheduler = build_scheduler(job, self.optimizer)
-        self.preconditioner = build_preconditioner(job, self.task, self._replica, self.optimizer)
         self._additions = additions(job, self.model, world.rank)
         self.averager = build_averager(
             job, self._replica, self.optimizer, self.preconditioner, mesh, len(self._batches)

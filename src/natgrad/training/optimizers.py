@@ -1,4 +1,4 @@
-"""Any optimizer of `torch.optim` or `natgrad.recipes` by its name, and the learning rate's way over the steps."""
+"""Any optimizer of `torch.optim` or natgrad by its name, and the schedule of the learning rate."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from natgrad import NaturalMuon
 from natgrad.errors import require
 from natgrad.recipes import HeavyBall
 
@@ -23,7 +24,7 @@ _CLASSES: dict[str, type[Optimizer]] = {
     name.lower(): value
     for name, value in vars(torch.optim).items()
     if isinstance(value, type) and issubclass(value, Optimizer) and name not in ("Optimizer", "SparseAdam")
-} | {"heavyball": HeavyBall}
+} | {"heavyball": HeavyBall, "naturalmuon": NaturalMuon}
 
 
 class MuonWithAdamW(Optimizer):
@@ -99,7 +100,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     """
     require(name.lower() in _CLASSES, "optimizer", name, f"one of {', '.join(names())}")
     require("lr" not in options, "option lr", options.get("lr"), "given as the learning rate")
-    allowed = [each for each in _parameters(name) if each not in ("self", "params", "lr")]
+    allowed = [each for each in _parameters(name) if each not in ("self", "params", "model", "lr")]
     for option, value in options.items():
         require(option in allowed, f"option {option}", value, f"one of {name}'s: {', '.join(allowed)}")
 
@@ -112,6 +113,12 @@ def default_learning_rate(name: str) -> float:
 def build(name: str, model: nn.Module, learning_rate: float, options: Mapping[str, Any]) -> Optimizer:
     """Build an optimizer of all the model's parameters that are to be trained.
 
+    Args:
+        name: One of `names()`.
+        model: The model, with its wrapper: natural Muon computes on the wrapper's ranks.
+        learning_rate: The learning rate.
+        options: Other options of the constructor.
+
     Raises:
         ValueError: The name, an option or its value is not allowed.
     """
@@ -120,6 +127,8 @@ def build(name: str, model: nn.Module, learning_rate: float, options: Mapping[st
     try:
         if name.lower() == "muon":
             return MuonWithAdamW(model, lr=learning_rate, **options)
+        if name.lower() == "naturalmuon":
+            return NaturalMuon(model, lr=learning_rate, **options)
         build_one: Callable[..., Optimizer] = _CLASSES[name.lower()]
         return build_one(trained, lr=learning_rate, **options)
     except TypeError as error:

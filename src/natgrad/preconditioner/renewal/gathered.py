@@ -5,7 +5,6 @@ M (`natgrad.curvature.rows`) is the inverse that preconditioning with gathered r
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -13,6 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from natgrad.capture.labels import seed_of
 from natgrad.capture.rows import RowBuffer
 from natgrad.capture.sums import Shares
 from natgrad.curvature import kernel
@@ -101,7 +101,7 @@ class RowRenewal:
         Returns:
             Whether any block of this rank's layers was renewed.
         """
-        gathers = rows.origin.together and self.runtime.ranks > 1
+        gathers = rows.origin.pools_ranks and self.runtime.ranks > 1
         batches = self._batches([group for group in groups if group.role.captures], rows, shares, gathers=gathers)
         if not batches:
             return False
@@ -143,11 +143,11 @@ class RowRenewal:
                 continue
             origin, owner = rows.origin, self.plan.seats[member.layer.key].owners["M"]
             # A worker that uses only its own rows selects as many as if all ranks had as many samples.
-            every = samples * (1 if origin.together else origin.ranks)
+            every = samples * (1 if origin.pools_ranks else origin.ranks)
             share = group.curvature.rows_per_rank(every, max(counts), origin.ranks)
             key = id(group), owner, samples, *counts, *rows.counts(member.layer.name).items()
             similar = batches.setdefault(key, [])
-            selected = share * (origin.ranks if origin.together else 1)
+            selected = share * (origin.ranks if origin.pools_ranks else 1)
             layer_bytes = 4 * (member.stop - member.start) * selected**2 * group.work_dtype.itemsize
             if not similar or (len(similar[-1].members) + 1) * layer_bytes > _BATCH:
                 nothing = torch.empty(0, device="cpu")
@@ -187,9 +187,8 @@ class RowRenewal:
 
     def _drawn(self, member: LayerBlocks, rank: int) -> Tensor:
         """Return a random number for each block, a function of seed, rank, step and layer."""
-        name = repr(("rows", self.seed, rank, self.step, member.layer.key))
-        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
+        seed = seed_of("rows", self.seed, rank, self.step, member.layer.key)
+        generator = torch.Generator("cpu").manual_seed(seed)
         return torch.rand(member.stop - member.start, dtype=torch.float64, device="cpu", generator=generator)
 
     def _compute(self, batch: RowBatch, draft: StateTensors, rows: int) -> None:
