@@ -193,9 +193,9 @@ METHODS = {
     "natural-muon": Method(
         title="natural Muon", kind="ours", rate=2e-2, second="momentum", values=MOMENTA, build=natural_muon
     ),
-    "kfac": Method(title="K-FAC", kind="ours", rate=0.25, second="damping", values=DAMPINGS, build=kfac),
-    "ekfac": Method(title="EKFAC", kind="ours", rate=0.25, second="damping", values=DAMPINGS, build=ekfac),
+    "kfac": Method(title="K-FAC", kind="ours", rate=0.1, second="damping", values=DAMPINGS, build=kfac),
+    "ekfac": Method(title="EKFAC", kind="ours", rate=0.1, second="damping", values=DAMPINGS, build=ekfac),
     "autopilot": Method(
-        title="K-FAC, Autopilot", kind="ours", rate=0.25, second="momentum", values=MOMENTA, build=autopilot
+        title="K-FAC, Autopilot", kind="ours", rate=0.1, second="momentum", values=MOMENTA, build=autopilot
     ),
 }
