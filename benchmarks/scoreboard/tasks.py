@@ -290,7 +290,7 @@ TASKS = {
         ),
         BoardTask(
             name="tabular",
-            steps=600,
+            steps=400,
             batch=256,
             load=patients,
             model=perceptron,
