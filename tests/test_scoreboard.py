@@ -213,7 +213,7 @@ def test_validation_sets_have_two_thousand_rows_or_positions(name):
 
 
 @pytest.mark.parametrize("method", list(METHODS))
-@pytest.mark.parametrize("task", ["poisson", "automaton"])
+@pytest.mark.parametrize("task", ["digits", "automaton"])
 def test_every_method_trains(task, method):
     if method == "soap":
         pytest.importorskip("pytorch_optimizer")
@@ -234,12 +234,26 @@ def test_the_learning_rate_rises_and_falls():
     assert sorted(shares[5:], reverse=True) == shares[5:]
 
 
-def test_a_divergence_is_a_result():
-    spec = Spec(task="poisson", method="sgd", rate=1e9, second=0.9, horizon=1, seed=0, steps=20)
+@pytest.mark.parametrize("method", list(METHODS))
+def test_a_divergence_is_a_result(method, monkeypatch):
+    if method == "soap":
+        pytest.importorskip("pytorch_optimizer")
+    monkeypatch.setattr("benchmarks.scoreboard.run.evaluate", lambda *_: 1.0)
+    second = METHODS[method].values[0]
+    result = train(Spec(task="poisson", method=method, rate=1e30, second=second, horizon=1, seed=0, steps=20))
+    if method not in ("kfac", "ekfac", "autopilot"):  # whose steps the KL clip shortens
+        assert result.diverged
+        assert result.final == math.inf
+        assert len(result.validation) < EVALUATIONS + 1
+
+
+def test_a_loss_that_is_not_finite_is_a_divergence(monkeypatch):
+    found = iter([1.0, 0.9, math.nan])
+    monkeypatch.setattr("benchmarks.scoreboard.run.evaluate", lambda *_: next(found))
+    spec = Spec(task="poisson", method="sgd", rate=1e-3, second=0.9, horizon=1, seed=0, steps=20)
     result = train(spec)
     assert result.diverged
-    assert result.final == math.inf
-    assert len(result.validation) < EVALUATIONS + 1
+    assert result.validation == [1.0, 0.9]
 
 
 # What the board concludes.
@@ -422,6 +436,14 @@ def test_a_journal_is_resumed(tmp_path):
     path.write_text("\n".join([*lines[:-3], lines[-1][:20]]))  # cut off in the middle of a line
     again = fill(Board(SCALE, Journal(path), 0), bowl)
     assert {spec.key for spec in again} == {restore(json.loads(line))[0] for line in lines[-3:]}
+
+
+def test_a_forgotten_method_runs_again(tmp_path):
+    path = tmp_path / "j.jsonl"
+    first = fill(Board(SCALE, Journal(path), 0), bowl)
+    Journal(path).forget(["muon"])
+    again = fill(Board(SCALE, Journal(path), 0), bowl)
+    assert {spec.key for spec in again} == {spec.key for spec in first if spec.method == "muon"}
 
 
 def test_a_changed_method_runs_again(tmp_path, monkeypatch):

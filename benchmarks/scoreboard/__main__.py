@@ -4,7 +4,8 @@
     python -m benchmarks.scoreboard --report     # page and plots anew from the result file
     python -m benchmarks.scoreboard --smoke      # two tasks, a few steps
 
-Every run is a line of the journal, and is not repeated. Results of all tasks and methods go to
+Every run is a line of the journal, and is not repeated. The journal does not see changes of natgrad's code: after one,
+forget the runs of the method with `--again natural-muon`. Results of all tasks and methods go to
 benchmarks/results/scoreboard.json, docs/scoreboard.md and docs/images/; those of a part lie beside the journal.
 """
 
@@ -27,7 +28,7 @@ from benchmarks.scoreboard.search import LONG_HORIZON, Board, Scale
 from benchmarks.scoreboard.tasks import TASKS
 
 ROOT = RESULTS.parents[1]
-SMOKE_TASKS, SMOKE_METHODS, SMOKE_STEPS = ("tabular", "poisson"), ("adamw", "muon", "natural-muon"), EVALUATIONS
+SMOKE_TASKS, SMOKE_METHODS, SMOKE_STEPS = ("poisson", "tabular"), ("adamw", "natural-muon"), EVALUATIONS
 
 
 def chosen(names: str, known: dict[str, Any], option: str) -> tuple[str, ...]:
@@ -65,7 +66,8 @@ def main(
         "runs/scoreboard/journal.jsonl"
     ),
     workers: Annotated[int, typer.Option(help="Processes that train, each on one thread; 0: this one.")] = 2,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Two tasks, three methods, a few steps.")] = False,
+    again: Annotated[str, typer.Option(help="Methods whose code has changed: their runs are forgotten first.")] = "",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Two tasks, two methods, a few steps.")] = False,
     only_report: Annotated[bool, typer.Option("--report", help="Make the page from the result file alone.")] = False,
 ) -> None:
     """Search, run, time, and write the result and its page."""
@@ -82,7 +84,10 @@ def main(
     scale = Scale(tasks=chosen(tasks, TASKS, "--tasks"), methods=chosen(methods, METHODS, "--methods"))
     if smoke:
         scale = Scale(tasks=SMOKE_TASKS, methods=SMOKE_METHODS, seeds=(101,), rates=1, extensions=0, steps=SMOKE_STEPS)
-    board = Board(scale, Journal(journal), workers)
+    known = Journal(journal)
+    if again:
+        known.forget(chosen(again, METHODS, "--again"))
+    board = Board(scale, known, workers)
     horizons = [1, LONG_HORIZON] if horizon == LONG_HORIZON else [1]
     try:
         for each in horizons if horizon else []:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,13 @@ class Journal:
         line = {"kind": kind, "task": task, **values}
         self.measures[kind, task] = line
         self._write(line)
+
+    def forget(self, methods: Sequence[str]) -> None:
+        """Drop all runs of methods from memory and file, and all measurements, in which methods are compared."""
+        lines = [line for line in self._lines() if line["kind"] == "run" and line["method"] not in methods]
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.runs = dict(restore(line) for line in lines)
+        self.measures.clear()
 
     def _write(self, line: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

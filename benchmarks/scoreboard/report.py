@@ -247,7 +247,8 @@ def details(data: Mapping[str, Any], horizon: str, mode: str, scores: Scores, ti
             )
         about = data["tasks"][task]
         frozen = ", frozen" if about["frozen"] else ""
-        lines += [f"**{task}** ({about['steps'] * int(horizon)} steps of {about['batch']}{frozen})", ""]
+        adamw = f"AdamW's takes {1e3 * data['timing'][task]['seconds']:.2g} ms"
+        lines += [f"**{task}** ({about['steps'] * int(horizon)} steps of {about['batch']}{frozen}; {adamw})", ""]
         heads = ["method", "setting", "final loss", "seeds", "training loss", "at equal seconds"]
         heads += ["steps to T1", "seconds to T1", "steps to T2", "seconds to T2", "cost of a step", "MiB"]
         lines.append(table(heads, rows))

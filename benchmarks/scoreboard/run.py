@@ -166,7 +166,7 @@ def train(spec: Spec) -> Result:
 
 def numerical(error: Exception) -> bool:
     """Whether an error speaks of numbers rather than of a mistake in the code."""
-    words = ("finite", "converge", "singular", "positive-definite", "nan", "linalg")
+    words = ("finite", "converge", "singular", "positive-definite", "nan", "linalg", "overflow")
     return isinstance(error, (ArithmeticError, torch.linalg.LinAlgError)) or any(
         word in str(error).lower() for word in words
     )

@@ -22,7 +22,7 @@ from multiprocessing import get_context
 from statistics import mean, median
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks.scoreboard.journal import Journal
 from benchmarks.scoreboard.methods import FACTOR, METHODS
@@ -188,7 +188,13 @@ class Board:
 
     def _drive(self, title: str, campaigns: list[Campaign]) -> None:
         """Run campaigns to their ends, as many runs at once as there are workers."""
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns) as progress:
             bar = progress.add_task(title, total=0)
             pending: dict[Future[Result], Spec] = {}

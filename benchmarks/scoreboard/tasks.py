@@ -36,6 +36,7 @@ from natgrad.tasks.tabular import FEATURES
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
 CONTEXT, WIDTH = 32, 64  # of `text`
+NOISE = 0.25  # of the pixels of `digits`
 COMPONENTS = 4  # of the mixture of each diagnosis
 SPREAD = 2.0  # by which the components of `tabular` are widened, so that they overlap
 SYMBOLS, STATES, LENGTH = 24, 12, 24  # of `automaton`
@@ -90,7 +91,7 @@ def moved(images: Tensor, copies: int, seed: int) -> Tensor:
 
 def autoencoder() -> Data:
     train, _, test, _ = scans()
-    inputs, held = moved(train, 16, 0).flatten(1), moved(test, 8, 1).flatten(1)
+    inputs, held = moved(train, 48, 0).flatten(1), moved(test, 8, 1).flatten(1)
     return inputs, inputs, held, held
 
 
@@ -98,9 +99,9 @@ def digits() -> Data:
     train, labels, test, answers = scans()
     noise = Generator().manual_seed(2)
     parts = []
-    for images, digit, copies, seed in ((train, labels, 16, 0), (test, answers, 8, 1)):
+    for images, digit, copies, seed in ((train, labels, 48, 0), (test, answers, 8, 1)):
         rows = moved(images, copies, seed)
-        parts += [(rows + 0.2 * torch.randn(rows.shape, generator=noise))[:, None], digit.repeat(copies)]
+        parts += [(rows + NOISE * torch.randn(rows.shape, generator=noise))[:, None], digit.repeat(copies)]
     return parts[0], parts[1], parts[2], parts[3]
 
 
@@ -139,7 +140,7 @@ def patients() -> Data:
     data = load_breast_cancer()
     rows = StandardScaler().fit_transform(data.data)
     generator = Generator().manual_seed(0)
-    counts, drawn, labels = (36864, 4096), [], []
+    counts, drawn, labels = (196608, 4096), [], []
     for diagnosis in range(2):
         fitted = GaussianMixture(COMPONENTS, reg_covar=1e-2, random_state=0).fit(rows[data.target == diagnosis])
         for mean, root in zip(fitted.means_, map(torch.from_numpy, fitted.covariances_), strict=True):
@@ -274,7 +275,7 @@ TASKS = {
             name="glyphs",
             steps=400,
             batch=64,
-            load=lambda: rendered(8192, 2048, gray=False, seed=0),
+            load=lambda: rendered(16384, 2048, gray=False, seed=0),
             model=convolutional,
             loss=functional.cross_entropy,
         ),
@@ -289,7 +290,7 @@ TASKS = {
         ),
         BoardTask(
             name="tabular",
-            steps=600,
+            steps=400,
             batch=256,
             load=patients,
             model=perceptron,
@@ -307,7 +308,7 @@ TASKS = {
             name="mixer",
             steps=240,
             batch=64,
-            load=lambda: rendered(8192, 2048, gray=True, seed=50),
+            load=lambda: rendered(16384, 2048, gray=True, seed=50),
             model=Mixer,
             loss=functional.cross_entropy,
             frozen=True,

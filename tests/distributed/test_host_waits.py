@@ -17,8 +17,8 @@ from tests.distributed.jobs import Job, Training, batch, network, share
 
 READS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "unique_consecutive", "masked_select"}
 ON_THE_CPU_ALONE = {
-    ("audit.py", "describe"),  # it reads a copy on the host, once that has arrived
-    ("audit.py", "describe_accumulation"),
+    ("audit.py", "_describe"),  # it reads a copy on the host, once that has arrived
+    ("audit.py", "_describe_accumulation"),
     ("device.py", "known_all"),
     ("guard.py", "check"),
     ("fallback.py", "_replace"),

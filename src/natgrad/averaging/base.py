@@ -281,8 +281,7 @@ class Averager(ABC):
 
     def _check_wrapper(self) -> None:
         """Check that the wrapper reduces over the ranks of the node."""
-        inside = self.grid.inside
-        node = sorted(dist.get_process_group_ranks(inside.group)) if inside.group is not None else [0]
+        node = self.grid.node_ranks
         allowed = f"wrapped over the ranks of its node alone ({node}): between nodes {type(self).__name__} averages"
         replicated = replica(self.model)
         if replicated is not None:

@@ -33,7 +33,7 @@ class Ring:
     """
 
     def __init__(self, grid: Grid, ranks: int | None = None) -> None:
-        """Find out whether the next of `ranks` consecutive ones (None: of all) is on this node; collective.
+        """Find out whether the next of `ranks` consecutive ones (None: of all) is on this node.
 
         Raises:
             ValueError: if the nodes are not the whole world, or do not make whole rings.
@@ -44,8 +44,7 @@ class Ring:
         require(world % self.ranks == 0, "ranks", ranks, f"a divisor of {world}")
         start = rank - rank % self.ranks
         following = start + (rank - start + 1) % self.ranks
-        nodes = dict(grid.all_gather_objects((rank, grid.node)))
-        self.link = grid.inside if nodes[following] == grid.node else grid.between
+        self.link = grid.inside if following in grid.node_ranks else grid.between
 
     def mean_(self, tensor: Tensor, kind: str) -> None:
         """Average a tensor over the whole world, in place, and wait."""

@@ -174,6 +174,12 @@ class Grid:
         self.inside, self.between = (Communicator(world.subgroup(ranks)) for ranks in (grid[self.node], between))
 
     @property
+    def node_ranks(self) -> list[int]:
+        """The ranks of this node in the world, ascending."""
+        group = self.inside.group
+        return [0] if group is None else sorted(dist.get_process_group_ranks(group))
+
+    @property
     def nodes(self) -> int:
         """How many nodes there are."""
         return len(self.sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -38,20 +39,16 @@ def _ranks(plan: Plan[Any]) -> Table:
     layers = [0] * plan.columns
     for key in plan.seats:
         layers[plan.column_of(key)] += 1
+    tasks, shares = _tasks(plan), [plan.renewal(rank) / total for rank in range(plan.ranks)]
     if plan.ranks <= _RANKS:
-        parts = _parts(plan)
-        for rank in range(plan.ranks):
-            share, held = plan.renewal(rank) / total, mebibytes(plan.held(rank))
-            table.add_row(str(rank), _layers(layers[rank % plan.columns]), parts[rank], f"{share:.1%}", held)
+        for rank, names in enumerate(tasks):
+            named = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+            held = mebibytes(plan.held(rank))
+            table.add_row(str(rank), _layers(layers[rank % plan.columns]), escape(named), f"{shares[rank]:.1%}", held)
         return table
-    ways: dict[str, Callable[[list[float]], float]] = {"least": min, "mean": _mean, "most": max}
     works = [float(layers[rank % plan.columns]) for rank in range(plan.ranks)]
-    counts, shares = [0.0] * plan.ranks, [plan.renewal(rank) / total for rank in range(plan.ranks)]
-    for seat in plan.seats.values():
-        for part in seat.owners:
-            for rank in seat.renewers(part):
-                counts[rank] += 1
-    kept = [float(plan.held(rank)) for rank in range(plan.ranks)]
+    counts, kept = [float(len(names)) for names in tasks], [float(plan.held(rank)) for rank in range(plan.ranks)]
+    ways: dict[str, Callable[[list[float]], float]] = {"least": min, "mean": fmean, "most": max}
     for name, way in ways.items():
         table.add_row(
             name, f"{way(works):.4g} layers", f"{way(counts):.4g} parts", f"{way(shares):.2%}", mebibytes(way(kept))
@@ -59,17 +56,14 @@ def _ranks(plan: Plan[Any]) -> Table:
     return table
 
 
-def _parts(plan: Plan[Any]) -> list[str]:
-    """Return the tasks of each rank, in words."""
-    own: list[list[str]] = [[] for _ in range(plan.ranks)]
+def _tasks(plan: Plan[Any]) -> list[list[str]]:
+    """Return the names of the tasks of each rank."""
+    tasks: list[list[str]] = [[] for _ in range(plan.ranks)]
     for key, seat in plan.seats.items():
         for part in seat.owners:
             for rank in seat.renewers(part):
-                own[rank].append(f"{key}:{part}")
-    return [
-        escape(", ".join(parts[:_NAMED])) + (f" and {len(parts) - _NAMED} more" if len(parts) > _NAMED else "")
-        for parts in own
-    ]
+                tasks[rank].append(f"{key}:{part}")
+    return tasks
 
 
 def _messages(plan: Plan[Any]) -> Table:
@@ -89,10 +83,6 @@ def _messages(plan: Plan[Any]) -> Table:
 
 def _layers(count: int) -> str:
     return f"{count} layer{'' if count == 1 else 's'}"
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def mebibytes(size: float) -> str:

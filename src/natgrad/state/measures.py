@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
 
 from natgrad.curvature import Curvature
 from natgrad.curvature.base import gathered
-from natgrad.linalg import triangle
 from natgrad.linalg.products import full_products
 from natgrad.refresh.rule import By, Measure
 from natgrad.specs import Statistic
 from natgrad.state.block_group import BlockGroup
-
-# The number of elements that are read at a time, about.
-_CHUNK = 2**22
+from natgrad.state.tensors import diagonals
 
 
 @dataclass(frozen=True)
@@ -66,56 +62,47 @@ def measured(group: BlockGroup, measure: Measure, by: By = "layer") -> Tensor:
     The group has averages; "basis" also needs results of tasks, "drift" `BlockGroup.decisions`. A trace is without
     damping.
     """
-    return _MEASURES[measure](group, units(group, by))
+    group_units = units(group, by)
+    return torch.stack([_MEASURES[measure](group, member.blocks, group_units) for member in group.members], 1)
 
 
-def _trace(group: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
-    """Return ``tr F`` of each layer."""
-    curvature, names = group.curvature, group.curvature.trace_reads or ()
-    traces = [curvature.trace(group.corrected(blocks, names), group.outputs) for blocks in _pieces(group, names)]
-    return _by_layer(group, torch.cat(traces))[None]
+def _trace(group: BlockGroup, blocks: slice, layer_units: Sequence[Unit]) -> Tensor:
+    """Return ``tr F`` of a layer ``[1]``."""
+    averages = group.corrected(blocks, group.curvature.trace_reads or ())
+    return group.curvature.trace(averages, group.outputs).sum(0, keepdim=True)
 
 
-def _norm(group: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
-    """Return ``Π ‖X‖`` over the statistics X that tasks read."""
-    squares = _squares_of(group, group.snapshot)
-    return torch.stack([square.sqrt() for square in squares.values()]).prod(0)[None]
+def _norm(group: BlockGroup, blocks: slice, layer_units: Sequence[Unit]) -> Tensor:
+    """Return ``Π ‖X‖`` over the statistics X that tasks read ``[1]``."""
+    squares = _squares(group, group.snapshot(blocks, read_by_tasks(group)))
+    return torch.stack([square.sqrt() for square in squares.values()]).prod(0, keepdim=True)
 
 
-def _drift(group: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
-    """Return the largest ``‖X - X_last‖ / ‖X_last‖`` of the statistics X that tasks read."""
+def _drift(group: BlockGroup, blocks: slice, layer_units: Sequence[Unit]) -> Tensor:
+    """Return the largest ``‖X - X_last‖ / ‖X_last‖`` of the statistics X that the tasks of each unit read ``[U]``."""
     assert group.decisions is not None
     last_averages = group.decisions.last_averages
-
-    def last(blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
-        return {name: last_averages.read(name, blocks) for name in names}
-
-    def moved(blocks: slice, names: tuple[str, ...]) -> dict[str, Tensor]:
-        now, before = group.snapshot(blocks, names), last(blocks, names)
-        return {name: now[name] - before[name] for name in names}
-
     if not last_averages:
-        shape = len(stack_units), len(group.members)
-        return torch.full(shape, torch.inf, dtype=group.work_dtype, device=group.device)
-    differences, lasts = _squares_of(group, moved), _squares_of(group, last)
-    return _largest(stack_units, [(name, (differences[name] / lasts[name]).sqrt()) for name in lasts])
+        return torch.full((len(layer_units),), torch.inf, dtype=group.work_dtype, device=group.device)
+    now = group.snapshot(blocks, read_by_tasks(group))
+    last = {name: last_averages.read(name, blocks) for name in now}
+    moved, whole = _squares(group, {name: now[name] - last[name] for name in now}), _squares(group, last)
+    return _largest(layer_units, {name: (moved[name] / whole[name]).sqrt() for name in now})
 
 
-def _basis(group: BlockGroup, stack_units: Sequence[Unit]) -> Tensor:
-    """Return the largest ``‖offdiag(Qᵀ X Q)‖ / ‖X‖`` of the factors X with eigenvectors Q."""
-    curvature, names, found = group.curvature, group.curvature.off_diagonal_reads or (), []
+def _basis(group: BlockGroup, blocks: slice, layer_units: Sequence[Unit]) -> Tensor:
+    """Return the largest ``‖offdiag(Qᵀ X Q)‖ / ‖X‖`` of the factors X of each unit with eigenvectors Q ``[U]``."""
+    names = group.curvature.off_diagonal_reads or ()
     with full_products(group.device):
-        for blocks in _pieces(group, names):
-            held = {name: group.results.read(name, blocks).to(group.work_dtype) for name in group.results}
-            pairs = curvature.off_diagonal(group.corrected(blocks, names), held)
-            found.append(torch.stack([torch.stack(pair) for pair in pairs]))  # [factors, 2, n]
-    off, whole = torch.cat(found, -1).unbind(1)
-    shares = [_by_layer(group, left_out) / _by_layer(group, all_) for left_out, all_ in zip(off, whole, strict=True)]
+        results = {name: group.results.read(name, blocks).to(group.work_dtype) for name in group.results}
+        pairs = group.curvature.off_diagonal(group.corrected(blocks, names), results)
     # A factor made of several statistics is named by any of them: all are in one unit.
-    return _largest(stack_units, [(name, share.sqrt()) for name, share in zip(names, shares, strict=False)])
+    return _largest(
+        layer_units, {name: (off.sum() / whole.sum()).sqrt() for name, (off, whole) in zip(names, pairs, strict=False)}
+    )
 
 
-_MEASURES: Mapping[Measure, Callable[[BlockGroup, Sequence[Unit]], Tensor]] = {
+_MEASURES: Mapping[Measure, Callable[[BlockGroup, slice, Sequence[Unit]], Tensor]] = {
     "trace": _trace,
     "norm": _norm,
     "drift": _drift,
@@ -123,44 +110,20 @@ _MEASURES: Mapping[Measure, Callable[[BlockGroup, Sequence[Unit]], Tensor]] = {
 }
 
 
-def _largest(stack_units: Sequence[Unit], found: Sequence[tuple[str, Tensor]]) -> Tensor:
-    """Return the largest value among the statistics of each unit ``[U, M]``; nan where there is none."""
-    rows = []
-    for unit in stack_units:
-        values = [numbers for name, numbers in found if name in unit.statistics]
-        rows.append(torch.stack(values).amax(0) if values else torch.full_like(found[0][1], torch.nan))
-    return torch.stack(rows)
+def _largest(layer_units: Sequence[Unit], found: Mapping[str, Tensor]) -> Tensor:
+    """Return the largest value among the statistics of each unit ``[U]``; nan where there is none."""
+    nothing = torch.full_like(next(iter(found.values())), torch.nan)
+    values = [[found[name] for name in found if name in unit.statistics] for unit in layer_units]
+    return torch.stack([torch.stack(own).amax(0) if own else nothing for own in values])
 
 
-def _squares_of(group: BlockGroup, read: Callable[[slice, tuple[str, ...]], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the squared Frobenius norm of each statistic over the blocks of each layer ``[M]``."""
-    names = read_by_tasks(group)
-    pieces: dict[str, list[Tensor]] = {name: [] for name in names}
-    for blocks in _pieces(group, names):
-        tensors = read(blocks, names)
-        for spec in group.statistics:
-            if spec.name in pieces:
-                pieces[spec.name].append(_squares(spec, tensors[spec.name]))
-    return {name: _by_layer(group, torch.cat(squares)) for name, squares in pieces.items()}
-
-
-def _squares(spec: Statistic, packed: Tensor) -> Tensor:
-    """Return ``‖X‖²`` of each block ``[n]``; elements off the diagonal of a triangle count twice."""
-    squares = packed.reshape(len(packed), -1).square().sum(1)
-    if not spec.symmetric:
-        return squares
-    diagonals = triangle.diagonals(packed.reshape(-1, packed.shape[-1]), spec.shape[-1])
-    return 2 * squares - diagonals.reshape(len(packed), -1).square().sum(1)
-
-
-def _by_layer(group: BlockGroup, values: Tensor) -> Tensor:
-    """Return the sum of ``[N]`` over the blocks of each layer ``[M]``."""
-    return torch.stack([values[member.blocks].sum() for member in group.members])
-
-
-def _pieces(group: BlockGroup, names: tuple[str, ...]) -> Iterator[slice]:
-    """Yield the blocks to read at a time."""
-    numel = sum(prod(spec.shape) for spec in group.statistics if spec.name in names)
-    step = max(1, _CHUNK // max(1, numel))
-    for start in range(0, group.size, step):
-        yield slice(start, min(start + step, group.size))
+def _squares(group: BlockGroup, packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the squared Frobenius norm of each statistic; elements off the diagonal of a triangle count twice."""
+    squares = {}
+    for spec in group.statistics:
+        if spec.name in packed:
+            square = packed[spec.name].square().sum()
+            if spec.symmetric:
+                square = 2 * square - diagonals(packed[spec.name], spec).square().sum()
+            squares[spec.name] = square
+    return squares
