@@ -76,8 +76,8 @@ METHODS: dict[str, Callable[[nn.Module], Pair | Optimizer]] = {
     "AdamW": lambda model: AdamW(model.parameters(), lr=1e-3),
     "torch.optim.Muon": torch_muon,
     "Muon, float32": lean_muon,
-    "NaturalMuon": natural(5),
-    "NaturalMuon, 4 steps": natural(4),
+    "NaturalMuon": natural(4),
+    "NaturalMuon, 5 steps": natural(5),
 }
 
 

@@ -270,7 +270,7 @@ METHODS: dict[str, Callable[[nn.Module, float], Stepper]] = {
     "AdamW": lambda model, lr: Stepper([AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0)], lr),
     "Muon": muon,
     "Muon .95": lambda model, lr: muon(model, lr, 0.95),
-    "polar": natural(),
+    "polar": natural(head="spectral"),
     "quarter": natural(head=natgrad.Spectral(power=0.25, steps=0)),
     "half": natural(head=natgrad.Spectral(power=0.5, steps=0)),
     "adamw": natural(head="adamw"),

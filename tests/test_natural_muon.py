@@ -62,7 +62,7 @@ def names(model, group):
 
 def test_matrices_move_by_the_update_and_all_else_by_adamw():
     model = Network()
-    optimizer = natgrad.NaturalMuon(model, lr=0.02)
+    optimizer = natgrad.NaturalMuon(model, lr=0.02, head="spectral")
     matrices, others = optimizer.param_groups
     assert names(model, matrices) == MATRICES
     assert names(model, others) == {name for name, _ in model.named_parameters()} - MATRICES
@@ -100,13 +100,14 @@ def test_a_scheduler_sets_the_rate_of_all_parameters():
     assert not any(step.any() for step in moved(model, optimizer, 1).values())
 
 
-@pytest.mark.parametrize("head", ["adamw", natgrad.Spectral(power=0.5, steps=0)])
-def test_the_last_layer_can_be_moved_in_another_way(head):
+@pytest.mark.parametrize("head", [None, "adamw", natgrad.Spectral(power=0.5, steps=0)])
+def test_adamw_moves_the_last_layer_unless_told_otherwise(head):
     model = Network()
-    optimizer = natgrad.NaturalMuon(model, head=head)
+    optimizer = natgrad.NaturalMuon(model) if head is None else natgrad.NaturalMuon(model, head=head)
     plan = {row.parameter: row for row in optimizer.preconditioner.explain().rows}
-    assert ("head.weight" in names(model, optimizer.param_groups[0])) == (head != "adamw")
-    if head != "adamw":
+    moved_by_adamw = head in (None, "adamw")
+    assert ("head.weight" in names(model, optimizer.param_groups[0])) != moved_by_adamw
+    if not moved_by_adamw:
         assert plan["head.weight"].curvature.startswith(repr(head))
         assert plan["convolution.weight"].curvature.startswith("Spectral(power=0.25")
 
@@ -119,7 +120,7 @@ def test_layers_can_be_left_to_adamw_by_name():
 
 def test_refreshes_double_their_distance_up_to_the_interval():
     model = Network()
-    optimizer = natgrad.NaturalMuon(model, interval=6)
+    optimizer = natgrad.NaturalMuon(model, interval=6, head="spectral")
     due, before = [], None
     for step in range(24):
         train(model, optimizer, step, step + 1)
@@ -180,7 +181,7 @@ def test_an_embedding_tied_with_the_head_is_left_to_adamw():
 
 def test_a_step_of_nan_moves_no_matrix():
     model = Network()
-    optimizer = natgrad.NaturalMuon(model)
+    optimizer = natgrad.NaturalMuon(model, head="spectral")
     train(model, optimizer, 0, 3)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer.zero_grad()
@@ -213,7 +214,7 @@ def test_a_wrong_argument_is_named_and_leaves_the_model_alone(options, named):
     assert not any(module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("given", [list(Network().parameters()), nn.LayerNorm(3), nn.Sequential()])
+@pytest.mark.parametrize("given", [list(Network().parameters()), nn.LayerNorm(3), nn.Sequential(), nn.Linear(3, 2)])
 def test_a_model_with_matrices_is_needed(given):
     with pytest.raises(ValueError, match="model"):
         natgrad.NaturalMuon(given)

@@ -1,4 +1,4 @@
-"""Tensors of several stacks worked on as one: what is taken together, and that it comes to the same."""
+"""Tensors of several groups processed as one: which are, and that the results are those of one by one."""
 
 import pytest
 import torch
@@ -13,30 +13,17 @@ from tests.every import EVERY, Training, batch
 CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 
 
-def test_on_a_cpu_items_go_one_by_one_as_they_come():
-    drawn = []
-
-    def items():
-        for item in range(3):
-            drawn.append(item)
-            yield item
-
-    groups = together(items(), lambda _: (CPU, None))
-    assert next(groups) == [0]
-    assert drawn == [0]
-    assert list(groups) == [[1], [2]]
+def test_those_of_a_place_go_together():
+    places = [(GPU, 1), (OTHER, 1), (GPU, 2), (GPU, 1), (CPU, 1), (OTHER, 1), (CPU, 1)]
+    groups = list(together(range(7), lambda item: places[item]))
+    assert groups == [[0, 3], [1, 5], [2], [4, 6]]
 
 
-def test_elsewhere_those_of_a_place_go_together():
-    places = [(GPU, 1), (OTHER, 1), (GPU, 2), (GPU, 1), (CPU, 1), (OTHER, 1)]
-    groups = list(together(range(6), lambda item: places[item]))
-    assert groups == [[4], [0, 3], [1, 5], [2]]
-
-
-def test_a_group_holds_no_more_than_it_may(monkeypatch):
-    monkeypatch.setattr(room, "_TOGETHER", 10)
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_a_group_holds_no_more_than_it_may(device, monkeypatch):
+    monkeypatch.setattr(room, "_HOST" if device == CPU else "_ACCELERATOR", 10)
     sizes = [4, 6, 1, 20, 3, 3, 3, 2]
-    groups = list(together(range(8), lambda _: (GPU, None), lambda item: sizes[item]))
+    groups = list(together(range(8), lambda _: (device, None), lambda item: sizes[item]))
     assert groups == [[0, 1], [2], [3], [4, 5, 6], [7]]
 
 
@@ -77,6 +64,7 @@ def test_stacks_together_are_stacks_one_by_one(make, monkeypatch):
         taken.append(max(map(len, groups.values()), default=0))
         yield from groups.values()
 
+    monkeypatch.setattr(room, "_HOST", 0)
     alone, counted = gradients()
     taken = []
     for each in (gradient_step, clip, guard):

@@ -1,4 +1,4 @@
-"""Tensors of several stacks worked on as one, where it is calls that take the time: on a GPU, not on a CPU."""
+"""Tensors of several groups of blocks processed as one, where calls take the time: on a GPU, and of small tensors."""
 
 from __future__ import annotations
 
@@ -8,32 +8,31 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from natgrad.linalg.device import on_host
+from natgrad.linalg.device import by_device
 
 T = TypeVar("T")
 
-_TOGETHER = 2**26  # bytes of what is worked on together that are held at once
+# Bytes of tensors that are processed together and so are in memory at once.
+_HOST, _ACCELERATOR = 2**22, 2**26
 
 
 def together(
     items: Iterable[T], place: Callable[[T], tuple[torch.device, object]], nbytes: Callable[[T], int] = lambda _: 0
 ) -> Iterator[list[T]]:
-    """Yield items of one place together; on a CPU, one by one as they come.
+    """Yield items that are processed together: those of one place, up to a bound on their memory.
 
     Args:
         items: The items, of which no more are drawn than it takes.
         place: Where an item is, and what else is equal for those that may be worked on together.
-        nbytes: What an item holds until its group was dealt with: no group holds more than `_TOGETHER`, or one item.
+        nbytes: The bytes that an item holds until its group has been processed.
     """
     groups: dict[object, tuple[int, list[T]]] = {}
     for item in items:
         device, *_ = key = place(item)
-        if on_host(device):
-            yield [item]
-            continue
+        most = by_device(device, host=_HOST, accelerator=_ACCELERATOR)
         own = nbytes(item)
         size, group = groups.get(key, (0, []))
-        if group and size + own > _TOGETHER:
+        if group and size + own > most:
             yield group
             size, group = 0, []
         groups[key] = size + own, [*group, item]

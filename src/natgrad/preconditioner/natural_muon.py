@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any, Literal
 
@@ -54,10 +55,10 @@ class NaturalMuon(PreconditionedOptimizer):
         damping: Damping = 1e-2,
         interval: int = 25,
         *,
-        steps: int | None = 5,
+        steps: int | None = 4,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
-        head: Literal["spectral", "adamw"] | Curvature = "spectral",
+        head: Literal["spectral", "adamw"] | Curvature = "adamw",
         heads: Sequence[str] | None = None,
         adamw: Sequence[str] = (),
         groups: Mapping[str, int] | None = None,
@@ -86,8 +87,8 @@ class NaturalMuon(PreconditionedOptimizer):
             steps: Newton-Schulz steps of the polar factor (`natgrad.Spectral`).
             betas: Of AdamW.
             eps: Of AdamW.
-            head: What moves the layer nearest to the loss: "spectral" as all others, "adamw", or a `natgrad.Curvature`
-                such as ``natgrad.Spectral(power=0.5, steps=0)``.
+            head: What moves the layer nearest to the loss: "adamw", "spectral" as all others, or a `natgrad.Curvature`
+                such as ``natgrad.Spectral(power=0.25, steps=0)``.
             heads: The fnmatch patterns of the names of these layers. None: the last layer of the model with a weight
                 matrix, in the order of ``model.named_modules()``.
             adamw: The fnmatch patterns of the names of layers that AdamW moves.
@@ -104,7 +105,8 @@ class NaturalMuon(PreconditionedOptimizer):
             scaler: The ``GradScaler`` that scales the loss.
 
         Raises:
-            ValueError: if an argument is not allowed, or the model has no weight matrix. The model is unchanged then.
+            ValueError: if an argument is not allowed, or the model has no weight matrix for natural Muon. The model is
+                unchanged then.
         """
         require(isinstance(model, nn.Module), "model", type(model).__name__, "an nn.Module, not its parameters")
         for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
@@ -120,13 +122,16 @@ class NaturalMuon(PreconditionedOptimizer):
         fits = groups is None or (isinstance(groups, Mapping) and all(isinstance(name, str) for name in groups))
         require(fits, "groups", groups, "a mapping from fnmatch patterns to numbers")
         spectral = Spectral(power=power, steps=steps, momentum=momentum)
-        last = _last_matrix(unwrap(model))
-        require(last is not None, "model", type(model).__name__, "a model with linear layers or convolutions")
-        assert last is not None
+        matrices = _matrices(unwrap(model))
+        require(matrices, "model", type(model).__name__, "a model with linear layers or convolutions")
         chosen = {"spectral": spectral, "adamw": None}[head] if isinstance(head, str) else head
         curvature: dict[str, Curvature | None] = dict.fromkeys(adamw)
         if chosen is not spectral:
-            curvature |= dict.fromkeys([escape(last)] if heads is None else heads, chosen)
+            curvature |= dict.fromkeys([escape(matrices[-1])] if heads is None else heads, chosen)
+        left = [pattern for pattern, one in curvature.items() if one is None]
+        hidden = [name for name in matrices if not any(fnmatchcase(name, pattern) for pattern in left)]
+        allowed = f"a model with other weight matrices than {', '.join(matrices)}, which AdamW moves (head='spectral'?)"
+        require(hidden, "model", type(model).__name__, allowed)
         for pattern, count in (groups or {}).items():
             curvature[pattern] = Spectral(power=power, steps=steps, momentum=momentum, groups=count)
         curvature["*"] = spectral
@@ -196,11 +201,11 @@ class _Update(Optimizer):
         return self._adamw
 
 
-def _last_matrix(model: nn.Module) -> str | None:
-    """Return the name of the last module with a weight matrix; None: there is none."""
-    last = None
+def _matrices(model: nn.Module) -> list[str]:
+    """Return the names of the modules with a weight matrix, in the order of ``model.named_modules()``."""
+    names = []
     for place in places(model):
         layers = layers_for(place.name, place.module, place.parent) if place.module._parameters else ""
         if not isinstance(layers, str) and any(layer.form == "matrix" and layer.weight for layer in layers):
-            last = place.name
-    return last
+            names.append(place.name)
+    return names
