@@ -197,7 +197,10 @@ def beside_rivals(scores: Scores, kinds: Mapping[str, str], titles: Mapping[str,
             for unit in ("steps", "seconds"):
                 found = shares_of_best_rival(scores, kinds, name, unit, "second")
                 values = [value for value, _ in found.values()]
-                cells = [f"{value:.2f} ({titles[best]})" for value, best in found.values()]
+                cells = [
+                    f"{need(value, missed=scores[task][name].second.missed)} ({titles[best]})"
+                    for task, (value, best) in found.items()
+                ]
                 rows.append([f"{titles[name]}, {unit}", f"{max(values):.2f}", f"{geometric(values):.2f}", *cells])
     return table(["over the best rival's to T2", "worst", "geo. mean", *scores], rows)
 
