@@ -314,22 +314,21 @@ class BlockGroup:
             pairs = zip(members, ready, W.split([member.stop - member.start for member in members]), strict=True)
             return torch.cat([self.solve([member], own, damping) if flag else own for member, flag, own in pairs])
         blocks, step = self.blocks_of(members), max(1, _PIECE // max(1, W[:1].nbytes))
-        if step >= len(W):
-            return self._solve(blocks, W, damping)
-        V = torch.empty_like(W)
+        V = W if step >= len(W) else torch.empty_like(W)
         for start in range(0, len(W), step):
-            piece = slice(start, start + step)
-            V[piece] = self._solve(piece if isinstance(blocks, slice) else blocks[piece], W[piece], damping)
+            piece = slice(start, min(start + step, len(W)))
+            index, gradient = piece if isinstance(blocks, slice) else blocks[piece], W[piece]
+            state: dict[str, Tensor] = {}
+            if self.memory_specs:
+                state = self.read_memory(index, [spec.name for spec in self.memory_specs])
+                finite = gradient.flatten(1).sum(1).isfinite()
+                self.write_memory(index, state, self.curvature.update_state(state, gradient), finite)
+            computed, averages = self.computed(index), self.live_averages(index)
+            solved = self.curvature.precondition(computed, averages, state, gradient, damping * self.factor)
+            if step >= len(W):
+                return solved
+            V[piece] = solved
         return V
-
-    def _solve(self, blocks: slice | Tensor, W: Tensor, damping: float) -> Tensor:
-        state: dict[str, Tensor] = {}
-        if self.memory_specs:
-            state = self.read_memory(blocks, [spec.name for spec in self.memory_specs])
-            fine = W.flatten(1).sum(1).isfinite()
-            self.write_memory(blocks, state, self.curvature.update_state(state, W), fine)
-        computed, averages = self.computed(blocks), self.live_averages(blocks)
-        return self.curvature.precondition(computed, averages, state, W, damping * self.factor)
 
     def write_memory(
         self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor
