@@ -128,7 +128,7 @@ def test_lower_triangles_are_decomposed_into_columns(solve, dtype, scale):
 @pytest.mark.cpu
 def test_many_take_the_room_that_they_may_and_few_wide_ones_a_call_each(solve, monkeypatch):
     monkeypatch.setattr(cusolver, "_WIDE", 8)
-    monkeypatch.setattr(cusolver, "_ROOM", (40, 90))
+    monkeypatch.setattr(cusolver, "_WORKSPACE", (40, 90))
     for count, size, counts in ((4, 8, [4]), (12, 8, [4, 4, 4]), (8, 9, [1] * 8), (9, 9, [9]), (25, 9, [9, 9, 7])):
         matrices = covariances(count, size)
         values, vectors, found = solve(matrices, room=10)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Whatever needs torch is imported when it is first asked for (PEP 562), so that `natgrad --help` does without. A new
-# name is a line here, and one below, where type checkers and editors look.
+# Modules that need torch are imported at first access (PEP 562), so that `natgrad --help` is fast. A new public name
+# needs an entry here and an import below for type checkers.
 _HOMES = {
     "Autopilot": "natgrad.damping",
     "HierarchicalSGD": "natgrad.averaging",

@@ -1,4 +1,4 @@
-"""What natgrad raises and warns, and the one way it checks an argument."""
+"""Exceptions, warnings, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class NatgradError(Exception):
-    """Base of the errors that natgrad raises beside ``ValueError``."""
+    """Base class of natgrad's errors other than ``ValueError``."""
 
 
 class CurvatureError(NatgradError):
@@ -14,38 +14,38 @@ class CurvatureError(NatgradError):
 
 
 class AveragingError(NatgradError):
-    """Averaging over nodes cannot go on: the ranks differ, or what arrived is not finite."""
+    """Averaging over nodes cannot continue: the ranks disagree, or the received values are not finite."""
 
 
 class DivergedError(AveragingError):
-    """What the nodes have averaged is not finite; raised on all ranks in the same step."""
+    """The average over nodes is not finite; raised on all ranks in the same step."""
 
 
 class ArgumentError(ValueError):
     """An argument that is not allowed.
 
     Attributes:
-        name: Of the argument.
-        value: What was given.
-        allowed: What must be given instead, in words.
+        name: The argument's name.
+        value: The rejected value.
+        allowed: A description of the allowed values.
     """
 
     def __init__(self, name: str, value: Any, allowed: str) -> None:
-        """Keep the parts: whoever knows the argument by another name can say so."""
+        """Keep the parts, so that a caller can raise the error again under another name."""
         super().__init__(name, value, allowed)
         self.name, self.value, self.allowed = name, value, allowed
 
     def __str__(self) -> str:
-        """Return one sentence of all parts."""
+        """Return the error message."""
         return f"{self.name}={self.value!r} is not allowed: {self.name} must be {self.allowed}"
 
 
 class NatgradWarning(UserWarning):
-    """Something works, though hardly as the user meant it."""
+    """Something works, but probably not as intended."""
 
 
 def require(condition: object, name: str, value: Any, allowed: str) -> None:
-    """Raise a ``ValueError`` that names argument, value and what is allowed, unless `condition` holds.
+    """Raise an `ArgumentError` unless `condition` is true.
 
     Raises:
         ArgumentError: if `condition` is false.
@@ -55,7 +55,7 @@ def require(condition: object, name: str, value: Any, allowed: str) -> None:
 
 
 def require_one_of(name: str, value: Any, *allowed: str) -> None:
-    """Raise a ``ValueError``, as `require` does, unless `value` is one of some words.
+    """Raise an `ArgumentError` unless `value` is one of the `allowed` strings.
 
     Raises:
         ArgumentError: if it is not.
@@ -65,7 +65,7 @@ def require_one_of(name: str, value: Any, *allowed: str) -> None:
 
 
 def describe(value: Any) -> Any:
-    """Return what an error shows of `value`: of a tensor dtype, shape and whether it has a graph."""
-    if not all(hasattr(value, each) for each in ("dtype", "shape", "requires_grad")):
+    """Return how an error message shows `value`: for a tensor its dtype, shape and whether it requires a gradient."""
+    if not all(hasattr(value, name) for name in ("dtype", "shape", "requires_grad")):
         return value
     return f"{value.dtype}{list(value.shape)}{'' if value.requires_grad else ' without a graph'}"

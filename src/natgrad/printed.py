@@ -1,4 +1,4 @@
-"""What prints as a table."""
+"""Base class of results that print as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDTH = 120
 
 
 class Printed(ABC):
-    """A table that Rich renders, and ``str()`` prints as plain text as wide as the terminal."""
+    """A table, rendered by Rich; ``str()`` returns plain text as wide as the terminal."""
 
     @abstractmethod
     def __rich__(self) -> Table:

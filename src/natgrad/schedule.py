@@ -12,7 +12,7 @@ Schedule: TypeAlias = float | Callable[[int], float]
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether `value` is a finite number; a whole one beyond all floating point numbers is none."""
+    """Return whether `value` is a finite ``int`` or ``float`` in the range of a float."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= float_info.max
 
 
@@ -36,10 +36,10 @@ def check_whole(name: str, value: object, least: int, most: int | None = None) -
 
 
 def check_schedule(name: str, schedule: object, allowed: str, *, minimum: float, strict: bool = False) -> None:
-    """Check a schedule as far as one can before a step: a number is checked now, a callable when it is read.
+    """Check a schedule before training: a number is checked now, a callable when `value_at` calls it.
 
     Raises:
-        ValueError: if it is neither callable nor a permitted number, or a class in place of what it makes.
+        ValueError: if it is neither callable nor a permitted number, or if it is a class.
     """
     if not callable(schedule) or isinstance(schedule, type):
         check_number(name, schedule, f"{allowed}, or a callable of the step", minimum=minimum, strict=strict)
@@ -49,11 +49,11 @@ def value_at(name: str, schedule: Schedule, step: int, allowed: str, *, minimum:
     """Return the value of `schedule` at `step` (the number of completed steps), checked.
 
     Raises:
-        ValueError: if it is no permitted number.
+        ValueError: if it is not a permitted number.
     """
     if not callable(schedule):
         return schedule
     value: Any = schedule(step)
-    value = value.item() if getattr(value, "ndim", None) == 0 else value  # a scalar of torch or NumPy
+    value = value.item() if getattr(value, "ndim", None) == 0 else value  # a torch or NumPy scalar
     check_number(name, value, f"{allowed} (at step {step})", minimum=minimum, strict=strict)
     return float(value)

@@ -1,4 +1,4 @@
-"""What a curvature declares: the tensors that are summed, stored, sent and checkpointed, and the work between them."""
+"""The declarations of a curvature: its statistics, its state, and the tasks that compute tensors from them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Literal
 from natgrad.errors import require, require_one_of
 
 ROWS = 0
-"""In the shape of a `TensorSpec`: as many as the rows that were selected of the last batch; 0 before the first."""
+"""In the shape of a `TensorSpec`: the number of rows selected from the last batch; 0 before the first."""
 
-# What checkpoints keep of a layer beside the tensors of its curvature.
+# Names of a layer's other entries in checkpoints.
 _RESERVED = ("weight", "early weight", "renewed", "norm", "ladder", "rule")
 
 
@@ -22,11 +22,11 @@ class TensorSpec:
 
     Attributes:
         name: Its key in the state, unique among all tensors of a curvature.
-        shape: Its shape, without the leading N; `ROWS` stands for a size that the batch decides.
+        shape: Its shape, without the leading N; `ROWS` is a size that depends on the batch.
         symmetric: Whether it is a symmetric positive semi-definite matrix ``[..., d, d]``. Only its lower triangle is
-            kept and sent, and only its diagonal is searched for numbers that are not finite.
-        at_least_float32: Whether it is kept in at least float32 whatever `natgrad.Precision` says, since rounding adds
-            up where a tensor is computed from its own last value. Vectors and numbers always are.
+            stored and sent, and only its diagonal is checked for non-finite numbers.
+        at_least_float32: Whether it is stored in at least float32 regardless of `natgrad.Precision`, for tensors that
+            are computed from their last value, where rounding errors add up. Vectors and scalars always are.
     """
 
     name: str
@@ -51,11 +51,11 @@ class TensorSpec:
 
     @property
     def sized_by_batch(self) -> bool:
-        """Whether the batch decides over its size."""
+        """Whether its size depends on the batch."""
         return ROWS in self.shape
 
     def sized(self, rows: int) -> TensorSpec:
-        """Return the spec of this tensor with so many rows."""
+        """Return the spec with `rows` in place of `ROWS`."""
         return TensorSpec(
             self.name,
             tuple(rows if size == ROWS else size for size in self.shape),
@@ -69,23 +69,23 @@ class Statistic(TensorSpec):
     """A sum over samples (and positions) of all ranks, kept as a bias-corrected running average of its means.
 
     Attributes:
-        source: What it is computed from. Statistics of a layer's inputs alone can have an interval of their own
-            (`natgrad.Sides`); `Curvature.accumulate` is then given either these or all others.
+        source: What it is computed from. Statistics of a layer's inputs alone can have a separate interval
+            (`natgrad.Sides`); `Curvature.accumulate` then receives either these or all others.
         per: What the sum is divided by: the number of samples, or of positions of all samples. With
             ``reduction="tokens"`` each position is a sample.
-        gradient_power: How often the output gradients enter as factors: 2 for g gᵀ. The loss scale of a ``GradScaler``,
-            which is known only in ``step()``, is divided out as often.
-        decayed: Whether a running average is kept; otherwise the mean of the last batch.
-        combine: How the values of samples and ranks are combined: "sum", or "gather" where rows of samples are kept.
-            A curvature that gathers sums nothing, and declares these statistics: A ``(ROWS, d_in)`` of the inputs, G
-            ``(ROWS, d_out)`` of the gradients, and, where `Curvature.select` links the selected rows to those left out,
-            Y ``(ROWS, ROWS)`` of both. It has one task, which reads them and writes M ``(ROWS, ROWS)``. All of it is
-            held until the next renewal, with the number of "samples" and the "damping" of this one.
+        gradient_power: The degree in the output gradients: 2 for g gᵀ. The loss scale of a ``GradScaler``, known only
+            in ``step()``, is divided out to this power.
+        decayed: Whether it is a running average; otherwise it is the mean of the last batch.
+        combine: How the values of samples and ranks are combined: "sum", or "gather" to keep rows of samples. A
+            curvature that gathers has no sums and declares these statistics: A ``(ROWS, d_in)`` of the inputs, G
+            ``(ROWS, d_out)`` of the gradients, and, if `Curvature.select` returns Y, Y ``(ROWS, ROWS)`` of both. It has
+            one task, which reads them and writes M ``(ROWS, ROWS)``. All of them are kept until the next refresh, with
+            the number of "samples" and the "damping" of the last.
         counts_positions: Whether it is a number of positions. Where only some positions count (masked tokens), it is
-            reduced by the same share as the number that it is divided by.
+            reduced in the same proportion as its divisor.
         needs_computed: The results of tasks that `Curvature.accumulate` reads for it, such as eigenvectors. Only ranks
             that hold them can accumulate it.
-        used_by_precondition: Whether `Curvature.precondition` reads its average, as it is at each step.
+        used_by_precondition: Whether `Curvature.precondition` reads its current average at each step.
         replayed: Whether the second pass over a batch, after the optimizer's step, accumulates it again
             (`Curvature.replay_summary`).
     """
@@ -102,7 +102,7 @@ class Statistic(TensorSpec):
     replayed: bool = False
 
     def __post_init__(self) -> None:
-        """Check what decides over scale and interval, too.
+        """Check the values.
 
         Raises:
             ValueError: if a value is not allowed.
@@ -119,22 +119,22 @@ class Statistic(TensorSpec):
 
 @dataclass(frozen=True)
 class Task:
-    """Work of a renewal that one rank can do for one block, independently of all other tasks: a decomposition.
+    """A part of a refresh that one rank computes for one block, independent of all other tasks: a decomposition.
 
     Attributes:
         name: Its name among the tasks of a curvature.
-        reads: The statistics, and the tensors of the state, that it reads.
-        writes: What it computes; kept until it has succeeded again.
-        cost: Its work in multiply-adds for one block, up to a factor common to all tasks. Placements balance by it.
-        diagonal_of: Which of the statistics in `reads` it needs only the diagonal of; of these it is given ``[N, d]``,
-            in any order.
-        needs_previous: Whether it starts from what it wrote last (`previous` of `Curvature.compute`).
-        restarts: The statistics whose running averages start again when it has succeeded, since they were measured with
-            what it wrote before.
-        on_every_worker: Whether every rank that preconditions the block does it for itself, without communication:
-            right where the results are larger than the work.
-        after_replay: Whether it is repeated after each second pass (`Curvature.replay_update`) and not by renewals,
-            which only do it the first time.
+        reads: The statistics and state tensors that it reads.
+        writes: The tensors that it computes; kept until its next success.
+        cost: Its multiply-adds for one block, up to a factor common to all tasks. Placements balance these costs.
+        diagonal_of: The statistics in `reads` of which it needs only the diagonal: it receives ``[N, d]``, in any
+            order.
+        needs_previous: Whether it starts from its last results (`previous` of `Curvature.compute`).
+        restarts: The statistics whose running averages restart when it succeeds, because they were measured with its
+            old results.
+        on_every_worker: Whether every gradient worker computes it, without communication: for results that cost more
+            to send than to compute.
+        after_replay: Whether it runs after each second pass (`Curvature.replay_update`); a refresh runs it only the
+            first time.
     """
 
     name: str
@@ -152,7 +152,7 @@ class Task:
 def check_declarations(
     owner: object, statistics: Sequence[Statistic], tasks: Sequence[Task], state: Sequence[TensorSpec]
 ) -> None:
-    """Check that what a curvature declares fits together.
+    """Check that the declarations of a curvature are consistent.
 
     Args:
         owner: The curvature, for the error message.
@@ -161,8 +161,8 @@ def check_declarations(
         state: Its state.
 
     Raises:
-        ValueError: if two tensors or two tasks have one name, a name is reserved, or something names a tensor that is
-            not declared.
+        ValueError: if two tensors or two tasks have the same name, a name is reserved, or a declaration names a tensor
+            that is not declared.
     """
     written = [spec.name for task in tasks for spec in task.writes]
     tensors = [*(spec.name for spec in (*statistics, *state)), *written]

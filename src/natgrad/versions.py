@@ -1,4 +1,4 @@
-"""What versions of torch do not do."""
+"""Differences between versions of torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 SEES_COMPILED = TorchVersion(torch.__version__) >= TorchVersion("2.13")
-"""Whether gradients are seen in what ``torch.compile`` has made: backward graphs of 2.11 drop what has no outputs."""
+"""Whether gradient hooks run in compiled models: backward graphs of torch 2.11 drop hooks without outputs."""
 
 BLIND = "" if SEES_COMPILED else ". Older torch than 2.13 may not show what it has compiled"
-"""What warnings add where a model may be a compiled one."""
+"""Appended to warnings about models that may be compiled."""

@@ -101,8 +101,8 @@ def test_a_basis_beyond_reach_is_left_at_its_leading_vectors(monkeypatch):
     """And so is none that is within reach, though rounding has left it not orthogonal: the whole is made so then."""
     first, *_, last = drift(32, 32, 6.0, steps=2, blocks=2)
     _, basis, _ = linalg.eigh(first)
-    straightened = mock.Mock(side_effect=iterative._straightened)
-    monkeypatch.setattr(iterative, "_straightened", straightened)
+    straightened = mock.Mock(side_effect=iterative._orthogonalised)
+    monkeypatch.setattr(iterative, "_orthogonalised", straightened)
     tested = mock.Mock(side_effect=iterative._rayleigh)
     monkeypatch.setattr(iterative, "_rayleigh", tested)
     far = torch.linalg.qr(torch.randn(2, 32, 32, dtype=torch.float64))[0]

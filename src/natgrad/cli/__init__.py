@@ -1,4 +1,4 @@
-"""The `natgrad` command: one file a subcommand, each importing what is heavy only when it runs."""
+"""The `natgrad` command: one file per subcommand, with heavy imports inside its functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .train import train
 
 
 class _PlainErrors(TyperGroup):
-    """Tells of the user's mistakes in one line, without a traceback."""
+    """Reports the user's mistakes in one line, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand."""

@@ -1,4 +1,4 @@
-"""`python -m natgrad.cli`, which is also how torchrun starts it: `torchrun -m natgrad.cli train ...`."""
+"""`python -m natgrad.cli`, also for torchrun: `torchrun -m natgrad.cli train ...`."""
 
 from natgrad.cli import main
 

@@ -1,4 +1,4 @@
-"""`natgrad analyze`: what the papers plot, measured on a run."""
+"""`natgrad analyze`: the papers' figures for a run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _RUN = "Run"
 _MEASURES = "Measures"
 _CONFIGURATION = "analysis.json"
 
-# Left out, an option is as tuned for the task, or the contender's own default.
-_OWN = {"show_default": False}
+# For options whose default is tuned for the task, or the contender's.
+_NO_DEFAULT = {"show_default": False}
 
-# What a curvature's options were tuned for.
-_OF_ITS_OWN = ("curvature_options", "form", "fisher", "sharing", "damping")
+# Settings that are tuned for one curvature and not used for another.
+_CURVATURE_SPECIFIC = ("curvature_options", "form", "fisher", "sharing", "damping")
 
 _ENDS = {"finished": "finished", "stopped": "was stopped", "diverged": "diverged"}
 
@@ -59,7 +59,7 @@ def analyze(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Option of the optimizer; repeatable.", rich_help_panel=_RUN),
     ] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.", rich_help_panel=_RUN, **_OWN)] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.", rich_help_panel=_RUN, **_NO_DEFAULT)] = None,
     schedule: Annotated[str, typer.Option(help="constant, cosine or step.", rich_help_panel=_RUN)] = "cosine",
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.", rich_help_panel=_RUN)] = 0,
     epochs: Annotated[int | None, typer.Option(help="Default: the task's.", rich_help_panel=_RUN)] = None,
@@ -73,36 +73,36 @@ def analyze(
         typer.Option("--set", metavar="NAME=VALUE", help="Option of the task; repeatable.", rich_help_panel=_RUN),
     ] = None,
     curvature: Annotated[
-        str | None, typer.Option(help="none, kfac, hylo ...", rich_help_panel=_CURVATURE, **_OWN)
+        str | None, typer.Option(help="none, kfac, hylo ...", rich_help_panel=_CURVATURE, **_NO_DEFAULT)
     ] = None,
     curvature_option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Option of the curvature; repeatable.", rich_help_panel=_CURVATURE),
     ] = None,
-    form: Annotated[str | None, typer.Option(help="Of K-FAC.", rich_help_panel=_CURVATURE, **_OWN)] = None,
+    form: Annotated[str | None, typer.Option(help="Of K-FAC.", rich_help_panel=_CURVATURE, **_NO_DEFAULT)] = None,
     fisher: Annotated[
-        str | None, typer.Option(help="empirical or sampled, in training.", rich_help_panel=_CURVATURE, **_OWN)
+        str | None, typer.Option(help="empirical or sampled, in training.", rich_help_panel=_CURVATURE, **_NO_DEFAULT)
     ] = None,
-    sharing: Annotated[str | None, typer.Option(help="Of K-FAC.", rich_help_panel=_CURVATURE, **_OWN)] = None,
+    sharing: Annotated[str | None, typer.Option(help="Of K-FAC.", rich_help_panel=_CURVATURE, **_NO_DEFAULT)] = None,
     factors: Annotated[
-        int | None, typer.Option(help="Steps between factor updates.", rich_help_panel=_CURVATURE, **_OWN)
+        int | None, typer.Option(help="Steps between factor updates.", rich_help_panel=_CURVATURE, **_NO_DEFAULT)
     ] = None,
     inverses: Annotated[
-        int | None, typer.Option(help="Steps between decompositions.", rich_help_panel=_CURVATURE, **_OWN)
+        int | None, typer.Option(help="Steps between decompositions.", rich_help_panel=_CURVATURE, **_NO_DEFAULT)
     ] = None,
     damping: Annotated[
-        float | None, typer.Option(help="Added to the curvature.", rich_help_panel=_CURVATURE, **_OWN)
+        float | None, typer.Option(help="Added to the curvature.", rich_help_panel=_CURVATURE, **_NO_DEFAULT)
     ] = None,
     kl_clip: Annotated[
-        float | None, typer.Option(help="Bound of a step; 0: off.", rich_help_panel=_CURVATURE, **_OWN)
+        float | None, typer.Option(help="Bound of a step; 0: off.", rich_help_panel=_CURVATURE, **_NO_DEFAULT)
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of CSV files, plots and the page; default: under runs/.")
     ] = None,
 ) -> None:
-    """Train TASK on one process and measure what the papers plot; Ctrl-C keeps what was measured.
+    """Train TASK on one process and measure the papers' figures; Ctrl-C keeps the results so far.
 
-    What is left out of the run's options is as tuned for the task.
+    The default options of the run are those tuned for the task.
     """
     print(f"analyzing {task} ...", flush=True)  # before the imports, which take seconds
     from natgrad.training.analysis import Measures
@@ -142,7 +142,7 @@ def analyze(
         job=job,
         figures=tuple(_split(figure)),
         layers=tuple(_split(layers)),
-        labels=labels,  # type: ignore[arg-type]  # checked there
+        labels=labels,  # type: ignore[arg-type]  # checked by Study
         every=every,
         snapshots=snapshots,
         batch_sizes=_numbers("batch_sizes", batch_sizes),
@@ -159,8 +159,8 @@ def analyze(
     _end(result)
 
 
-def _job(task: str, optimizer: str, of_run: dict[str, Any], of_curvature: dict[str, Any]) -> Job:
-    """Return the contender's job, as far as it is tuned, with what was given in its place."""
+def _job(task: str, optimizer: str, run_options: dict[str, Any], curvature_options: dict[str, Any]) -> Job:
+    """Return the contender's job: its defaults, replaced by tuned settings, replaced by options that are not None."""
     from natgrad import tasks
     from natgrad.errors import require
     from natgrad.training import contenders, optimizers, tuned
@@ -171,32 +171,32 @@ def _job(task: str, optimizer: str, of_run: dict[str, Any], of_curvature: dict[s
     require(optimizer in allowed, "optimizer", optimizer, f"one of {', '.join(allowed)}")
     known, contender = tuned.read(task), contenders.get(optimizer)
     settings: dict[str, Any] = {**contender.settings, **(known.settings.get(optimizer, {}) if known else {})}
-    given = {name: value for name, value in of_curvature.items() if value is not None}
+    given = {name: value for name, value in curvature_options.items() if value is not None}
     if given.get("curvature", settings.get("curvature", "none")) == "none":
         for name, value in given.items():
             require(name == "curvature", name, value, "given with --curvature")
-        settings = {name: value for name, value in settings.items() if name not in of_curvature}
-    elif given.get("curvature") not in (None, settings.get("curvature")):  # what was tuned for one fits no other
-        settings = {name: value for name, value in settings.items() if name not in _OF_ITS_OWN}
-    own = {name: value for name, value in of_run.items() if value is not None}
-    return Job.from_json({**settings, **own, **given, "task": task})
+        settings = {name: value for name, value in settings.items() if name not in curvature_options}
+    elif given.get("curvature") not in (None, settings.get("curvature")):
+        settings = {name: value for name, value in settings.items() if name not in _CURVATURE_SPECIFIC}
+    chosen = {name: value for name, value in run_options.items() if value is not None}
+    return Job.from_json({**settings, **chosen, **given, "task": task})
 
 
 def _split(text: str) -> list[str]:
-    return [each.strip() for each in text.split(",")]
+    return [word.strip() for word in text.split(",")]
 
 
 def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
     from natgrad.errors import ArgumentError
 
     try:
-        return None if text is None else tuple(int(each) for each in _split(text))
+        return None if text is None else tuple(int(word) for word in _split(text))
     except ValueError as error:
         raise ArgumentError(name, text, "whole numbers of at least 1, separated by commas") from error
 
 
 def _folder(out: Path | None, task: str, study: Study) -> Path:
-    """Make the folder of an analysis, with what it is an analysis of."""
+    """Create the folder of an analysis and write its configuration."""
     import json
     from datetime import datetime
 
@@ -214,7 +214,7 @@ def _folder(out: Path | None, task: str, study: Study) -> Path:
 
 
 def _report(study: Study, measures: Measures, result: Result | None, folder: Path) -> None:
-    """Print the tables, write everything, and say where it lies."""
+    """Print the tables, write all files, and print their paths."""
     from rich.console import Console
 
     from natgrad.cli.report import columns, page
@@ -225,24 +225,24 @@ def _report(study: Study, measures: Measures, result: Result | None, folder: Pat
 
     written = columns.write(measures, folder)
     drawn, sheets = figures(measures), measured_sheets(measures)
-    for name, each in drawn.items():
-        save(each, folder / f"{name}.svg")
+    for name, figure in drawn.items():
+        save(figure, folder / f"{name}.svg")
     run = _describe(study, result)
     page.write_analysis(study.job.build_task(), run, drawn, sheets, folder / "index.html")
     console = wide_console()
-    for own in sheets.values():
-        for sheet in own:
+    for figure_sheets in sheets.values():
+        for sheet in figure_sheets:
             console.print(table(sheet), "")
     plain = Console(highlight=False, soft_wrap=True)
     plain.print(run)
-    _tell_missing(study, measures, plain)
+    _print_missing(study, measures, plain)
     names = ", ".join([_CONFIGURATION, *(path.name for path in written), *(f"{name}.svg" for name in drawn)])
     plain.print(f"kept in {folder}: {names}")
     plain.print(f"page: {(folder / 'index.html').resolve()}")
 
 
 def _describe(study: Study, result: Result | None) -> str:
-    """Say how the run was trained, and how it ended."""
+    """Return a description of the training and of its end."""
     job = study.job
     kind = (
         job.optimizer if job.curvature == "none" else f"{job.optimizer} behind {job.curvature}, damping {job.damping:g}"
@@ -258,8 +258,8 @@ def _describe(study: Study, result: Result | None) -> str:
     return f"{text}loss {last.loss:.4g}, {metric} {last.metric:.4g}."
 
 
-def _tell_missing(study: Study, measures: Measures, console: Console) -> None:
-    """Say which figures stayed empty, and why that may be."""
+def _print_missing(study: Study, measures: Measures, console: Console) -> None:
+    """Print which figures are empty, and the likely reason."""
     reasons = {"norms": "no epoch was completed", "drift": "two steps in a row are needed"}
     for name in study.figures:
         if not getattr(measures, name):

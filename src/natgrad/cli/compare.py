@@ -45,7 +45,7 @@ def compare(
     print(f"comparing {optimizers} on {', '.join(task)}, {workers} rank(s) a run ...", flush=True)
     from natgrad.training.warm import start_fork_server
 
-    start_fork_server("natgrad.cli")  # so that its imports and ours run side by side
+    start_fork_server("natgrad.cli")  # it imports while this process imports
     from natgrad.training.compare import Comparison
     from natgrad.training.optimizers import parse
     from natgrad.training.tuned import COMMITTED
@@ -60,7 +60,7 @@ def compare(
         epochs={} if epochs is None else dict.fromkeys(task, epochs),
         steps=steps,
         batch_size=batch_size,
-        schedule=schedule,  # type: ignore[arg-type]  # checked there
+        schedule=schedule,  # type: ignore[arg-type]  # checked by Comparison
         trials=search,
         objective=objective,  # type: ignore[arg-type]
         overrides=_overrides(override or ()),
@@ -82,7 +82,7 @@ def _overrides(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def _run(comparison: Comparison, out: Path) -> list[Outcome]:
-    """Run the comparison under a progress bar, or with a line a run where there is no terminal."""
+    """Run the comparison with a progress bar, or without a terminal with one line per run."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -109,13 +109,13 @@ def _run(comparison: Comparison, out: Path) -> list[Outcome]:
     with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=3600) as progress:
         bar = progress.add_task("starting", total=comparison.runs)
 
-        def tell(what: str, done: int, total: int, new: bool) -> None:
-            progress.update(bar, description=what, completed=done)
+        def report_progress(run: str, done: int, total: int, new: bool) -> None:
+            progress.update(bar, description=run, completed=done)
             if new and not console.is_terminal:
-                print(f"[{done}/{total} done] {what}", flush=True)
+                print(f"[{done}/{total} done] {run}", flush=True)
 
         try:
-            return compare(comparison, out, tell)
+            return compare(comparison, out, report_progress)
         except (StoppedError, KeyboardInterrupt) as stop:
             progress.stop()
             console.print(f"stopped; finished runs are kept in {out}, and the same command goes on", style="yellow")
@@ -123,7 +123,7 @@ def _run(comparison: Comparison, out: Path) -> list[Outcome]:
 
 
 def _report(comparison: Comparison, outcomes: list[Outcome], out: Path) -> None:
-    """Print the tables, write everything, and say where the page lies."""
+    """Print the tables, write all files, and print the path of the page."""
     import json
 
     from rich.console import Console

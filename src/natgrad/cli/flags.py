@@ -1,4 +1,4 @@
-"""Errors in the words of the command line: the library names an argument, the user typed a flag."""
+"""Error messages that name command-line flags in place of the library's arguments."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from natgrad.errors import ArgumentError
 
-# Where the library's name of an argument is not the command's.
-_COMMANDS_NAME = {
+# Names of the command's parameters that differ from the library's arguments.
+_PARAMETERS = {
     "learning_rate": "lr",
     "options": "option",
     "curvature option": "curvature_option",
@@ -22,7 +22,7 @@ _COMMANDS_NAME = {
     "trials": "search",
 }
 
-# Options that have flags of their own beside the one that takes them all.
+# Options that have a separate flag besides the flag that takes any option.
 OWN_FLAGS = {
     "averaging option": (
         "batches_between",
@@ -38,21 +38,22 @@ OWN_FLAGS = {
 
 
 def in_flags(error: Exception, command: Any) -> Exception:
-    """Return an error that names the flag of a click command where it named an argument that the flag sets."""
+    """Return an error that names flags of a click command in place of the arguments that they set."""
     if command is None or not isinstance(error, ArgumentError):
         return error
     flags = {
-        each.name: each.opts[-1] if each.param_type_name == "option" else each.name.upper() for each in command.params
+        parameter.name: parameter.opts[-1] if parameter.param_type_name == "option" else parameter.name.upper()
+        for parameter in command.params
     }
     named = " + ".join(_in_flags(name, flags) for name in error.name.split(" + "))
     return error if named == error.name else ArgumentError(named, error.value, error.allowed)
 
 
 def _in_flags(name: str, flags: Mapping[str, str]) -> str:
-    """Return the flag that sets an argument; its name, if none does."""
-    # Such as "averaging option patience", one of several that the same flag sets.
+    """Return the flag that sets an argument, or the argument's name if there is none."""
+    # For example "averaging option patience": one flag sets all options of a kind.
     kind, _, option = name.rpartition(" ")
     if option in OWN_FLAGS.get(kind, ()) and option in flags:
         return flags[option]
-    whole, of_kind = (flags.get(_COMMANDS_NAME.get(each, each)) for each in (name, kind))
-    return whole or (f"{of_kind} {option}" if of_kind else name)
+    flag, kind_flag = (flags.get(_PARAMETERS.get(argument, argument)) for argument in (name, kind))
+    return flag or (f"{kind_flag} {option}" if kind_flag else name)

@@ -1,10 +1,10 @@
-"""`natgrad tasks`: what there is to train."""
+"""`natgrad tasks`: list the tasks."""
 
 from __future__ import annotations
 
 
 def tasks() -> None:
-    """List the embedded tasks."""
+    """List the built-in tasks."""
     from natgrad import tasks
     from natgrad.cli.report.sheet import task_sheet
     from natgrad.cli.report.tables import table, wide_console

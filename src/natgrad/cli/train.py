@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from natgrad.training.job import Job
     from natgrad.training.result import Result
 
-# What may still change when a run is resumed; everything else is the run's own.
+# Options that may change when a run is resumed; all others are read from its folder.
 _RESUMABLE = ("resume", "epochs", "steps", "workers", "checkpoint_seconds")
 _CURVATURE_OPTIONS = (
     "curvature_option",
@@ -31,7 +31,7 @@ _CURVATURE_OPTIONS = (
     "kl_clip",
 )
 
-# What a recipe decides by itself.
+# Options that a recipe sets.
 _RECIPE_DECIDES = (
     "optimizer",
     "option",
@@ -151,7 +151,7 @@ def train(
     ] = 30.0,
 ) -> None:
     """Train TASK, alone or on several ranks; Ctrl-C saves a checkpoint and ends."""
-    if _leads() and (resume or task):  # before the imports, which take seconds
+    if _is_rank_0() and (resume or task):  # before the imports, which take seconds
         ranks = f" on {workers} ranks" if workers > 1 else ""
         print(f"resuming {resume}{ranks} ..." if resume else f"starting {task}{ranks} ...", flush=True)
     from dataclasses import replace
@@ -159,7 +159,7 @@ def train(
     if workers > 1:
         from natgrad.training.warm import start_fork_server
 
-        start_fork_server("natgrad.cli")  # so that its imports and ours run side by side
+        start_fork_server("natgrad.cli")  # it imports while this process imports
     from natgrad.training.launch import INTERRUPTED, RankError, StoppedError
     from natgrad.training.optimizers import parse
     from natgrad.training.recipe import passes
@@ -217,7 +217,7 @@ def train(
         result = None
     except RankError as error:
         raise RankError(f"{error}; {_continuation(folder)}") from error
-    if _leads():
+    if _is_rank_0():
         _report(job, folder, result)
     if result is None or result.status == "stopped":
         raise typer.Exit(INTERRUPTED)
@@ -235,7 +235,7 @@ def _new_job(values: dict[str, Any]) -> Job:
 
 
 def _resumed_job(ctx: typer.Context, folder: Path) -> Job:
-    """Return the job in a folder with its length and ranks as now given."""
+    """Return the job in a folder, with the length and number of ranks from the command line, if given."""
     from dataclasses import replace
 
     from natgrad.errors import require
@@ -253,7 +253,7 @@ def _resumed_job(ctx: typer.Context, folder: Path) -> Job:
 
 
 def _given(ctx: typer.Context) -> list[str]:
-    """Return the names of the parameters that stand on the command line."""
+    """Return the names of the parameters given on the command line."""
     return [name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")]
 
 
@@ -265,7 +265,7 @@ def _refuse_what_a_recipe_decides(ctx: typer.Context, recipe: str) -> None:
 
 
 def _refuse_idle_options(ctx: typer.Context, options: tuple[str, ...], of: str) -> None:
-    """Refuse options of a curvature or averaging where there is none: whoever gives one believes that there is."""
+    """Refuse options of a curvature or averaging that is not used."""
     from natgrad.errors import require
 
     idle = [name for name in _given(ctx) if name in options and ctx.params[of] == "none"]
@@ -274,7 +274,7 @@ def _refuse_idle_options(ctx: typer.Context, options: tuple[str, ...], of: str) 
 
 
 def _averaging_options(ctx: typer.Context, others: dict[str, Any]) -> dict[str, Any]:
-    """Return all options of the averaging, those that have flags of their own too."""
+    """Return all options of the averaging, including those with separate flags."""
     from natgrad.errors import require
 
     flags = {name: ctx.params[name] for name in _given(ctx) if name in _AVERAGING_OPTIONS[1:]}
@@ -284,7 +284,7 @@ def _averaging_options(ctx: typer.Context, others: dict[str, Any]) -> dict[str, 
 
 
 def _number(given: Any) -> Any:
-    """Return a text that is a number as that, and everything else as it is."""
+    """Return text that is a number as a float, and any other value unchanged."""
     try:
         return float(given) if isinstance(given, str) else given
     except ValueError:
@@ -292,13 +292,13 @@ def _number(given: Any) -> Any:
 
 
 def _ranks(workers: int) -> int:
-    """Return the number of ranks: an outer launcher's, else what was asked for."""
+    """Return the number of ranks of an outer launcher, otherwise `workers`."""
     import os
 
     return int(os.environ.get("WORLD_SIZE", workers))
 
 
-def _leads() -> bool:
+def _is_rank_0() -> bool:
     import os
 
     return int(os.environ.get("RANK", 0)) == 0
@@ -307,8 +307,8 @@ def _leads() -> bool:
 def _default_folder(job: Job) -> Path:
     from datetime import datetime
 
-    own = (job.recipe,) if job.recipe != "none" else (job.optimizer, job.curvature)
-    kind = "-".join(name for name in (*own, job.averaging) if name != "none")
+    method = (job.recipe,) if job.recipe != "none" else (job.optimizer, job.curvature)
+    kind = "-".join(name for name in (*method, job.averaging) if name != "none")
     return Path("runs") / f"{job.task}-{kind}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
@@ -329,7 +329,7 @@ def _is_kept(folder: Path, result: Result) -> bool:
 
 
 def _report(job: Job, folder: Path, result: Result | None) -> None:
-    """Say how a run ended and where it is kept."""
+    """Print how a run ended and where its files are."""
     from rich.console import Console
 
     from natgrad.cli.report.plots import overview, save
@@ -342,7 +342,7 @@ def _report(job: Job, folder: Path, result: Result | None) -> None:
     points = result.points if result else read_points(metrics) if metrics.exists() else []
     if points:
         last, metric = points[-1], job.build_task().metric
-        with suppress(OSError):  # a full disk, of which the run has warned
+        with suppress(OSError):  # a full disk; the run has warned
             save(
                 overview({job.optimizer if job.recipe == "none" else job.recipe: [points]}, metric),
                 folder / "curves.svg",

@@ -1,4 +1,4 @@
-"""What approximates a layer's Fisher block? One file a method; no process group in sight."""
+"""Approximations of a layer's Fisher block, one file per method. Nothing here communicates."""
 
 from natgrad.curvature.base import Curvature
 from natgrad.curvature.ekfac import EKFAC

@@ -1,9 +1,8 @@
-"""The base class of curvatures: which tensors one declares, and its mathematics on stacks of equal blocks.
+"""The base class of curvatures: the tensors that a curvature declares, and its mathematics on batches of equal blocks.
 
-A curvature knows one layer's block and no process group. It declares statistics, which are summed over samples and
-ranks, and tasks, which turn their running averages into what preconditioning needs; placements decide which rank does
-what. All tensors carry a leading dimension N: blocks of equal size are stored as one tensor, so that one call serves
-them all.
+A curvature declares statistics, which are summed over samples and ranks, and tasks, which compute from their running
+averages the tensors that preconditioning reads. Placements decide which rank runs which task. All tensors have a
+leading dimension N: blocks of equal size are stored as one tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from natgrad.specs import ROWS, Statistic, Task, TensorSpec, check_declarations
 
 
 class Training(Protocol):
-    """What the selection of rows may depend on."""
+    """The training progress that a selection of rows may depend on."""
 
     def critical(self, threshold: float) -> bool:
         """Return whether the gradients of this epoch change fast."""
@@ -33,26 +32,26 @@ class Training(Protocol):
 class Curvature(ABC):
     """An approximation of the Fisher block of a layer, and how it preconditions the layer's gradient.
 
-    A subclass implements `statistics`, `tasks`, `accumulate`, `compute` and `precondition`. All else has a default. One
-    that implements `fisher_product`, `diagonal`, `trace` or `off_diagonal` also names the statistics that these read;
-    without that they are not available.
+    A subclass implements `statistics`, `tasks`, `accumulate`, `compute` and `precondition`. The rest has
+    defaults. A subclass that implements `fisher_product`, `diagonal`, `trace` or `off_diagonal` also names the
+    statistics that each of them reads; otherwise they are not available.
 
     Attributes:
         factor_decay: The weight of the old value in running averages, in [0, 1).
         likelihood: The distribution that labels are sampled from, or None for the true labels (empirical Fisher).
         sum_positions: Whether gradients are summed and inputs averaged over positions, and over all uses of the layer
-            in one backward pass, before `accumulate` gets them ("reduce": Eschenhagen 2023).
-        default_damping: The damping of a preconditioner that is given none, and of norm layers beside it.
-        positive_definite: Whether ⟨V, W⟩ ≥ 0 for every gradient W and its preconditioned gradient V. What violates it
-            is then treated as a numerical failure.
-        is_normalized: Whether the length of the preconditioned gradient does not depend on that of the gradient. The KL
-            clip then leaves it alone.
+            in one backward pass, before `accumulate` ("reduce": Eschenhagen 2023).
+        default_damping: The preconditioner's damping if the user sets none, also for norm layers.
+        positive_definite: Whether ⟨V, W⟩ ≥ 0 for every gradient W and its preconditioned gradient V. A violation is
+            then treated as a numerical failure.
+        is_normalized: Whether the norm of the preconditioned gradient is independent of that of the gradient. The KL
+            clip does not apply then.
         covers_bias: Whether it preconditions a layer's bias with the weight, as the last column. Otherwise the bias is
             left to the optimizer.
-        takes_narrow: Whether it multiplies computed tensors of a narrower dtype than the gradient's by itself
-            (`natgrad.Precision.solve`); otherwise it is given them in the gradient's.
+        takes_narrow: Whether `precondition` accepts computed tensors of a narrower dtype than the gradient's
+            (`natgrad.Precision.solve`); otherwise they are converted to the gradient's dtype first.
         diagonal_reads: The statistics that `diagonal` reads; None: it is not available.
-        fisher_product_reads: The statistics that `fisher_product` reads beside computed tensors; None: not available.
+        fisher_product_reads: The statistics that `fisher_product` reads besides computed tensors; None: not available.
         trace_reads: The statistics that `trace` reads; None: not available.
         off_diagonal_reads: The statistics that `off_diagonal` reads; None: no computed tensor holds eigenvectors.
     """
@@ -75,7 +74,10 @@ class Curvature(ABC):
         return f"{type(self).__name__}()"
 
     def variant_for(self, layer: Layer) -> Curvature | str:
-        """Return the variant of this curvature for `layer`, the same object for equal needs, or why there is none."""
+        """Return the variant of this curvature for `layer`, or the reason why there is none.
+
+        Layers with the same requirements get the same object.
+        """
         if any(other.form != layer.form for other in layer.others):
             return f"{self!r} has no form for an embedding tied with a linear layer"
         if layer.form == "elementwise":
@@ -84,22 +86,22 @@ class Curvature(ABC):
 
     @cached_property
     def _elementwise(self) -> Curvature:
-        """The curvature of norm layers beside it: the same estimate, a block for each channel."""
-        from natgrad.curvature.unitwise import UnitWise  # which builds on this file  # noqa: PLC0415
+        """The curvature of norm layers, with the same Fisher: a block for each channel."""
+        from natgrad.curvature.unitwise import UnitWise  # it imports this module  # noqa: PLC0415
 
         fisher: Literal["empirical", "sampled"] = "empirical" if self.likelihood is None else "sampled"
         return UnitWise(fisher=fisher, factor_decay=self.factor_decay, likelihood=self.likelihood)
 
     @abstractmethod
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
-        """Return what is summed over samples for a block ``[d_out, d_in]``; there may be nothing."""
+        """Return the statistics of a block ``[d_out, d_in]``; may be empty."""
 
     @abstractmethod
     def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
-        """Return the work of a renewal for a block ``[d_out, d_in]``; there may be none."""
+        """Return the tasks of a refresh for a block ``[d_out, d_in]``; may be empty."""
 
     def state(self, d_out: int, d_in: int) -> tuple[TensorSpec, ...]:
-        """Return what is kept from step to step beside statistics and what tasks write; zeros at first."""
+        """Return the other tensors that are kept from step to step; they start at zero."""
         return ()
 
     @abstractmethod
@@ -114,15 +116,15 @@ class Curvature(ABC):
         """Add one use of a layer to the sums, in place; called by a gradient hook during the backward pass.
 
         Args:
-            sums: A tensor ``[n, *shape]`` for each of `statistics` that is collected, in at least float32, zero before
-                the first use in a step. Of symmetric matrices only the lower triangle counts. Where the statistics of
-                inputs have an interval of their own, either these or all others may be missing.
-            inputs: The rows a ``[n, B, T, d_in]``, of as many samples as the loss has terms here.
+            sums: A tensor ``[n, *shape]`` for each statistic that is due, in at least float32, zero before the first
+                use in a step. Only the lower triangle of symmetric matrices is read. If the statistics of inputs have
+                a separate interval, either these or all others may be missing.
+            inputs: The rows a ``[n, B, T, d_in]``; B is the number of terms of the loss.
             gradients: The rows g ``[n, B, T, d_out]`` of the same samples, times ``1 / scale``.
-            scale: What makes `gradients` those of per-sample losses: multiply each factor of them by it. (A loss scale
-                and the number of accumulated passes are known only later: see `Statistic.gradient_power`.)
-            computed: Tensors that `Statistic.needs_computed` names ``[n, *shape]``; None before the first renewal, and
-                where nothing is named.
+            scale: Multiply each factor of `gradients` by it to get gradients of per-sample losses. (Loss scale and
+                accumulated passes are divided out later: see `Statistic.gradient_power`.)
+            computed: The tensors ``[n, *shape]`` in `Statistic.needs_computed`; None before the first refresh, and if
+                there are none.
         """
 
     @abstractmethod
@@ -133,19 +135,19 @@ class Curvature(ABC):
         damping: float,
         previous: Mapping[str, Tensor] | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Do a task for some blocks.
+        """Compute a task for some blocks.
 
         Args:
             task: The name of the task.
-            averages: What the task reads ``[N, *shape]``: the running averages, bias-corrected and whole (the diagonals
-                of `Task.diagonal_of`), and state. They may be changed.
-            damping: γ at this renewal.
-            previous: What the task wrote last ``[N, *shape]``, not to be changed; None where it never has, and for
-                tasks without `Task.needs_previous`.
+            averages: The tensors ``[N, *shape]`` that the task reads: state, and running averages, bias-corrected and
+                as full matrices (diagonals for `Task.diagonal_of`). They may be changed in place.
+            damping: γ at this refresh.
+            previous: The last results of the task ``[N, *shape]``, not to be changed; None before its first success,
+                and without `Task.needs_previous`.
 
         Returns:
             By name, each tensor that the task writes ``[N, *shape]``, and whether each block succeeded ``[N]`` (bool).
-            A block that fails keeps what it had.
+            A block that fails keeps its last results.
         """
 
     @abstractmethod
@@ -160,7 +162,7 @@ class Curvature(ABC):
         """Return the preconditioned gradient ``[N, d_out, d_in]``.
 
         Args:
-            computed: All that the tasks wrote ``[N, *shape]``.
+            computed: The results of all tasks ``[N, *shape]``.
             averages: The bias-corrected averages of the statistics with `Statistic.used_by_precondition`.
             state: The state, after `update_state`.
             gradient: ``[N, d_out, d_in]``, in at least float32. No argument may be changed.
@@ -168,27 +170,27 @@ class Curvature(ABC):
         """
 
     def rows_per_rank(self, samples: float, most: int, ranks: int) -> int:
-        """Return how many rows each rank selects, where statistics are gathered: all, unless a method says less.
+        """Return how many rows each rank selects if statistics are gathered; by default all.
 
         Args:
-            samples: S of all ranks.
-            most: The most rows that any rank has.
-            ranks: P.
+            samples: S, the number of samples of all ranks.
+            most: The largest number of rows of any rank.
+            ranks: P, the number of ranks.
         """
         return most
 
     def select(
         self, A: Tensor, G: Tensor, count: int, training: Training, *, samples: float, damping: float, starts: Tensor
     ) -> kernel.Selection:
-        """Select rows of this rank before they are gathered: all, unless a method takes fewer.
+        """Select rows of this rank before they are gathered; by default all.
 
         Args:
-            A: All its rows ``[N, m, i]``.
-            G: The same ``[N, m, o]``, of per-sample losses.
-            count: How many are to be selected.
-            training: The epochs so far.
-            samples: S of all ranks.
-            damping: α of this renewal.
+            A: All input rows of this rank ``[N, m, i]``.
+            G: Their gradient rows ``[N, m, o]``, of per-sample losses.
+            count: The number of rows to select.
+            training: The training progress.
+            samples: S, the number of samples of all ranks.
+            damping: α of this refresh.
             starts: A random number in [0, 1) for each block ``[N]``.
         """
         return kernel.every(A, G, count)
@@ -205,7 +207,7 @@ class Curvature(ABC):
         return {}
 
     def replay_summary(self, means: Mapping[str, Tensor], parameters: Tensor) -> Mapping[str, Tensor]:
-        """Return what is remembered of one pass over a batch, to be compared with a second pass over it.
+        """Return a summary of one pass over a batch, which `replay_update` compares with that of a second pass.
 
         Args:
             means: The means of the replayed statistics ``[N, *shape]`` over this batch.
@@ -221,7 +223,7 @@ class Curvature(ABC):
         Args:
             state: The state, not to be changed.
             before: The summary of the pass before the optimizer's step.
-            after: That of the pass after it.
+            after: The summary of the second pass, after the optimizer's step.
         """
         return {}
 
@@ -231,14 +233,14 @@ class Curvature(ABC):
         """Return F D ``[N, d_out, d_in]``, without damping.
 
         Args:
-            computed: All that the tasks wrote, and the averages that `precondition` reads.
+            computed: The results of all tasks, and the averages that `precondition` reads.
             averages: The averages that `fisher_product_reads` names ``[N, *shape]``, bias-corrected.
-            direction: D ``[N, d_out, d_in]``, such as what a step does to the parameters.
+            direction: D ``[N, d_out, d_in]``, for example the change of the parameters in a step.
         """
         raise NotImplementedError
 
     def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
-        """Return an estimate of the diagonal of the Fisher block: the fallback where decompositions fail.
+        """Return an estimate of the diagonal of the Fisher block, the fallback when decompositions fail.
 
         Args:
             averages: The averages that `diagonal_reads` names ``[N, *shape]``, bias-corrected.
@@ -246,12 +248,12 @@ class Curvature(ABC):
             d_in: The number of inputs.
 
         Returns:
-            ``[N, d_out, d_in]``, or what broadcasts to it.
+            A tensor that broadcasts to ``[N, d_out, d_in]``.
         """
         raise NotImplementedError
 
     def trace(self, averages: Mapping[str, Tensor], d_out: int) -> Tensor:
-        """Return the trace of each Fisher block ``[N]``, as it is approximated and without damping.
+        """Return the trace of each approximated Fisher block ``[N]``, without damping.
 
         Args:
             averages: The averages that `trace_reads` names ``[N, *shape]``, bias-corrected.
@@ -266,45 +268,45 @@ class Curvature(ABC):
 
         Args:
             averages: The averages that `off_diagonal_reads` names ``[N, *shape]``, bias-corrected.
-            computed: All that the tasks wrote.
+            computed: The results of all tasks.
         """
         raise NotImplementedError
 
 
 def input_statistics(curvature: Curvature, statistics: Iterable[Statistic]) -> tuple[str, ...]:
-    """Return the names of the statistics that can be collected apart from the others: those of inputs alone.
+    """Return the names of the statistics of inputs alone, which can have a separate interval.
 
-    Inputs that are averaged over positions wait for the gradients of the same samples.
+    With `Curvature.sum_positions` there are none: the average over positions needs the gradients of the same samples.
     """
-    alone = () if curvature.sum_positions else statistics
-    return tuple(one.name for one in alone if one.source == "inputs")
+    candidates = () if curvature.sum_positions else statistics
+    return tuple(statistic.name for statistic in candidates if statistic.source == "inputs")
 
 
 def replayed_statistics(statistics: Iterable[Statistic]) -> tuple[str, ...]:
     """Return the names of the statistics that a second pass over a batch accumulates again."""
-    return tuple(one.name for one in statistics if one.replayed)
+    return tuple(statistic.name for statistic in statistics if statistic.replayed)
 
 
 def computed_for(statistics: Iterable[Statistic]) -> tuple[str, ...]:
     """Return the names of the computed tensors that `Curvature.accumulate` reads."""
-    return tuple(dict.fromkeys(name for one in statistics for name in one.needs_computed))
+    return tuple(dict.fromkeys(name for statistic in statistics for name in statistic.needs_computed))
 
 
 def declarations(
     curvature: Curvature, d_out: int, d_in: int
 ) -> tuple[tuple[Statistic, ...], tuple[Task, ...], tuple[TensorSpec, ...]]:
-    """Return the statistics, tasks and state of a curvature for a block ``[d_out, d_in]``, none of the first two empty.
+    """Return the statistics, tasks and state of a curvature for a block ``[d_out, d_in]``.
 
-    A layer is preconditioned once its tasks have succeeded, and they are done once it was seen in a backward pass: a
-    curvature that declares no statistic or no task is given one that holds, or does, nothing.
+    A layer's tasks run after its first backward pass, and it is preconditioned once they have succeeded. So a curvature
+    without statistics or tasks gets an empty one.
 
     Raises:
-        ValueError: if they do not fit together.
+        ValueError: if they are inconsistent.
     """
     statistics, tasks = curvature.statistics(d_out, d_in), curvature.tasks(d_out, d_in)
     state = curvature.state(d_out, d_in)
     statistics = statistics or (Statistic("seen", (1,)),)
-    tasks = tasks or (Task("ready", tuple(one.name for one in statistics), (), 1.0),)
+    tasks = tasks or (Task("ready", tuple(statistic.name for statistic in statistics), (), 1.0),)
     check_declarations(curvature, statistics, tasks, state)
     if gathered(statistics):
         _check_gathered(curvature, statistics, tasks, d_out, d_in)
@@ -318,18 +320,18 @@ def declarations(
 def _check_gathered(
     curvature: Curvature, statistics: Sequence[Statistic], tasks: Sequence[Task], d_out: int, d_in: int
 ) -> None:
-    """Check that gathered statistics are those that natgrad can gather (`Statistic.combine`).
+    """Check that gathered statistics have the form described at `Statistic.combine`.
 
     Raises:
         ValueError: if they are not.
     """
-    found = {one.name: (one.shape, one.source, one.gradient_power) for one in statistics if one.combine == "gather"}
+    found = {spec.name: (spec.shape, spec.source, spec.gradient_power) for spec in gathered(statistics)}
     wanted = {"A": ((ROWS, d_in), "inputs", 0), "G": ((ROWS, d_out), "gradients", 1)}
     links = {"Y": ((ROWS, ROWS), "both", 0)} if "Y" in found else {}
     fits = len(found) == len(statistics) and found == {**wanted, **links}
     allowed = f"A (ROWS, d_in), G (ROWS, d_out) of gradient_power 1, perhaps Y (ROWS, ROWS), alone in {curvature!r}"
     require(fits, "gathered statistics", found, allowed)
-    written = [(one.name, spec.name, spec.shape) for one in tasks for spec in one.writes]
+    written = [(task.name, spec.name, spec.shape) for task in tasks for spec in task.writes]
     fits = written == [("M", "M", (ROWS, ROWS))] and len(tasks) == 1 and set(tasks[0].reads) == found.keys()
     fits = fits and not tasks[0].on_every_worker
     require(fits, "tasks", tasks, f"one, M, that reads all and writes M (ROWS, ROWS) on one rank, in {curvature!r}")
@@ -338,12 +340,12 @@ def _check_gathered(
 
 def summed(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
     """Return the statistics that are summed over samples and ranks."""
-    return tuple(one for one in statistics if one.combine == "sum")
+    return tuple(statistic for statistic in statistics if statistic.combine == "sum")
 
 
 def gathered(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
     """Return the statistics whose rows are gathered."""
-    return tuple(one for one in statistics if one.combine == "gather")
+    return tuple(statistic for statistic in statistics if statistic.combine == "gather")
 
 
 def statistics_of(curvature: Curvature, layer: Layer) -> tuple[Statistic, ...]:
@@ -354,12 +356,12 @@ def statistics_of(curvature: Curvature, layer: Layer) -> tuple[Statistic, ...]:
 def check_estimate(
     fisher: object, factor_decay: object, likelihood: str | Likelihood | None
 ) -> tuple[float, Likelihood | None]:
-    """Check what is common to every curvature, and return `factor_decay` and the likelihood.
+    """Check the arguments common to all curvatures, and return `factor_decay` and the likelihood.
 
     Args:
         fisher: "empirical" or "sampled".
-        factor_decay: The weight of the old in running averages.
-        likelihood: What sampled labels are drawn from.
+        factor_decay: The weight of the old value in running averages.
+        likelihood: The distribution that labels are sampled from.
 
     Raises:
         ValueError: if one of them is not allowed.

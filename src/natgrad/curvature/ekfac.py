@@ -22,24 +22,23 @@ class EKFAC(KFAC):
     """Eigenvalue-corrected Kronecker-factored curvature, ``F ≈ (Q_G ⊗ Q_A) diag(S) (Q_G ⊗ Q_A)ᵀ``.
 
     Q_A and Q_G are the eigenvectors of K-FAC's factors A and G, and S = E_n[(Q_Gᵀ ∇_n Q_A)∘²] are the mean squares of
-    per-sample gradients ∇_n = Σ_t g aᵀ in their basis (George et al. 2018). Of all diagonals S is the nearest to F in
-    the Frobenius norm; v_G v_Aᵀ, K-FAC's, is another.
+    per-sample gradients ∇_n = Σ_t g aᵀ in this basis (George et al. 2018). No other diagonal is nearer to F in the
+    Frobenius norm; K-FAC uses v_G v_Aᵀ.
 
-    **The life of S.** It is measured at each capture, at as many multiply-adds as rotating every sample's rows takes,
-    and its running average begins anew with each new basis, with a bias correction of its own. Until the first capture
-    after that the eigenvalues are K-FAC's. So the interval of the inverses should be several times that of the factors:
-    with ``Refresh(factors=1, inverses=1)`` S is never used, and EKFAC is K-FAC. Under placement "background" a step
-    that takes over a new basis has seen its samples in the old one: they do not count in S.
+    **Interval.** S is measured whenever factors are due, which costs as much as rotating every sample's rows. Its
+    running average restarts with each new basis; until the first measurement in that basis the eigenvalues are K-FAC's.
+    So the interval of the inverses should be several times that of the factors: with
+    ``Refresh(factors=1, inverses=1)`` S is never used, and EKFAC equals K-FAC. With placement "background" the samples
+    of the step that switches to a new basis are not added to S.
 
-    **Uses.** A layer that is used several times in one backward pass (recurrent cells, shared modules) adds the squares
-    of each use, without products of two uses; with sharing="reduce" uses are pooled first.
+    **Repeated use.** A layer that is used several times in one backward pass (recurrent cells, shared modules) adds the
+    squares of each use, without cross terms; with sharing="reduce" uses are pooled first.
 
-    **The basis** is unique only where eigenvalues differ. Within a null space, which factors of few samples have, S
-    depends on the eigenvectors that were found: ranks share theirs to the last bit, but runs that differ by rounding
-    may part.
+    **Basis.** It is unique only where eigenvalues differ. Within the null space of a factor of few samples, S depends
+    on the eigenvectors found: all ranks use the same ones, but runs that differ by rounding may diverge.
 
-    Embeddings, alone or tied with linear layers, have K-FAC's form, whose basis leaves nothing to measure: a lookup is
-    a unit vector. Norm layers have `UnitWise`.
+    Embeddings, alone or tied with linear layers, use K-FAC, because the basis of one-hot inputs is exact. Norm layers
+    use `UnitWise`.
     """
 
     def __init__(
@@ -57,13 +56,12 @@ class EKFAC(KFAC):
         Args:
             fisher: "empirical": g from the true labels. "sampled": g from labels drawn from the model's own
                 prediction, in one more backward pass; use ``preconditioner.backward(loss, outputs)``.
-            sharing: How positions of a shared weight combine in A and G. "expand": ∇_n is a sample's gradient as it is.
-                "reduce" (Eschenhagen 2023): it is taken to be (Σ_t g)(mean_t a)ᵀ, which is cheaper, and exact where
-                reduce is.
-            factor_decay: The weight of the old in the running averages, in [0, 1).
+            sharing: How positions of a shared weight combine in A and G. "expand": ∇_n is a sample's gradient. "reduce"
+                (Eschenhagen 2023): ∇_n is approximated by (Σ_t g)(mean_t a)ᵀ, which is cheaper.
+            factor_decay: The weight of the old value in the running averages, in [0, 1).
             likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.
-            max_factor_size: As of `KFAC`.
-            wide: As of `KFAC`; the eigenvectors of a diagonal side are the unit vectors.
+            max_factor_size: As in `KFAC`.
+            wide: As in `KFAC`; the eigenvectors of a diagonal factor are the unit vectors.
 
         Raises:
             ValueError: if an argument is not allowed.
@@ -89,20 +87,20 @@ class EKFAC(KFAC):
         return [f"fisher={self.fisher!r}", f"sharing={self.sharing!r}"]
 
     def variant_for(self, layer: Layer) -> Curvature | str:
-        """Choose as `KFAC` does, whose form embeddings and what is tied with them keep."""
-        one_hot = any(each.form == "one-hot" for each in (layer, *layer.others))
+        """Return the variant for `layer`; for embeddings, also tied with linear layers, that of `KFAC`."""
+        one_hot = any(member.form == "one-hot" for member in (layer, *layer.others))
         return self._tables.variant_for(layer) if one_hot else super().variant_for(layer)
 
     @property
     def _bases(self) -> tuple[str, ...]:
-        """The names of the eigenvectors, of those sides that have any but unit vectors."""
+        """The names of the eigenvector tensors; diagonal factors have none."""
         return tuple(f"Q{name}" for name in self.off_diagonal_reads or ())
 
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
-        """Return beside A and G the second moments S, and s, the share of rows that they are of.
+        """Return A, G, the second moments S, and s, the share of rows that S was measured on.
 
-        s is 1 where S was measured and 0 where there was no basis yet, so that S / s of their running averages is
-        bias-corrected since S began, however old those of A and G are.
+        s is 1 where S was measured and 0 before the first basis, so that the ratio S / s of the running averages is
+        bias-corrected from the start of S.
         """
         shape = self.G.eigenvalues(d_out), self.A.eigenvalues(d_in)
         S = Statistic(
@@ -112,7 +110,7 @@ class EKFAC(KFAC):
         return *super().statistics(d_out, d_in), S, s
 
     def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
-        """Return the tasks of K-FAC; with a new basis S is measured anew."""
+        """Return the tasks of K-FAC; a new basis restarts S."""
         tasks = super().tasks(d_out, d_in)
         return tuple(replace(task, restarts=("S", "s")) if f"Q{task.name}" in self._bases else task for task in tasks)
 
@@ -134,7 +132,7 @@ class EKFAC(KFAC):
         sums["s"].add_(float(gradients.samples * gradients.positions))
 
     def spectrum(self, computed: Mapping[str, Tensor]) -> Tensor:
-        """Return S once it was measured in this basis, before that the eigenvalues of K-FAC."""
+        """Return S if it was measured in this basis, otherwise the eigenvalues of K-FAC."""
         S, s = computed["S"], computed["s"][:, :, None]
         measured = s > 0
         # Rounding to a narrow dtype may leave a mean of squares below 0.

@@ -1,4 +1,4 @@
-"""K-FAC without the side of the outputs: F ≈ I ⊗ A (FOOF: Benzing 2022, "Gradient descent on neurons")."""
+"""K-FAC with the factor of the inputs alone: F ≈ I ⊗ A (FOOF: Benzing 2022, "Gradient descent on neurons")."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class InputKFAC(Curvature):
-    """The factor A of a layer's inputs alone: ``V = W (A + γI)⁻¹``; the gradients g are not looked at."""
+    """The factor A of a layer's inputs alone: ``V = W (A + γI)⁻¹``."""
 
     takes_narrow = True
     diagonal_reads = ("A",)
 
     def __init__(self, factors: KFAC) -> None:
-        """Wrap the K-FAC whose form and side A it takes; that has no π."""
+        """Wrap the K-FAC whose form and factor A it uses; `factors` must have no π."""
         self._factors, self.sum_positions, self.factor_decay = factors, factors.sum_positions, factors.factor_decay
         self.fisher_product_reads = tuple(name for name in factors.fisher_product_reads or () if name == "A")
 
@@ -32,11 +32,11 @@ class InputKFAC(Curvature):
         return self._factors.describe(A=self._factors.A)
 
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
-        """Return A, as K-FAC's."""
+        """Return A."""
         return tuple(spec for spec in self._factors.statistics(d_out, d_in) if spec.name == "A")
 
     def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
-        """Return that of A."""
+        """Return the task of A."""
         return tuple(task for task in self._factors.tasks(d_out, d_in) if task.name == "A")
 
     @override
@@ -69,7 +69,7 @@ class InputKFAC(Curvature):
 
     @property
     def off_diagonal_reads(self) -> tuple[str, ...] | None:  # type: ignore[override]
-        """A in the eigen forms, as K-FAC's."""
+        """A in the eigen forms."""
         return tuple(name for name in self._factors.off_diagonal_reads or () if name == "A") or None
 
     @override
@@ -102,5 +102,5 @@ class InputKFAC(Curvature):
         return A.rotate_back(A.rotate(direction, computed, "A") * computed["vA"][:, None, :], computed, "A")
 
     def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
-        """Return that of A, for every output."""
+        """Return the diagonal of A, for every output."""
         return self._factors.A.diagonal(averages["A"])[:, None, :]

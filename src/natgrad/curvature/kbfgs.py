@@ -24,8 +24,8 @@ from natgrad.specs import Statistic, Task, TensorSpec
 class KBFGS(Curvature):
     """Preconditions with ``H_G Ŵ H_A``, where Ŵ is a running average of the gradient W (Goldfarb 2020).
 
-    Only A is decomposed, once. ``H_A`` starts as the inverse of ``A_LM = Ā + √γ I``, where Ā is the running average of
-    a aᵀ, and each renewal updates it by BFGS with ``s = H_A mean(a)``, ``y = A_LM s``. ``H_G`` starts as I and is
+    Only A is inverted, once. ``H_A`` starts as the inverse of ``A_LM = Ā + √γ I``, where Ā is the running average of
+    a aᵀ, and each refresh updates it by BFGS with ``s = H_A mean(a)``, ``y = A_LM s``. ``H_G`` starts as I and is
     updated with running averages s of ``mean(z⁺) - mean(z)`` and y of ``mean(g⁺) - mean(g)``, with double damping. z
     are the layer's outputs; z⁺ and g⁺ belong to the same batch after the optimizer's step. For this second pass, pass
     the loss to ``preconditioner.step(closure)``.
@@ -33,14 +33,13 @@ class KBFGS(Curvature):
     With several positions the pair describes how g responds to a change of z that is common to all positions. That is
     the G of ``sharing="reduce"``; use "reduce" for convolutions.
 
-    Where mean(g) is zero, H_G stays as it is. So it is in front of a batch normalisation, which takes back all shared
-    changes, and for the keys of attention, of which a softmax does the same: what rounding leaves of
-    ``mean(g⁺) - mean(g)`` says nothing. Where rounding has cost an inverse its definiteness, or made it not finite, it
-    begins anew.
+    Where mean(g) is zero up to rounding, H_G does not change. That is so before a batch norm, which removes all common
+    changes, and for the keys of attention, where the softmax does. An inverse that rounding has made indefinite or
+    non-finite is computed again from its start.
     """
 
     takes_narrow = True
-    positive_definite = False  # V is made of a running average of gradients
+    positive_definite = False  # V is computed from a running average of gradients
 
     def __init__(
         self,
@@ -57,17 +56,16 @@ class KBFGS(Curvature):
         """Choose the variant.
 
         Args:
-            memory: How many pairs H_G is made of (the paper's K-BFGS(L) has 100); None: it is kept as a matrix.
-            factor_decay: The weight of the old in Ā, in [0, 1).
-            gradient_decay: That in Ŵ, which is corrected for its beginning as Ā is; 0: W itself.
-            pair_decay: That in s and y.
-            max_factor_size: The most inputs (with the bias's constant 1) of a layer, and without `memory` the most
-                outputs; layers with more are left to the optimizer. None: any number.
+            memory: The number of pairs that represent H_G (100 in the paper's K-BFGS(L)). None: H_G is a matrix.
+            factor_decay: The weight of the old value in Ā, in [0, 1).
+            gradient_decay: The weight of the old value in Ŵ, bias-corrected like Ā; 0: W itself.
+            pair_decay: The weight of the old value in s and y.
+            max_factor_size: The largest number of inputs (with the bias's constant 1) and, without `memory`, of outputs
+                of a layer; larger layers are left to the optimizer. None: any number.
             sharing: How positions of a shared weight combine (Eschenhagen 2023). "expand": each is a sample, all means
                 are over samples and positions. "reduce": a is their mean and g their sum.
-            fisher: The Fisher of norm layers beside it, as in `natgrad.UnitWise`: K-BFGS itself takes the gradients of
-                the loss.
-            likelihood: Likewise.
+            fisher: The Fisher of norm layers, as in `natgrad.UnitWise`. K-BFGS itself uses the gradients of the loss.
+            likelihood: The likelihood of norm layers, as in `natgrad.UnitWise`.
 
         Raises:
             ValueError: if an argument is not allowed.
@@ -81,7 +79,7 @@ class KBFGS(Curvature):
         fits = max_factor_size is None or whole
         require(fits, "max_factor_size", max_factor_size, "a whole number >= 1, or None")
         require_one_of("sharing", sharing, "expand", "reduce")
-        self.factor_decay, self._beside = check_estimate(fisher, factor_decay, likelihood)
+        self.factor_decay, self._norm_likelihood = check_estimate(fisher, factor_decay, likelihood)
         self.limit, self.fisher, self.max_factor_size = memory, fisher, max_factor_size
         self.sharing, self.sum_positions = sharing, sharing == "reduce"
         self.gradient_decay, self.pair_decay = float(gradient_decay), float(pair_decay)
@@ -92,10 +90,10 @@ class KBFGS(Curvature):
 
     @cached_property
     def _elementwise(self) -> Curvature:
-        return UnitWise(fisher=self.fisher, factor_decay=self.factor_decay, likelihood=self._beside)
+        return UnitWise(fisher=self.fisher, factor_decay=self.factor_decay, likelihood=self._norm_likelihood)
 
     def variant_for(self, layer: Layer) -> Curvature | str:
-        """Return itself for matrices whose weight is trained, for the outputs are compared over a step."""
+        """Return itself for matrices with a trained weight, which determines the change of the outputs."""
         fitted = super().variant_for(layer)
         if fitted is not self:
             return fitted
@@ -107,7 +105,7 @@ class KBFGS(Curvature):
         return self
 
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
-        """Return Ā; of the last batch the means of a and g, and how much of mean(g) may be rounding."""
+        """Return Ā, the means of a and g over the last batch, and a bound on the rounding error of mean(g)."""
         a = Statistic("a", (d_in,), source="both", per="position", decayed=False, replayed=True)
         return (
             Statistic("A", (d_in, d_in), symmetric=True, source="both", per="position"),
@@ -117,7 +115,7 @@ class KBFGS(Curvature):
         )
 
     def state(self, d_out: int, d_in: int) -> tuple[TensorSpec, ...]:
-        """Return the sums behind Ŵ and its bias correction, and the pair."""
+        """Return the running sum of Ŵ and its bias correction, and the pair."""
         return (
             TensorSpec("W", (d_out, d_in), at_least_float32=True),
             TensorSpec("share", ()),
@@ -126,15 +124,15 @@ class KBFGS(Curvature):
         )
 
     def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
-        """Return updates of rank two, which cost less than to send their results."""
+        """Return the two updates. They have rank two, so computing them is cheaper than sending their results."""
         H_A = TensorSpec("H_A", (d_in, d_in), symmetric=True, at_least_float32=True)
-        made: tuple[TensorSpec, ...] = (replace(H_A, name="H_G", shape=(d_out, d_out)),)
+        written: tuple[TensorSpec, ...] = (replace(H_A, name="H_G", shape=(d_out, d_out)),)
         cost = 4.0 * d_out * d_out
         if self.limit is not None:
-            made = tuple(TensorSpec(name, (self.limit, d_out), at_least_float32=True) for name in ("S", "Y"))
+            written = tuple(TensorSpec(name, (self.limit, d_out), at_least_float32=True) for name in ("S", "Y"))
             cost = 3.0 * self.limit**2 * d_out
         A = Task("A", ("A", "a"), (H_A,), 5.0 * d_in * d_in, needs_previous=True, on_every_worker=True)
-        return A, replace(A, name="G", reads=("s", "y"), writes=made, cost=cost, after_replay=True)
+        return A, replace(A, name="G", reads=("s", "y"), writes=written, cost=cost, after_replay=True)
 
     def accumulate(
         self,
@@ -144,7 +142,7 @@ class KBFGS(Curvature):
         scale: float,
         computed: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Add to all, in a second pass to all but A."""
+        """Add to all statistics; a second pass leaves out A."""
         if "A" in sums:
             inputs.add_gram_(sums["A"])
         totals = {"a": inputs.pool().sum(1), "g": gradients.pool().sum(1), "rounding": gradients.rounding()}
@@ -152,7 +150,7 @@ class KBFGS(Curvature):
             sums[name].add_(total, alpha=1.0 if name == "a" else scale)
 
     def update_state(self, state: Mapping[str, Tensor], gradient: Tensor) -> Mapping[str, Tensor]:
-        """Return the new sums behind Ŵ."""
+        """Return the new running sum of Ŵ and its bias correction."""
         decay = self.gradient_decay
         return {
             "W": torch.lerp(gradient.to(state["W"]), state["W"], decay),
@@ -160,22 +158,22 @@ class KBFGS(Curvature):
         }
 
     def replay_summary(self, means: Mapping[str, Tensor], parameters: Tensor) -> Mapping[str, Tensor]:
-        """Return mean(z), for z is linear in a; mean(g), and whether that is more than rounding.
+        """Return mean(z), computed from mean(a), mean(g), and whether mean(g) exceeds its rounding error.
 
-        A frozen bias is in no difference.
+        mean(z) lacks a frozen bias, which cancels in the difference of two passes.
         """
         g = means["g"]
-        some = g.abs().sum(1, keepdim=True) > means["rounding"]
-        return {"z": multiply(parameters, means["a"]), "g": g, "some": some}
+        significant = g.abs().sum(1, keepdim=True) > means["rounding"]
+        return {"z": multiply(parameters, means["a"]), "g": g, "significant": significant}
 
     def replay_update(
         self, state: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return the running averages of the pair, whose scale does not matter; where g is rounding, zeros."""
+        """Return the running averages of the pair, up to scale; zeros where mean(g) is rounding error."""
         changes = {"s": after["z"] - before["z"], "y": after["g"] - before["g"]}
         averages = {name: torch.lerp(change, state[name], self.pair_decay) for name, change in changes.items()}
-        some = before["some"] & after["some"]
-        return {name: torch.where(some, average, 0) for name, average in averages.items()}
+        significant = before["significant"] & after["significant"]
+        return {name: torch.where(significant, average, 0) for name, average in averages.items()}
 
     def compute(
         self,
@@ -184,14 +182,14 @@ class KBFGS(Curvature):
         damping: float,
         previous: Mapping[str, Tensor] | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Do a task; `damping` is below 1."""
+        """Compute a task; `damping` must be below 1."""
         if task == "A":
-            return self._renew_inputs(averages, damping**0.5, previous)
+            return self._update_inputs(averages, damping**0.5, previous)
         update = self._updated if self.limit is None else self._appended
-        made = update(averages["s"], averages["y"], damping**0.5, previous)
-        return made, _finite(averages["s"], averages["y"], *made.values())
+        computed = update(averages["s"], averages["y"], damping**0.5, previous)
+        return computed, _finite(averages["s"], averages["y"], *computed.values())
 
-    def _renew_inputs(
+    def _update_inputs(
         self, averages: Mapping[str, Tensor], shift: float, previous: Mapping[str, Tensor] | None
     ) -> tuple[dict[str, Tensor], Tensor]:
         A, a = averages["A"], averages["a"]

@@ -1,14 +1,15 @@
-"""Natural gradients by way of the kernel of samples (Sherman-Morrison-Woodbury; SNGD, and HyLo, Mu 2022).
+"""Natural gradients from the kernel matrix of samples (Sherman-Morrison-Woodbury; SNGD, and HyLo, Mu 2022).
 
 The Fisher block of a layer is ``F = UᵀU / S`` over S samples, where row n of U is ``g_n ⊗ a_n``. U is never formed:
-``U Uᵀ = (A Aᵀ) ∘ (G Gᵀ)``, and products with U and Uᵀ are those of its two factors. Everything here is one formula,
+``U Uᵀ = (A Aᵀ) ∘ (G Gᵀ)``, and products with U and Uᵀ are computed from A and G. The formula is
 
     (F + αI)⁻¹ v = (1/α) [v - (1/S) Uᵀ M U v],
 
-with the kernel's inverse M: of all rows (eq. 7, corrected), or of few rows that stand for all (eq. 8, corrected).
+where M is the inverse of the kernel of all rows (eq. 7, corrected) or of selected rows (eq. 8, corrected).
 
-Shapes: N blocks, m rows (samples of one rank), r of them selected, o outputs, i inputs: ``A [N, m, i]``,
-``G [N, m, o]``, ``V [N, o, i]``. S counts the samples of all ranks, as a tensor too: then nothing waits for it.
+Shapes: N blocks, m rows (samples of one rank), r selected rows, o outputs, i inputs: ``A [N, m, i]``,
+``G [N, m, o]``, ``V [N, o, i]``. S is the number of samples of all ranks, a number or, to avoid a host-device
+synchronization, a tensor.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from torch.nn.functional import pad
 from natgrad.linalg.device import known_all
 
 _BATCH = 2**24
-"""About how many elements of kernels are decomposed together."""
+"""About how many elements of kernels are decomposed in one batch."""
 
 _SQUARES = (1e-15, 1e15)
-"""Between these, norms of float32 do without squares of float64, for which a CPU needs four times as long."""
+"""Norms in this range are computed in float32, four times as fast on a CPU as in float64."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows that stand for all those of a rank; where there are fewer than wanted, the last ones are zero.
+    """Selected rows of a rank, padded with zero rows.
 
     Attributes:
         A: Their inputs ``[N, r, i]``.
         G: Their output gradients ``[N, r, o]``, weighted.
-        Y: What links them to the rows left out ``[N, r, r]``, zero beside zero rows; None: nothing, ``Y = I/α``.
-        fine: Whether the selection succeeded ``[N]`` (bool); what failed holds zeros.
+        Y: The matrix ``[N, r, r]`` that accounts for the rows left out, zero for padding rows. None: ``Y = I/α``.
+        fine: Whether the selection succeeded ``[N]`` (bool); failed blocks hold zeros.
     """
 
     A: Tensor
@@ -51,7 +52,7 @@ def gram(A: Tensor, G: Tensor) -> Tensor:
 
 
 def multiply(A: Tensor, G: Tensor, V: Tensor) -> Tensor:
-    """Return ``U v`` ``[N, m]``, of each row ``gᵀ V a``. Cost: N m o i multiply-adds, in N m min(o, i) of memory."""
+    """Return ``U v`` ``[N, m]``, ``gᵀ V a`` for each row. Cost: N m o i multiply-adds, in N m min(o, i) of memory."""
     left, right = (G @ V, A) if V.shape[-1] <= V.shape[-2] else (A @ V.mT, G)
     products: Tensor = torch.linalg.vecdot(left, right)
     return products
@@ -72,10 +73,10 @@ def precondition(
     Args:
         A: Rows of inputs ``[N, r, i]``.
         G: Rows of output gradients ``[N, r, o]``.
-        M: What `inverted` returned for them ``[N, r, r]``.
+        M: The result of `inverted` for these rows ``[N, r, r]``.
         V: The gradient ``[N, o, i]``.
         samples: S, a number or ``[N]``.
-        damping: The α that M was made with, a number or ``[N]``.
+        damping: The α of M, a number or ``[N]``.
 
     Returns:
         ``[N, o, i]``. Cost: N (2 r o i + r²) multiply-adds.
@@ -87,15 +88,15 @@ def precondition(
 def inverted(
     A: Tensor, G: Tensor, Y: Tensor | None, *, samples: float | Tensor, damping: float
 ) -> tuple[Tensor, Tensor]:
-    """Return ``M = (I + Y K)⁻¹ Y`` with ``K = U Uᵀ / S``, and without Y ``(K + αI)⁻¹``; K itself is never inverted.
+    """Return ``M = (I + Y K)⁻¹ Y`` with ``K = U Uᵀ / S``, or without Y ``(K + αI)⁻¹``.
 
-    By Cholesky factors, ``Y = L Lᵀ`` and ``M = L (I + Lᵀ K L)⁻¹ Lᵀ``: symmetric, and no less definite than Y. What
-    fails is tried again in float64.
+    With the Cholesky factor ``Y = L Lᵀ``, ``M = L (I + Lᵀ K L)⁻¹ Lᵀ``, which is symmetric and positive semi-definite.
+    Blocks that fail are computed again in float64.
 
     Args:
-        A: The selected rows of all ranks ``[N, r, i]``.
-        G: The same ``[N, r, o]``.
-        Y: The blocks along the diagonal of Y ``[N, P, r/P, r/P]``, one a rank; None: ``I/α``.
+        A: The selected input rows of all ranks ``[N, r, i]``.
+        G: The selected gradient rows ``[N, r, o]``.
+        Y: The diagonal blocks of Y ``[N, P, r/P, r/P]``, one per rank; None: ``I/α``.
         samples: S, a number or ``[N]``.
         damping: α.
 
@@ -105,12 +106,11 @@ def inverted(
     M, fine = _inverted(A, G, Y, samples, damping)
     if not bool(fine.all()):
         for index in (~fine).nonzero().flatten().tolist():
-            own = slice(index, index + 1)
-            count = samples[own].double() if isinstance(samples, Tensor) and samples.ndim else samples
-            wide = (A[own].double(), G[own].double(), None if Y is None else Y[own].double())
-            retried, success = _inverted(*wide, count, damping)
-            M[own] = torch.where(success[:, None, None], retried, 0).to(M.dtype)
-            fine[own] = success
+            block = slice(index, index + 1)
+            wide = (A[block].double(), G[block].double(), None if Y is None else Y[block].double())
+            retried, success = _inverted(*wide, _part(samples, block), damping)
+            M[block] = torch.where(success[:, None, None], retried, 0).to(M.dtype)
+            fine[block] = success
     return M, fine
 
 
@@ -120,24 +120,24 @@ def _inverted(A: Tensor, G: Tensor, Y: Tensor | None, samples: float | Tensor, d
         K.diagonal(dim1=-2, dim2=-1).add_(damping)
         C, fine = _cholesky(K)
         return torch.cholesky_inverse(C), fine
-    # Padded rows have no Y: a one on the diagonal lets the factorisation pass, and is taken out again.
+    # Y is zero for padding rows: a one on the diagonal makes it invertible, and is removed after the factorisation.
     empty = Y.diagonal(dim1=-2, dim2=-1) == 0
     L, fine = _cholesky(Y + torch.diag_embed(empty.to(Y.dtype)))
     L = L.masked_fill(empty[..., None, :], 0)
-    ranks, own = Y.shape[1:3]
-    # L is block-diagonal: its products are those of the blocks, a rank at a time.
-    KL = torch.einsum("napb,npbc->napc", K.unflatten(-1, (ranks, own)), L).flatten(2)
-    inner = torch.einsum("npba,npbc->npac", L, KL.unflatten(1, (ranks, own))).flatten(1, 2)
+    blocks = Y.shape[1:3]
+    # L is block-diagonal, so its products are computed block by block.
+    KL = torch.einsum("napb,npbc->napc", K.unflatten(-1, blocks), L).flatten(2)
+    inner = torch.einsum("npba,npbc->npac", L, KL.unflatten(1, blocks)).flatten(1, 2)
     inner = (inner + inner.mT).div_(2)
     inner.diagonal(dim1=-2, dim2=-1).add_(1)
-    C, well = _cholesky(inner)
+    C, inner_fine = _cholesky(inner)
     # H = C⁻¹ Lᵀ, and M = HᵀH.
     H = torch.linalg.solve_triangular(C, along_diagonal(L.mT), upper=False)
-    return H.mT @ H, fine.all(-1) & well
+    return H.mT @ H, fine.all(-1) & inner_fine
 
 
 def along_diagonal(blocks: Tensor) -> Tensor:
-    """Return the matrices ``[N, P s, P s]`` whose blocks along the diagonal are `blocks` ``[N, P, s, s]``."""
+    """Return the matrices ``[N, P s, P s]`` with diagonal blocks ``[N, P, s, s]``."""
     N, count, size, _ = blocks.shape
     whole = blocks.new_zeros(N, count, size, count, size)
     whole.diagonal(dim1=1, dim2=3).copy_(blocks.movedim(1, -1))
@@ -145,7 +145,7 @@ def along_diagonal(blocks: Tensor) -> Tensor:
 
 
 def every(A: Tensor, G: Tensor, count: int) -> Selection:
-    """Select all rows ``[N, m, i]`` and ``[N, m, o]``, where other ranks have up to `count` of them."""
+    """Select all rows ``[N, m, i]`` and ``[N, m, o]``, padded to `count`, the largest number of any rank."""
     padding = (0, 0, 0, count - A.shape[1])
     fine = A.flatten(1).sum(1).isfinite() & G.flatten(1).sum(1).isfinite()
     A, G = (torch.where(fine[:, None, None], pad(rows, padding), 0) for rows in (A, G))
@@ -153,35 +153,36 @@ def every(A: Tensor, G: Tensor, count: int) -> Selection:
 
 
 def interpolate(A: Tensor, G: Tensor, count: int, *, samples: float | Tensor, damping: float) -> Selection:
-    """Select rows by an interpolative decomposition of the kernel, and keep what it leaves over (KID, Mu 2022).
+    """Select rows by an interpolative decomposition of the kernel, and account for its residual in Y (KID, Mu 2022).
 
     ``Q = U Uᵀ / S ≈ P Q(S,:)`` by pivoted Cholesky, with ``P(S,:) = I`` and the residual ``R = Q - P Q(S,:)``, which is
-    symmetric and positive semi-definite; ``Y = Pᵀ (R + αI)⁻¹ P``. Rows of zeros change nothing. What fails is tried
-    again in float64.
+    symmetric and positive semi-definite; ``Y = Pᵀ (R + αI)⁻¹ P``. Zero rows have no effect. Blocks that fail are
+    computed again in float64.
 
     Args:
-        A: The rows of this rank ``[N, m, i]``.
-        G: The same ``[N, m, o]``.
-        count: r, how many are selected.
-        samples: S of all ranks, a number or ``[N]``.
+        A: The input rows of this rank ``[N, m, i]``.
+        G: The gradient rows of this rank ``[N, m, o]``.
+        count: r, the number of rows to select.
+        samples: S, a number or ``[N]``.
         damping: α.
 
     Returns:
-        The rows and Y. Cost: N (m² (i + o + r) + m³/3) multiply-adds; some blocks at a time, in 3 m² elements each.
+        The rows and Y. Cost: N (m² (i + o + r) + m³/3) multiply-adds, in 3 m² elements of memory per block; blocks are
+        processed in chunks.
     """
     A, G = _at_least_one(A, G)
     rows = A.shape[1]
     step = max(1, _BATCH // max(1, rows * rows))
     found = []
     for start in range(0, len(A), step):
-        own = slice(start, min(start + step, len(A)))
-        found.append(_interpolate(A[own], G[own], count, _part(samples, own), damping))
-    pivots, live, Y, fine = (torch.cat(each) for each in zip(*found, strict=True))
+        part = slice(start, min(start + step, len(A)))
+        found.append(_interpolate(A[part], G[part], count, _part(samples, part), damping))
+    pivots, live, Y, fine = (torch.cat(parts) for parts in zip(*found, strict=True))
     for index in (~fine).nonzero().flatten().tolist() if A.dtype != torch.float64 else ():
-        own = slice(index, index + 1)
-        wide = _interpolate(A[own].double(), G[own].double(), count, _part(samples, own), damping)
-        for kept, retried in zip((pivots, live, Y, fine), wide, strict=True):
-            kept[own] = retried.to(kept.dtype)
+        block = slice(index, index + 1)
+        wide = _interpolate(A[block].double(), G[block].double(), count, _part(samples, block), damping)
+        for result, retried in zip((pivots, live, Y, fine), wide, strict=True):
+            result[block] = retried.to(result.dtype)
     live = live & fine[:, None]
     return Selection(pick(A, pivots, live), pick(G, pivots, live), torch.where(fine[:, None, None], Y, 0), fine)
 
@@ -189,12 +190,12 @@ def interpolate(A: Tensor, G: Tensor, count: int, *, samples: float | Tensor, da
 def _interpolate(
     A: Tensor, G: Tensor, count: int, samples: float | Tensor, damping: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the pivots ``[N, r]``, which of them are rows, Y, and whether the blocks are fine."""
+    """Return the pivots ``[N, r]``, a mask of those that are rows, Y, and whether each block succeeded ``[N]``."""
     Q = gram(A, G).div_(_last(samples, 2))
     L, pivots, live = pivoted_cholesky(Q, count)
-    own = torch.where(live[..., None], L.gather(1, pivots[..., None].expand(-1, -1, count)), 0)  # L(S,:)
-    own.diagonal(dim1=-2, dim2=-1).masked_fill_(~live, 1)
-    P = torch.linalg.solve_triangular(own, L, upper=False, left=False)
+    selected = torch.where(live[..., None], L.gather(1, pivots[..., None].expand(-1, -1, count)), 0)  # L(S,:)
+    selected.diagonal(dim1=-2, dim2=-1).masked_fill_(~live, 1)
+    P = torch.linalg.solve_triangular(selected, L, upper=False, left=False)
     R = Q.baddbmm_(L, L.mT, alpha=-1)
     diagonal = R.diagonal(dim1=-2, dim2=-1)
     diagonal.clamp_(min=0).add_(damping)
@@ -205,38 +206,38 @@ def _interpolate(
 
 
 def pivoted_cholesky(Q: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Factorise ``Q ≈ L Lᵀ``, the largest remaining diagonal entry first.
+    """Factorise ``Q ≈ L Lᵀ``, taking the largest remaining diagonal entry first.
 
-    It ends where that is no more than 1e-12 of the largest of all (float64), or m ε of it (float32).
+    It stops when that entry is at most 1e-12 (float64) or m ε (float32) times the largest of Q.
 
     Args:
         Q: ``[N, m, m]``, symmetric and positive semi-definite.
         count: r, the number of pivots.
 
     Returns:
-        L ``[N, m, r]``, the pivots ``[N, r]``, and which of them are any ``[N, r]`` (bool): the columns of L beyond are
-        zero. Cost: N m r² / 2 multiply-adds.
+        L ``[N, m, r]``, the pivots ``[N, r]``, and which of them are valid ``[N, r]`` (bool): the other columns of L
+        are zero. Cost: N m r² / 2 multiply-adds.
     """
     N, rows = Q.shape[:2]
     remaining = Q.diagonal(dim1=-2, dim2=-1).clone()
     tolerance = 1e-12 if Q.dtype == torch.float64 else rows * torch.finfo(Q.dtype).eps
     least, nothing = remaining.amax(-1) * tolerance, Q.new_zeros(())
-    L = Q.new_zeros(N, count, rows)  # transposed, so that each column is written and read in one piece
-    blocks, going = torch.arange(N, device=Q.device), torch.ones(N, dtype=torch.bool, device=Q.device)
-    places, goes = [], []
-    for index in range(min(count, rows)):  # few calls, which take the time on a GPU
+    L = Q.new_zeros(N, count, rows)  # transposed, so that each column is contiguous
+    blocks, active = torch.arange(N, device=Q.device), torch.ones(N, dtype=torch.bool, device=Q.device)
+    places, valid = [], []
+    for index in range(min(count, rows)):  # few calls, because a GPU spends its time on launches
         pivot, place = remaining.max(-1)
-        going = going & (pivot > least)
+        active = active & (pivot > least)
         before = L[:, :index]
         column = torch.baddbmm(Q[blocks, place][:, None], before[blocks, :, place][:, None], before, alpha=-1)[:, 0]
-        # What is left of the rows taken before, whose diagonal is -inf, is rounding.
-        column = torch.where((remaining > -torch.inf) & going[:, None], column / pivot[:, None].sqrt(), nothing)
+        # Rows taken before, whose diagonal is -inf, hold only rounding errors.
+        column = torch.where((remaining > -torch.inf) & active[:, None], column / pivot[:, None].sqrt(), nothing)
         L[:, index] = column
         remaining = remaining.addcmul(column, column, value=-1).scatter_(1, place[:, None], -torch.inf)
         places.append(place)
-        goes.append(going)
+        valid.append(active)
     missing = (0, count - len(places))
-    return L.mT, pad(torch.stack(places, 1), missing), pad(torch.stack(goes, 1), missing)
+    return L.mT, pad(torch.stack(places, 1), missing), pad(torch.stack(valid, 1), missing)
 
 
 def scores(A: Tensor, G: Tensor) -> Tensor:
@@ -245,7 +246,7 @@ def scores(A: Tensor, G: Tensor) -> Tensor:
 
 
 def inclusion(scores: Tensor, count: int) -> Tensor:
-    """Return the probabilities proportional to `scores`, capped at 1, that sum to `count` (or to all that are above 0).
+    """Return probabilities proportional to `scores`, capped at 1, that sum to `count` (or to the number of scores > 0).
 
     Args:
         scores: ``[N, m]``, in descending order.
@@ -255,10 +256,12 @@ def inclusion(scores: Tensor, count: int) -> Tensor:
         π ``[N, m]``.
     """
     positive = scores > 0
-    rest = scores.flip(-1).cumsum(-1).flip(-1)  # of a row and all that follow
-    capped = torch.arange(scores.shape[-1], device=scores.device)  # how many are, if this row is the first that is not
+    rest = scores.flip(-1).cumsum(-1).flip(-1)  # sums of a row and all that follow
+    capped = torch.arange(
+        scores.shape[-1], device=scores.device
+    )  # the number of capped rows, if this row is the first that is not
     share = (count - capped).clamp(min=0) / torch.where(positive, rest, 1)
-    # The first row that need not be capped decides: those that follow have lower scores.
+    # All rows after the first that need no cap have lower scores.
     free = positive & (share * scores <= 1) & (positive.sum(-1, keepdim=True) > count)
     first = free.to(torch.int8).argmax(-1, keepdim=True)
     probability = torch.where(free.any(-1, keepdim=True) & (capped >= first), share.gather(-1, first) * scores, 1)
@@ -268,13 +271,13 @@ def inclusion(scores: Tensor, count: int) -> Tensor:
 def sample(A: Tensor, G: Tensor, count: int, *, starts: Tensor) -> Selection:
     """Draw rows with probabilities proportional to their norms, without replacement (KIS, Mu 2022).
 
-    The drawing is systematic; a drawn row of G is divided by the root of its probability, so that ``UᵀU`` is unbiased
-    (the paper's authors leave that out). Rows of zeros are never drawn.
+    Sampling is systematic. A drawn row of G is divided by the root of its probability, so that ``UᵀU`` is unbiased
+    (the paper does not do this). Zero rows are never drawn.
 
     Args:
-        A: The rows of this rank ``[N, m, i]``.
-        G: The same ``[N, m, o]``.
-        count: r, how many are drawn.
+        A: The input rows of this rank ``[N, m, i]``.
+        G: The gradient rows of this rank ``[N, m, o]``.
+        count: r, the number of rows to draw.
         starts: One uniformly random number in [0, 1) for each block ``[N]`` (float64).
 
     Returns:
@@ -295,7 +298,7 @@ def sample(A: Tensor, G: Tensor, count: int, *, starts: Tensor) -> Selection:
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Return the norms of rows ``[N, m]`` in float64; those of a block hang on no other."""
+    """Return the norms of rows ``[N, m]`` in float64; each block is independent of the others."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=-1).double()
     fits = ((norms > _SQUARES[0]) & (norms < _SQUARES[1])).all(-1)
     if known_all(fits):
@@ -310,14 +313,14 @@ def pick(rows: Tensor, indices: Tensor, live: Tensor) -> Tensor:
 
 
 def _at_least_one(A: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows, of a rank without any a row of zeros."""
+    """Return rows; a zero row for a rank that has none."""
     if A.shape[1]:
         return A, G
     return A.new_zeros(len(A), 1, A.shape[2]), G.new_zeros(len(G), 1, G.shape[2])
 
 
 def _cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors, and which of them are any; the others can be calculated with all the same."""
+    """Return the factors, and whether each succeeded ``[N]``; the diagonal of the others is 1."""
     factor, info = torch.linalg.cholesky_ex(matrices)
     diagonal = factor.diagonal(dim1=-2, dim2=-1)
     fine = (info == 0) & diagonal.isfinite().all(-1)
@@ -326,7 +329,7 @@ def _cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _last(value: float | Tensor, dims: int) -> float | Tensor:
-    """Return a number, or ``[N]`` with `dims` dimensions behind."""
+    """Return a number, or ``[N]`` with `dims` dimensions appended."""
     return value if not isinstance(value, Tensor) or not value.ndim else value.view(-1, *[1] * dims)
 
 

@@ -25,8 +25,9 @@ from natgrad.specs import Statistic, Task
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# What a renewal costs in Cholesky inverses: eigenvectors four to six, a test and what may follow about half of that.
+# The cost of each form in Cholesky inverses: about five for eigenvectors, about half of that with the last basis.
 _COST = {"eigen": 5.0, "iterative": 2.5, "inverse": 1.0, "newton-schulz": 3.0}
+# The default tolerance and number of iterations.
 _WARM = {"iterative": (0.1, 2), "newton-schulz": (0.01, 12)}
 
 
@@ -34,11 +35,11 @@ class KFAC(Curvature):
     """Kronecker-factored curvature.
 
     ``A = (1/B) Σ_n Σ_t a aᵀ`` and ``G = (1/(B T)) Σ_n Σ_t g gᵀ`` over samples n and positions t (Grosse & Martens
-    2016). A side that is too wide for a full factor, a vocabulary's, is kept as its diagonal or as blocks along it.
+    2016). A factor that is too large to store, such as a vocabulary's, is reduced to its diagonal or diagonal blocks.
 
     Attributes:
-        A: What is kept of the factor of the inputs.
-        G: What is kept of the factor of the outputs.
+        A: How the factor of the inputs is stored.
+        G: How the factor of the outputs is stored.
     """
 
     takes_narrow = True
@@ -63,28 +64,29 @@ class KFAC(Curvature):
 
         Args:
             form: "eigen": (G ⊗ A + γI)⁻¹ exactly, with the damping of the step. "inverse": damped Cholesky inverses of
-                A and G, cheaper to renew and to apply, with the damping of their renewal. "iterative": as "eigen", but
-                renewals begin with the last basis (`Warm.eigh`): a third of the cost where that still serves.
-                "newton-schulz": as "inverse", beginning with the last inverse, by products of matrices alone
-                (`Warm.damped_inverse`); on the CPU Cholesky is cheaper. Both are for accelerators, and for renewals at
-                every step or nearly so.
+                A and G, cheaper to compute and to apply, with the damping of their refresh. "iterative": as "eigen",
+                but each decomposition starts from the last basis (`Warm.eigh`), at a third of the cost if that basis
+                is still accurate. "newton-schulz": as "inverse", but starting from the last inverse and using only
+                matrix products (`Warm.damped_inverse`); on a CPU Cholesky is cheaper. Use the last two on accelerators
+                with a refresh at every step or every few steps.
             fisher: "empirical": g from the true labels. "sampled": g from labels drawn from the model's own
                 prediction, in one more backward pass; use ``preconditioner.backward(loss, outputs)``.
             sharing: How positions of a shared weight combine, "expand" or "reduce" (Eschenhagen 2023).
-            factor_decay: The weight of the old in the running averages, in [0, 1).
+            factor_decay: The weight of the old value in the running averages, in [0, 1).
             likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.
             sides: "both", or "a": A alone, ``W (A + γI)⁻¹``, gradient descent on the layer's outputs (FOOF: Benzing
-                2022). G is neither captured nor renewed nor sent; γ is then in the units of A.
+                2022). G is not computed; γ is then in the units of A.
             pi: Whether the inverse forms balance the damping between A and G by their traces. False: γ on both
                 (Pauloski 2022, eq. 9-10).
-            max_factor_size: The most inputs (with the bias's constant 1) or outputs of a layer that get a full factor;
+            max_factor_size: The largest number of inputs (with the bias's constant 1) or outputs with a full factor;
                 None: any number.
-            wide: What becomes of a side with more. "diagonal": second moments alone. "blocks": square blocks along the
-                diagonal, as few and as equal as that size allows (THOR). "optimizer": the layer is left out.
-            tolerance: For the last two forms: what is left of a renewal when the last result stays or the iterations
-                end. "iterative": ``‖A - Q diag(v) Qᵀ‖ / ‖A‖``, 0.1 unless given, about what one batch in twenty adds
-                to a running average. "newton-schulz": ``‖I - (A + γI) X‖``, 0.01 unless given.
-            iterations: The most that they do (2 and 12 unless given) before a factor is decomposed from scratch.
+            wide: How larger factors are stored. "diagonal": the diagonal. "blocks": square blocks along the diagonal,
+                as few and as equal as `max_factor_size` allows (THOR). "optimizer": the layer is left to the optimizer.
+            tolerance: The residual at which "iterative" and "newton-schulz" stop. "iterative":
+                ``‖A - Q diag(v) Qᵀ‖ / ‖A‖``, default 0.1, about the change of a running average by one batch in
+                twenty. "newton-schulz": ``‖I - (A + γI) X‖``, default 0.01.
+            iterations: The largest number of iterations of these forms (default 2 and 12) before a factor is
+                decomposed from scratch.
 
         Raises:
             ValueError: if an argument is not allowed.
@@ -103,7 +105,7 @@ class KFAC(Curvature):
         self.warm = _warm(form, tolerance, iterations)
         self.factor_decay, self.likelihood = check_estimate(fisher, factor_decay, likelihood)
         self.sum_positions = sharing == "reduce"
-        self.fisher_product_reads = () if self._made == "eigen" else ("A", "G")
+        self.fisher_product_reads = () if self._decomposition == "eigen" else ("A", "G")
         self.max_factor_size, self.wide = max_factor_size, wide
         self.A: Side = Full()
         self.G: Side = Full()
@@ -114,7 +116,7 @@ class KFAC(Curvature):
         return self.describe(A=self.A, G=self.G)
 
     def describe(self, *notes: str, **sides: Side) -> str:
-        """Return the options in words, with what is kept of each side where that is not all, and `notes`."""
+        """Return the options, how each of the `sides` is stored unless in full, and `notes`, as text."""
         kept = [f"{name} {side}" for name, side in sides.items() if str(side)]
         if self.sides == "a":
             kept.append("A alone")
@@ -125,10 +127,10 @@ class KFAC(Curvature):
         return [f"form={self.form!r}", *warm, f"fisher={self.fisher!r}", f"sharing={self.sharing!r}"]
 
     def variant_for(self, layer: Layer) -> Curvature | str:
-        """Choose the sides by their sizes; embeddings, also tied with linear layers, get a `TableKFAC`."""
+        """Return the variant with the storage that fits each size; a `TableKFAC` for embeddings, tied or not."""
         if layer.form == "elementwise":
             return super().variant_for(layer)
-        uses = {each.form for each in (layer, *layer.others)}
+        uses = {member.form for member in (layer, *layer.others)}
         if self.sides == "a" and uses != {"matrix"}:
             return f"{self!r} has no form for an embedding, whose inputs are one-hot"
         A = self._side(layer.inputs)
@@ -169,19 +171,19 @@ class KFAC(Curvature):
         )
 
     @property
-    def _made(self) -> Form:
-        """What is made of the factors."""
+    def _decomposition(self) -> Form:
+        """Whether factors are decomposed or inverted."""
         return "eigen" if self.form in ("eigen", "iterative") else "inverse"
 
     def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
         """Return a task for A and one for G, so that two ranks can share a layer (Pauloski 2022, section 4.3)."""
-        balanced = self._made == "inverse" and self.pi
+        balanced = self._decomposition == "inverse" and self.pi
         return tuple(
             Task(
                 name=name,
                 reads=("A", "G") if balanced else (name,),
                 diagonal_of=(other,) if balanced else (),
-                writes=side.writes(self._made, name, size),
+                writes=side.writes(self._decomposition, name, size),
                 cost=side.cost(size) * _COST[self.form],
                 needs_previous=self.warm is not None and side.matrices,
             )
@@ -212,7 +214,7 @@ class KFAC(Curvature):
     ) -> tuple[dict[str, Tensor], Tensor]:
         factor, side = averages[task], self.A if task == "A" else self.G
         last = None if previous is None else previous.get(f"Q{task}", previous.get(f"inverse_{task}"))
-        if self._made == "eigen":
+        if self._decomposition == "eigen":
             return side.decompose(task, factor, self.warm, last)
         share = factor.new_full((len(factor),), damping)
         if self.pi:
@@ -231,7 +233,7 @@ class KFAC(Curvature):
         damping: float,
     ) -> Tensor:
         A, G = self.A, self.G
-        if self._made == "inverse":
+        if self._decomposition == "inverse":
             if A == G == Full():
                 return linalg.solve_inverse(gradient, computed["inverse_A"], computed["inverse_G"])
             return A.multiply(G.multiply(gradient.mT, computed, "G").mT, computed, "A").contiguous()
@@ -241,15 +243,15 @@ class KFAC(Curvature):
                 gradient, computed["QA"], computed["QG"], lambda: self.spectrum(known).add_(damping)
             )
         rotated = A.rotate(G.rotate(gradient.mT, computed, "G").mT, computed, "A") / self.spectrum(known).add_(damping)
-        # A diagonal side multiplies what may be a transpose, which the blocks of a grouped convolution must not be.
+        # A diagonal side may return a transpose, but the gradient of a grouped convolution must be contiguous.
         return A.rotate_back(G.rotate_back(rotated.mT, computed, "G").mT, computed, "A").contiguous()
 
     def fisher_product(
         self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
     ) -> Tensor:
-        """Return F D in the eigenbasis, or by A and G as they are now."""
+        """Return F D from the eigenbasis, or in the inverse forms from the current A and G."""
         A, G = self.A, self.G
-        if self._made == "inverse":
+        if self._decomposition == "inverse":
             return A.times(G.times(direction.mT, averages["G"]).mT, averages["A"])
         rotated = A.rotate(G.rotate(direction.mT, computed, "G").mT, computed, "A") * self.spectrum(computed)
         return A.rotate_back(G.rotate_back(rotated.mT, computed, "G").mT, computed, "A")
@@ -262,8 +264,8 @@ class KFAC(Curvature):
 
     @property
     def off_diagonal_reads(self) -> tuple[str, ...] | None:  # type: ignore[override]
-        """In the eigen forms, the factors whose eigenvectors are not the unit vectors."""
-        sides = {"A": self.A, "G": self.G} if self._made == "eigen" else {}
+        """In the eigen forms, the factors that have eigenvectors."""
+        sides = {"A": self.A, "G": self.G} if self._decomposition == "eigen" else {}
         return tuple(name for name, side in sides.items() if side.matrices) or None
 
     @override
@@ -275,7 +277,7 @@ class KFAC(Curvature):
         return [sides[name].off_diagonal(averages[name], computed[f"Q{name}"]) for name in names]
 
     def spectrum(self, computed: Mapping[str, Tensor]) -> Tensor:
-        """Return the eigenvalues of the block, in memory of its own ``[N, o, i]``: v_G v_Aᵀ (eigen form)."""
+        """Return the eigenvalues of the block ``[N, o, i]``, v_G v_Aᵀ in the eigen forms, as a new tensor."""
         return computed["vG"][:, :, None] * computed["vA"][:, None, :]
 
     def diagonal(self, averages: Mapping[str, Tensor], d_out: int, d_in: int) -> Tensor:
@@ -284,7 +286,7 @@ class KFAC(Curvature):
 
 
 def _warm(form: str, tolerance: float | None, iterations: int | None) -> Warm | None:
-    """Return how renewals begin with the last result, with what is not given filled in; None: they do not."""
+    """Return the settings of the iterative forms, with defaults filled in; None for the other forms."""
     if form in _WARM:
         usual = _WARM[form]
         chosen = usual[0] if tolerance is None else tolerance

@@ -1,4 +1,4 @@
-"""The model's own predictive distribution: what labels are drawn from for the sampled (true) Fisher.
+"""The model's predictive distributions, from which the sampled (true) Fisher draws labels.
 
 For a per-sample loss that is c times a negative log-likelihood, `score` draws labels and returns the derivative of the
 per-sample loss with respect to the outputs, scaled so that its second moment is the exact Fisher (the generalised
@@ -19,10 +19,10 @@ from natgrad.schedule import check_number
 
 
 class Likelihood(ABC):
-    """A predictive distribution, named by the loss that belongs to it.
+    """A predictive distribution, whose negative log-likelihood is the loss up to a factor.
 
     Attributes:
-        dim: The dimension of the outputs that is no position: that of the classes, or of the features.
+        dim: The dimension of classes or features in the outputs.
     """
 
     dim: int = -1
@@ -32,8 +32,8 @@ class Likelihood(ABC):
         """Draw labels and return the per-sample derivative by the outputs.
 
         Args:
-            outputs: What the model returned, detached, any shape with samples first.
-            generator: Source of randomness, on the outputs' device.
+            outputs: The model's outputs, detached, of any shape with samples first.
+            generator: The random number generator, on the outputs' device.
             summed: Whether the loss sums over a sample's outputs (torch's ``reduction="sum"``) or averages them.
             first_feature: The first dimension that belongs to a single sample: 1, or the last for token losses.
 
@@ -47,7 +47,7 @@ class Likelihood(ABC):
 
 @dataclass(frozen=True)
 class Categorical(Likelihood):
-    """Softmax with cross-entropy; each position of an output with more dimensions is a term of its own.
+    """Softmax with cross-entropy; each position of an output with more dimensions is a separate term of the loss.
 
     Attributes:
         dim: The dimension of the classes: -1 for ``[batch, classes]`` and ``[batch, positions, classes]``, 1 for
@@ -67,7 +67,7 @@ class Categorical(Likelihood):
         require(fits, "outputs", tuple(outputs.shape), f"logits with classes in dimension {self.dim}")
         logits = outputs.movedim(self.dim, -1)
         probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-        drawable = probabilities.flatten(0, -2).nan_to_num(1.0)  # a NaN stays in the score, for the guard to see
+        drawable = probabilities.flatten(0, -2).nan_to_num(1.0)  # the score keeps the NaN, which the guard detects
         labels = torch.multinomial(drawable, 1, generator=generator).view(*logits.shape[:-1], 1)
         score = probabilities.scatter_add(-1, labels, probabilities.new_full((), -1).expand(labels.shape))
         return score.movedim(-1, self.dim)
@@ -78,8 +78,8 @@ class _Elementwise(Likelihood):
     """Independent outputs under a loss with a coefficient.
 
     Attributes:
-        coefficient: The factor c before a sample's summed loss. None: what torch's losses use, 1 / outputs per sample
-            for the mean over elements and 1 for the sum.
+        coefficient: The factor c of a sample's summed loss. None: that of torch's losses, 1 / outputs per sample for
+            the mean over elements and 1 for the sum.
     """
 
     coefficient: float | None = None
@@ -121,7 +121,7 @@ _BY_NAME: dict[str, Likelihood] = {"categorical": Categorical(), "bernoulli": Be
 
 
 def resolve(likelihood: str | Likelihood) -> Likelihood:
-    """Return the likelihood that a user named or built.
+    """Return the likelihood of a name, or `likelihood` itself.
 
     Raises:
         ValueError: if it is neither a known name nor a `Likelihood`.

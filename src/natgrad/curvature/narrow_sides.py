@@ -1,4 +1,4 @@
-"""What is kept of a wide factor: its diagonal, or square blocks along it."""
+"""Reduced forms of a large factor: its diagonal, or square blocks along it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from natgrad.specs import Statistic, TensorSpec
 
 @dataclass(frozen=True)
 class Diagonal(Side):
-    """Second moments alone ``[d]``: the factor's diagonal, whose eigenvectors are the unit vectors."""
+    """The factor's diagonal ``[d]``, without eigenvectors."""
 
     @override
     def __str__(self) -> str:
@@ -184,7 +184,7 @@ class Blocks(Side):
         return computed, fine.view(len(factor), -1).all(-1)
 
     def off_diagonal(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norms within the blocks. What lies between blocks is not counted."""
+        """Return the norms within the blocks."""
         off, whole = linalg.off_diagonal(factor.flatten(0, 1), vectors.flatten(0, 1))
         return off.view(len(factor), -1).sum(-1), whole.view(len(factor), -1).sum(-1)
 

@@ -1,6 +1,6 @@
-"""Quasi-Newton updates of stacked inverse curvatures (Goldfarb, Ren & Bahamou 2020), as pure functions.
+"""Quasi-Newton updates of batches of inverse curvatures (Goldfarb, Ren & Bahamou 2020), as pure functions.
 
-Shapes: ``N`` blocks, ``d`` rows and columns of an inverse H, pairs s and y ``[N, d]``, ``p`` pairs of a limited memory.
+Shapes: N blocks, inverses H ``[N, d, d]``, pairs s and y ``[N, d]``, a memory of p pairs ``[N, p, d]``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MU = 0.2
 
 
 def multiply(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """Return ``[N, d]``, each vector multiplied by its matrix."""
+    """Return the products of matrices ``[N, d, d]`` and vectors ``[N, d]``."""
     return (matrices @ vectors[:, :, None])[:, :, 0]
 
 
@@ -23,10 +23,10 @@ def inner(left: Tensor, right: Tensor) -> Tensor:
 
 
 def damped(s: Tensor, y: Tensor, Hy: Tensor, mu: float) -> tuple[Tensor, Tensor]:
-    """Return the pair that double damping makes of s and y (Goldfarb 2020, algorithm 2).
+    """Return s and y after double damping (Goldfarb 2020, algorithm 2).
 
-    First ``s ← θ s + (1 - θ) Hy`` where sᵀy < μ1 yᵀHy, so that both are equal; then ``y ← θ y + (1 - θ) s`` where
-    sᵀy < μ2 sᵀs, likewise.
+    First ``s ← θ s + (1 - θ) Hy`` where sᵀy < μ1 yᵀHy, with the θ that makes both equal; then likewise
+    ``y ← θ y + (1 - θ) s`` where sᵀy < μ2 sᵀs.
 
     Args:
         s: ``[N, d]``.
@@ -60,7 +60,7 @@ def bfgs(H: Tensor, s: Tensor, y: Tensor) -> Tensor:
         y: ``[N, d]``.
 
     Returns:
-        ``[N, d, d]``, symmetric to the last bit. Cost: 3 N d² multiply-adds.
+        ``[N, d, d]``, exactly symmetric. Cost: 3 N d² multiply-adds.
     """
     sy, Hy = inner(s, y), multiply(H, y)
     curved = sy > 0
@@ -68,18 +68,18 @@ def bfgs(H: Tensor, s: Tensor, y: Tensor) -> Tensor:
     # Both rank-two terms as one product u sᵀ + s uᵀ.
     u = (0.5 * (rho * rho * inner(y, Hy) + rho))[:, None] * s - rho[:, None] * Hy
     outer = u[:, :, None] * s[:, None, :]
-    return (outer + outer.mT).add_(H)  # of a pair without curvature both terms are zero
+    return (outer + outer.mT).add_(H)  # both terms are zero without curvature
 
 
 class Compact:
-    """``H = I + Zᵀ[(D + YYᵀ)Z - Y] - YᵀZ`` of p pairs, H never being formed (Byrd, Nocedal & Schnabel 1994).
+    """``H = I + Zᵀ[(D + YYᵀ)Z - Y] - YᵀZ`` of p pairs, never formed as a matrix (Byrd, Nocedal & Schnabel 1994).
 
-    R = triu(SYᵀ), D = diag(SYᵀ), Z = R⁻¹S. A pair that was stored has sᵀy > 0; rows of zeros are no pairs.
+    R = triu(SYᵀ), D = diag(SYᵀ), Z = R⁻¹S. Every pair has sᵀy > 0; zero rows have no effect.
     """
 
     def __init__(self, S: Tensor, Y: Tensor) -> None:
-        """Take S and Y ``[N, p, d]``, one pair a row, the oldest first. Cost: 2.5 N p² d multiply-adds."""
-        wide = S.double()  # R may be as ill-conditioned as pairs are alike
+        """Prepare for S and Y ``[N, p, d]``, one pair per row, the oldest first. Cost: 2.5 N p² d multiply-adds."""
+        wide = S.double()  # R is ill-conditioned if pairs are similar
         R = wide @ Y.double().mT
         D = R.diagonal(dim1=-2, dim2=-1).to(S.dtype)
         R.diagonal(dim1=-2, dim2=-1).masked_fill_(D == 0, 1)
@@ -95,5 +95,5 @@ class Compact:
 
 
 def append(memory: Tensor, vectors: Tensor) -> Tensor:
-    """Return `memory` ``[N, p, d]`` without its oldest row and with `vectors` ``[N, d]`` as its newest."""
+    """Return `memory` ``[N, p, d]`` without its oldest row, and with `vectors` ``[N, d]`` as its last."""
     return torch.cat([memory[:, 1:], vectors[:, None]], 1)

@@ -17,16 +17,16 @@ from natgrad.specs import Statistic, Task, TensorSpec
 
 
 class RankOne(Curvature):
-    """K-FAC with each factor made of one vector: the means ā and ḡ of the rows a and g, in running averages.
+    """K-FAC with factors of rank one: ḡḡᵀ and āāᵀ, with running averages ā and ḡ of the means of the rows a and g.
 
-    ``(ḡḡᵀ ⊗ āāᵀ + γI)⁻¹`` has a closed form (Sherman & Morrison 1950), so that nothing is decomposed, and statistics,
-    memory and messages are two vectors a layer. It takes the damping of the step. Renewals cost nothing: have them at
-    every step, ``Refresh(factors=1, inverses=1)``.
+    ``(ḡḡᵀ ⊗ āāᵀ + γI)⁻¹`` has a closed form (Sherman & Morrison 1950): nothing is decomposed, and statistics, memory
+    and messages are two vectors per layer. It uses the damping of the step. A refresh costs nothing: use
+    ``Refresh(factors=1, inverses=1)``.
 
-    Its default damping is 0.1, since it multiplies all that is orthogonal to the one vector of each layer by 1/γ.
+    The default damping is 0.1, because the part of a gradient orthogonal to the layer's vector is multiplied by 1/γ.
 
-    ḡ is the mean gradient of the loss, from the true labels. Of sampled labels the mean is zero but for chance, so that
-    there is no sampled variant. Norm layers take `UnitWise` beside it.
+    ḡ is the mean gradient of the loss for the true labels. There is no sampled variant: the expected mean gradient for
+    sampled labels is zero. Norm layers use `UnitWise`.
     """
 
     fisher_product_reads = ()
@@ -41,7 +41,7 @@ class RankOne(Curvature):
             sharing: How positions of a shared weight combine. "expand": ā and ḡ are means over all positions of all
                 samples (Zhang 2023). "reduce": over samples, of which a is averaged and g summed over positions
                 (Eschenhagen 2023).
-            factor_decay: The weight of the old in the running averages, in [0, 1).
+            factor_decay: The weight of the old value in the running averages, in [0, 1).
 
         Raises:
             ValueError: if an argument is not allowed.
@@ -55,14 +55,14 @@ class RankOne(Curvature):
         return f"RankOne(sharing={self.sharing!r})"
 
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
-        """Return ā and ḡ, means over samples and positions, collected together as one task reads both."""
+        """Return ā and ḡ, means over samples and positions. Both are due together, because one task reads both."""
         return (
             Statistic("a", (d_in,), source="both", per="position"),
             Statistic("g", (d_out,), source="both", per="position", gradient_power=1),
         )
 
     def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
-        """Return one that copies the means."""
+        """Return the task that copies the means."""
         written = (TensorSpec("mean_a", (d_in,)), TensorSpec("mean_g", (d_out,)))
         return (Task("ag", ("a", "g"), written, float(d_out + d_in)),)
 

@@ -1,4 +1,4 @@
-"""Curvatures that keep rows of samples in place of sums over them: SNGD and HyLo (Mu 2022)."""
+"""Curvatures that store rows of samples instead of sums over samples: SNGD and HyLo (Mu 2022)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from natgrad.errors import NatgradWarning, require, require_one_of
 from natgrad.schedule import is_number
 from natgrad.specs import ROWS, Statistic, Task, TensorSpec
 
-# The number of rows by which layers are compared before any batch has told theirs.
-_NOMINAL = 256
-# Of the running averages of norm layers beside, those of `UnitWise`.
+# The number of rows assumed in the costs of tasks, because the batch is not known yet.
+_NOMINAL_ROWS = 256
+# For the running averages of norm layers.
 _DECAY = 0.95
 
 EPOCH_GRADIENT = "epoch gradient"
-"""The name of the state that the gradients of an epoch are added to ``[d_out * d_in]``."""
+"""The name of the state tensor ``[d_out * d_in]`` that holds the sum of the gradients of an epoch."""
 
 
 class _RowCurvature(Curvature):
-    """``F = UᵀU / S`` of rows ``g_n ⊗ a_n``, over positions ``(Σ_t g_t) ⊗ (mean_t a_t)``.
+    """``F = UᵀU / S`` of rows ``g_n ⊗ a_n``, with several positions ``(Σ_t g_t) ⊗ (mean_t a_t)``.
 
-    In the steps in which inverses are due the rows of the batch are kept until the step; each rank `select`s some, the
-    layer's owner makes ``M`` of those of all ranks, and all solve with these rows and M until the next renewal, with
-    the damping of this one.
+    In steps in which inverses are due, each rank selects rows of its batch (`select`), and one rank computes ``M`` from
+    the rows of all ranks. All gradient workers use these rows, M and the damping of this refresh until the next.
 
-    It needs more damping than K-FAC: what of a gradient lies outside the span of the rows, most of it in the steps
-    between two renewals, ``(F + αI)⁻¹`` multiplies by 1/α, so that a small α blows up the directions never seen.
+    It needs more damping than K-FAC: ``(F + αI)⁻¹`` multiplies the part of a gradient outside the span of the rows by
+    1/α. Between two refreshes that is most of the gradient.
     """
 
     takes_narrow = True
@@ -43,9 +42,9 @@ class _RowCurvature(Curvature):
     default_damping = 0.1
 
     def __init__(self, *, fisher: Literal["empirical", "sampled"], likelihood: str | Likelihood | None) -> None:
-        """Check what is common."""
+        """Check the common arguments."""
         self.fisher = fisher
-        # The decay is that of norm layers beside it: rows have no running average.
+        # The decay is for norm layers: rows have no running average.
         self.factor_decay, self.likelihood = check_estimate(fisher, _DECAY, likelihood)
 
     @override
@@ -57,16 +56,15 @@ class _RowCurvature(Curvature):
 
     @override
     def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
-        # Like S and α, M is never kept in fewer than 32 bits: `precondition` would multiply their rounding by the
-        # largest eigenvalue over α.
+        # `precondition` multiplies rounding errors of M by the largest eigenvalue over α.
         M = TensorSpec("M", (ROWS, ROWS), at_least_float32=True)
-        reads, rows = tuple(one.name for one in self.statistics(d_out, d_in)), self.nominal
+        reads, rows = tuple(spec.name for spec in self.statistics(d_out, d_in)), self.nominal_rows
         return (Task("M", reads, (M,), float(rows * rows * (d_out + d_in) + rows**3)),)
 
     @property
-    def nominal(self) -> int:
+    def nominal_rows(self) -> int:
         """About how many rows there are."""
-        return _NOMINAL
+        return _NOMINAL_ROWS
 
     @override
     def accumulate(self, *args: object, **options: object) -> NoReturn:
@@ -92,7 +90,7 @@ class _RowCurvature(Curvature):
         gradient: Tensor,
         damping: float,
     ) -> Tensor:
-        """Precondition with the α that M was made with."""
+        """Precondition with the damping of the last refresh."""
         A, G, M = (computed[name].to(gradient.dtype) for name in ("A", "G", "M"))
         samples, alpha = computed["samples"].to(gradient.dtype), computed["damping"].to(gradient.dtype)
         return kernel.precondition(A, G, M, gradient, samples=samples, damping=alpha)
@@ -100,7 +98,7 @@ class _RowCurvature(Curvature):
     def fisher_product(
         self, computed: Mapping[str, Tensor], averages: Mapping[str, Tensor], direction: Tensor
     ) -> Tensor:
-        """Return ``α Uᵀ Y U D / S`` of the rows of the last renewal; without links ``UᵀU D / S``."""
+        """Return ``α Uᵀ Y U D / S`` for the rows of the last refresh; without Y ``UᵀU D / S``."""
         A, G = (computed[name].to(direction.dtype) for name in ("A", "G"))
         c = kernel.multiply(A, G, direction)
         if "Y" in computed:
@@ -112,9 +110,9 @@ class _RowCurvature(Curvature):
 class SNGD(_RowCurvature):
     """Sherman-Morrison-Woodbury natural gradient: (F + αI)⁻¹ exactly, of all rows of the global batch (Mu 2022, eq. 7).
 
-    Its kernel has the global batch's rows squared: for batches of some thousand at most.
+    The kernel has one row and column per sample of the global batch: use it for batches of at most a few thousand.
 
-    Its default damping is 0.1, because the part of a gradient outside the span of the rows is multiplied by 1/α.
+    The default damping is 0.1, because the part of a gradient outside the span of the rows is multiplied by 1/α.
     """
 
     def __init__(
@@ -141,12 +139,12 @@ class SNGD(_RowCurvature):
 
 
 class HyLo(_RowCurvature):
-    """Hybrid low-rank natural gradient (Mu 2022): few rows stand for those of the global batch.
+    """Hybrid low-rank natural gradient (Mu 2022): a few rows represent the global batch.
 
-    *KID* decomposes each rank's kernel into some of its rows and what they leave over; it is near the exact natural
-    gradient once there are more rows than the kernel's rank. *KIS* draws rows by their norms, which is far cheaper.
+    *KID* approximates each rank's kernel by some of its rows and a residual; it is near the exact natural gradient if
+    there are more rows than the kernel's rank. *KIS* draws rows by their norms, which is much cheaper.
 
-    Its default damping is 0.1, because the part of a gradient outside the span of the rows is multiplied by 1/α.
+    The default damping is 0.1, because the part of a gradient outside the span of the rows is multiplied by 1/α.
     """
 
     def __init__(
@@ -161,13 +159,14 @@ class HyLo(_RowCurvature):
         """Choose the variant.
 
         Args:
-            rank: r: a fraction of the global batch, in (0, 1], or (int) a number of its rows; ceil(r / P) a rank. 1.0
-                takes all rows; 1 takes a single one, with a warning.
-            threshold: η, the relative change of the gradient's norm from which on an epoch is critical, 0 or more.
-            method: "kid", "kis", or "switch": KID in critical epochs, KIS else. Critical are the first two, those after
-                a fall of a learning rate to half or less, and e ≥ 2 with |‖Δ_{e-1}‖ - ‖Δ_{e-2}‖| ≥ η ‖Δ_{e-2}‖, where
-                Δ is the gradient summed over an epoch. ``preconditioner.next_epoch()`` tells of epochs: without it
-                everything is the first; a warning follows after 1000 steps.
+            rank: r, a fraction of the global batch in (0, 1], or (int) a number of its rows; each of P ranks selects
+                ceil(r / P). 1.0 selects all rows; 1 selects a single one, with a warning.
+            threshold: η >= 0, the relative change of the gradient's norm that makes an epoch critical.
+            method: "kid", "kis", or "switch": KID in critical epochs, otherwise KIS. Critical epochs are the first two,
+                those after a learning rate falls to half or less, and e ≥ 2 with
+                |‖Δ_{e-1}‖ - ‖Δ_{e-2}‖| ≥ η ‖Δ_{e-2}‖, where Δ is the gradient summed over an epoch. Call
+                ``preconditioner.next_epoch()`` at the end of each epoch; after 1000 steps without it there is a
+                warning.
             fisher: "empirical": g from the true labels. "sampled": g from labels drawn from the model's own
                 prediction, in one more backward pass; use ``preconditioner.backward(loss, outputs)``.
             likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.
@@ -184,8 +183,9 @@ class HyLo(_RowCurvature):
         super().__init__(fisher=fisher, likelihood=likelihood)
         self.rank, self.threshold, self.method = rank, float(threshold), method
         if isinstance(rank, int) and rank == 1:
-            which = "one row of the global batch: rank=1.0 keeps all rows, rank=0.1 a tenth"
-            message = f"natgrad: HyLo(rank=1) keeps {which}"
+            message = (
+                "natgrad: HyLo(rank=1) keeps one row of the global batch: rank=1.0 keeps all rows, rank=0.1 a tenth"
+            )
             warnings.warn(message, NatgradWarning, stacklevel=2)
 
     def __repr__(self) -> str:
@@ -194,12 +194,12 @@ class HyLo(_RowCurvature):
 
     @property
     @override
-    def nominal(self) -> int:
-        return self.rank if isinstance(self.rank, int) else _NOMINAL
+    def nominal_rows(self) -> int:
+        return self.rank if isinstance(self.rank, int) else _NOMINAL_ROWS
 
     @override
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
-        # M, which has Y in it, tells what Y is no better than rounded by as much.
+        # Y needs the dtype of M, which is computed from it.
         Y = Statistic("Y", (ROWS, ROWS), combine="gather", at_least_float32=True)
         return (*super().statistics(d_out, d_in), *(() if self.method == "kis" else (Y,)))
 
@@ -209,8 +209,7 @@ class HyLo(_RowCurvature):
 
     @override
     def rows_per_rank(self, samples: float, most: int, ranks: int) -> int:
-        # ceil(r / P), and no more than there are.
-        # Rounding makes 0.1 x 30 more than 3.
+        # 1e-9, because 0.1 * 30 > 3 in floating point.
         rows = self.rank if isinstance(self.rank, int) else ceil(self.rank * samples - 1e-9)
         return min(most, ceil(rows / ranks))
 

@@ -1,8 +1,8 @@
-"""What is kept of one of K-FAC's two factors: all of it, or what `narrow_sides` has of it.
+"""How one of K-FAC's two factors is stored: in full, or in a reduced form (`narrow_sides`).
 
-Each kind of side declares its tensors, sums them up, decomposes or inverts them, and multiplies a gradient by the
-result, always from the right: the side of the outputs is given the transpose. Shapes: ``N`` equal blocks, ``d`` the
-size of the side, ``r`` that of the other one; a gradient is ``W [N, r, d]``.
+A side declares the factor's tensors, accumulates it, decomposes or inverts it, and multiplies gradients by the result
+from the right; for the factor of the outputs the gradient is transposed. Shapes: N equal blocks, d the size of the
+factor, r that of the other one; a gradient is ``W [N, r, d]``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from natgrad.layers import Rows
 from natgrad.linalg.iterative import Warm
 from natgrad.specs import Statistic, TensorSpec
 
-# What is made of a factor: its eigenvalue decomposition, or its damped inverse.
+# Whether a factor is decomposed into eigenvectors and eigenvalues, or inverted with damping.
 Form = Literal["eigen", "inverse"]
 
 
 class Side(ABC):
-    """A kind of factor ``[d, d]``."""
+    """The storage of a factor ``[d, d]``."""
 
     @abstractmethod
     def __str__(self) -> str:
-        """Return the kind in words; empty for a full factor."""
+        """Return a description; empty for a full factor."""
 
     @abstractmethod
     def statistic(
@@ -41,23 +41,23 @@ class Side(ABC):
         per: Literal["sample", "position"],
         gradient_power: Literal[0, 2],
     ) -> Statistic:
-        """Return the tensor that sums what is kept of x xᵀ."""
+        """Return the statistic that sums the stored part of x xᵀ."""
 
     @abstractmethod
     def cost(self, size: int) -> float:
-        """Return the work of a renewal in multiply-adds, up to a factor common to all kinds."""
+        """Return the multiply-adds of a decomposition, up to a factor common to all sides."""
 
     @abstractmethod
     def writes(self, form: Form, name: str, size: int) -> tuple[TensorSpec, ...]:
-        """Return what `decompose` (of the eigen form) or `invert` makes, in their order."""
+        """Return the tensors that `decompose` (form "eigen") or `invert` computes."""
 
     def eigenvalues(self, size: int) -> int:
-        """Return how many eigenvalues there are."""
+        """Return the number of eigenvalues."""
         return size
 
     @abstractmethod
     def add_(self, out: Tensor, rows: Rows, *, scale: float) -> None:
-        """Add `scale` Σ x xᵀ of all `rows`, as far as it is kept, to `out`."""
+        """Add the stored part of `scale` Σ x xᵀ of all `rows` to `out`."""
 
     @abstractmethod
     def add_diagonal_(self, factor: Tensor, diagonal: Tensor) -> None:
@@ -72,7 +72,7 @@ class Side(ABC):
         """Return the trace ``[N]``."""
 
     def mean_eigenvalue(self, factor: Tensor) -> Tensor:
-        """Return the trace over d ``[N]``, also of a factor of which only the diagonal ``[N, d]`` is given."""
+        """Return the trace divided by d ``[N]``; `factor` may be its diagonal ``[N, d]``."""
         diagonal = factor if factor.ndim == 2 else self.diagonal(factor)
         return diagonal.sum(-1) / factor.shape[-1]
 
@@ -80,18 +80,18 @@ class Side(ABC):
     def decompose(
         self, name: str, factor: Tensor, warm: Warm | None = None, previous: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return eigenvectors (none, if those are the unit vectors) and eigenvalues; and which blocks succeeded.
+        """Return eigenvectors (if the side has any) and eigenvalues, and whether each block succeeded ``[N]``.
 
-        With `warm` they are brought forward from the eigenvectors `before`, where there are any.
+        With `warm` the decomposition starts from the eigenvectors `previous`, if there are any.
         """
 
     def off_diagonal(self, factor: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``‖offdiag(Qᵀ X Q)‖²`` and ``‖X‖²`` ``[N]`` for eigenvectors Q, of sides that have them."""
+        """Return ``‖offdiag(Qᵀ X Q)‖²`` and ``‖X‖²`` ``[N]`` for eigenvectors Q, if the side has any."""
         raise NotImplementedError
 
     @property
     def matrices(self) -> bool:
-        """Whether what is made of the factor are matrices, with which the next renewal can begin."""
+        """Whether the computed tensors are matrices, from which the next decomposition can start."""
         return True
 
     @abstractmethod
@@ -103,14 +103,14 @@ class Side(ABC):
         warm: Warm | None = None,
         previous: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return ``(factor + damping I)⁻¹`` for a damping ``[N]``, and which blocks succeeded.
+        """Return ``(factor + damping I)⁻¹`` for a damping ``[N]``, and whether each block succeeded ``[N]``.
 
-        With `warm` it is brought forward from the inverse `before`, where there is one.
+        With `warm` the iteration starts from the inverse `previous`, if there is one.
         """
 
     @abstractmethod
     def rotate(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
-        """Return W in the coordinates of the eigenvectors, as many as there are eigenvalues."""
+        """Return W in the eigenbasis, ``[N, r, eigenvalues]``."""
 
     @abstractmethod
     def rotate_back(self, W: Tensor, computed: Mapping[str, Tensor], name: str) -> Tensor:
@@ -122,7 +122,7 @@ class Side(ABC):
 
     @abstractmethod
     def times(self, W: Tensor, factor: Tensor) -> Tensor:
-        """Return W times the factor itself, whole and not its lower triangle alone."""
+        """Return W times the factor, which must be a full matrix rather than a lower triangle."""
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from natgrad.linalg.roots import inverse_root, inverse_square_root, polar
 from natgrad.schedule import check_whole, is_number
 from natgrad.specs import Statistic, Task, TensorSpec
 
-# The root mean square of the update's elements, that of Adam's updates in practice (Liu 2025, section 2.2).
+# The root mean square of the update's elements, typical of Adam's updates (Liu 2025, section 2.2).
 _SIZE = 0.2
 # The cost of an inverse root in Cholesky inverses: eigenvectors, and one product.
 _ROOT = 6.0
 
 
 class Spectral(Curvature):
-    """Steepest descent under the spectral norm, in coordinates in which inputs and output gradients are white.
+    """Steepest descent under the spectral norm, in coordinates that whiten inputs and output gradients.
 
     With the factors A and G of K-FAC (`KFAC`), damped relative to their mean eigenvalues, ``A_δ = A + δ (tr A / d) I``,
     and the momentum M of the raw gradient g (``M ← μ M + (1 - μ) g``, Nesterov: ``M̂ = μ M + (1 - μ) g``) the update is
@@ -64,14 +64,14 @@ class Spectral(Curvature):
             steps: Newton-Schulz steps of the polar factor. None: the exact polar factor, by singular values. 0: no
                 polar factor, ``U = G_δ^-p M̂ A_δ^-p``; with p = 1/2 that is Shampoo's exponent on K-FAC's factors.
             momentum: μ in [0, 1).
-            fisher: As of `KFAC`.
-            factor_decay: The weight of the old in the running averages, in [0, 1). Factors are meant to be captured
-                every 25 steps or so.
-            likelihood: As of `KFAC`.
-            max_factor_size: The most inputs or outputs of a layer. Wider ones, such as the head of a large vocabulary,
-                are left to the optimizer: a factor of d columns takes d² memory and d³ work. None: any number.
-            groups: The number of equal groups of outputs that have polar factors of their own, 3 for a layer that
-                computes queries, keys and values at once. All groups share the factors A and G.
+            fisher: As in `KFAC`.
+            factor_decay: The weight of the old value in the running averages, in [0, 1), for factors that are due about
+                every 25 steps.
+            likelihood: As in `KFAC`.
+            max_factor_size: The largest number of inputs or outputs of a layer. Larger layers, such as the head of a
+                large vocabulary, are left to the optimizer: a factor takes d² memory and d³ work. None: any number.
+            groups: The number of equal groups of outputs with separate polar factors: 3 for a layer that computes
+                queries, keys and values at once. All groups share the factors A and G.
 
         Raises:
             ValueError: if an argument is not allowed.

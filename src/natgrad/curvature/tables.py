@@ -1,24 +1,21 @@
-"""K-FAC of a table: an embedding's weight, which a linear layer (the head of a language model) may use as well.
+"""K-FAC of a table: an embedding's weight, which may be tied with a linear layer (the head of a language model).
 
-A table ``[V, d]`` has a row for each entry. A *lookup* x of an embedding, one-hot, adds ``x gᵀ`` to its gradient; a use
-as a *head* on inputs a adds ``g aᵀ``. As gradients of one parameter they are added, and so are, leaving out what one
-says of the other, their blocks of the Fisher, in row-major order each::
+A table ``[V, d]`` has one row per entry. A *lookup* with the one-hot vector x adds ``x gᵀ`` to its gradient; a use as a
+*head* on inputs a adds ``g aᵀ``. Neglecting the cross terms, its Fisher block is, in row-major order::
 
     F ≈ D ⊗ E / t  +  G ⊗ A / T
 
-with the means over samples D of x xᵀ, which is the diagonal of the counts of tokens, E of g gᵀ of the lookups, G of
-g gᵀ and A of a aᵀ of the head; t and T are how many rows a sample shows the one and the other. This is K-FAC of either
-use alone: mean moments of rows of both sides, times the number of rows. t is the trace of D, so that positions that
-look up nothing (padding) count as none; where rows are pooled over positions (*reduce*), it is counted.
+with the means over samples D of x xᵀ (the diagonal of the token counts) and E of g gᵀ for lookups, G of g gᵀ and A of
+a aᵀ for the head; t and T are the numbers of rows per sample. Each term is K-FAC of one use. t is the trace of D, which
+leaves out padding; if rows are pooled over positions (*reduce*), it is counted.
 
-**One Kronecker product.** F = Σ_k R_k ⊗ C_k becomes R ⊗ C with
+**One Kronecker product.** F = Σ_k R_k ⊗ C_k is approximated by R ⊗ C with
 
     R = Σ_k R_k tr C_k / √τ,   C = Σ_k C_k tr R_k / √τ,   τ = Σ_k tr R_k tr C_k = tr F.
 
-Tracing out the right side of F gives Σ_k R_k tr C_k = √τ R. As tr R = tr C = √τ, tracing it out of R ⊗ C gives
-R tr C = √τ R: the same; likewise for the left side. R ⊗ C is hence the one product that has both partial traces of F,
-and so its trace; with a single k it is F. Multiplying R_k and dividing C_k by a number changes nothing. As R and C have
-equal traces, an inverse form without π damps the two alike.
+As tr R = tr C = √τ, R ⊗ C is the one product with both partial traces of F, Σ_k R_k tr C_k = √τ R and likewise for C,
+and so with its trace; for a single k it equals F. R and C have equal traces, so that an inverse form without π damps
+both equally.
 """
 
 from __future__ import annotations
@@ -47,10 +44,10 @@ class TableKFAC(Curvature):
     takes_narrow = True
 
     def __init__(self, factors: KFAC, *, heads: bool) -> None:
-        """Wrap the K-FAC that solves.
+        """Wrap a K-FAC.
 
         Args:
-            factors: With what is kept of the sides, A that of the features and G that of the entries.
+            factors: The K-FAC of R ⊗ C; its side A is that of the features and G that of the entries.
             heads: Whether linear layers are tied with the embedding.
         """
         self._factors, self._heads = factors, heads
@@ -66,12 +63,12 @@ class TableKFAC(Curvature):
         factors = self._factors
         if self._heads:
             return factors.describe("embedding and head as one", A=factors.A, G=factors.G)
-        return factors.describe(A=factors.G, G=factors.A)  # of a lookup, the entries are the inputs
+        return factors.describe(A=factors.G, G=factors.A)  # the entries are the inputs of a lookup
 
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
         """Return D, E and t of lookups, G, A and T of heads, all as means over samples."""
         entries, features = self._factors.G, self._factors.A
-        # With heads the inputs of some uses show D, and those of others A: neither can be collected apart.
+        # With heads, D and A come from the inputs of different uses, so neither is a statistic of all inputs.
         D = Diagonal().statistic("D", d_out, source="both" if self._heads else "inputs", per="sample", gradient_power=0)
         specs = [D, features.statistic("E", d_in, source="gradients", per="sample", gradient_power=2)]
         if self.sum_positions:
@@ -175,16 +172,16 @@ class TableKFAC(Curvature):
 
 
 def _normalised(inputs: Rows) -> Rows:
-    """Return pooled lookups as means over the positions that look up anything."""
+    """Return pooled lookups as means over the positions that are not padding."""
     values = inputs.dense()
     return DenseRows(values / values.sum(-1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny), one_hot=True)
 
 
 def _times(factor: Tensor, share: Tensor) -> Tensor:
-    """Return each block of a factor ``[N, ...]`` times its number ``[N]``."""
+    """Return ``factor [N, ...]`` times ``share [N]``."""
     return factor * share.view(-1, *[1] * (factor.ndim - 1))
 
 
 def _reciprocal(values: Tensor) -> Tensor:
-    """Return 1 / values, and 0 where they are."""
+    """Return 1 / values, 0 where they are not positive."""
     return torch.where(values > 0, 1 / torch.where(values > 0, values, 1), 0)

@@ -17,15 +17,14 @@ from natgrad.layers import Layer, Rows
 from natgrad.specs import Statistic, Task, TensorSpec
 
 _CHUNK = 2**16
-"""About how many gradients are squared at once: as many as the cache holds."""
+"""About how many elements are squared at once, to fit a cache."""
 
 
 class UnitWise(Curvature):
     """The Fisher of norm layers, ``F = (1/B) Σ_n u uᵀ`` over samples n.
 
     u holds a sample's gradients ``(Σ_t g·x̂, Σ_t g)`` of the weights and then of the biases of C channels, summed over
-    positions t and over all uses of the layer in one backward pass. What couples the channels is kept or left out by
-    the form.
+    positions t and over all uses of the layer in one backward pass.
     """
 
     sum_positions = True
@@ -43,12 +42,12 @@ class UnitWise(Curvature):
         """Choose the variant.
 
         Args:
-            form: "full": the whole ``[2C, 2C]`` matrix, inverted with the damping of its renewal. "unit": weight and
-                bias of a channel together, ``[2, 2]`` each, in closed form. "diag": each coefficient by itself. The
-                last two have nothing to decompose and take the damping of the step.
+            form: "full": the ``[2C, 2C]`` matrix, inverted with the damping of its refresh. "unit": a
+                ``[2, 2]`` block for weight and bias of each channel, inverted in closed form. "diag": the diagonal. The
+                last two use the damping of the step.
             fisher: "empirical": g from the true labels. "sampled": g from labels drawn from the model's own
                 prediction, in one more backward pass; use ``preconditioner.backward(loss, outputs)``.
-            factor_decay: The weight of the old in the running average, in [0, 1).
+            factor_decay: The weight of the old value in the running average, in [0, 1).
             likelihood: For the sampled Fisher: "categorical", "bernoulli", "gaussian" or a `Likelihood`.
 
         Raises:
@@ -64,16 +63,16 @@ class UnitWise(Curvature):
         return f"UnitWise(form={self.form!r}, fisher={self.fisher!r})"
 
     def variant_for(self, layer: Layer) -> Curvature | str:
-        """Return itself for norm layers; there is no form for matrices."""
+        """Return itself for norm layers."""
         return (
             self if layer.form == "elementwise" else f"{self!r} is for norm layers, not {type(layer.module).__name__}"
         )
 
     def statistics(self, d_out: int, d_in: int) -> tuple[Statistic, ...]:
-        """Return F, or what of it is kept.
+        """Return F, or its stored part.
 
-        Without "full" that is, for each channel, the mean squares of its i coefficients, then for "unit" the mean
-        product of the two if there are two.
+        Without "full" that is, for each channel, the mean squares of its coefficients, followed for "unit" by the mean
+        product of weight and bias gradients, if the channel has both.
         """
         shape, symmetric = self._shape(d_out, d_in)
         return (Statistic("F", shape, symmetric=symmetric, source="both", gradient_power=2),)
@@ -100,8 +99,8 @@ class UnitWise(Curvature):
             gradients.add_gram_(total, scale=scale * scale)
             return
         outputs = total.shape[1]
-        for some in gradients.dense().flatten(1, 2).split(max(1, _CHUNK // outputs), 1):
-            u = some.to(total.dtype).unflatten(-1, (-1, outputs))  # [n, ·, i, C]
+        for rows in gradients.dense().flatten(1, 2).split(max(1, _CHUNK // outputs), 1):
+            u = rows.to(total.dtype).unflatten(-1, (-1, outputs))  # [n, ·, i, C]
             squares = u.square().sum(1).mT
             total[..., : u.shape[2]].add_(squares, alpha=scale * scale)
             if total.shape[2] > u.shape[2]:
@@ -164,7 +163,7 @@ class UnitWise(Curvature):
         return squares.flatten(1).sum(1)
 
     def _shape(self, d_out: int, d_in: int) -> tuple[tuple[int, int], bool]:
-        """Return the shape of what is kept of F, and whether it is a symmetric matrix."""
+        """Return the shape of the stored part of F, and whether it is a symmetric matrix."""
         if self.form == "full":
             return (d_out * d_in, d_out * d_in), True
         return (d_out, d_in + (d_in - 1 if self.form == "unit" else 0)), False

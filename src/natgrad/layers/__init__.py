@@ -34,7 +34,7 @@ __all__ = [
     "remove_all",
 ]
 
-# The first type that a module is an instance of decides.
+# A module gets the layers of the first type that it is an instance of.
 _MAKERS: dict[type[nn.Module], Maker] = {
     nn.Linear: lambda name, module: [LinearLayer(name, module)],
     nn.Conv1d: lambda name, module: [ConvolutionLayer(name, module)],
@@ -50,14 +50,14 @@ _MAKERS: dict[type[nn.Module], Maker] = {
     **dict.fromkeys(NORMS, norm_layers),
 }
 
-# Attributes that must be parameters (or None) and not computed from others. Elsewhere this is "weight".
+# Attributes that must be parameters (or None), not computed from others; by default "weight".
 _LEAVES: dict[type[nn.Module], tuple[str, ...]] = {
     nn.MultiheadAttention: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
     nn.RNNCellBase: ("weight_ih", "weight_hh"),
 }
 
-# Modules with a more specific reason for a forward of their own.
-_REVEALED = (nn.MultiheadAttention, *CELLS)
+# Modules whose makers check the forward and give a more specific reason.
+_FORWARD_CHECKED = (nn.MultiheadAttention, *CELLS)
 
 
 # Types that users registered, which take precedence.
@@ -71,7 +71,7 @@ def register_layer(module_type: type[nn.Module], layer: type[Layer]) -> None:
     covered too. A type that natgrad supports, or a subclass of one, can also be registered.
 
     Args:
-        module_type: The type, whose forward takes the inputs as its first argument and returns one tensor.
+        module_type: The type. Its forward must take the inputs as its first argument and return one tensor.
         layer: A subclass of `natgrad.Layer`, called with the module's qualified name and the module.
 
     Raises:
@@ -113,8 +113,8 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
         return "frozen"
     if any(parameter.numel() == 0 for parameter in parameters):
         return "a parameter of it has no elements"
-    if base not in _REVEALED and _differs(type(module), base):
-        # For example learned positions that count tokens, convolutions that pad or standardise, norms that permute.
+    if base not in _FORWARD_CHECKED and _differs(type(module), base):
+        # For example, convolutions that standardise their weights, or norms that permute dimensions.
         return f"its forward is not that of {base.__name__}"
     if registered is not None:
         return [registered(name, module)]
@@ -124,9 +124,9 @@ def layers_for(name: str, module: nn.Module, parent: nn.Module | None = None) ->
 
 
 def reason_for(module: nn.Module, leaf: str) -> str:
-    """Return why the layers of `module` leave a parameter to the optimizer. Empty: no reason."""
-    alone = isinstance(module, nn.MultiheadAttention) and leaf in ("bias_k", "bias_v")
-    return "a key or value of its own, which no linear map makes" if alone else ""
+    """Return why the layers of `module` leave a parameter to the optimizer; empty if they do not."""
+    constant = isinstance(module, nn.MultiheadAttention) and leaf in ("bias_k", "bias_v")
+    return "a constant key or value, which no linear map computes" if constant else ""
 
 
 def is_known(module: nn.Module) -> bool:
@@ -136,10 +136,10 @@ def is_known(module: nn.Module) -> bool:
 
 def _base(module: nn.Module) -> type[nn.Module] | None:
     """Return the supported class that `module` is derived from."""
-    own = next((base for base in type(module).__mro__ if base in _REGISTERED), None)
-    return own or conv1d_of(module) or next((base for base in _MAKERS if isinstance(module, base)), None)
+    registered = next((base for base in type(module).__mro__ if base in _REGISTERED), None)
+    return registered or conv1d_of(module) or next((base for base in _MAKERS if isinstance(module, base)), None)
 
 
 def _differs(kind: type[nn.Module], base: type[nn.Module]) -> bool:
     """Return whether a subclass overrides the forward of `base`."""
-    return any(getattr(kind, each, None) is not getattr(base, each, None) for each in ("forward", "_conv_forward"))
+    return any(getattr(kind, name, None) is not getattr(base, name, None) for name in ("forward", "_conv_forward"))

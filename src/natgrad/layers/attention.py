@@ -1,8 +1,8 @@
 """``nn.MultiheadAttention``: its query, key and value projections, packed or not, and its output projection.
 
-All four run inside ``torch.nn.functional.multi_head_attention_forward``; the child ``out_proj`` is never called. They
-are three layers and one rather than a packed one: keys and values may have other inputs than queries, and other numbers
-of positions.
+All four run inside ``torch.nn.functional.multi_head_attention_forward``; the child ``out_proj`` is never called. A
+packed in-projection is three layers, because keys and values may have other inputs and other numbers of positions than
+queries.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class OutputLayer(_SequenceFirst):
 
 
 class AttentionForward(RevealingForward):
-    """Torch's own forward, with the functions that project replaced by ones that show what they do."""
+    """Torch's forward, with the projecting functions replaced by ones that show their inputs and outputs to taps."""
 
     def __init__(self, module: nn.Module) -> None:
         """Prepare for `module`."""
@@ -96,7 +96,7 @@ class AttentionForward(RevealingForward):
             _in_projection=self._revealed(F._in_projection),  # type: ignore[attr-defined]
             _in_projection_packed=self._revealed(F._in_projection_packed),  # type: ignore[attr-defined]
             linear=self._linear,
-            multi_head_attention_forward=self._attention,  # what torch functions (a default device) are told to call
+            multi_head_attention_forward=self._attention,  # called by torch function modes, such as a default device
         )
         functions = {**vars(F), "multi_head_attention_forward": self._attention}
         self._run = rebound(nn.MultiheadAttention.forward, F=SimpleNamespace(**functions))
@@ -106,7 +106,7 @@ class AttentionForward(RevealingForward):
         return self._run(module, *args, **kwargs)
 
     def _attention(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Note the output's leading dimensions, (positions, samples) or (positions,) without a batch."""
+        """Store the output's leading dimensions, (positions, samples) or (positions,) without a batch."""
         self._leading = tuple(query.shape[:-1])
         return self._attend(query, *args, **kwargs)
 
@@ -120,7 +120,7 @@ class AttentionForward(RevealingForward):
         return projected
 
     def _linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply the output projection, the only linear map that stands in the function itself."""
+        """Apply the output projection, the only call of ``linear`` in the function."""
         output = F.linear(inputs, weight, bias)
         self.see("output", inputs.view(*self._leading, inputs.shape[-1]), output)
         return output

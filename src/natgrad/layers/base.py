@@ -14,14 +14,14 @@ from natgrad.layers.rows import Rows
 
 
 class Handle(Protocol):
-    """Something that can be undone, as hooks are."""
+    """Something that can be removed, like a hook."""
 
     def remove(self) -> None:
-        """Undo it."""
+        """Remove it."""
 
 
 def remove_all(handles: list[Handle]) -> None:
-    """Undo everything, and forget it."""
+    """Remove all handles and clear the list."""
     for handle in handles:
         handle.remove()
     handles.clear()
@@ -31,7 +31,7 @@ class Tap(Protocol):
     """Observes the uses of a layer."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Observe a use, as a forward hook. The inputs are the first argument, or "input" or "x"."""
+        """Observe a use, as a forward hook. The inputs are the first argument, or the keyword "input" or "x"."""
 
     def see(self, inputs: Tensor, output: Tensor) -> None:
         """Observe a use that is not a call of a module's forward."""
@@ -77,7 +77,7 @@ class Slot:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The present parameter."""
+        """The parameter that the module has now."""
         parameter = self.module._parameters[self.leaf]
         assert parameter is not None
         return parameter
@@ -88,7 +88,7 @@ class Layer(ABC):
 
     A frozen weight or bias is left out: with the bias alone i is 1, with the weight alone there is no last column.
 
-    For your own module type, implement `batched`, `positions`, `input_rows` and `gradient_rows` such that the
+    To support another module type, implement `batched`, `positions`, `input_rows` and `gradient_rows` such that the
     gradient of each block is ``Σ g aᵀ`` over all rows, and register the class (`natgrad.register_layer`). `lay_out` has
     a default for a weight ``[o, ...]`` and a bias ``[o]``.
 
@@ -103,11 +103,11 @@ class Layer(ABC):
         weight_columns: How many of the i columns are the weight's.
         weight: Whether the weight is trained.
         bias: Whether there is a bias and it is trained.
-        slots: Where the trained parameters lie.
+        slots: The places of the trained parameters in the blocks.
         form: "matrix": maps rows of inputs to outputs, with gradient g aᵀ. "one-hot": a table whose rows are looked up,
             with gradient a gᵀ. "elementwise": a few coefficients for each output.
         others: Other layers with the same parameters (tied weights), whose rows are added to this layer's.
-        seconds: Host seconds of its curvature: in hooks, renewals and solves.
+        seconds: Host seconds spent on its curvature: in hooks, decompositions and solves.
     """
 
     weight_name: ClassVar[str] = "weight"
@@ -176,7 +176,7 @@ class Layer(ABC):
         """Add the rows of `others`, which are tied with this layer, to this layer's."""
         self.others = others
         for other in others:
-            other.inputs = self.inputs  # an embedding has no bias of its own
+            other.inputs = self.inputs  # an embedding has no bias
 
     def align(self, slot: Slot, tensor: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Return equally shaped views of a tensor shaped like a parameter and of its columns of the blocks.
@@ -186,8 +186,8 @@ class Layer(ABC):
             tensor: The parameter, its gradient, or a tensor of the same shape.
             blocks: Its columns ``[n, o, ...]``, a slice of the blocks.
         """
-        own = tensor if slot.rows is None else tensor[slot.rows]
-        return own, blocks.view(own.shape)
+        part = tensor if slot.rows is None else tensor[slot.rows]
+        return part, blocks.view(part.shape)
 
     def tap(self, tap: Tap) -> list[Handle]:
         """Call `tap` at each use of the layer, until the handles are removed."""
@@ -195,7 +195,7 @@ class Layer(ABC):
         return [self.module.register_forward_hook(tap, with_kwargs=True, prepend=True)]
 
     def current(self) -> Layer:
-        """Return the layer for the present mode of the module."""
+        """Return the layer for the current mode of the module."""
         return self
 
     @abstractmethod

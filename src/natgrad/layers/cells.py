@@ -1,6 +1,6 @@
 """``nn.LSTMCell``, ``nn.GRUCell`` and ``nn.RNNCell``: the projections of the input and of the hidden state.
 
-Torch's fused cells hide the gates, the outputs of these two linear maps; here they are computed one by one.
+Torch's fused cells do not return the gates, the outputs of these two linear maps; here each is computed separately.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def cell_layers(name: str, module: nn.Module) -> Sequence[Layer] | str:
 
 
 class CellForward(RevealingForward):
-    """Torch's own forward, with the fused cell taken apart."""
+    """Torch's forward, with separate operations in place of the fused cell."""
 
     def __init__(self, module: nn.Module) -> None:
         """Prepare for `module`."""
@@ -87,5 +87,5 @@ class CellLayer(HiddenLayer):
 
 
 def _like_fused(state: Tensor, gate: Tensor) -> Tensor:
-    """Return `state` in the dtype that a fused cell has it in: CUDA's autocast lowers it, the CPU's does not."""
+    """Return `state` in the dtype that the fused cell uses: autocast lowers it on CUDA, but not on the CPU."""
     return state.to(gate.dtype) if gate.is_cuda else state

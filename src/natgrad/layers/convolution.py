@@ -100,10 +100,10 @@ class KernelRows(Rows):
 
 
 class PatchRows(KernelRows):
-    """The patches that a convolution's window sees in ``maps [B, C, *spatial]``, of n groups of channels."""
+    """The patches of a convolution on ``maps [B, C, *spatial]`` with n groups of channels."""
 
     def __init__(self, maps: Tensor, window: Window, groups: int, *, bias: bool) -> None:
-        """Wrap `maps`; the patches stay implicit."""
+        """Wrap `maps`; patches are not built."""
         super().__init__(maps, window.kernel_size, groups, bias=bias)
         self.window = window
         self._spatial = window.positions(tuple(maps.shape[2:]))
@@ -165,7 +165,7 @@ class PatchRows(KernelRows):
 
 
 class _Cut(Rows):
-    """The `taken` columns of `rows` with `width` columns, for rows that only compute the whole Gram matrix."""
+    """The `taken` columns of `rows` with `width` columns, for rows that can only compute the Gram matrix of all."""
 
     def __init__(self, rows: Rows, width: int, taken: slice) -> None:
         self.rows, self.width, self.taken = rows, width, taken
@@ -174,8 +174,8 @@ class _Cut(Rows):
     def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
         whole = out.new_empty(len(out), self.width, self.width)
         self.rows.add_gram_(whole, scale=scale, overwrite=True)
-        own = whole[:, self.taken, self.taken]
-        out.copy_(own) if overwrite else out.add_(own)
+        part = whole[:, self.taken, self.taken]
+        out.copy_(part) if overwrite else out.add_(part)
 
     def pool(self) -> Tensor:
         return self.rows.pool()[..., self.taken]

@@ -16,7 +16,7 @@ from natgrad.layers.rows import MatrixRows, Rows
 def embedding_layers(name: str, module: nn.Module) -> Sequence[Layer] | str:
     """Return the layer of an embedding, or the reason why it has none."""
     if isinstance(module, nn.EmbeddingBag):
-        return "nn.EmbeddingBag adds up the rows that it looks up before anyone sees them"
+        return "nn.EmbeddingBag returns only sums of the rows that it looks up"
     if getattr(module, "sparse", False):
         return "its gradient is sparse: nn.Embedding(sparse=True)"
     if getattr(module, "scale_grad_by_freq", False):

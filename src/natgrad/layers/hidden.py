@@ -1,4 +1,4 @@
-"""Linear maps inside a module's own forward, where no module's output shows them, and the forward that shows them."""
+"""Linear maps inside a module's forward, which no hook can observe, and a forward that shows them to taps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HiddenLayer(LinearLayer):
     """A weight and a bias, or parts of them, that a module's forward uses for one of its linear maps.
 
     Attributes:
-        part: What the linear map is called within the module.
+        part: The name of the linear map within the module.
     """
 
     revealing: ClassVar[type[RevealingForward]]
@@ -33,8 +33,8 @@ class HiddenLayer(LinearLayer):
         Args:
             name: The module's qualified name.
             module: The module.
-            part: What the linear map is called within it.
-            leaves: The weight's name and the bias's in the module, with the rows that are this map's; None: all.
+            part: The name of the linear map within the module.
+            leaves: The names of weight and bias in the module, with the rows of this map; None: all rows.
         """
         self.part, self._owner, self._leaves = part, name, leaves
         super().__init__(qualified(name, part), module)
@@ -70,26 +70,25 @@ class HiddenLayer(LinearLayer):
 
 
 class RevealingForward(ABC):
-    """Computes what the forward of a module does, and shows the linear maps within to whoever taps them.
+    """Computes the same as the forward of a module, and shows the linear maps within to taps.
 
-    It stands in the module's ``forward`` as long as somebody does. With its module it copies and pickles as the
-    module's own forward.
+    It is the module's ``forward`` attribute while there are taps. Copies and pickles of the module have the forward of
+    the class.
     """
 
     def __init__(self, module: nn.Module) -> None:
         """Prepare for `module`."""
         self._module = weakref.ref(module)
         self._taps: dict[str, list[Tap]] = {}
-        # What torch's tools (``torch.export``) ask of a forward: that of the class, as a method.
-        own = type(module).forward
-        self.__name__, self.__code__, self.__globals__ = own.__name__, own.__code__, own.__globals__
-        self.__signature__ = inspect.signature(own).replace(
-            parameters=[*inspect.signature(own).parameters.values()][1:]
-        )
+        # Attributes that ``torch.export`` reads from a forward: those of the method of the class.
+        forward = type(module).forward
+        self.__name__, self.__code__, self.__globals__ = forward.__name__, forward.__code__, forward.__globals__
+        signature = inspect.signature(forward)
+        self.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
 
     @classmethod
     def reveal(cls, module: nn.Module, part: str, tap: Tap) -> Handle:
-        """Have `tap` see each use of a part of `module`."""
+        """Call ``tap.see`` at each use of a part of `module`."""
         forward = module.__dict__.get("forward")
         if not isinstance(forward, cls):
             forward = cls(module)
@@ -98,14 +97,14 @@ class RevealingForward(ABC):
         return _Reveal(forward, part, tap)
 
     def hide(self, part: str, tap: Tap) -> None:
-        """End what `reveal` began, and with the last tap give the module its own forward back."""
+        """Remove a tap; after the last one restore the module's forward."""
         self._taps[part].remove(tap)
         module = self._module()
         if module is not None and not any(self._taps.values()) and module.__dict__.get("forward") is self:
             del module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Be the forward of the module; its own where nothing can be differentiated."""
+        """Run the forward of the module, or of its class where no gradients are recorded."""
         module = self._module()
         assert module is not None
         if not torch.is_grad_enabled() or not any(self._taps.values()):
@@ -114,7 +113,7 @@ class RevealingForward(ABC):
 
     @abstractmethod
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute the same with `see` called for every part."""
+        """Compute the same as the module's forward, calling `see` for every part."""
 
     def see(self, part: str, inputs: Tensor, output: Tensor) -> None:
         """Show one use of a part."""
@@ -122,7 +121,7 @@ class RevealingForward(ABC):
             tap.see(inputs, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as the forward that the module has of its class: its copy exists before its attributes do."""
+        """Copy and pickle as the forward of the module's class."""
         return getattr, (self._module(), "forward")
 
 
@@ -137,17 +136,18 @@ class _Reveal:
 
 
 def unknown_forward(module: nn.Module, base: type[nn.Module], used: Mapping[Any, Sequence[str]]) -> str:
-    """Return why a `RevealingForward` for `base` does not know what `module` computes; empty if it does.
+    """Return why a `RevealingForward` for `base` cannot replace the forward of `module`; empty if it can.
 
     Args:
         module: The module.
         base: The class whose forward is known.
-        used: The functions that will be `rebound`, and the global names that they have to look up.
+        used: The functions that will be `rebound`, and the global names that they must look up.
     """
-    own, name = module.__dict__.get("forward"), type(module).__name__
+    forward, name = module.__dict__.get("forward"), type(module).__name__
     if type(module).forward is not base.forward:
         return f"{name} has a forward of its own, which hides its projections"
-    if own is not None and not isinstance(own, RevealingForward) and getattr(own, "__func__", None) is not base.forward:
+    method = getattr(forward, "__func__", None)
+    if forward is not None and not isinstance(forward, RevealingForward) and method is not base.forward:
         return "its forward was replaced by one that hides its projections"
     if not all(set(names) <= _names(function) for function, names in used.items()):
         return f"this version of torch computes {name} in a way that hides its projections"
@@ -159,9 +159,9 @@ def _names(function: object) -> set[str]:
 
 
 def rebound(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """Return `function` with other objects for some of the global names that it uses."""
+    """Return a copy of `function` with some of its global names bound to other objects."""
     original = cast("FunctionType", function)
-    # Without "__name__" torch.compile looks the names up here, rather than in the module of that name.
+    # Without "__name__" torch.compile looks the names up in this scope rather than in the module of that name.
     scope = {name: value for name, value in original.__globals__.items() if name != "__name__"} | names
     copy = FunctionType(original.__code__, scope, original.__name__, original.__defaults__, original.__closure__)
     copy.__kwdefaults__ = original.__kwdefaults__

@@ -19,7 +19,7 @@ from natgrad.layers.rows import CoefficientRows, DenseRows, Rows
 from natgrad.linalg.device import on_host
 
 _MANY = 128
-"""Positions of a sample from which on it pays to treat it by itself."""
+"""Positions per sample above which statistics of single samples are faster."""
 
 
 class NormLayer(Layer):
@@ -107,9 +107,9 @@ class GroupNormLayer(ChannelNormLayer):
 
 
 class BatchNormLayer(ChannelNormLayer):
-    """``nn.BatchNorm1d``, ``2d`` and ``3d``: statistics of the batch in training, running ones in evaluation.
+    """``nn.BatchNorm1d``, ``2d`` and ``3d``: statistics of the batch in training, running statistics in evaluation.
 
-    The effect of a sample on the batch statistics is not part of its gradients g·x̂ and g.
+    The gradients g·x̂ and g of a sample do not include its effect on the batch statistics.
     """
 
     module: nn.modules.batchnorm._BatchNorm
@@ -120,7 +120,7 @@ class BatchNormLayer(ChannelNormLayer):
         self._running: tuple[Tensor, Tensor] | None = None  # mean and variance in evaluation mode
 
     def current(self) -> Layer:
-        """Return a layer with the present mode and running statistics, which may have changed by the backward pass."""
+        """Return a layer with copies of the current mode and running statistics, for use in the backward pass."""
         mean, variance = (self.module._buffers[name] for name in ("running_mean", "running_var"))
         if self.module.training or mean is None or variance is None:
             return self
@@ -131,11 +131,11 @@ class BatchNormLayer(ChannelNormLayer):
     def _normalise(self, inputs: Tensor) -> Tensor:
         maps = inputs if self.batched(inputs) else inputs[None]
         if self._running is None:
-            return self._normalise_by_own(maps)
+            return self._normalise_by_batch(maps)
         mean, variance = self._running
         return F.batch_norm(maps, mean.to(maps.dtype), variance.to(maps.dtype), eps=self.module.eps)
 
-    def _normalise_by_own(self, maps: Tensor) -> Tensor:
+    def _normalise_by_batch(self, maps: Tensor) -> Tensor:
         eps, (samples, channels), positions = self.module.eps, maps.shape[:2], maps.shape[2:].numel()
         if positions < _MANY or not on_host(maps) or not maps.is_contiguous():
             return F.batch_norm(maps, None, None, training=True, eps=eps)
@@ -156,7 +156,7 @@ class InstanceNormLayer(BatchNormLayer):
         unbatched: int = self.module._get_no_batch_dim()
         return inputs.ndim != unbatched
 
-    def _normalise_by_own(self, maps: Tensor) -> Tensor:
+    def _normalise_by_batch(self, maps: Tensor) -> Tensor:
         return F.instance_norm(maps, eps=self.module.eps)
 
 
@@ -170,7 +170,7 @@ _LAYERS: dict[type[nn.Module], type[NormLayer] | str] = {
     nn.InstanceNorm1d: InstanceNormLayer,
     nn.InstanceNorm2d: InstanceNormLayer,
     nn.InstanceNorm3d: InstanceNormLayer,
-    nn.SyncBatchNorm: "its statistics are those of all ranks, which its input alone does not tell (SyncBatchNorm)",
+    nn.SyncBatchNorm: "its statistics are those of all ranks, not only of its input (SyncBatchNorm)",
 }
 NORMS = tuple(_LAYERS)
 

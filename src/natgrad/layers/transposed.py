@@ -1,11 +1,10 @@
 """``nn.ConvTranspose1d``, ``nn.ConvTranspose2d`` and ``nn.ConvTranspose3d``, with every option.
 
-An output position sees the kernel offsets of one residue class only: those that meet an element of the input rather
-than one of the zeros that the stride puts between them. Each such *phase* is an ordinary convolution of stride 1 with a
-part of the kernel, so that neither the zeros nor their products are made: im2col of an input stuffed with them takes
-s^(2 dimensions) times the arithmetic at stride s. And where kernel and stride are equal, all phases see the same and
-are computed once. On one core the factor of a 2-D layer of 64 channels takes 0.07 of the time of the stuffed input's
-with kernel 2 and stride 2, half of it with kernel 4 and stride 2, and as much at stride 1.
+The stride puts zeros between the elements of the input, so that an output position meets only the kernel offsets of one
+residue class. Each such *phase* is a convolution of stride 1 with a part of the kernel, and the zeros are never
+multiplied: im2col of the input with zeros takes s^(2 dimensions) times the arithmetic at stride s. If kernel and stride
+are equal, all phases see the same elements and are computed once. On one core the factor of a 2-D layer of 64 channels
+takes 0.07 of the time of im2col with kernel 2 and stride 2, 0.5 with kernel 4 and stride 2, and 1 at stride 1.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _BOTH = (_ALL, _ALL)
 
 
 class TransposedConvolutionLayer(ConvolutionLayer):
-    """A block a group; rows belong to the *output* positions, columns to ``weight.transpose(0, 1)`` of each group."""
+    """One block per group. Rows are *output* positions, columns those of ``weight.transpose(0, 1)`` of each group."""
 
     module: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d  # type: ignore[assignment]
 
@@ -47,8 +46,8 @@ class TransposedConvolutionLayer(ConvolutionLayer):
         """Match the weight ``[n c, o, *kernel]`` with its blocks."""
         if slot.leaf != "weight":
             return super().align(slot, tensor, blocks)
-        own = tensor.unflatten(0, (self.blocks, -1))
-        return own, blocks.unflatten(2, (own.shape[1], *self._kernel)).transpose(1, 2)
+        weight = tensor.unflatten(0, (self.blocks, -1))
+        return weight, blocks.unflatten(2, (weight.shape[1], *self._kernel)).transpose(1, 2)
 
     def _patches(self, maps: Tensor, positions: tuple[int, ...]) -> Rows:
         return PhaseRows(maps, self.module, positions, bias=self.bias)
@@ -56,14 +55,14 @@ class TransposedConvolutionLayer(ConvolutionLayer):
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """What a phase sees of one dimension of the input, counted from its end, against the offsets.
+    """The input elements that a phase meets in one dimension, counted from its end.
 
     Attributes:
         start: The first input element.
-        stop: The one after the last.
+        stop: The last input element + 1.
         padding: Zeros before and after these.
-        kernel_size: The number of offsets.
-        dilation: Steps between the elements that the offsets meet.
+        kernel_size: The number of kernel offsets.
+        dilation: The distance between the elements of neighbouring offsets.
     """
 
     start: int
@@ -75,7 +74,7 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Phase:
-    """One dimension of a phase: its kernel offsets, its output positions counted from the end, and what it sees."""
+    """One dimension of a phase: kernel offsets, output positions and input elements, the last two from the end."""
 
     offsets: slice
     positions: slice
@@ -83,7 +82,7 @@ class _Phase:
 
 
 class PhaseRows(KernelRows):
-    """What the kernel offsets of a transposed convolution meet in ``maps [B, C, *spatial]`` at its output positions."""
+    """The patches of a transposed convolution on ``maps [B, C, *spatial]``, one per output position."""
 
     def __init__(
         self,
@@ -93,41 +92,41 @@ class PhaseRows(KernelRows):
         *,
         bias: bool,
     ) -> None:
-        """Cut the kernel into its phases; the patches stay implicit."""
+        """Split the kernel into phases; patches are not built."""
         super().__init__(maps, module.kernel_size, module.groups, bias=bias)
         self.positions = prod(positions)
         self._module, self._spatial = module, positions
         self._patch = (self.channels, *self.kernel_size)
-        # The offsets run against the input; as no view does, the input is turned instead.
-        turned = maps.flip(tuple(range(2, maps.ndim)))
+        # Kernel offsets count against the direction of the input, and torch has no views with negative strides.
+        flipped = maps.flip(tuple(range(2, maps.ndim)))
         sizes = (maps.shape[2:], positions, module.kernel_size, module.stride, module.padding, module.dilation)
         self._phases: dict[tuple[_Seen, ...], list[tuple[_Slices, _Slices]]] = {}
-        for phase in product(*(list(_phases(*one)) for one in zip(*sizes, strict=True))):
-            seen = tuple(one.seen for one in phase)
-            places = (tuple(one.offsets for one in phase), tuple(one.positions for one in phase))
+        for phase in product(*(list(_phases(*lengths)) for lengths in zip(*sizes, strict=True))):
+            seen = tuple(axis.seen for axis in phase)
+            places = (tuple(axis.offsets for axis in phase), tuple(axis.positions for axis in phase))
             self._phases.setdefault(seen, []).append(places)
-        self._rows = [_patches(turned, seen, module.groups, bias=bias) for seen in self._phases]
+        self._rows = [_patches(flipped, seen, module.groups, bias=bias) for seen in self._phases]
 
     @override
     def of(self, maps: Tensor, *, bias: bool) -> Rows:
         return PhaseRows(maps, self._module, self._spatial, bias=bias)
 
     def add_gram_(self, out: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
-        """Add the Gram matrix. Blocks of offsets of different phases are zero, because these never overlap."""
+        """Add the Gram matrix. It is zero for pairs of offsets of different phases, which share no position."""
         if overwrite:
             out.zero_()
         width = prod(self._patch)
         square = out[:, :width, :width].unflatten(2, self._patch).unflatten(1, self._patch)
         for rows, phases in zip(self._rows, self._phases.values(), strict=True):
             width = self._patch[0] * prod(rows.window.kernel_size)
-            own = out.new_empty(self.groups, width + self.bias, width + self.bias)
-            rows.add_gram_(own, scale=scale, overwrite=True)
+            gram = out.new_empty(self.groups, width + self.bias, width + self.bias)
+            rows.add_gram_(gram, scale=scale, overwrite=True)
             for offsets, _ in phases:
                 target = square[(*_BOTH, *offsets, _ALL, *offsets)]
-                target.add_(own[:, :width, :width].reshape(target.shape))
+                target.add_(gram[:, :width, :width].reshape(target.shape))
                 if self.bias:
                     row = out[:, -1, :-1].unflatten(1, self._patch)[(*_BOTH, *offsets)]
-                    row.add_(own[:, -1, :-1].reshape(row.shape))
+                    row.add_(gram[:, -1, :-1].reshape(row.shape))
         if self.bias:
             out[:, -1, -1].add_(scale * self.samples * self.positions)
 
@@ -136,21 +135,21 @@ class PhaseRows(KernelRows):
         dtype = torch.promote_types(self.maps.dtype, torch.float32)
         pooled = self.maps.new_zeros(self.groups, self.samples, *self._patch, dtype=dtype)
         for rows, phases in zip(self._rows, self._phases.values(), strict=True):
-            own = self._patches_only(rows.pool())
+            sums = self._patches_only(rows.pool())
             for offsets, _ in phases:
                 target = pooled[(*_BOTH, _ALL, *offsets)]
-                target.copy_(own.reshape(target.shape))
-        sums = pooled.flatten(2)
-        return with_constant(sums, self.positions) if self.bias else sums
+                target.copy_(sums.reshape(target.shape))
+        flat = pooled.flatten(2)
+        return with_constant(flat, self.positions) if self.bias else flat
 
     def dense(self) -> Tensor:
         """Return all rows. With a stride above 1 most entries are zero."""
         patches = self.maps.new_zeros(self.groups, self.samples, *self._spatial, *self._patch)
         for rows, phases in zip(self._rows, self._phases.values(), strict=True):
-            own = self._patches_only(rows.dense())
+            values = self._patches_only(rows.dense())
             for offsets, positions in phases:
                 target = patches[(*_BOTH, *positions, _ALL, *offsets)]
-                target.copy_(own.reshape(target.shape))
+                target.copy_(values.reshape(target.shape))
         ndim = len(self._spatial)
         matrix = patches.flip(tuple(range(2, 2 + ndim))).flatten(2 + ndim).flatten(2, 1 + ndim)
         return with_constant(matrix, 1) if self.bias else matrix
@@ -160,10 +159,10 @@ class PhaseRows(KernelRows):
 
 
 def _phases(inputs: int, outputs: int, kernel: int, stride: int, padding: int, dilation: int) -> Iterator[_Phase]:
-    """Yield the phases of one dimension that have an output position; lengths and options are its own.
+    """Yield the phases of one dimension that have an output position.
 
-    Counted from the end, position t meets with offset κ the input element (t + κ dilation - shift) / stride, where that
-    is whole: for the offsets of one residue class, at the positions of another.
+    Counted from the end, position t meets at offset κ the input element (t + κ dilation - shift) / stride if that is a
+    whole number, which holds for offsets and positions of matching residue classes.
     """
     shift = outputs + padding - (inputs - 1) * stride - 1
     common = gcd(stride, dilation)
@@ -187,9 +186,9 @@ def _phases(inputs: int, outputs: int, kernel: int, stride: int, padding: int, d
 
 def _patches(maps: Tensor, seen: Sequence[_Seen], groups: int, *, bias: bool) -> PatchRows:
     window = Window(
-        kernel_size=tuple(one.kernel_size for one in seen),
+        kernel_size=tuple(axis.kernel_size for axis in seen),
         stride=(1,) * len(seen),
-        padding=tuple(one.padding for one in seen),
-        dilation=tuple(one.dilation for one in seen),
+        padding=tuple(axis.padding for axis in seen),
+        dilation=tuple(axis.dilation for axis in seen),
     )
-    return PatchRows(maps[(*_BOTH, *(slice(one.start, one.stop) for one in seen))], window, groups, bias=bias)
+    return PatchRows(maps[(*_BOTH, *(slice(axis.start, axis.stop) for axis in seen))], window, groups, bias=bias)

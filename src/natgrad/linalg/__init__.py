@@ -1,4 +1,4 @@
-"""The algebra of Kronecker-factored curvature, as pure functions of stacked matrices.
+"""The linear algebra of Kronecker-factored curvature, as pure functions of batches of matrices.
 
 Shapes: ``N`` blocks of equal size, ``o`` outputs, ``i`` inputs (one more with a bias), ``d`` either of them. A
 gradient block is ``W [N, o, i]``; a Fisher block is ``G [N, o, o]`` ⊗ ``A [N, i, i]`` in row-major order, so that
@@ -17,7 +17,7 @@ from natgrad.linalg import lapack
 
 
 def tensor_on(device: torch.device, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
-    """Return `values` as a tensor on `device`; unlike ``torch.tensor(values, device=...)`` the host does not wait."""
+    """Return `values` as a tensor on `device`, without the synchronization of ``torch.tensor(values, device=...)``."""
     return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
@@ -29,12 +29,11 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         Eigenvalues ``[N, d]``, ascending and clamped at 0, eigenvectors ``[N, d, d]`` in columns, and whether each
-        decomposition succeeded ``[N]`` (bool). What failed holds zeros. Cost: about 9 N d³ operations.
+        decomposition succeeded ``[N]`` (bool). Failed blocks hold zeros. Cost: about 9 N d³ operations.
     """
     try:
         values, vectors = lapack.eigh(matrices)
-        # A sum is finite only if its terms are, and is far cheaper than a test of each; eigenvectors cannot overflow
-        # one.
+        # A sum is finite only if all terms are, and is much cheaper than testing each. Eigenvectors cannot overflow it.
         if isfinite(values.sum() + vectors.sum()):
             return values.clamp_(min=0), vectors, torch.ones(len(matrices), dtype=torch.bool, device=matrices.device)
         fine = (values.sum(-1) + vectors.sum((-2, -1))).isfinite()
@@ -53,9 +52,9 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def off_diagonal(matrices: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``‖offdiag(Qᵀ X Q)‖²`` and ``‖X‖²`` in the Frobenius norm ``[N]``: what eigenvectors Q leave out of X.
+    """Return ``‖offdiag(Qᵀ X Q)‖²`` and ``‖X‖²`` in the Frobenius norm ``[N]``.
 
-    What is off the diagonal is summed up itself: the difference of ‖X‖² and the diagonal's would cancel.
+    The elements off the diagonal are summed directly, because the difference of ‖X‖² and the diagonal would cancel.
 
     Args:
         matrices: X, symmetric ``[N, d, d]``; only the lower triangles are read.
@@ -71,19 +70,19 @@ def off_diagonal(matrices: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
 def damped_inverse(matrices: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     """Invert ``matrices + damping I`` by Cholesky, in float64 where their own dtype fails.
 
-    What is indefinite by rounding, as factors in bfloat16 may be, is projected: negative eigenvalues count as zero.
+    For matrices that are indefinite by rounding, such as factors in bfloat16, negative eigenvalues count as zero.
 
     Args:
         matrices: ``[N, d, d]`` symmetric positive semi-definite; only the lower triangles are read.
         damping: ``[N]``.
 
     Returns:
-        The inverses ``[N, d, d]`` and whether each succeeded ``[N]`` (bool). What failed holds zeros. Cost: N d³
+        The inverses ``[N, d, d]`` and whether each succeeded ``[N]`` (bool). Failed blocks hold zeros. Cost: N d³
         multiply-adds.
     """
     diagonal = matrices.diagonal(dim1=-2, dim2=-1)
     undamped = diagonal.clone()
-    diagonal.add_(damping[:, None])  # and back below: a copy of the diagonal instead of one of everything
+    diagonal.add_(damping[:, None])  # restored below, which saves a copy of the matrices
     inverses, fine = _spd_inverse(matrices)
     if not bool(fine.all()):
         for index in (~fine).nonzero().flatten().tolist():
@@ -98,7 +97,7 @@ def damped_inverse(matrices: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _projected_inverse(damped: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
-    """Invert what rounding to a narrow dtype has left indefinite: eigenvalues below the damping are raised to it."""
+    """Invert damped matrices that are indefinite by rounding: eigenvalues below the damping are raised to it."""
     values, vectors, fine = eigh(damped)
     return lapack.symmetric((vectors / values.clamp(min=damping)[:, None, :]) @ vectors.mT), fine
 
@@ -106,7 +105,7 @@ def _projected_inverse(damped: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]
 def _spd_inverse(matrices: Tensor) -> tuple[Tensor, Tensor]:
     size = matrices.shape[-1]
     factor, info = lapack.cholesky(matrices)
-    # cholesky_inverse raises where a diagonal entry is 0, as a failed factorisation may leave it.
+    # cholesky_inverse raises if a diagonal entry is 0, as a failed factorisation may leave it.
     factor.diagonal(dim1=-2, dim2=-1).masked_fill_((info != 0)[:, None], 1)
     inverses = lapack.invert_by_(factor)[:, :size, :size]
     return inverses, (info == 0) & inverses.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
@@ -127,18 +126,18 @@ def trace_balance(mean_a: Tensor, mean_g: Tensor) -> Tensor:
 
 
 def solve_rotated(W: Tensor, QA: Tensor, QG: Tensor, divisor: Callable[[], Tensor]) -> Tensor:
-    """Return ``Q_G [(Q_Gᵀ W Q_A) / divisor] Q_Aᵀ``: W times the inverse of what Q_G ⊗ Q_A makes diagonal.
+    """Return ``Q_G [(Q_Gᵀ W Q_A) / divisor] Q_Aᵀ``: W divided by eigenvalues in the basis Q_G ⊗ Q_A.
 
-    With the divisor v_G v_Aᵀ + γ it is ``(G ⊗ A + γI)⁻¹ W``, exactly (Pauloski 2022, eq. 11-13).
+    With the divisor v_G v_Aᵀ + γ that is exactly ``(G ⊗ A + γI)⁻¹ W`` (Pauloski 2022, eq. 11-13).
 
     Args:
         W: ``[N, o, i]``.
         QA: Eigenvectors of A in columns ``[N, i, i]``.
         QG: Eigenvectors of G in columns ``[N, o, o]``.
-        divisor: Makes the damped eigenvalues ``[N, o, i]``, which are needed for a moment.
+        divisor: Returns the damped eigenvalues ``[N, o, i]``; called once they are needed, to save memory.
 
     Returns:
-        ``[N, o, i]``. Cost: 2 N (o² i + o i²) multiply-adds, in memory for two more such tensors.
+        ``[N, o, i]``. Cost: 2 N (o² i + o i²) multiply-adds, and memory for two more tensors of this shape.
     """
     rotated = product(product(QG.mT, W), QA)
     rotated /= divisor()
@@ -147,7 +146,7 @@ def solve_rotated(W: Tensor, QA: Tensor, QG: Tensor, divisor: Callable[[], Tenso
 
 
 def solve_inverse(W: Tensor, inverse_A: Tensor, inverse_G: Tensor) -> Tensor:
-    """Return ``G⁻¹ W A⁻¹`` (Pauloski 2022, eq. 10), the inverses being damped already.
+    """Return ``G⁻¹ W A⁻¹`` for damped inverses (Pauloski 2022, eq. 10).
 
     Args:
         W: ``[N, o, i]``.
@@ -163,8 +162,8 @@ def solve_inverse(W: Tensor, inverse_A: Tensor, inverse_G: Tensor) -> Tensor:
 def solve_pairs(W: Tensor, F: Tensor, damping: float) -> Tensor:
     """Solve ``[[f11 + γ, f12], [f12, f22 + γ]] v = w`` for each output (Osawa 2020, SP-NGD).
 
-    It is the closed form ``1/D [[f22 + γ, -f12], [-f12, f11 + γ]]`` by way of the Schur complement of f11 + γ, with
-    f11 f22 - f12² kept at 0 or more: where the two are collinear, rounding could make D negative.
+    The closed form ``1/D [[f22 + γ, -f12], [-f12, f11 + γ]]`` is computed from the Schur complement of f11 + γ.
+    f11 f22 - f12² is clamped at 0, because rounding could make D negative.
 
     Args:
         W: ``[N, o, 2]``.
@@ -183,7 +182,7 @@ def solve_pairs(W: Tensor, F: Tensor, damping: float) -> Tensor:
 
 
 def multiply_pairs(D: Tensor, F: Tensor) -> Tensor:
-    """Return ``[[f11, f12], [f12, f22]] d`` for each output, of D ``[N, o, 2]`` and f11, f22, f12 ``[N, o, 3]``."""
+    """Return ``[[f11, f12], [f12, f22]] d`` for D ``[N, o, 2]`` and F = (f11, f22, f12) ``[N, o, 3]``."""
     (d1, d2), (f11, f22, f12) = D.unbind(-1), F.unbind(-1)
     return torch.stack([f11 * d1 + f12 * d2, f12 * d1 + f22 * d2], -1)
 
@@ -206,9 +205,9 @@ def solve_rank_one(W: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return ``left @ right`` in the wider dtype of both; the factors are rounded to the narrower.
+    """Return ``left @ right`` in the wider dtype of both, with the factors rounded to the narrower.
 
-    Where no gradients are recorded and both have the same dtype, it is written into `out`.
+    `out` is used only if both have the same dtype and no gradients are recorded.
     """
     # `matmul` copies the transpose of a single matrix.
     multiply = torch.bmm if left.ndim == right.ndim == 3 and len(left) == len(right) else torch.matmul

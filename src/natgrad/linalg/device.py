@@ -1,4 +1,4 @@
-"""What the kind of a device decides: whether the host may look at numbers, and how much to work on at once."""
+"""Decisions that depend on the kind of device: reading values on the host, and sizes of pieces of work."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 def on_host(place: Tensor | torch.device) -> bool:
-    """Return whether the host can read a tensor, or tensors on a device, without waiting for the device."""
+    """Return whether the host can read tensors on this device without a synchronization."""
     device = place.device if isinstance(place, Tensor) else place
     return device.type == "cpu"
 
 
 def known_all(mask: Tensor) -> bool:
-    """Return whether all of a mask is known to be true. On an accelerator the host would have to wait: False."""
+    """Return whether all of a mask is true; False on an accelerator, where reading it would synchronize."""
     return on_host(mask) and bool(mask.all())
 
 
 def by_device(place: Tensor | torch.device, *, host: int, accelerator: int) -> int:
-    """Return the number for a device: a CPU wants pieces that fit its caches, an accelerator few calls."""
+    """Return the number for a device: for a CPU pieces that fit a cache, for an accelerator few calls."""
     return host if on_host(place) else accelerator

@@ -1,8 +1,8 @@
-"""Eigenbases and inverses that begin with those of the last renewal, and are brought forward by products of matrices.
+"""Eigendecompositions and inverses that start from the last result and improve it by matrix products.
 
-Running averages move little between two renewals, so that the last result is nearly the next one. What it is worth is
-tested first, on the residual itself; only what fails the test is worked on, and only what that does not help is made
-from scratch. Shapes: ``N`` blocks of size ``d``; norms are Frobenius's.
+Running averages change little between two refreshes, so that the last result is nearly the next one. Its residual is
+computed first; blocks that fail the test are iterated, and blocks that still fail are decomposed from scratch. Shapes:
+N blocks of size d. Norms are Frobenius norms.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from natgrad.linalg import damped_inverse, eigh, product, tensor_on
 from natgrad.linalg.device import on_host
 from natgrad.linalg.lapack import symmetric
 
-# An iteration turns one in so many eigenvectors, the first and those after it; and divides the residual by so much, as
-# a rule.
+# The first iteration rotates one in _FIRST eigenvectors, later ones one in _LATER; each typically divides the residual
+# by _GAIN.
 _FIRST, _LATER = 8, 4
 _GAIN = 4.0
-# On a CPU, a test that fails may take more than a tenth of decomposing matrices below the first size, and fewer than so
-# many below the second; and an iteration takes longer than decomposing any of those.
+# On a CPU a test costs more than a tenth of a decomposition for matrices below _SMALL, and for fewer than _MANY
+# matrices below _MIDDLE. An iteration costs more than a decomposition below _MIDDLE.
 _SMALL, _MIDDLE, _MANY = 256, 320, 8
-# On a GPU it is calls that take the time, and those of an iteration more than a decomposition of all matrices of up to
-# so many columns, or of so few matrices that they have up to so many together (`natgrad.linalg.cusolver`).
+# On a GPU an iteration costs more than a decomposition of matrices of up to _FEW columns, or of matrices with up to
+# _TOGETHER columns in all (`natgrad.linalg.cusolver`).
 _FEW, _TOGETHER = 256, 512
-_ALONE = 1  # how often a single matrix is turned there in less time
-# Where a test of all vectors takes far longer than one of the leading ones, one in so many, which come first there.
+_ALONE = 1  # the number of iterations of a single matrix that is faster there than a decomposition
+# On these devices the leading vectors, one in _TESTED, are tested first, which is much cheaper than testing all.
 _STEPWISE, _TESTED = ("cpu",), 16
-# A residual of the leading vectors, in tolerances, beyond which it takes two iterations as a rule: that is as long as a
-# decomposition takes there.
+# The residual of the leading vectors, in tolerances, from which on two iterations are needed, which cost as much as a
+# decomposition there.
 _LEADING = 3.0
-# Norms from which on squares are not exact enough in float32: 1e-10 of the largest entry is not missed.
+# Blocks with norms below this, or above its inverse, are scaled, because their squares are inexact in float32.
 _TINY = 1e-10
-# How far from orthogonal a basis may be, in units of the rounding of its dtype; LAPACK's are at about 10.
+# The allowed deviation of a basis from orthogonality, in units of the rounding of its dtype; LAPACK's have about 10.
 _SKEW = 1000.0
-# Rounding to bfloat16 moves vectors by at most 2⁻⁹ of their length: what is left of F beyond so much is not for that.
+# The largest relative residual that rounding a basis to bfloat16 can explain (vectors move by at most 2⁻⁹).
 _ROUNDED = 2.0**-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warm:
-    """How renewals begin with the last result.
+    """Settings of decompositions that start from the last result.
 
     Attributes:
-        tolerance: The relative residual at which a result is good enough.
-        iterations: The most iterations before it is made from scratch.
+        tolerance: The relative residual at which a result is accepted.
+        iterations: The largest number of iterations before a decomposition from scratch.
 
     Raises:
         ValueError: unless `tolerance` is a number in (0, 1) and `iterations` a whole number >= 0.
@@ -65,29 +65,27 @@ class Warm:
         require(whole and self.iterations >= 0, "iterations", self.iterations, "a whole number >= 0")
 
     def eigh(self, matrices: Tensor, basis: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Decompose symmetric positive semi-definite matrices F, beginning with the eigenvectors Q of others.
+        """Decompose symmetric positive semi-definite matrices F, starting from the eigenvectors Q of similar matrices.
 
-        With D = diag(QᵀFQ), what is off the diagonal of QᵀFQ has the norm of the residual ``FQ - QD``, which is taken
-        as it stands: a difference of squared norms would cancel. At `tolerance` times ‖F‖ or less, the basis stays and
-        D are the eigenvalues. Otherwise the leading quarter of the basis is turned up to `iterations` times: by a
-        Rayleigh-Ritz step within it, then out of it by the angle that diagonalises F on each pair of vectors alone
-        (Jacobi 1846), at most 45 degrees, all of them together as the one orthogonal map that moves a subspace least,
-        the direct rotation (Davis & Kahan 1970, section 4). What still fails the test, or is too far beyond it from
-        the start, is left to `linalg.eigh`; so are, on a CPU, matrices so small that it decomposes them in no more
-        time, and, there and on a GPU, those whose basis does not stay where that is so of an iteration.
+        With D = diag(QᵀFQ), the part of QᵀFQ off the diagonal has the norm of the residual ``FQ - QD``. If that is at
+        most `tolerance` ‖F‖, the basis stays and D are the eigenvalues. Otherwise the leading quarter of the basis is
+        rotated up to `iterations` times: by a Rayleigh-Ritz step within it, then against the other vectors by the
+        angles that diagonalise F on each pair (Jacobi 1846), at most 45 degrees, combined in the direct rotation, the
+        orthogonal map that moves a subspace least (Davis & Kahan 1970, section 4). `linalg.eigh` decomposes blocks
+        that still fail the test or are too far from it at the start, and sizes for which it is faster.
 
-        So ``QDQᵀ`` is always positive semi-definite, and never farther from F than τ‖F‖, τ being the tolerance. Of two
-        such factors, ``(G ⊗ A + γI)⁻¹`` is positive definite, at most 1 / γ, and no farther from the exact one than
-        ``((1 + τ)² - 1) ‖G‖ ‖A‖ / γ²``.
+        With τ the tolerance, ``QDQᵀ`` is positive semi-definite and at most τ‖F‖ from F. For two such factors
+        ``(G ⊗ A + γI)⁻¹`` is positive definite, at most 1 / γ, and at most ``((1 + τ)² - 1) ‖G‖ ‖A‖ / γ²`` from the
+        exact one.
 
         Args:
             matrices: ``[N, d, d]``; only the lower triangles are read.
             basis: ``[N, d, d]``, in columns, in any dtype; None: there is none.
 
         Returns:
-            What `linalg.eigh` does, the eigenvalues in any order. Cost in products of two d x d matrices: 1 for the
-            test, about 0.8 for the first iteration and 1.5 for each that follows. The host waits for the device once
-            where all bases stay, and three times more in each iteration.
+            The same as `linalg.eigh`, with eigenvalues in any order. Cost in products of two d x d matrices: 1 for the
+            test, about 0.8 for the first iteration and 1.5 for each later one. Synchronizes with the device once if
+            all bases stay, and three times more per iteration.
         """
         if basis is None or not _tests(matrices.device, *matrices.shape[:2]):
             return eigh(matrices)
@@ -98,7 +96,7 @@ class Warm:
         values, vectors, passed = refined
         values = (values if scale is None else values * scale).clamp_(min=0)
         fine = torch.ones(len(F), dtype=torch.bool, device=F.device)
-        failed = [block for block, each in enumerate(passed) if not each]
+        failed = [block for block, succeeded in enumerate(passed) if not succeeded]
         if not failed:
             return values, vectors, fine
         if len(failed) == len(F):
@@ -110,15 +108,9 @@ class Warm:
     def _refined(
         self, F: Tensor, norm: Tensor, Q: Tensor, *, rounded: bool = True
     ) -> tuple[Tensor, Tensor, list[bool]] | None:
-        """Return eigenvalues, vectors, and which blocks pass the test; of the others nothing means anything.
+        """Return eigenvalues, eigenvectors, and which blocks pass the test; other blocks hold no valid result.
 
-        None: none passes it.
-
-        Args:
-            F: ``[N, d, d]``.
-            norm: Of each ``[N]``.
-            Q: The bases.
-            rounded: Whether those that are not orthogonal may be so for they were rounded.
+        None if no block passes. `rounded`: bases that are not orthogonal are orthogonalised and tested again.
         """
         limit = self.tolerance * norm
         most = _turns(F.device, len(F), F.shape[-1], self.iterations)
@@ -128,12 +120,14 @@ class Warm:
         if tested is None:
             return None
         pieces, values, residual, beyond = tested
-        straight = _is_straight(Q)
-        near = straight & (residual <= reach) & (beyond <= leading)
-        tests = torch.stack([straight, straight & (residual <= limit), near])
-        orthogonal, passed, turnable = tests.tolist()  # the host waits
+        orthogonal_mask = _is_orthogonal(Q)
+        near = orthogonal_mask & (residual <= reach) & (beyond <= leading)
+        tests = torch.stack([orthogonal_mask, orthogonal_mask & (residual <= limit), near])
+        orthogonal, passed, turnable = tests.tolist()  # synchronizes
         if rounded and not all(orthogonal):
-            return self._refined(F, norm, torch.where(straight[:, None, None], Q, _straightened(Q)), rounded=False)
+            return self._refined(
+                F, norm, torch.where(orthogonal_mask[:, None, None], Q, _orthogonalised(Q)), rounded=False
+            )
         if all(passed) or not any(turnable) or most == 0:
             return values, Q, passed
         Y = torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
@@ -142,29 +136,29 @@ class Warm:
             if not left:
                 break
             whole, index = len(left) == len(F), tensor_on(F.device, left, torch.long)
-            old = (Q, Y, values) if whole else (Q[index], Y[index], values[index])
-            turned = _turn(*old, max(1, F.shape[-1] // share))
+            part = (Q, Y, values) if whole else (Q[index], Y[index], values[index])
+            turned = _turn(*part, max(1, F.shape[-1] // share))
             found, residual = _rayleigh(*turned)
-            for block, each in zip(left, (residual <= limit[index]).tolist(), strict=True):
-                passed[block] = each
+            for block, succeeded in zip(left, (residual <= limit[index]).tolist(), strict=True):
+                passed[block] = succeeded
             Q, Y, values = (
-                new if whole else every.index_copy(0, index, new)
-                for every, new in zip((Q, Y, values), (*turned, found), strict=True)
+                new if whole else old.index_copy(0, index, new)
+                for old, new in zip((Q, Y, values), (*turned, found), strict=True)
             )
-        # The next turn takes the last vectors for the leading ones. What stayed is left as it was.
+        # The next call takes the last vectors as the leading ones. Bases that passed at once keep their order.
         stayed, places = tests[1, :, None], torch.arange(F.shape[-1], device=F.device)
         order = torch.where(stayed, places, values.argsort(-1))
         return values.take_along_dim(order, -1), Q.take_along_dim(order[:, None, :], -1), passed
 
     def damped_inverse(self, matrices: Tensor, damping: Tensor, inverses: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Invert F = ``matrices + damping I`` by Newton's iteration, beginning with the inverses of others.
+        """Invert F = ``matrices + damping I`` by Newton's iteration, starting from the inverses of similar matrices.
 
-        X ← X (2I - FX) squares the residual ``I - FX`` (Schulz 1933). It begins with the last inverse, times the
-        number that makes its residual least, where that is below 1, and else with the multiple of the identity whose
-        residual is sure to be. The first residual tells how many iterations it takes to get to `tolerance`; what takes
-        more than `iterations`, or fails the test at the end, is left to `linalg.damped_inverse`.
+        X ← X (2I - FX) squares the residual ``I - FX`` (Schulz 1933). It starts from the last inverse, scaled to the
+        least residual, or, if that residual is not smaller, from a multiple of the identity with a residual below 1.
+        The number of iterations follows from the first residual. `linalg.damped_inverse` inverts blocks that need more
+        than `iterations`, or fail the test at the end.
 
-        So X is never farther from F⁻¹ than `tolerance` times its norm: ``F⁻¹ - X = F⁻¹ (I - FX)``.
+        The error of X is at most `tolerance` ‖F⁻¹‖, because ``F⁻¹ - X = F⁻¹ (I - FX)``.
 
         Args:
             matrices: ``[N, d, d]`` symmetric positive semi-definite; only the lower triangles are read.
@@ -172,8 +166,8 @@ class Warm:
             inverses: ``[N, d, d]``, in any dtype; None: there are none.
 
         Returns:
-            What `linalg.damped_inverse` does. Cost in products of two d x d matrices: 1 for the test before, 2 for
-            each iteration, 1 for the test after them. The host waits for the device twice.
+            The same as `linalg.damped_inverse`. Cost in products of two d x d matrices: 2 for the tests, 2 for each
+            iteration. Synchronizes with the device twice.
         """
         F = symmetric(matrices)
         F.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
@@ -181,34 +175,34 @@ class Warm:
         counts = [self._count(value, F.shape[-1]) for value in error.tolist()]
         fine = torch.ones(len(F), dtype=torch.bool, device=F.device)
         for count in sorted(set(counts) - {0}):
-            index = tensor_on(F.device, [block for block, own in enumerate(counts) if own == count], torch.long)
+            index = tensor_on(F.device, [block for block, needed in enumerate(counts) if needed == count], torch.long)
             if count > self.iterations:
                 fine[index] = False
                 continue
-            own, x = F[index], X[index]
+            f, x = F[index], X[index]
             for _ in range(count):
-                x = torch.baddbmm(x, x, product(own, x), beta=2, alpha=-1)
-            X[index], fine[index] = (x + x.mT) / 2, _distance(product(own, x), 1.0) <= self.tolerance
+                x = torch.baddbmm(x, x, product(f, x), beta=2, alpha=-1)
+            X[index], fine[index] = (x + x.mT) / 2, _distance(product(f, x), 1.0) <= self.tolerance
         if not bool(fine.all()):
             index = (~fine).nonzero().flatten()
             X[index], fine[index] = damped_inverse(matrices[index], damping[index])
         return X, fine
 
     def _count(self, error: float, size: int) -> int:
-        """Return how many squarings bring a residual well below the tolerance; one more than allowed: none do."""
+        """Return how many squarings bring a residual well below the tolerance; more than `iterations` if none do."""
         if error <= self.tolerance:
             return 0
-        goal = self.tolerance / (2 * size**0.5)  # of the largest eigenvalue, which may be what is known
+        goal = self.tolerance / (2 * size**0.5)  # `error` may be a bound on the largest eigenvalue of the residual
         return ceil(log2(max(1.0, log(goal) / log(error)))) or 1 if error < 1 else self.iterations + 1
 
 
 def _tests(device: torch.device, count: int, size: int) -> bool:
-    """Return whether a test costs little beside decomposing its matrices from scratch."""
+    """Return whether a test is much cheaper than a decomposition from scratch."""
     return not on_host(device) or size >= (_SMALL if count >= _MANY else _MIDDLE)
 
 
 def _turns(device: torch.device, count: int, size: int, allowed: int) -> int:
-    """Return how often matrices may be turned in less time than decomposing them from scratch takes."""
+    """Return the number of iterations that are faster than a decomposition from scratch."""
     if on_host(device):
         return allowed if size >= _MIDDLE else 0
     if size <= _FEW or count * size <= _TOGETHER:
@@ -217,18 +211,16 @@ def _turns(device: torch.device, count: int, size: int, allowed: int) -> int:
 
 
 def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor] | None:
-    """Return FQ in pieces that follow each other, the Rayleigh quotients, and the norms of residuals ``[N]``.
+    """Return FQ in parts, the Rayleigh quotients, and the norms of two residuals ``[N]``.
 
-    These are of all vectors, and of the leading ones, if they come first; if not, 0.
+    The residuals are of all vectors, and of the leading ones if those are tested first, otherwise 0. None if the
+    leading vectors fail in every block.
 
     Args:
         F: ``[N, d, d]``.
         Q: The bases.
-        reach: What the residual of the leading vectors may be ``[N]``.
-        far: What it may be where it is rounding that leaves a basis not orthogonal ``[N]``.
-
-    Returns:
-        None where the leading vectors, if they come first, are beyond that in every block.
+        reach: The allowed residual of the leading vectors ``[N]``.
+        far: The allowed residual for bases that are not orthogonal because of rounding ``[N]``.
     """
     size = F.shape[-1]
     if F.device.type not in _STEPWISE:
@@ -238,8 +230,8 @@ def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tens
     leading, others = Q[..., rest:], Q[..., :rest]
     last = product(F, leading)
     last_values, beyond = _rayleigh(leading, last)
-    lost = beyond > far  # mostly all of them are, or none: then nobody asks whether they are orthogonal
-    if bool(lost.all()) or (bool((beyond > reach).all()) and bool((lost | _is_straight(leading)).all())):
+    lost = beyond > far  # usually all or none, which saves the test of orthogonality
+    if bool(lost.all()) or (bool((beyond > reach).all()) and bool((lost | _is_orthogonal(leading)).all())):
         return None
     first = product(F, others)
     values, residual = _rayleigh(others, first)
@@ -247,7 +239,7 @@ def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tens
 
 
 def _rayleigh(Q: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the Rayleigh quotients of vectors ``Q [N, d, k]`` where ``Y = FQ``, and the norm of their residuals."""
+    """Return the Rayleigh quotients of ``Q [N, d, k]`` with ``Y = FQ``, and the norm of their residuals."""
     products = Q * Y
     values = products.sum(-2)
     residuals = torch.addcmul(Y, Q, values[:, None, :], value=-1, out=products)
@@ -255,11 +247,11 @@ def _rayleigh(Q: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(F: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return blocks whose entries have squares, their norms ``[N]``, and their divisors ``[N, 1]``, if any."""
+    """Return F scaled so that squares of entries are exact, the norms ``[N]``, and the divisors ``[N, 1]`` or None."""
     norm: Tensor = torch.linalg.vector_norm(F, dim=(1, 2))
-    if on_host(F) and all(_TINY < each < 1 / _TINY for each in norm.tolist()):
+    if on_host(F) and all(_TINY < value < 1 / _TINY for value in norm.tolist()):
         return F, norm, None
-    scale = F.diagonal(dim1=-2, dim2=-1).amax(-1)  # no entry is larger; the squares of 1e-25 would be 0
+    scale = F.diagonal(dim1=-2, dim2=-1).amax(-1)  # no entry is larger
     scale = torch.where(scale > 0, scale, 1)[:, None]
     F /= scale[:, :, None]
     return F, torch.linalg.vector_norm(F, dim=(1, 2)), scale
@@ -272,7 +264,7 @@ def _turn(Q: Tensor, Y: Tensor, values: Tensor, leading: int) -> tuple[Tensor, T
         Q: The basis ``[N, d, d]``, in about ascending order.
         Y: FQ.
         values: diag(QᵀFQ) ``[N, d]``.
-        leading: How many of the last vectors are brought to where the Jacobi angles to the others vanish.
+        leading: The number of last vectors that are rotated until their Jacobi angles to the others vanish.
     """
     rest = Q.shape[-1] - leading
     B = product(Q.mT, Y[..., rest:])
@@ -287,50 +279,50 @@ def _turn(Q: Tensor, Y: Tensor, values: Tensor, leading: int) -> tuple[Tensor, T
     secant = (1 + squares).sqrt()[:, None, :]
     c, h = product(V / secant, V.mT), product(V / (secant * (1 + secant)), V.mT)
     c_of_S, turned = product(U, c), []
-    for each in (Q, Y):
-        R, S = each[..., :rest], each[..., rest:]
+    for columns in (Q, Y):
+        R, S = columns[..., :rest], columns[..., rest:]
         RX, Sc = product(R, X), product(S, c_of_S)
         turned.append(torch.cat([torch.baddbmm(R, torch.baddbmm(Sc, RX, h), X.mT, alpha=-1), Sc.baddbmm_(RX, c)], -1))
     return turned[0], turned[1]
 
 
 def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues and vectors; NaN, which no test lets pass, where there are none."""
+    """Return eigenvalues and eigenvectors; NaN, which fails every test, where the decomposition failed."""
     values, vectors, fine = eigh(matrices)
     return values, vectors.masked_fill_(~fine[:, None, None], torch.nan)
 
 
-def _is_straight(Q: Tensor) -> Tensor:
-    """Tell which bases are orthogonal ``[N]``, by what QᵀQ does to the vector of ones."""
+def _is_orthogonal(Q: Tensor) -> Tensor:
+    """Return which bases are orthogonal ``[N]``, tested by the product of QᵀQ with a vector of ones."""
     limit = _SKEW * torch.finfo(Q.dtype).eps * Q.shape[-1] ** 0.5
     error: Tensor = torch.linalg.vector_norm(product(Q.mT, Q.sum(-1, keepdim=True)) - 1, dim=(1, 2))
     return error.le(limit)
 
 
-def _straightened(Q: Tensor) -> Tensor:
-    """Return the nearest orthogonal bases of those that were rounded, by Newton's iteration (Björck & Bowie 1971)."""
-    for _ in range(3):  # an error e becomes 3/4 e²: 2⁻⁸, that of bfloat16, is gone even in float64
+def _orthogonalised(Q: Tensor) -> Tensor:
+    """Return the nearest orthogonal bases of rounded ones, by Newton's iteration (Björck & Bowie 1971)."""
+    for _ in range(3):  # an error e becomes 3/4 e²: three steps reduce bfloat16's 2⁻⁸ below float64's
         Q = torch.baddbmm(Q, Q, product(Q.mT, Q), beta=1.5, alpha=-0.5)
     return Q
 
 
 def _start(F: Tensor, damping: Tensor, inverses: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return what Newton's iteration begins with, and the norm of its residual I - FX: an upper bound, below 1."""
-    bound = F.abs().sum(-1).amax(-1)  # no eigenvalue is larger, and by what F is none is below the damping
+    """Return the start X of Newton's iteration, and an upper bound below 1 on the norm of its residual I - FX."""
+    bound = F.abs().sum(-1).amax(-1)  # no eigenvalue is larger than this, or smaller than the damping
     X = torch.diag_embed((2 / (bound + damping))[:, None].expand(F.shape[:2]))
     error = (bound - damping) / (bound + damping)
     if inverses is None:
         return X, error
-    made = product(F, inverses)
-    share = made.diagonal(dim1=-2, dim2=-1).sum(-1) / made.square().sum((1, 2))
-    warm = _distance(made, share)
+    products = product(F, inverses)
+    share = products.diagonal(dim1=-2, dim2=-1).sum(-1) / products.square().sum((1, 2))
+    warm = _distance(products, share)
     nearer = warm < error
     return torch.where(nearer[:, None, None], inverses * share[:, None, None], X), torch.where(nearer, warm, error)
 
 
-def _distance(made: Tensor, share: Tensor | float) -> Tensor:
-    """Return ‖share · made - I‖ ``[N]``, having overwritten `made`."""
-    made = made.mul_(share[:, None, None] if isinstance(share, Tensor) else share)
-    made.diagonal(dim1=-2, dim2=-1).sub_(1)
-    distance: Tensor = torch.linalg.vector_norm(made, dim=(1, 2))
+def _distance(products: Tensor, share: Tensor | float) -> Tensor:
+    """Return ‖share · products - I‖ ``[N]``, overwriting `products`."""
+    products = products.mul_(share[:, None, None] if isinstance(share, Tensor) else share)
+    products.diagonal(dim1=-2, dim2=-1).sub_(1)
+    distance: Tensor = torch.linalg.vector_norm(products, dim=(1, 2))
     return distance

@@ -1,4 +1,4 @@
-"""Tensors of several groups of blocks processed as one, where calls take the time: on a GPU, and of small tensors."""
+"""Joining tensors of several groups of blocks, to process small tensors in fewer calls."""
 
 from __future__ import annotations
 
@@ -12,58 +12,58 @@ from natgrad.linalg.device import by_device
 
 T = TypeVar("T")
 
-# Bytes of tensors that are processed together and so are in memory at once.
+# The largest number of bytes of tensors that are processed together.
 _HOST, _ACCELERATOR = 2**22, 2**26
 
 
 def together(
     items: Iterable[T], place: Callable[[T], tuple[torch.device, object]], nbytes: Callable[[T], int] = lambda _: 0
 ) -> Iterator[list[T]]:
-    """Yield items that are processed together: those of one place, up to a bound on their memory.
+    """Yield lists of items to process together: those with the same `place`, up to a bound on their memory.
 
     Args:
-        items: The items, of which no more are drawn than it takes.
-        place: Where an item is, and what else is equal for those that may be worked on together.
-        nbytes: The bytes that an item holds until its group has been processed.
+        items: The items, read lazily.
+        place: Returns an item's device and a key; items are processed together if both are equal.
+        nbytes: Returns the bytes that an item holds until its list has been processed.
     """
     groups: dict[object, tuple[int, list[T]]] = {}
     for item in items:
         device, *_ = key = place(item)
         most = by_device(device, host=_HOST, accelerator=_ACCELERATOR)
-        own = nbytes(item)
+        added = nbytes(item)
         size, group = groups.get(key, (0, []))
-        if group and size + own > most:
+        if group and size + added > most:
             yield group
             size, group = 0, []
-        groups[key] = size + own, [*group, item]
-    while groups:  # none is held any more when it was dealt with
+        groups[key] = size + added, [*group, item]
+    while groups:  # each list is released after it was processed
         yield groups.pop(next(iter(groups)))[1]
 
 
 def joined(vectors: Sequence[Tensor]) -> Tensor:
-    """Return vectors as one, a single one as it is."""
+    """Return the concatenated vectors; a single vector is not copied."""
     return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors))
 
 
 def parted(joint: Tensor, vectors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of one vector, of the lengths that others have."""
-    return [joint] if len(vectors) == 1 else list(joint.split([len(own) for own in vectors]))
+    """Return views of `joint` with the lengths of `vectors`."""
+    return [joint] if len(vectors) == 1 else list(joint.split([len(vector) for vector in vectors]))
 
 
 def write_(targets: Sequence[tuple[Tensor, slice | Tensor]], joint: Tensor) -> None:
-    """Write one vector into parts of others, end to end.
+    """Write the consecutive parts of one vector into entries of others.
 
     Args:
-        targets: The others, and which of their entries: a slice, or indices.
-        joint: What to write.
+        targets: The other vectors, and the entries to write: a slice, or indices.
+        joint: The vector of values.
     """
     places = [target[entries] if isinstance(entries, slice) else entries for target, entries in targets]
     direct, values = [], []
-    for (target, entries), place, own in zip(targets, places, parted(joint, places), strict=True):
+    for (target, entries), place, part in zip(targets, places, parted(joint, places), strict=True):
         if isinstance(entries, slice):
             direct.append(place)
-            values.append(own)
+            values.append(part)
         else:
-            target[entries] = own
+            target[entries] = part
     if direct:
         torch._foreach_copy_(direct, values)

@@ -1,4 +1,4 @@
-"""Numbers in fewer bits: scales that keep them in range, rounding that is right on average."""
+"""Narrow dtypes: scales that keep numbers in range, and stochastic rounding."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from natgrad.linalg.precision import at_least_float32
 
 
 def power_of_two(groups: Tensor, top: int) -> Tensor:
-    """Return for each row the power of two by which its largest finite magnitude is to be divided to lie below 2^top.
+    """Return for each row the power of two that, as a divisor, brings its largest finite magnitude below 2^top.
 
     Args:
-        groups: ``[..., m]``; a row of zeros, or of nothing finite, is given 1.
+        groups: ``[..., m]``; a row without nonzero finite numbers gives 1.
         top: The exponent.
 
     Returns:
@@ -25,15 +25,15 @@ def power_of_two(groups: Tensor, top: int) -> Tensor:
 
 
 def round_stochastically(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Round up or down to `dtype`, each as likely as the other's distance: right on average (Gupta et al. 2015, eq. 4).
+    """Round up or down to `dtype` at random, so that the expected value is exact (Gupta et al. 2015, eq. 4).
 
-    A running average that gains 5 % of what is new at a step never moves by less than a tenth in bfloat16 if it is
-    rounded to the nearest.
+    Rounding to the nearest would lose small changes: in bfloat16 a running average with 5 % weight for a new value
+    ignores values that differ by less than a tenth.
 
     Args:
         values: Finite numbers.
         dtype: ``torch.bfloat16`` or ``torch.float16``; below the latter's normal range rounding is to the nearest.
-        generator: The source of chance, on the device of `values`.
+        generator: The random number generator, on the device of `values`.
     """
     dropped = 16 if dtype == torch.bfloat16 else 13  # of float32's 23 bits of fraction
     bits = values.float().view(torch.int32)

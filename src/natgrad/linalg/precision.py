@@ -1,4 +1,4 @@
-"""Which dtypes curvature is kept, sent and applied in."""
+"""The dtypes in which curvature is stored, sent and applied."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ _ALLOWED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class Precision:
     """Dtypes of factors, messages and solves.
 
-    Whatever is chosen, sums over samples and ranks accumulate, and Cholesky and eigendecompositions run, in at least
-    float32; and vectors (eigenvalues, diagonal factors, counts), whose range is wide and whose size is small, are kept
-    and sent in at least float32. Matrices in float16 carry powers of two (one a block where kept, one for 512 elements
-    where sent), so that neither 1e-10 nor 1e+10 leaves its range.
+    Sums over samples and ranks, and Cholesky and eigendecompositions, always use at least float32. Vectors
+    (eigenvalues, diagonal factors, counts) are always stored and sent in at least float32. Matrices in float16 have a
+    scale, a power of two (one per block when stored, one per 512 elements when sent), so that 1e-10 and 1e+10 are in
+    range.
 
     Attributes:
-        factors: Dtype in which running averages are kept. Rounding to a narrow one is stochastic, for to the nearest
-            would lose most of what a new batch adds. None: the parameter's, at least float32.
-        wire: Dtype in which factor sums and renewed curvature travel. None: that in which they are summed and held.
-        solve: Dtype in which renewed curvature is held, and of the products with it: those in bfloat16 are summed in
-            float32, what is held in float16 is multiplied in float32. None: the parameter's, at least float32, or that
-            of `factors` if wider.
+        factors: Dtype of running averages. Rounding to a narrow dtype is stochastic. None: that of the parameter, at
+            least float32.
+        wire: Dtype in which factor sums and decompositions are sent. None: that in which they are computed and stored.
+        solve: Dtype of decompositions, and of products with them: bfloat16 products are summed in float32, float16
+            matrices are multiplied in float32. None: that of the parameter, at least float32, or of `factors` if wider.
 
     Raises:
         ValueError: unless each is None, ``torch.float64``, ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``.
@@ -44,11 +43,11 @@ class Precision:
             require(value is None or value in _ALLOWED, name, value, f"None or {' or '.join(map(str, _ALLOWED))}")
 
     def factor_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which running averages of `parameter`'s factors are kept."""
+        """Return the dtype of the running averages of `parameter`'s factors."""
         return self.factors or at_least_float32(parameter.dtype)
 
     def solve_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which renewed curvature of `parameter` is held and multiplied."""
+        """Return the dtype in which decompositions for `parameter` are stored and multiplied."""
         return self.solve or at_least_float32(self.factor_dtype(parameter))
 
 

@@ -1,4 +1,4 @@
-"""Products of float32 matrices, computed in full."""
+"""Products of float32 matrices in full precision."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ _FULL = ("none", "ieee")  # neither TF32 nor bfloat16 inside
 
 @contextmanager
 def full_products(device: torch.device) -> Iterator[None]:
-    """Compute float32 products and convolutions as such: no TF32 or bfloat16 inside, and no autocast.
+    """Turn off TF32, bfloat16 and autocast in float32 products and convolutions, and restore the settings at the end.
 
-    Eigenvalues far below the largest, on which damping acts, would be lost in TF32's 10 bits. The user's settings are
-    restored.
+    TF32's 10 bits would lose the small eigenvalues that are compared with the damping.
     """
     narrowed = [(place, name, value) for place, name, value in _settings(device) if value not in (*_FULL, False)]
     for place, name, value in narrowed:
@@ -33,7 +32,7 @@ def full_products(device: torch.device) -> Iterator[None]:
 
 
 def _settings(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
-    """Yield where torch keeps what it may do to float32 products on `device`, under which name, and its value."""
+    """Yield the object, attribute and value of each torch setting for float32 products on `device`."""
     backends: Any = torch.backends
     if device.type == "cpu":
         places = [getattr(backends.mkldnn, kind, None) for kind in ("matmul", "conv")]

@@ -1,8 +1,8 @@
-"""Symmetric matrices of which only the lower triangle is stored, as a rectangle of d (d + 1) / 2 elements.
+"""The packed lower triangle of symmetric matrices, a rectangle of d (d + 1) / 2 elements.
 
-The left half of the columns is stored as it is; its upper corner, above the diagonal, holds the triangle of the right
-half, transposed (rectangular full packed format: Gustavson et al. 2010, ACM TOMS 37-2). So rectangles are copied, never
-indices, and sums of packed matrices are packed sums.
+The left half of the columns is stored unchanged; the corner above its diagonal holds the triangle of the right half,
+transposed (rectangular full packed format: Gustavson et al. 2010, ACM TOMS 37-2). Packing copies rectangles, without
+indices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-_INDEXED = 724  # the most columns of matrices whose places are kept: a MiB
+_INDEXED = 724  # the largest number of columns with cached indices, which take a MiB
 
 
 def length(size: int) -> int:
@@ -22,21 +22,16 @@ def length(size: int) -> int:
 
 
 def pack(matrices: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the lower triangles of matrices ``[N, d, d]``, packed ``[N, length(d)]``; anything may lie above them.
-
-    Args:
-        matrices: The matrices.
-        out: Where to write, if not into new memory.
-    """
+    """Return the packed lower triangles ``[N, length(d)]`` of matrices ``[N, d, d]``, written to `out` if given."""
     size = matrices.shape[-1]
     packed = matrices.new_empty(len(matrices), length(size)) if out is None else out
     if matrices.device.type == "cuda" and size <= _INDEXED and matrices[:1].is_contiguous():
-        # One call, not five: there it is calls that take the time.
+        # One kernel launch instead of five.
         return torch.index_select(matrices.flatten(1), 1, _places(size, matrices.device), out=packed)
     left, corner = _halves(packed, size)
     half = size - corner.shape[-1]
     left.copy_(matrices[:, :, :half])
-    # By a choice, not a product or a sum: what lies above a diagonal may be no number.
+    # `where`, because elements above the diagonal may be NaN.
     below = torch.ones(corner.shape[1:], dtype=torch.bool, device=packed.device).tril_(-1)
     corner.copy_(torch.where(below, corner, matrices[:, half:, half:].mT))
     return packed
@@ -44,14 +39,14 @@ def pack(matrices: Tensor, out: Tensor | None = None) -> Tensor:
 
 @cache
 def _places(size: int, device: torch.device) -> Tensor:
-    """Return where in a matrix ``[size, size]`` each element of a packed one is."""
+    """Return the index in a flat matrix ``[size, size]`` of each packed element."""
     with _disable_current_modes():
         places = pack(torch.arange(size * size, dtype=torch.int32, device="cpu").view(1, size, size))[0]
         return places.to(device, non_blocking=True)
 
 
 def unpack(packed: Tensor, size: int) -> Tensor:
-    """Return the symmetric matrices ``[N, size, size]`` of packed ones ``[N, length(size)]``."""
+    """Return the symmetric matrices ``[N, size, size]`` from packed ones ``[N, length(size)]``."""
     matrices = packed.new_empty(len(packed), size, size)
     left, corner = _halves(packed, size)
     half = size - corner.shape[-1]
@@ -64,18 +59,21 @@ def mirror_(matrices: Tensor) -> Tensor:
     """Copy the lower triangles of matrices ``[..., d, d]`` to the upper ones, in place."""
     half = matrices.shape[-1] // 2
     matrices[..., :half, half:].copy_(matrices[..., half:, :half].mT)
-    for square in (matrices[..., :half, :half], matrices[..., half:, half:]):  # half the work of mirroring all of it
+    for square in (
+        matrices[..., :half, :half],
+        matrices[..., half:, half:],
+    ):  # half the work of mirroring the whole matrix
         square.tril_().add_(square.tril(-1).mT)
     return matrices
 
 
 def diagonals(packed: Tensor, size: int) -> Tensor:
-    """Return the diagonals ``[N, size]``, in an order of their own."""
+    """Return the diagonals ``[N, size]``, in a permuted order."""
     return torch.cat([half.diagonal(dim1=1, dim2=2) for half in _halves(packed, size)], 1)
 
 
 def _halves(packed: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return views of the left columns ``[N, size, size - n]``, and of the corner ``[N, n, n]`` over them."""
+    """Return views of the left columns ``[N, size, size - n]``, and of the corner ``[N, n, n]`` above them."""
     n = size // 2
     rectangle = packed.unflatten(1, (-1, size - n))
     if size % 2:

@@ -1,4 +1,4 @@
-"""The large-batch recipe of Osawa 2019, and what else the papers train with; each part works in any script."""
+"""The large-batch recipe of Osawa 2019, and other parts of the papers' trainings; each works in any script."""
 
 from natgrad.recipes.decay import CenteredDecay as CenteredDecay
 from natgrad.recipes.erasing import ZeroErasing as ZeroErasing

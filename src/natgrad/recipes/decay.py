@@ -1,4 +1,4 @@
-"""The gradient of the paper's regularisation: weights of norms are drawn to one, all others to zero."""
+"""Weight decay towards 1 for the weights of norm layers, and towards 0 for all others."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class CenteredDecay:
     """
 
     def __init__(self, model: nn.Module, decay: Schedule, *, norms: float = 1.0) -> None:
-        """Take the model; its parameters are looked up at each step.
+        """Prepare for a model; its parameters are looked up at each step.
 
         Args:
             model: The model, plain, in ``DistributedDataParallel``, or sharded by FSDP2.
-            decay: γ: a number, or a callable of the step, of which this counts its own.
-            norms: ρ, what γ is multiplied by for all parameters of norm layers.
+            decay: γ, a number or a callable of the number of calls of `step` so far.
+            norms: ρ, the factor of γ for all parameters of norm layers.
 
         Raises:
             ValueError: if `decay` or `norms` is not allowed.
@@ -39,10 +39,10 @@ class CenteredDecay:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Add ``γ (w - μ)`` to the gradients; parameters without one are left alone.
+        """Add ``γ (w - μ)`` to the gradients of all parameters that have one.
 
         Raises:
-            ValueError: if a schedule returns what is no decay; then no gradient was touched.
+            ValueError: if the schedule returns a value that is not allowed; gradients are then unchanged.
         """
         decay = value_at("decay", self._decay, self.steps, _ALLOWED, minimum=0)
         others, norms, centred = list[nn.Parameter](), list[nn.Parameter](), list[Tensor]()
@@ -54,8 +54,8 @@ class CenteredDecay:
                 centred.append(local(parameter.grad))
         for parameters, rate in ((others, decay), (norms, self._norms * decay)):
             if parameters:
-                gradients = [local(each.grad) for each in parameters if each.grad is not None]
-                torch._foreach_add_(gradients, [local(each) for each in parameters], alpha=rate)
+                gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+                torch._foreach_add_(gradients, [local(parameter) for parameter in parameters], alpha=rate)
         if centred:
             torch._foreach_sub_(centred, self._norms * decay)
         self.steps += 1
@@ -65,5 +65,5 @@ class CenteredDecay:
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore a state from `state_dict`."""
         self.steps = int(state["steps"])

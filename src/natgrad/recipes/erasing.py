@@ -13,35 +13,35 @@ from natgrad.errors import describe, require
 from natgrad.schedule import check_number
 
 AREA = (0.02, 0.25)
-"""The least and the greatest share of the image that is erased."""
+"""The smallest and the largest share of the image that is erased."""
 
 RATIO = (0.3, 1.0)
-"""The least and the greatest ratio of the rectangle's sides."""
+"""The smallest and the largest ratio of the rectangle's sides."""
 
 ATTEMPTS = 100
-"""Draws of a rectangle before an image is left whole: in very long images it hardly ever fits."""
+"""The largest number of draws of a rectangle that fits; then the image is not erased."""
 
 
 class ZeroErasing:
     """Sets a rectangle of some images to zero (Osawa 2019, section 4.1; Zhong et al. 2017, arXiv 1708.04896).
 
     Each image is erased with probability p. The area is S = HW·U(.02, .25), the ratio r = U(.3, 1), the sides
-    H_e = √(S r) and W_e = √(S / r), rounded, which change places with probability one half; all of it is drawn again
-    if the rectangle does not fit, and it lies anywhere in the image. Inputs whose mean is zero are erased to the mean.
+    H_e = √(S r) and W_e = √(S / r), rounded and swapped with probability 1/2. If the rectangle does not fit, it is
+    drawn again. Its position in the image is uniform. For inputs of mean zero, erased pixels have the mean value.
 
-    Erase after `RunningMixup`, whose next mixture is made of unerased samples.
+    Call it after `RunningMixup`, so that the next mixture uses samples without erasing.
     """
 
     def __init__(self, probability: float = 0.5, *, seed: int = 0, rank: int | None = None) -> None:
-        """Begin at the first step.
+        """Start at step 0.
 
         Args:
             probability: p, in [0, 1].
-            seed: Of the rectangles, which are a function of seed, rank and step.
-            rank: Of this process; None: that in the default process group, or 0.
+            seed: The rectangles are a function of seed, rank and step.
+            rank: The rank of this process; None: its rank in the default process group, or 0.
 
         Raises:
-            ValueError: if `probability` is none.
+            ValueError: if `probability` is not in [0, 1].
         """
         check_number("probability", probability, "in [0, 1]", minimum=0)
         require(probability <= 1, "probability", probability, "in [0, 1]")
@@ -51,10 +51,10 @@ class ZeroErasing:
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Return images ``[B, ..., H, W]`` with some erased; what was given stays as it is.
+        """Return a copy of images ``[B, ..., H, W]`` with rectangles of some set to zero.
 
         Raises:
-            ValueError: if they have less than three dimensions.
+            ValueError: if they have fewer than three dimensions.
         """
         require(inputs.ndim >= 3, "inputs", describe(inputs), "images [B, ..., H, W]")
         generator = Generator().manual_seed(seed_of("erasing", self.seed, self.rank, self.steps))
@@ -67,7 +67,7 @@ class ZeroErasing:
         return inputs.masked_fill(erased.view(shape), 0)
 
     def boxes(self, count: int, height: int, width: int, generator: Generator) -> Tensor:
-        """Return the rectangles of `count` images: top, left, height and width ``[count, 4]``; zeros: none."""
+        """Return the rectangles of `count` images: top, left, height, width ``[count, 4]``; zeros for none."""
         boxes = torch.zeros(count, 4, dtype=torch.long)
         missing = torch.nonzero(torch.rand(count, generator=generator) < self.probability)[:, 0]
         for _ in range(ATTEMPTS):
@@ -79,7 +79,7 @@ class ZeroErasing:
             ratio = torch.where(swap < 0.5, ratio, 1 / ratio)
             sides = torch.stack(((area * ratio).sqrt(), (area / ratio).sqrt()), 1).round()
             room = torch.tensor((height, width)) - sides
-            corner = torch.stack((top, left), 1).mul(room + 1).floor()  # every place alike
+            corner = torch.stack((top, left), 1).mul(room + 1).floor()  # uniform
             fits = (room >= 0).all(1)
             boxes[missing[fits]] = torch.cat((corner, sides), 1)[fits].long()
             missing = missing[~fits]
@@ -90,11 +90,11 @@ class ZeroErasing:
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore a state from `state_dict`."""
         self.steps = int(state["steps"])
 
 
 def _between(start: Tensor, length: Tensor, size: int) -> Tensor:
-    """Tell which of `size` places ``[n, size]`` are among the `length` from `start` on."""
+    """Return a mask ``[n, size]`` of the `length` indices from `start` on."""
     places = torch.arange(size, device=start.device)
     return (places >= start[:, None]) & (places < (start + length)[:, None])

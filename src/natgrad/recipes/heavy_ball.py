@@ -1,4 +1,4 @@
-"""Momentum whose velocity is a displacement of the weights."""
+"""Heavy-ball momentum."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from natgrad.schedule import check_number
 class HeavyBall(Optimizer):
     """``v ← m v - η g``, ``w ← w + v``: heavy-ball momentum (Polyak 1964; Osawa 2019, eq. 19).
 
-    v is the last change of the weights. `torch.optim.SGD` keeps a sum of gradients instead, ``b ← m b + g`` and
-    ``w ← w - η b``, and multiplies all of it by a new learning rate: the two are the same only as long as η is. With
-    the momentum of `PolynomialDecay`, m = m_0 η / η_0, what earlier gradients have set in motion comes to rest.
+    v is the last change of the weights. `torch.optim.SGD` uses ``b ← m b + g`` and ``w ← w - η b``, so that a new
+    learning rate also scales past gradients; both are equal only while η is constant.
     """
 
     def __init__(self, params: ParamsT, lr: float = 1e-2, momentum: float = 0.9) -> None:
-        """Take the parameters.
+        """Prepare for the parameters.
 
         Args:
-            params: Parameters, or groups of them with an `lr` and a `momentum` of their own.
+            params: Parameters, or parameter groups, each optionally with `lr` and `momentum`.
             lr: η, at least 0.
             momentum: m, in [0, 1).
 
@@ -41,13 +40,13 @@ class HeavyBall(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; parameters without a gradient stay where they are.
+        """Take a step of all parameters with a gradient.
 
         Args:
-            closure: Evaluated first, with gradients on.
+            closure: Evaluated first, with gradients enabled.
 
         Returns:
-            What `closure` returned.
+            The value of `closure`, or None.
         """
         loss = None
         if closure is not None:

@@ -1,4 +1,4 @@
-"""Labels as shares of classes."""
+"""Labels as class probabilities."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from natgrad.schedule import check_number
 def soft_labels(targets: Tensor, classes: int, *, smoothing: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return ``(1 - s) onehot(y) + s / C``: one-hot labels, or smoothed ones.
 
-    The cross-entropy of these is ``cross_entropy(..., label_smoothing=s)``; what mixes labels needs them themselves.
+    Their cross-entropy equals ``cross_entropy(..., label_smoothing=s)``. Use them to mix labels.
 
     Args:
-        targets: y: numbers of classes ``[...]``.
-        classes: C.
+        targets: y, class indices ``[...]``.
+        classes: C, the number of classes.
         smoothing: s, in [0, 1] (Szegedy et al. 2016, "Rethinking the Inception architecture", section 7; 0.1 in
             Pauloski 2022, section 6.3.1).
-        dtype: Of the result.
+        dtype: The dtype of the result.
 
     Returns:
-        Shares of classes ``[..., C]``, whose sum is 1.
+        Class probabilities ``[..., C]``.
 
     Raises:
-        ValueError: if `targets` are no whole numbers, or `smoothing` is no share.
+        ValueError: if `targets` are not integers, or `smoothing` is not in [0, 1].
     """
     whole = not targets.is_floating_point() and not targets.is_complex() and targets.dtype != torch.bool
     require(whole, "targets", describe(targets), "numbers of classes")

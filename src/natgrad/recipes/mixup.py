@@ -18,30 +18,30 @@ from natgrad.schedule import check_number
 class RunningMixup:
     """Mixes samples and labels with those of the step before (Osawa 2019, section 4.1, eq. 9 to 11).
 
-    ``x̃_t = λ x_t + (1 - λ) x̃_{t-1}`` and the same of the labels, with one λ ~ Beta(α, α) a step; the first step is raw.
+    ``x̃_t = λ x_t + (1 - λ) x̃_{t-1}``, likewise for the labels, with one λ ~ Beta(α, α) per step and x̃_1 = x_1.
 
-    Row i of a batch is mixed with what row i was last. Rows that have no past stay raw: those of the first batch, and
-    those by which a batch is longer than all before. A shorter batch, such as the last of an epoch, leaves the past of
-    the other rows as it is.
+    Row i of a batch is mixed with the last mixture in row i. Rows without one are not mixed: those of the first batch,
+    and those beyond the longest batch so far. A shorter batch, such as the last of an epoch, does not change the
+    mixtures of the other rows.
 
-    Each rank has a mixture and a λ of its own. Where a step takes K backward passes and their samples do not fit the
-    memory together, give each pass its own `RunningMixup`, of another seed.
+    Each rank has a separate mixture and λ. If a step has several backward passes whose samples do not fit in memory
+    together, use a separate `RunningMixup` for each pass, with different seeds.
 
     Example:
         >>> mixup = recipes.RunningMixup(0.4, classes=1000)
         >>> for inputs, targets in loader:
-        ...     inputs, targets = mixup(inputs, targets)  # targets are now shares [B, 1000]
+        ...     inputs, targets = mixup(inputs, targets)  # targets are now probabilities [B, 1000]
         ...     loss = torch.nn.functional.cross_entropy(model(inputs), targets)
     """
 
     def __init__(self, alpha: float, *, classes: int | None = None, seed: int = 0, rank: int | None = None) -> None:
-        """Begin without a past.
+        """Start without a mixture.
 
         Args:
-            alpha: α, at least 0; the greater, the nearer λ is to one half. 0: samples stay raw, and only labels change.
-            classes: C, for labels that are numbers of classes; None: only soft labels will come.
-            seed: Of λ, which is a function of seed, rank and step.
-            rank: Of this process; None: that in the default process group, or 0.
+            alpha: α >= 0; the larger, the nearer λ is to 1/2. 0: no mixing; only labels are converted.
+            classes: C, for labels that are class indices; None: all labels are soft.
+            seed: λ is a function of seed, rank and step.
+            rank: The rank of this process; None: its rank in the default process group, or 0.
 
         Raises:
             ValueError: if `alpha` or `classes` is not allowed.
@@ -56,24 +56,24 @@ class RunningMixup:
         self._targets: Tensor | None = None
 
     def share(self, step: int) -> float:
-        """Return λ of a step, counted from 0; it is drawn for the first step too, which does not use it."""
+        """Return λ of a step, counted from 0. The first step does not use its λ."""
         if self.alpha == 0:
             return 1.0
         return Random(seed_of("mixup", self.seed, self.rank, step)).betavariate(self.alpha, self.alpha)
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mixed batch; what was given stays as it is.
+        """Return the mixed batch; the arguments do not change.
 
         Args:
             inputs: ``[B, ...]``, floating point.
-            targets: Numbers of classes ``[B]``, or labels ``[B, ...]`` in floating point, such as shares of classes.
+            targets: Class indices ``[B]``, or floating point labels ``[B, ...]``, such as class probabilities.
 
         Returns:
-            Inputs shaped as given, and labels in floating point: ``[B, C]`` where they were numbers.
+            Inputs of the same shape, and floating point labels, ``[B, C]`` for class indices.
 
         Raises:
-            ValueError: if inputs or labels are of another kind, or their samples of another shape than before.
+            ValueError: if inputs or labels have another dtype, or samples another shape than before.
         """
         require(inputs.is_floating_point() and inputs.ndim >= 1, "inputs", describe(inputs), "floating point, [B, ...]")
         if not targets.is_floating_point():
@@ -91,16 +91,16 @@ class RunningMixup:
         return mixed, labels
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the mixture, which is this rank's own."""
+        """Return the number of steps and this rank's mixture."""
         return {"steps": self.steps, "inputs": self._inputs, "targets": self._targets}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned on this rank."""
+        """Restore a state from `state_dict` on this rank."""
         self.steps, self._inputs, self._targets = int(state["steps"]), state["inputs"], state["targets"]
 
 
 def _mix(now: Tensor, before: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
-    """Return the mixture, and the past of the next one, which shares no memory with it."""
+    """Return the mixed rows, and a copy of them for the next step."""
     if before is None:
         return now.clone(), now.clone()
     before = before.to(now)

@@ -12,21 +12,20 @@ from natgrad.schedule import check_number
 class PolynomialDecay(LRScheduler):
     """``η = η_0 (1 - (e - e_s) / (e_e - e_s))^p`` and ``m = m_0 η / η_0`` (Osawa 2019, eq. 17 and 18).
 
-    η is η_0 before e_s and 0 from e_e on. `torch.optim.lr_scheduler.PolynomialLR` starts at once and leaves the
-    momentum as it is. Where the groups of the optimizer have no "momentum", only the learning rate falls.
+    η is η_0 before e_s and 0 from e_e on. For parameter groups without "momentum" only the learning rate changes.
 
-    Use `HeavyBall` with it: the update of the paper, which is not that of `torch.optim.SGD` when η changes.
+    Use it with `HeavyBall`, the update of the paper.
     """
 
     def __init__(self, optimizer: Optimizer, *, start: float, end: float, power: float, last_epoch: int = -1) -> None:
-        """Take η_0 and m_0 from the groups of the optimizer.
+        """Read η_0 and m_0 from the parameter groups of the optimizer.
 
         Args:
-            optimizer: Whose learning rates and momenta to change.
-            start: e_s, counted in calls of `step`; a fraction of one is allowed.
-            end: e_e, above `start`, counted likewise.
+            optimizer: The optimizer.
+            start: e_s, in calls of `step`, not necessarily whole.
+            end: e_e > `start`, in calls of `step`.
             power: p, above 0.
-            last_epoch: Calls so far, as in every scheduler of torch.
+            last_epoch: As in torch's schedulers.
 
         Raises:
             ValueError: if a number is not allowed.
@@ -47,7 +46,7 @@ class PolynomialDecay(LRScheduler):
         return float(min(max(left, 0.0), 1.0) ** self.power)
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
-        """Return the learning rates, and set the momenta, as the schedulers of torch do that have both."""
+        """Return the learning rates, and set the momenta."""
         factor = self.factor(self.last_epoch)
         for group in self.optimizer.param_groups:
             if "initial_momentum" in group:

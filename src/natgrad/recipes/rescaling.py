@@ -22,20 +22,20 @@ EPSILON = 1e-9
 class WeightRescaling:
     """``w ← √(2 d_out) w / (‖w‖ + 1e-9)`` for each linear and convolutional weight (Osawa 2019, section 4.5, eq. 20).
 
-    ‖w‖ is the Frobenius norm of the whole tensor, d_out the number of outputs or output channels. Biases, norms and
-    embeddings stay as they are; a weight that is tied to an embedding is rescaled.
+    ‖w‖ is the Frobenius norm of the tensor, d_out the number of outputs or output channels. Biases, norm layers and
+    embeddings are not rescaled, except weights tied with a linear layer.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Take the model, plain, wrapped, or sharded by FSDP2; its weights are looked up at each step."""
+        """Prepare for a model, plain, wrapped, or sharded by FSDP2; its weights are looked up at each step."""
         self._model = model
 
     @torch.no_grad()
     def step(self) -> None:
-        """Rescale; call it after the optimizer's step. Under FSDP2 it is collective: one message of a number a weight.
+        """Rescale the weights; call it after the optimizer's step. With FSDP2 it all-reduces one number per weight.
 
         Raises:
-            ValueError: if a weight is sharded otherwise than by ``fully_shard``; then no weight was touched.
+            ValueError: if a weight is sharded in another way than by ``fully_shard``; weights are then unchanged.
         """
         weights, targets = list[nn.Parameter](), list[float]()
         for module, name, parameter in trained(self._model):
@@ -61,13 +61,13 @@ class WeightRescaling:
 
 
 def _norms(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return the Frobenius norms of whole weights, in at least float32."""
+    """Return the Frobenius norms of the unsharded weights, in at least float32."""
     groups: dict[Any, list[int]] = {}
     for index, weight in enumerate(weights):
         group = shard_group(f"weight {index}", weight)
         if group is not None:
             groups.setdefault((group, weight.device), []).append(index)
-    dtype = max((at_least_float32(weight.dtype) for weight in weights), key=lambda each: each.itemsize)
+    dtype = max((at_least_float32(weight.dtype) for weight in weights), key=lambda dtype: dtype.itemsize)
     norms = list(torch._foreach_norm([local(weight) for weight in weights], dtype=dtype))
     for (group, _), indices in groups.items():
         squares = torch.stack([norms[index] for index in indices]).square_()

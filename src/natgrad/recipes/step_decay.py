@@ -1,4 +1,4 @@
-"""The step decays of the papers: a linear warm-up, then a tenth at given epochs."""
+"""The step decays of the papers: a linear warm-up, then a division by 10 at given epochs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class StepDecay:
 
     Attributes:
         epochs: Length of the training.
-        milestones: Epochs at which the learning rate falls, counted from the beginning of the training.
+        milestones: Epochs at which the learning rate falls, counted from the start of the training.
         warmup: Epochs over which it rises.
-        factor: What each milestone multiplies it by.
+        factor: The factor of the learning rate at each milestone.
 
     Raises:
         ValueError: if a number is not allowed.
@@ -39,13 +39,13 @@ class StepDecay:
         require(rising, "milestones", self.milestones, "rising epochs > 0")
 
     def scheduler(self, optimizer: Optimizer, *, steps_per_epoch: int, start: float) -> LRScheduler:
-        """Return the scheduler, to be stepped after each step of the optimizer.
+        """Return the scheduler. Call its `step` after each step of the optimizer.
 
         Args:
-            optimizer: Whose learning rates are the greatest ones: by the linear scaling rule, P times that of one
-                worker.
-            steps_per_epoch: Steps of the optimizer.
-            start: The share of them that the warm-up starts with, in (0, 1]: 1/P in the papers.
+            optimizer: The optimizer; its learning rates are the largest ones, after the warm-up: by the linear scaling
+                rule, P times that of one worker.
+            steps_per_epoch: Steps of the optimizer per epoch.
+            start: The share of the learning rate at the start of the warm-up, in (0, 1]: 1/P in the papers.
 
         Raises:
             ValueError: if a number is not allowed.
@@ -54,7 +54,7 @@ class StepDecay:
         require(whole, "steps_per_epoch", steps_per_epoch, "a whole number >= 1")
         check_number("start", start, "a share in (0, 1]", minimum=0, strict=True)
         require(start <= 1, "start", start, "a share in (0, 1]")
-        falls = MultiStepLR(optimizer, [each * steps_per_epoch for each in self.milestones], self.factor)
+        falls = MultiStepLR(optimizer, [epoch * steps_per_epoch for epoch in self.milestones], self.factor)
         rising = round(self.warmup * steps_per_epoch)
         if not rising:
             return falls

@@ -1,4 +1,4 @@
-"""What the paper trained ResNet-50 on ImageNet with, as it prints it."""
+"""The hyper-parameters of Osawa 2019 for ResNet-50 on ImageNet, as printed in the paper."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ IMAGENET = 1_281_167
 """Training images of ImageNet-1k."""
 
 FISHER_SCALE = 1000.0
-"""The paper's Fisher is that of natgrad divided by this, so η_0 and the γ of F + γI are multiplied by it here.
-
-The γ of ∇E keeps the value of the paper.
-"""
+"""Natgrad's Fisher over that of the paper: η_0 and the γ of F + γI are multiplied by it; the γ of ∇E is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +16,7 @@ class Row:
     """A row of table 3, with the epochs of table 1, in the paper's scale.
 
     Attributes:
-        batch_size: Samples a step.
+        batch_size: Samples per step.
         epochs: Length of the training.
         mixup: α of running mixup.
         initial_damping: γ_0.

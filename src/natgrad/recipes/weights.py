@@ -1,4 +1,4 @@
-"""The weights of a model by the kind of their module, and the part of them that is on this rank."""
+"""The weights of a model by the kind of their module."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from natgrad.layers.norm import NORMS
 
 
 def trained(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield every parameter that is trained once: its module, its name there, and itself.
+    """Yield every trainable parameter once, as (module, name in the module, parameter).
 
-    Of what FSDP2 shards it is the shards, also where a pass has left the parameters gathered.
+    With FSDP2 the parameters are the sharded ones, even while the model holds gathered ones.
     """
     for path, parameter in named_parameters(model):
         if parameter.requires_grad and not is_lazy(parameter):
@@ -24,12 +24,12 @@ def trained(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module normalises: batch, layer, RMS, group and instance norm."""
+    """Return whether a module is a batch, layer, RMS, group or instance norm."""
     return isinstance(module, NORMS)
 
 
 def output_channels(module: nn.Module) -> int | None:
-    """Return d_out of a linear or convolutional module, transposed ones too; None: of another kind."""
+    """Return d_out of a linear or (transposed) convolutional module; None for other modules."""
     if isinstance(module, nn.Linear):
         return module.out_features
     return module.out_channels if isinstance(module, _ConvNd) else None

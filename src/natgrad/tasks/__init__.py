@@ -1,4 +1,4 @@
-"""Ready tasks with embedded data: each is real, needs no download, and fits two CPU cores."""
+"""Built-in tasks with real data that need no download and run on two CPU cores."""
 
 from dataclasses import fields
 from importlib import import_module
@@ -9,7 +9,7 @@ from natgrad.tasks.facts import Autoencoder, Digits, Facts, Glyphs, Metric, Pois
 
 __all__ = ["Evaluator", "Facts", "Metric", "Task", "facts_of", "get", "kind", "names"]
 
-_FACTS: dict[str, type[Facts]] = {own.name: own for own in (Autoencoder, Digits, Glyphs, Poisson, Tabular, Text)}
+_FACTS: dict[str, type[Facts]] = {facts.name: facts for facts in (Autoencoder, Digits, Glyphs, Poisson, Tabular, Text)}
 
 
 def names() -> list[str]:
@@ -18,12 +18,12 @@ def names() -> list[str]:
 
 
 def facts_of(name: str) -> Facts:
-    """Return what a task, one of `names()`, says of itself, its options at their defaults; without torch."""
+    """Return the facts of a task, one of `names()`, with default options. Does not import torch."""
     return _FACTS[name]()
 
 
 def kind(name: str) -> type[Task]:
-    """Return the class of a task, one of `names()`, from the module of its name, which needs torch and its data."""
+    """Return the class of a task, one of `names()`. Imports the task's module, torch and the data sources."""
     found: type[Task] = getattr(import_module(f"{__name__}.{name}"), _FACTS[name].__name__)
     return found
 
@@ -33,7 +33,7 @@ def get(name: str, **options: object) -> Task:
 
     Args:
         name: One of `names()`.
-        **options: The task's own options, each a field of its dataclass, such as `images=1000` for `glyphs`.
+        **options: The task's options, the fields of its dataclass, such as `images=1000` for `glyphs`.
 
     Raises:
         ValueError: No such task, no such option of it, or a value that the option does not allow.

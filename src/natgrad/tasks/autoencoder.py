@@ -1,4 +1,4 @@
-"""The deep autoencoder of Hinton and Salakhutdinov's kind, the classic trial of second-order methods."""
+"""A deep autoencoder after Hinton and Salakhutdinov, a classic benchmark of second-order methods."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,14 +12,14 @@ from natgrad.tasks.base import Evaluator, Task
 from natgrad.tasks.digits import scans
 from natgrad.tasks.evaluators import MeanLoss
 
-# Their 784-1000-500-250-30, scaled to 8x8 pixels and made deeper: a narrow code behind many saturating layers is what
+# 784-1000-500-250-30 in the paper, scaled to 8x8 pixels and made deeper. A narrow code after many saturating layers
 # makes the curvature ill-conditioned.
 ENCODER = (64, 256, 128, 64, 32, 16, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Autoencoder(facts.Autoencoder, Task):
-    """Its data, model and loss."""
+    """The data, model and loss of the task."""
 
     def load(self) -> tuple[TensorDataset, TensorDataset]:
         """Return pixels [64] in [0, 1], each scan being its own target."""
@@ -42,5 +42,5 @@ class Autoencoder(facts.Autoencoder, Task):
         return functional.binary_cross_entropy_with_logits(outputs, targets)
 
     def evaluator(self) -> Evaluator:
-        """Accumulate the training loss on unseen digits."""
+        """Return a metric of the training loss on test digits."""
         return MeanLoss(self.loss)

@@ -1,4 +1,4 @@
-"""What every task is made of: data, model, loss and metric, beside its facts."""
+"""The base class of tasks: data, model, loss and metric."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from natgrad.tasks.facts import Facts
 
-if TYPE_CHECKING:  # whoever lists tasks does without torch
+if TYPE_CHECKING:  # listing tasks must not import torch
     from torch import Tensor, nn
     from torch.utils.data import TensorDataset
 
 
 class Evaluator(Protocol):
-    """The part of `torchmetrics.Metric` that an evaluation needs; `compute` synchronises the ranks of the world."""
+    """The part of `torchmetrics.Metric` that an evaluation uses; `compute` combines the values of all ranks."""
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Take one batch in."""
+        """Add one batch."""
 
     def compute(self) -> Tensor:
         """Return the metric of all batches so far, a scalar."""
@@ -29,34 +29,34 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Task(Facts, ABC):
-    """A ready problem with real data that needs no download.
+    """A problem with real data that needs no download.
 
     Equal tasks have equal data; only `model` draws from torch's global generator, which the caller seeds.
     """
 
     def datasets(self) -> tuple[TensorDataset, TensorDataset]:
-        """Return (train, test) of pairs (input, target), loaded once a process.
+        """Return (train, test) data sets of pairs (input, target), loaded once per process.
 
         Raises:
-            NatgradError: The installed source of the data lacks what the task reads.
+            NatgradError: The installed data source lacks data that the task needs.
         """
         return _loaded(self)
 
     @abstractmethod
     def load(self) -> tuple[TensorDataset, TensorDataset]:
-        """Build what `datasets` returns."""
+        """Build the data sets of `datasets`."""
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Build the model, its parameters drawn from torch's global generator."""
+        """Build the model, with parameters from torch's global generator."""
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the training loss of a batch, a scalar averaged as `reduction` says."""
+        """Return the training loss of a batch, a scalar averaged according to `reduction`."""
 
     @abstractmethod
     def evaluator(self) -> Evaluator:
-        """Return a fresh accumulator of `metric`."""
+        """Return a new accumulator of `metric`."""
 
 
 @cache

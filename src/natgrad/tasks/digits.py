@@ -14,12 +14,12 @@ from natgrad.tasks.base import Evaluator, Task
 from natgrad.tasks.evaluators import accuracy
 from natgrad.tasks.facts import DIGITS
 
-# 512 * 3 of the 1797 scans: every power of two up to 512 divides an epoch evenly.
+# 3 * 512 of the 1797 scans: a multiple of every power of two up to 512.
 TRAIN_IMAGES = 1536
 
 
 def scans() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the UCI scans "Optical Recognition of Handwritten Digits", split with equal shares of each digit.
+    """Return the UCI scans "Optical Recognition of Handwritten Digits", in a split stratified by digit.
 
     Returns:
         Images [N, 8, 8] in [0, 1] and labels [N] for training, then the same for testing.
@@ -34,7 +34,7 @@ def scans() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Digits(facts.Digits, Task):
-    """Its data, model and loss."""
+    """The data, model and loss of the task."""
 
     def load(self) -> tuple[TensorDataset, TensorDataset]:
         """Return images [1, 8, 8] in [0, 1] with their digit."""
@@ -61,5 +61,5 @@ class Digits(facts.Digits, Task):
         return functional.cross_entropy(outputs, targets)
 
     def evaluator(self) -> Evaluator:
-        """Accumulate the share of digits recognised."""
+        """Return a metric of the accuracy."""
         return accuracy(DIGITS)

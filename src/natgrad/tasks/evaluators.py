@@ -1,4 +1,4 @@
-"""The tasks' metrics, each torchmetrics' own or built on one."""
+"""The metrics of the tasks, based on torchmetrics."""
 
 from collections.abc import Callable
 
@@ -12,27 +12,27 @@ from natgrad.tasks.base import Evaluator
 
 
 def gather(state: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return a metric's state on every rank, all of one shape: in one message, for torchmetrics' own takes three."""
+    """Return the equally shaped states of a metric on all ranks, in one message instead of torchmetrics' three."""
     states = [torch.empty_like(state) for _ in range(dist.get_world_size(group))]
     dist.all_gather(states, state.contiguous(), group)
     return states
 
 
 def accuracy(classes: int) -> Evaluator:
-    """Return a metric of the share of samples whose largest logit, of outputs [B, classes], is the target's."""
+    """Return a metric of the share of outputs [B, classes] whose largest logit is that of the target."""
     metric: Evaluator = MulticlassAccuracy(num_classes=classes, average="micro", dist_sync_fn=gather)
     return metric
 
 
 class MeanLoss(MeanMetric):  # type: ignore[misc]
-    """A mean loss over everything seen, every element of the targets weighing the same.
+    """The mean loss over all batches, weighted by the number of elements of the targets.
 
     Args:
         loss: Maps (outputs, targets) to their mean loss, a scalar.
     """
 
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Start with nothing seen."""
+        """Start without batches."""
         super().__init__(dist_sync_fn=gather)
         self.loss = loss
 
@@ -42,13 +42,13 @@ class MeanLoss(MeanMetric):  # type: ignore[misc]
 
 
 class RelativeError(Metric):  # type: ignore[misc]
-    """The relative L2 error ‖outputs - targets‖ / ‖targets‖ over everything seen."""
+    """The relative L2 error ‖outputs - targets‖ / ‖targets‖ over all batches."""
 
     squared_error: Tensor
     squared_norm: Tensor
 
     def __init__(self) -> None:
-        """Start with nothing seen."""
+        """Start without batches."""
         super().__init__(dist_sync_fn=gather)
         self.add_state("squared_error", torch.tensor(0.0), dist_reduce_fx="sum")
         self.add_state("squared_norm", torch.tensor(0.0), dist_reduce_fx="sum")

@@ -1,6 +1,6 @@
-"""What each task says of itself: facts and options. Needs no torch, so that `natgrad tasks` is quick.
+"""The names, descriptions and options of tasks, without torch, so that `natgrad tasks` is fast.
 
-Data and model of a task are in the module of its name, a subclass of its facts.
+The data and model of a task are in the module of its name, in a subclass of its facts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from natgrad.errors import require
 
 DIGITS = len(digits)
 CHARACTERS = digits + ascii_uppercase
-GLYPHS_TEST_SHARE = 4  # one test image for so many training images
-TEXT_TEST_EVERY = 8  # every eighth file is read only for testing
+GLYPHS_TEST_SHARE = 4  # training images per test image
+TEXT_TEST_EVERY = 8  # one in this many files is in the test set
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """What a table shows of a task's test set."""
+    """The metric of a task on its test set."""
 
     name: str
     better: Literal["lower", "higher"]
@@ -27,19 +27,19 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """A task as it is listed.
+    """The description of a task.
 
-    A subclass states its facts as class variables; its dataclass fields are its options, each with a default.
+    A subclass sets the class variables; its dataclass fields are the task's options, each with a default.
 
     Attributes:
-        name: How `natgrad.tasks.get` knows the task.
+        name: The name of the task for `natgrad.tasks.get`.
         summary: Data and model in one line.
-        likelihood: What the outputs parametrise, for the sampled Fisher.
+        likelihood: The likelihood of the outputs, for the sampled Fisher.
         reduction: Whether `loss` averages over samples (`"mean"`) or over all their positions (`"tokens"`).
-        metric: What the evaluator computes.
-        batch_size: Global batch size that suits two CPU cores.
-        image_classes: How many classes there are, where inputs are images [C, H, W]; None: they are something else.
-        epochs: Passes over the training set after which a tuned first-order method has nearly settled.
+        metric: The metric that the evaluator computes.
+        batch_size: Default global batch size.
+        image_classes: The number of classes if inputs are images [C, H, W]; None for other inputs.
+        epochs: Default length of a run, after which a tuned first-order method has nearly converged.
     """
 
     name: ClassVar[str]
@@ -56,7 +56,7 @@ def at_least(least: int, **options: object) -> None:
     """Check that options are whole numbers of at least `least`.
 
     Raises:
-        ValueError: One of them is not; the message names it.
+        ValueError: One of them is not.
     """
     for name, value in options.items():
         require(type(value) is int and value >= least, name, value, f"a whole number of at least {least}")
@@ -94,7 +94,7 @@ class Glyphs(Facts):
     Attributes:
         images: Training images; a quarter as many for testing.
         depth: Layers of the residual network, 20 or 32.
-        seed: Of the rendering.
+        seed: The seed of the rendering.
     """
 
     name: ClassVar[str] = "glyphs"
@@ -118,15 +118,15 @@ class Glyphs(Facts):
 
 @dataclass(frozen=True, kw_only=True)
 class Poisson(Facts):
-    """-Δu = f on the unit square with Dirichlet boundary values, made from u = cos(πx) cos(2πy).
+    """-Δu = f on the unit square with Dirichlet boundary values and the solution u = cos(πx) cos(2πy).
 
-    A sample is a point, inside or on the boundary. The test set asks for u on a grid (as on the boundary, where the
-    network returns it), so that the metric is the relative error of the solution itself.
+    A sample is a point inside or on the boundary. The test set has u on a grid, so that the metric is the relative
+    error of the solution.
 
     Attributes:
         interior: Training points inside the square.
         boundary: Training points on its edges.
-        width: Hidden units a layer.
+        width: Hidden units per layer.
         depth: Hidden layers.
     """
 
@@ -165,10 +165,10 @@ class Text(Facts):
 
     Attributes:
         sequences: Training windows, evenly spaced over the training files; an eighth as many for testing.
-        context: Bytes a window.
+        context: Bytes per window.
         layers: Transformer blocks.
-        width: Features a position.
-        heads: Attention heads; they divide `width`.
+        width: Features per position.
+        heads: Attention heads, a divisor of `width`.
     """
 
     name: ClassVar[str] = "text"

@@ -1,6 +1,6 @@
 """Characters of bundled fonts over photographs, recognised by a residual network.
 
-The fonts are matplotlib's, the photographs scikit-learn's. Test images show other fonts over other parts of the photos.
+The fonts are matplotlib's, the photographs scikit-learn's. Test images use other fonts and other parts of the photos.
 """
 
 import math
@@ -32,7 +32,7 @@ TRAIN_FONTS = (
     *("cmr10", "cmb10", "cmti10", "cmtt10"),
 )
 TEST_FONTS = ("DejaVuSans-Bold", "DejaVuSansMono-Oblique", "DejaVuSerif-Bold", "STIXGeneralBolIta", "cmss10")
-TRAIN_COLUMNS = 480  # of the photographs' 640; the others are the test set's backgrounds
+TRAIN_COLUMNS = 480  # of the photographs' 640; the others are backgrounds of the test set
 
 IMAGE, STENCIL, FONT = 32, 64, 48  # pixels: an image's side, a stencil's side, an em of the letter in the stencil
 SCALE = (0.8, 1.3)  # of a stencil, whose side is an image's at scale 1
@@ -77,16 +77,16 @@ def photographs() -> tuple[Tensor, Tensor]:
 
 
 def render(fonts: tuple[str, ...], photos: Tensor, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Render characters, each drawn with its font, place, size, tilt, ink and background.
+    """Render characters, each with a random font, place, size, tilt, ink and background.
 
     Args:
         fonts: Names of the fonts to draw from.
-        photos: What the backgrounds are cut from [photos, 3, H, W], in [0, 1].
-        count: How many images.
-        generator: Where all randomness comes from.
+        photos: Photographs for the backgrounds [photos, 3, H, W], in [0, 1].
+        count: The number of images.
+        generator: The random number generator.
 
     Returns:
-        Images [count, 3, 32, 32] in [0, 1], and labels [count]: places in `CHARACTERS`.
+        Images [count, 3, 32, 32] in [0, 1], and labels [count], indices into `CHARACTERS`.
     """
     shapes = stencils(fonts)
     labels = torch.randint(len(CHARACTERS), (count,), generator=generator)
@@ -114,10 +114,10 @@ def _place(shapes: Tensor, generator: Generator) -> Tensor:
     tilt = TILT * (2 * tilt - 1)
     shift = SHIFT * (2 * torch.stack((right, down), 1) - 1)
     cosine, sine = tilt.cos() / scale, tilt.sin() / scale
-    # affine_grid asks where in the stencil each pixel of the image comes from: the inverse of the placement.
+    # affine_grid needs the inverse map, from pixels of the image to the stencil.
     inverse = torch.stack((torch.stack((cosine, sine), 1), torch.stack((-sine, cosine), 1)), 1)
     offset = -inverse @ shift[:, :, None]
-    # Four points a pixel, averaged, keep thin strokes whole.
+    # Averaging four points per pixel keeps thin strokes.
     grid = functional.affine_grid(
         torch.cat((inverse, offset), dim=2), [len(shapes), 1, 2 * IMAGE, 2 * IMAGE], align_corners=False
     )
@@ -140,12 +140,12 @@ def _ink(backgrounds: Tensor, generator: Generator) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Glyphs(facts.Glyphs, Task):
-    """Its data, model and loss."""
+    """The data, model and loss of the task."""
 
     def load(self) -> tuple[TensorDataset, TensorDataset]:
         """Return images [3, 32, 32], standardised by the training images' channels, with their character."""
         train_photos, test_photos = photographs()
-        # Odd and even: no seed's test set repeats another's draws for training.
+        # Even and odd seeds: no test set uses the random numbers of another seed's training set.
         train_generator, test_generator = (Generator().manual_seed(2 * self.seed + part) for part in range(2))
         train, train_labels = render(TRAIN_FONTS, train_photos, self.images, train_generator)
         test, test_labels = render(TEST_FONTS, test_photos, self.images // GLYPHS_TEST_SHARE, test_generator)
@@ -164,5 +164,5 @@ class Glyphs(facts.Glyphs, Task):
         return functional.cross_entropy(outputs, targets)
 
     def evaluator(self) -> Evaluator:
-        """Accumulate the share of characters recognised."""
+        """Return a metric of the accuracy."""
         return accuracy(len(CHARACTERS))

@@ -1,7 +1,7 @@
-"""A physics-informed network for Poisson's equation, its Laplacian carried forward through ordinary linear layers.
+"""A physics-informed network for Poisson's equation, with the Laplacian computed in the forward pass.
 
-Forward (Taylor-mode) propagation: next to each activation travel its derivatives by both coordinates and its Laplacian,
-as rows [B, 4, d] of (z, z_x, z_y, Δz). A linear layer acts on all rows alike, so K-FAC sees nothing but a weight-shared
+Each activation is propagated with its derivatives by both coordinates and its Laplacian (Taylor mode), as rows
+[B, 4, d] of (z, z_x, z_y, Δz). A linear layer acts on all rows alike, so that for K-FAC it is a weight-shared
 `nn.Linear` (Dangel et al. 2024, "Kronecker-factored approximate curvature for physics-informed neural networks").
 """
 
@@ -18,9 +18,9 @@ from natgrad.tasks import facts
 from natgrad.tasks.base import Evaluator, Task
 from natgrad.tasks.evaluators import RelativeError
 
-# Solution u = cos(πx) cos(2πy), so -Δu = EIGENVALUE u. Both sides are divided by it: f is then as large as u.
+# For u = cos(πx) cos(2πy), -Δu = EIGENVALUE u. Both sides are divided by it, so that f is as large as u.
 EIGENVALUE = 5 * math.pi**2
-# On the square's edges the residual weighs more than inside: there are fewer such points, and they fix the solution.
+# The weight of the residual on the boundary, which has fewer points and determines the solution.
 BOUNDARY_WEIGHT = 5.0
 TEST_GRID = 64
 
@@ -42,7 +42,7 @@ class TaylorConstant(nn.Module):
 
 
 class TaylorTanh(nn.Module):
-    """Takes the tanh of the value, and of its derivatives what the chain rule makes of them."""
+    """Applies tanh to the value, and the chain rule to its derivatives."""
 
     def forward(self, rows: Tensor) -> Tensor:
         """Map rows [B, 4, d] of z to those of t = tanh z, where Δt = t' Δz + t'' (z_x² + z_y²)."""
@@ -54,10 +54,10 @@ class TaylorTanh(nn.Module):
 
 
 class PhysicsInformedNetwork(nn.Module):
-    """Maps points to the side of the problem that holds there: the scaled -Δu inside, the weighted u on the boundary.
+    """Maps points to the left-hand side of the equation: the scaled -Δu inside, the weighted u on the boundary.
 
     Args:
-        width: Hidden units a layer.
+        width: Hidden units per layer.
         depth: Hidden layers.
     """
 
@@ -78,14 +78,14 @@ class PhysicsInformedNetwork(nn.Module):
         return rows
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the side [B, 1] of inputs [B, 3], whose last column is 1 on the boundary and 0 inside."""
+        """Return the left-hand side [B, 1] for inputs [B, 3], whose last column is 1 on the boundary and 0 inside."""
         rows, boundary = self.propagate(inputs[:, :2]), inputs[:, 2:] > 0
         return torch.where(boundary, BOUNDARY_WEIGHT * rows[:, 0], -rows[:, 3] / EIGENVALUE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Poisson(facts.Poisson, Task):
-    """Its data, model and loss."""
+    """The data, model and loss of the task."""
 
     def load(self) -> tuple[TensorDataset, TensorDataset]:
         """Return (x, y, on the boundary) [3] with the right-hand side or the weighted boundary value [1]."""
@@ -116,5 +116,5 @@ class Poisson(facts.Poisson, Task):
         return functional.mse_loss(outputs, targets)
 
     def evaluator(self) -> Evaluator:
-        """Accumulate the relative L2 error of u over the test grid."""
+        """Return a metric of the relative L2 error of u over the test grid."""
         return RelativeError()

@@ -17,16 +17,16 @@ def convolution(inputs: int, outputs: int, stride: int) -> nn.Sequential:
 
 
 class Block(nn.Module):
-    """Two convolutions around which the input takes a shortcut without parameters (their option A).
+    """Two convolutions with a shortcut without parameters (option A of the paper).
 
     Args:
-        inputs: Channels coming in.
-        outputs: Channels going out; new ones start from zero in the shortcut.
-        stride: Of the first convolution and the shortcut.
+        inputs: Input channels.
+        outputs: Output channels; the shortcut is padded with zero channels.
+        stride: The stride of the first convolution and the shortcut.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        """Draw both convolutions."""
+        """Build both convolutions."""
         super().__init__()
         self.stride = stride
         self.new_channels = outputs - inputs
@@ -44,14 +44,14 @@ class ResNet(nn.Sequential):
 
     Args:
         depth: Layers with weights: 6 n + 2, such as 20 or 32.
-        classes: How many logits.
+        classes: The number of logits.
 
     Raises:
         ValueError: The depth is not 6 n + 2 with n >= 1.
     """
 
     def __init__(self, depth: int, classes: int) -> None:
-        """Draw the weights."""
+        """Build the layers."""
         blocks, rest = divmod(depth - 2, 6)
         require(rest == 0 and blocks >= 1, "depth", depth, "6 n + 2 with n >= 1")
         stages: list[nn.Module] = []

@@ -15,13 +15,13 @@ from natgrad.tasks.base import Evaluator, Task
 from natgrad.tasks.evaluators import accuracy
 
 FEATURES, CLASSES = 30, 2
-# Seven batches of 64 an epoch, none ragged; the other 121 of 569 patients are the test set.
+# Seven full batches of 64; the other 121 of 569 patients are the test set.
 TRAIN_PATIENTS = 448
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tabular(facts.Tabular, Task):
-    """Its data, model and loss."""
+    """The data, model and loss of the task."""
 
     def load(self) -> tuple[TensorDataset, TensorDataset]:
         """Return measurements [30], standardised by the training patients' mean and deviation, with the diagnosis."""
@@ -50,5 +50,5 @@ class Tabular(facts.Tabular, Task):
         return functional.cross_entropy(outputs, targets)
 
     def evaluator(self) -> Evaluator:
-        """Accumulate the share of patients diagnosed rightly."""
+        """Return a metric of the accuracy."""
         return accuracy(CLASSES)

@@ -1,4 +1,4 @@
-"""Python's own standard library, read byte by byte by a small causal transformer."""
+"""A small causal transformer that predicts the bytes of Python's standard library."""
 
 import math
 import sysconfig
@@ -39,15 +39,15 @@ def windows(files: list[Path], count: int, context: int) -> TensorDataset:
     """Cut `count` windows, evenly spaced over the files' bytes.
 
     Args:
-        files: What to read, in this order.
-        count: How many windows; they overlap if the text is short of `count * context` bytes.
+        files: The files to read, in this order.
+        count: The number of windows; they overlap if the text has fewer than `count * context` bytes.
         context: Length of a window in bytes.
 
     Returns:
         Pairs of bytes [context] and the bytes that follow each of them [context], int64.
 
     Raises:
-        ValueError: The files are no longer than one window.
+        ValueError: The files are not longer than one window.
     """
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     require(context < len(text), "context", context, f"less than the text's {len(text)} bytes")
@@ -57,15 +57,15 @@ def windows(files: list[Path], count: int, context: int) -> TensorDataset:
 
 
 class Attention(nn.Module):
-    """Causal self-attention whose four projections are linear layers of their own.
+    """Causal self-attention with four separate linear projections.
 
     Args:
-        width: Features a position.
-        heads: How many parts of them attend separately.
+        width: Features per position.
+        heads: Attention heads.
     """
 
     def __init__(self, width: int, heads: int) -> None:
-        """Draw the projections."""
+        """Build the projections."""
         super().__init__()
         self.heads = heads
         self.query = nn.Linear(width, width)
@@ -88,12 +88,12 @@ class Block(nn.Module):
     """A pre-norm transformer block: attention, then a perceptron four times as wide.
 
     Args:
-        width: Features a position.
+        width: Features per position.
         heads: Attention heads.
     """
 
     def __init__(self, width: int, heads: int) -> None:
-        """Draw the layers."""
+        """Build the layers."""
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
@@ -111,14 +111,14 @@ class Transformer(nn.Module):
     """A byte-level causal language model.
 
     Args:
-        width: Features a position.
-        heads: Attention heads a block.
+        width: Features per position.
+        heads: Attention heads per block.
         layers: Blocks.
-        context: Longest sequence.
+        context: The longest sequence.
     """
 
     def __init__(self, width: int, heads: int, layers: int, context: int) -> None:
-        """Draw embeddings, blocks and the head."""
+        """Build embeddings, blocks and the head."""
         super().__init__()
         self.bytes = nn.Embedding(BYTES, width)
         self.positions = nn.Embedding(context, width)
@@ -137,7 +137,7 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Text(facts.Text, Task):
-    """Its data, model and loss."""
+    """The data, model and loss of the task."""
 
     def load(self) -> tuple[TensorDataset, TensorDataset]:
         """Return bytes [context] with the bytes that follow them [context]."""
@@ -154,5 +154,5 @@ class Text(facts.Text, Task):
         return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
     def evaluator(self) -> Evaluator:
-        """Accumulate the cross-entropy in bits a byte."""
+        """Return a metric of the cross-entropy in bits per byte."""
         return MeanLoss(lambda outputs, targets: self.loss(outputs, targets) / math.log(2))

@@ -1,4 +1,4 @@
-"""What an analysis measured, as CSV files: one a figure, a line an entry."""
+"""The measurements of an analysis as CSV files, one per figure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from natgrad.training.result import replace_text
 
 
 def write(measures: Measures, folder: Path) -> list[Path]:
-    """Write a file for each figure of which there is something, and return their paths."""
+    """Write a file for each figure that has entries, and return the paths."""
     written = []
     for figure in FIGURES:
         entries: Sequence[Any] = getattr(measures, figure)
@@ -34,5 +34,5 @@ def _text(entries: Sequence[Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Write yes and no as 1 and 0, which every reader of numbers takes; nothing is an empty cell."""
+    """Return booleans as 1 and 0; None becomes an empty cell."""
     return int(value) if isinstance(value, bool) else value

@@ -21,7 +21,7 @@ from natgrad.training.analysis.spectra import Eigenvalue
 
 from .plots import COLOURS, TEXT, blank, dress
 
-_FLOOR = 1e-16  # what is smaller is rounding, and no logarithm's matter
+_FLOOR = 1e-16  # smaller values are rounding errors; logarithmic axes start here
 _EXACT = 1e-8
 _PANELS = 3
 _PERCENTILES = (5, 25, 50, 75, 95)
@@ -29,7 +29,7 @@ _HEIGHT = 3.4
 
 
 def figures(measures: Measures) -> dict[str, Figure]:
-    """Draw each figure of which something was measured."""
+    """Draw each figure that has entries."""
     drawers: dict[str, Callable[[Any], Figure]] = {
         "rank": rank_figure,
         "error": error_figure,
@@ -41,7 +41,7 @@ def figures(measures: Measures) -> dict[str, Figure]:
 
 
 def rank_figure(entries: Sequence[KernelRank]) -> Figure:
-    """Draw the distribution of ranks over layers by batch size, a panel a snapshot."""
+    """Draw the distribution of ranks over layers by batch size, one panel per snapshot."""
     figure = blank(_HEIGHT)
     entries = [each for each in entries if not isnan(each.rank)]
     for axes, step in _panels(figure, entries):
@@ -62,7 +62,7 @@ def rank_figure(entries: Sequence[KernelRank]) -> Figure:
 
 
 def error_figure(entries: Sequence[DirectionError]) -> Figure:
-    """Draw the errors of both methods by rank: the median over layers and its range, a panel a snapshot."""
+    """Draw the errors of both methods by rank: the median over layers and its range, one panel per snapshot."""
     figure = blank(_HEIGHT)
     for axes, step in _panels(figure, entries):
         for colour, method in zip(COLOURS, METHODS, strict=False):
@@ -73,7 +73,7 @@ def error_figure(entries: Sequence[DirectionError]) -> Figure:
         dress(axes, "rank r", "error of the direction")
         axes.set_xscale("log")
         axes.set_yscale("log")
-        if axes.get_ylim()[0] < _EXACT:  # with all rows there is rounding alone
+        if axes.get_ylim()[0] < _EXACT:  # with all rows only rounding errors are left
             axes.set_ylim(bottom=_EXACT)
     _name_lines(figure)
     return figure
@@ -122,7 +122,7 @@ def drift_figure(entries: Sequence[Drift]) -> Figure:
 
 
 def spectra_figure(entries: Sequence[Eigenvalue]) -> Figure:
-    """Draw the eigenvalues of A (above) and G (below), a line a layer, a panel a snapshot."""
+    """Draw the eigenvalues of A (above) and G (below), one line per layer and one panel per snapshot."""
     figure = blank(2 * _HEIGHT)
     layers = list(dict.fromkeys(each.layer for each in entries))
     lines: dict[tuple[int, str, str], list[float]] = {}
@@ -132,7 +132,7 @@ def spectra_figure(entries: Sequence[Eigenvalue]) -> Figure:
         for axes, step in _panels(figure, entries, rows=2, row=row):
             for colour, layer in zip(_shades(len(layers)), layers, strict=True):
                 values = lines.get((step, factor, layer), [])
-                kept = [value for value in values if value > 1e-8 * values[0]]  # float32 knows no more
+                kept = [value for value in values if value > 1e-8 * values[0]]  # the precision of float32
                 axes.plot(range(1, len(kept) + 1), kept, color=colour, linewidth=1, marker="." if len(kept) < 3 else "")
             dress(axes, "index (layers: first dark, last light)", f"eigenvalues of {factor}")
             axes.set_xscale("log")
@@ -141,7 +141,7 @@ def spectra_figure(entries: Sequence[Eigenvalue]) -> Figure:
 
 
 def _panels(figure: Figure, entries: Sequence[Any], rows: int = 1, row: int = 0) -> Iterable[tuple[Axes, int]]:
-    """Yield axes side by side for a few of the steps at which there was a snapshot, the first and the last too."""
+    """Yield axes side by side for a few of the snapshots, including the first and the last."""
     steps = sorted({each.step for each in entries})
     count = min(_PANELS, len(steps))
     chosen = [steps[round(index * (len(steps) - 1) / max(1, count - 1))] for index in range(count)]
@@ -156,7 +156,7 @@ def _panels(figure: Figure, entries: Sequence[Any], rows: int = 1, row: int = 0)
 def _draw_spread(
     axes: Axes, x: Sequence[int], values: Sequence[Sequence[float]], percentiles: Sequence[int], colour: str, name: str
 ) -> None:
-    """Draw a line of medians and bands between percentiles that belong together, outermost first."""
+    """Draw a line of medians, and bands between symmetric percentiles."""
     known = [[value for value in each if isfinite(value)] or [nan] for each in values]
     marks = np.array([np.percentile(each, percentiles) for each in known]).T
     axes.plot(x, marks[len(marks) // 2], color=colour, linewidth=1.6, label=name)
@@ -170,5 +170,5 @@ def _name_lines(figure: Figure) -> None:
 
 
 def _shades(count: int) -> list[Any]:
-    """Return colours from dark to light, of which each can be told from black and from white."""
+    """Return colours from dark to light that are visible on black and on white."""
     return [colormaps["viridis"](0.1 + 0.75 * index / max(1, count - 1)) for index in range(count)]

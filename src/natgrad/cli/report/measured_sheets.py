@@ -1,4 +1,4 @@
-"""What the tables of an analysis say."""
+"""The tables of an analysis."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from natgrad.training.analysis.spectra import Eigenvalue
 
 from .sheet import Sheet
 
-_LINES = 10  # of a table over time
-_SHOWN_SHARE = 0.1  # of the rows, at which layers are compared: HyLo's default
+_LINES = 10  # the largest number of steps or epochs in a table
+_SHOWN_SHARE = 0.1  # the share of rows for which layers are compared, HyLo's default
 
 
 def measured_sheets(measures: Measures) -> dict[str, list[Sheet]]:
-    """Return the tables of each figure of which something was measured."""
+    """Return the tables of each figure that has entries."""
     makers: dict[str, Callable[[Any], list[Sheet]]] = {
         "rank": _rank,
         "error": _error,
@@ -157,13 +157,13 @@ def _median(values: Any) -> float:
 
 
 def _thinned(entries: Sequence[Any]) -> list[Any]:
-    """Return a few entries, evenly spread, with the first and the last."""
+    """Return a few evenly spaced entries, including the first and the last."""
     count = min(_LINES, len(entries))
     return [entries[round(index * (len(entries) - 1) / max(1, count - 1))] for index in range(count)]
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return whole numbers in words, such as "0-2, 5"."""
+    """Return whole numbers as text, such as "0-2, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""HTML pages that need nothing beside themselves."""
+"""HTML pages without other files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .sheets import comparison_sheets
 _ABOUT = {
     "rank": (
         "Rank of the kernel by batch size",
-        "Few rows can stand for all where the kernel of samples has a low rank (HyLo, figure 10). A box reaches over "
-        "half of the layers, a line marks the median.",
+        "A few rows can represent all if the kernel of samples has a low rank (HyLo, figure 10). A box covers the "
+        "middle half of the layers, a line marks the median.",
     ),
     "error": (
         "Error of KID and KIS by rank",
-        "How far the direction from r selected rows is from that of all of them (HyLo, figure 12). Lines are medians "
+        "The distance of the direction from r selected rows to that from all rows (HyLo, figure 12). Lines are medians "
         "over the layers, bands reach from the best to the worst.",
     ),
     "norms": (
@@ -36,12 +36,12 @@ _ABOUT = {
     ),
     "drift": (
         "Drift of the factors by step",
-        "How far a factor of one batch is from that of the batch before (Osawa, figure 5). Bands reach from the 5th "
+        "The relative change of a factor from one batch to the next (Osawa, figure 5). Bands reach from the 5th "
         "to the 95th and from the 25th to the 75th percentile of the layers.",
     ),
     "spectra": (
         "Spectra of the factors",
-        "Of one batch, the same at every step. What is below 1e-8 of the largest is left out of the plot.",
+        "For one batch, the same at every step. Eigenvalues below 1e-8 of the largest are not shown.",
     ),
 }
 
@@ -51,7 +51,7 @@ def write(outcomes: Iterable[Outcome], path: Path) -> None:
     sections = [
         {
             "task": outcome.task,
-            "plot": Markup(to_svg(figure(outcome))),  # our own drawing, not a user's text
+            "plot": Markup(to_svg(figure(outcome))),  # no user input
             "sheets": comparison_sheets(outcome),
         }
         for outcome in outcomes
@@ -65,11 +65,11 @@ def write_analysis(
     """Write the page of an analysis: for each figure its plot and tables, then machine and versions.
 
     Args:
-        task: What was trained.
-        run: How it was trained and measured, in a sentence or two.
+        task: The task.
+        run: A description of the run.
         figures: The plots by name.
-        sheets: Their tables.
-        path: Of the page.
+        sheets: The tables by name of the figure.
+        path: The file to write.
     """
     sections = [
         {"heading": heading, "about": about, "plot": Markup(to_svg(figures[name])), "sheets": sheets[name]}

@@ -18,7 +18,7 @@ from natgrad.training.summary import Quantity
 
 # Okabe and Ito's colours: readable on black and on white, and by the colour-blind.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
-# Stands for the colour of the text around the plot, which only the reader's browser knows.
+# A placeholder for the text colour of the page around the plot.
 TEXT = "#010203"
 
 Curves = Mapping[str, Sequence[Sequence[Point]]]
@@ -28,9 +28,9 @@ def overview(curves: Curves, metric: Metric, targets: Mapping[Quantity, float] |
     """Draw loss (above) and metric (below) against steps (left) and seconds (right).
 
     Args:
-        curves: For each name the points of its runs, one run a seed: their median is drawn, with a band from the
-            smallest to the largest.
-        metric: The task's.
+        curves: For each name the points of its runs, one run per seed; the plot shows their median, and a band from
+            the smallest to the largest.
+        metric: The task's metric.
         targets: Values of "loss" and "metric" to mark.
     """
     figure = blank(6.4)
@@ -60,7 +60,7 @@ def overview(curves: Curves, metric: Metric, targets: Mapping[Quantity, float] |
 
 
 def blank(height: float) -> Figure:
-    """Return an empty figure of a height in inches that lets the page shine through."""
+    """Return an empty transparent figure of a height in inches."""
     figure = Figure(figsize=(10, height), layout="constrained")
     FigureCanvasSVG(figure)
     figure.patch.set_alpha(0)
@@ -68,7 +68,7 @@ def blank(height: float) -> Figure:
 
 
 def to_svg(figure: Figure, text: str = "currentColor") -> str:
-    """Return a figure as an SVG element, its text and axes in the colour of their surroundings or another."""
+    """Return a figure as an SVG element, with text and axes in the colour `text`."""
     buffer = StringIO()
     figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = buffer.getvalue()
@@ -76,7 +76,7 @@ def to_svg(figure: Figure, text: str = "currentColor") -> str:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as an SVG file that can be read on black and on white."""
+    """Write a figure as an SVG file that is readable on black and on white."""
     path.write_text(to_svg(figure, text="#808080"))
 
 
@@ -99,7 +99,7 @@ def _draw(
 
 
 def dress(axes: Axes, x_label: str, y_label: str) -> None:
-    """Give the axes their labels and the reader's own text colour."""
+    """Label the axes, and use the text colour of the page."""
     axes.patch.set_alpha(0)
     axes.set_xlabel(x_label, color=TEXT)
     axes.set_ylabel(y_label, color=TEXT)

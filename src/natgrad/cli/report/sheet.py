@@ -1,4 +1,4 @@
-"""A table as text, and that of the tasks: what needs no torch."""
+"""Tables as text, and the table of the tasks, without torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Sheet:
     """A table as text.
 
     Attributes:
-        title: What it shows.
-        headings: Of the columns; the first holds names, the others numbers unless `prose` says otherwise.
-        rows: As wide as the headings.
-        caption: How to read it.
-        prose: Whether the other columns hold words.
+        title: The title.
+        headings: The headings of the columns; the first column holds names.
+        rows: The cells, as many per row as headings.
+        caption: The caption.
+        prose: Whether the other columns hold words rather than numbers.
     """
 
     title: str
@@ -28,7 +28,7 @@ class Sheet:
 
 
 def task_sheet(tasks: Iterable[Facts]) -> Sheet:
-    """Return what each task is, and its options with their defaults."""
+    """Return the table of tasks, with their options and defaults."""
     rows = []
     for task in tasks:
         about = [task.summary, f"{task.metric.name}; {task.epochs} epochs, batch {task.batch_size}"]

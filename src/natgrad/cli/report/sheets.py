@@ -1,4 +1,4 @@
-"""What the tables say, whatever shows them: the terminal or the page."""
+"""The tables of a comparison, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _MIB = 2**20
 
 
 def comparison_sheets(outcome: Outcome) -> list[Sheet]:
-    """Return what each optimizer needed to the target, where it ended, and with which hyper-parameters."""
-    return [*(_way(outcome, quantity) for quantity in outcome.target), _end(outcome), _settings(outcome)]
+    """Return tables of the cost to reach each target, of final values, and of hyper-parameters."""
+    return [*(_cost(outcome, quantity) for quantity in outcome.target), _end(outcome), _settings(outcome)]
 
 
 def quantity_name(outcome: Outcome, quantity: Quantity) -> str:
-    """Return what a quantity of a task is called."""
+    """Return the name of a quantity of a task."""
     return "training loss" if quantity == "loss" else f"test {outcome.task.metric.name}"
 
 
-def _way(outcome: Outcome, quantity: Quantity) -> Sheet:
-    """Return steps, seconds and memory to one target, and their ratios to the reference contender's."""
+def _cost(outcome: Outcome, quantity: Quantity) -> Sheet:
+    """Return steps, seconds and memory to reach one target, and their ratios to the reference contender's."""
     crossings = {row.name: row.crossings[quantity] for row in outcome.rows}
     reference = crossings.get(REFERENCE)
     parts: list[tuple[Callable[[Crossing], Spread], Callable[[float], str]]] = [
@@ -54,7 +54,7 @@ def _way(outcome: Outcome, quantity: Quantity) -> Sheet:
 
 
 def _end(outcome: Outcome) -> Sheet:
-    """Return final values."""
+    """Return the table of final values."""
     rows = []
     for row in outcome.rows:
         finals = [_spread(row.final[each], "{:.4g}".format) for each in QUANTITIES]
@@ -79,7 +79,7 @@ def _end(outcome: Outcome) -> Sheet:
 
 
 def _settings(outcome: Outcome) -> Sheet:
-    """Return hyper-parameters and how many trials found them."""
+    """Return the table of hyper-parameters and of the trials that found them."""
     rows = []
     for row in outcome.rows:
         entry = outcome.known.search.get(row.name) if outcome.known else None
@@ -103,7 +103,7 @@ def settings_text(row: Row) -> str:
 
 
 def _muon_part(outcome: Outcome) -> str:
-    """Say how much of the model Muon takes, for it may be nothing."""
+    """Return a sentence on how many parameters Muon trains."""
     if all(row.settings["optimizer"] != "muon" for row in outcome.rows):
         return ""
     matrices, others = (sum(each.numel() for each in part) for part in split_for_muon(outcome.task.model()))

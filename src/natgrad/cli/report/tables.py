@@ -14,12 +14,12 @@ _WIDTH = 100
 
 
 def wide_console() -> Console:
-    """Return a console as wide as the terminal; where there is none, as ``COLUMNS`` says, or 100 columns."""
+    """Return a console as wide as the terminal, or without one of ``COLUMNS`` or 100 columns."""
     return Console(width=shutil.get_terminal_size((_WIDTH, 0)).columns)
 
 
 def table(sheet: Sheet) -> Table:
-    """Return a sheet as Rich shows it."""
+    """Return a sheet as a Rich table."""
     shown = Table(
         title=sheet.title,
         caption=sheet.caption,
@@ -29,7 +29,7 @@ def table(sheet: Sheet) -> Table:
         box=box.SIMPLE_HEAD,
     )
     for index, heading in enumerate(sheet.headings):
-        # Where a terminal is too narrow, cells grow longer: nothing is cut off.
+        # In a narrow terminal cells wrap instead of being cut off.
         shown.add_column(heading, justify="left" if sheet.prose or index == 0 else "right", overflow="fold")
     for row in sheet.rows:
         shown.add_row(*row)

@@ -1,12 +1,12 @@
 """Patch covariance of a stride-1 convolution by lags, without patches.
 
-Were the kernel allowed to overhang the maps everywhere, so that every element met every kernel offset, the product
-summed for offsets p and q would depend on their *lag* q - p alone: A[p, q] = R[q - p], R[λ] = Σ_u x[u] x[u + λ]ᵀ. These
-are (2k - 1) lags a dimension, half of them by symmetry, instead of k² pairs; and R is the weight gradient of a
-convolution of the maps with themselves, which runs at nearly the speed of a matrix product. What the overhanging
-positions added beyond the true ones is then taken off: they lie on the border and see only slices of the maps, whose
-covariance goes by lags too, in a dimension less. On one core this takes 0.07, 0.10 and 0.15 of the time of unfolding
-and multiplying in the three stages of a CIFAR ResNet (`benchmarks/gram.py`).
+If the kernel could overhang the maps everywhere, so that every element met every kernel offset, the sum of products for
+offsets p and q would depend only on their *lag* q - p: A[p, q] = R[q - p], R[λ] = Σ_u x[u] x[u + λ]ᵀ. That is 2k - 1
+lags per dimension (half of them by symmetry) instead of k² pairs, and R is the weight gradient of a convolution of the
+maps with themselves, which is nearly as fast as a matrix product. The contribution of the overhanging positions is then
+subtracted: it is a covariance of slices at the border, computed from lags with one dimension less. On one core this
+takes 0.07, 0.10 and 0.15 of the time of unfolding and multiplying in the three stages of a CIFAR ResNet
+(`benchmarks/gram.py`).
 """
 
 import math
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 _WEIGHT_GRADIENTS = {2: gradients.conv2d_weight, 3: gradients.conv3d_weight}
 _POSITIONS = 1 << 13
-"""Positions that one convolution sums: its float32 error grows with them, to 5e-7 at this number (2e-6 at 2^16)."""
+"""Positions summed in one convolution. Its float32 error grows with them: 5e-7 at this number, 2e-6 at 2^16."""
 
 
 def add_lag_gram_(
@@ -51,12 +51,12 @@ def add_lag_gram_(
     _spread_lags(out, lag_sums(maps, window, groups).mul_(scale), kernel, overwrite=overwrite, piece=piece)
     blocks = out.view(groups, channels, *kernel, channels, *kernel)
     for border in overhangs(maps, window):
-        # The ends of the maps are groups of channels, as are the kernel offsets that meet them.
+        # Each end of the maps, and the kernel offsets that meet it, is a group of channels.
         lines = torch.cat([line.movedim(2 + border.dim, 2).flatten(1, 2) for line in border.lines], 1)
         ends, width = len(border.covered), channels * border.thickness * math.prod(border.window.kernel_size)
         beyond = out.new_empty(ends * groups, width, width)
         add_lag_gram_(beyond, lines, border.window, ends * groups, scale=-scale, overwrite=True, piece=piece)
-        if border.dim and border.thickness > 1:  # in another order, so that its upper triangle counts too
+        if border.dim and border.thickness > 1:  # the order of offsets differs, so its upper triangle is needed too
             beyond.tril_().add_(beyond.tril(-1).mT)
         half = (channels, border.thickness, *border.window.kernel_size)
         for covered, part in zip(border.covered, beyond.view(ends, groups, *half, *half), strict=True):
@@ -97,14 +97,14 @@ def lag_sums(maps: Tensor, window: Window, groups: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Border:
-    """What overhanging windows see at both ends of a dimension, where they meet equally many elements of it.
+    """The slices of the maps that overhanging windows meet at both ends of a dimension.
 
     Attributes:
         dim: The dimension.
-        thickness: How many of its elements they meet.
+        thickness: The number of elements of it that they meet.
         lines: These elements at each end, slices of the maps.
         covered: The first kernel offset that meets them, at each end.
-        window: What moves in the other dimensions: at the convolution's own positions before `dim`, anywhere after.
+        window: The window in the other dimensions: at the convolution's positions before `dim`, at all after it.
     """
 
     dim: int
@@ -115,7 +115,7 @@ class Border:
 
 
 def overhangs(maps: Tensor, window: Window) -> Iterator[Border]:
-    """Yield what a stride-1 window sees where it meets the maps without being a position of the convolution."""
+    """Yield the slices that a stride-1 window meets where it is not at a position of the convolution."""
     positions, everywhere = window.positions(tuple(maps.shape[2:])), tuple((reach, reach) for reach in window.reach)
     for dim, (size, kernel, spread) in enumerate(zip(maps.shape[2:], window.kernel_size, window.dilation, strict=True)):
         start = -window.padding[dim][0]  # where the window of the first position begins
@@ -144,7 +144,7 @@ def _spread_lags(out: Tensor, sums: Tensor, kernel: tuple[int, ...], *, overwrit
     lag = torch.arange(lags, device=out.device).view(sizes)
     for dim, size in enumerate(kernel):
         lag = lag.unfold(dim, size, 1)
-    lag = lag.flip(tuple(range(len(kernel)))).reshape(offsets, 1, offsets)  # where q - p is found for offsets p, q
+    lag = lag.flip(tuple(range(len(kernel)))).reshape(offsets, 1, offsets)  # the index of q - p for offsets p, q
     blocks = out.view(groups, channels, offsets, channels * offsets)
     step = max(1, min(64, piece // (groups * channels * offsets**2)))
     for start in range(0, channels, step):
@@ -161,7 +161,7 @@ def _spread_lags(out: Tensor, sums: Tensor, kernel: tuple[int, ...], *, overwrit
 def _line_lags(maps: Tensor, kernel: int, dilation: int, groups: int) -> Tensor:
     """Return ``[C, c, k]``: the lag sums from 0 on of maps ``[B, C, L]``.
 
-    All samples stand in one row with zeros between, which shifted by a lag meets itself nowhere else: a product each.
+    All samples are joined to one row, with zeros between them. A lag is one product of the row with its shift.
     """
     batch, channels, length = maps.shape
     reach, per_group = dilation * (kernel - 1), channels // groups
@@ -171,8 +171,8 @@ def _line_lags(maps: Tensor, kernel: int, dilation: int, groups: int) -> Tensor:
     row = row.view(groups, per_group, -1)
     half = maps.new_empty(kernel, groups, per_group, per_group)
     for start, out in zip(range(0, reach + 1, dilation), half, strict=True):
-        for each, product in zip(row, out, strict=True):
-            torch.mm(each[:, :count], each[:, start : start + count].t(), out=product)
+        for group, product in zip(row, out, strict=True):
+            torch.mm(group[:, :count], group[:, start : start + count].t(), out=product)
     return half.permute(1, 2, 3, 0).reshape(channels, per_group, kernel)
 
 

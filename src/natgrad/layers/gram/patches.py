@@ -12,16 +12,16 @@ from natgrad.layers.gram.windows import Window, pieces
 from natgrad.linalg.device import by_device, on_host
 
 _CPU_PIECE, _GPU_PIECE = 1 << 18, 1 << 24
-"""Elements to copy at a time: what stays in a core's cache, or keeps a GPU busy."""
+"""Elements to copy at a time, to fit a core's cache or to fill a GPU."""
 _FEW = 64
-"""Channels up to which whole products, sample by sample, take less than copying the maps for half of one product."""
+"""Up to this number of channels a full product per sample is faster than copying the maps for half a product."""
 
 
 def add_channel_gram_(out: Tensor, maps: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
     """Add ``scale`` Σ_b Σ_t g gᵀ to ``out``, g being the n c channels of ``maps`` at one position, in n groups.
 
     Args:
-        out: ``[n, c, c]``. Its lower triangles are written; what is above is undefined.
+        out: ``[n, c, c]``. Its lower triangles are written; the elements above are undefined.
         maps: ``[B, n c, *spatial]``, of any strides and floating dtype; cast to that of ``out``.
         scale: Factor of the product.
         overwrite: Whether ``out`` is uninitialised memory, to be written rather than added to.
@@ -52,14 +52,14 @@ def add_patch_gram_(
     scale: float = 1.0,
     overwrite: bool = False,
 ) -> None:
-    """Add ``scale`` Σ_b Σ_t a aᵀ to ``out``, a being the patches that a convolution sees.
+    """Add ``scale`` Σ_b Σ_t a aᵀ to ``out``, a being the patches of a convolution.
 
     Args:
         out: ``[groups, i, i]`` with i = C/groups · Π kernel_size, one more when ``bias``. Its lower triangles are
-            written; what is above is undefined.
+            written; the elements above are undefined.
         maps: ``[B, C, *spatial]`` with 1, 2 or 3 spatial dimensions, of any strides and floating dtype; cast to that of
             ``out``.
-        kernel_size: One entry a spatial dimension, as all the next.
+        kernel_size: One entry per spatial dimension, as for the next three.
         stride: Steps between positions.
         padding: Zeros before and after; other padding modes are padded by the caller.
         dilation: Steps between kernel elements.
@@ -74,7 +74,7 @@ def add_patch_gram_(
     maps, piece = maps.to(out.dtype), _piece(out)
     square = out[:, :-1, :-1] if bias else out
     if math.prod(window.kernel_size) == 1:
-        # Zero padding adds nothing, so that only the positions on the maps count.
+        # Positions on the padding contribute zero.
         seen = tuple(slice(-before % step, None, step) for (before, _), step in zip(padding, stride, strict=True))
         add_channel_gram_(square, maps[(slice(None), slice(None), *seen)], scale=scale, overwrite=overwrite)
     elif on_host(maps) and _lags_are_cheaper(maps.shape, window, groups):  # GPUs convolve in TF32
@@ -89,7 +89,7 @@ def add_patch_gram_(
 
 
 def _add_products_(out: Tensor, maps: Tensor, *, scale: float, overwrite: bool) -> None:
-    """Do so where channels are few: copying them all takes longer than the half of a product that it saves."""
+    """Add the Gram matrix of few channels as full products, sample by sample."""
     samples = maps.view(-1, *out.shape[1:2], maps[0, 0].numel())  # [B n, c, T]
     product = torch.bmm(samples, samples.mT).view(-1, *out.shape).sum(0)
     if overwrite:
@@ -101,11 +101,10 @@ def _add_products_(out: Tensor, maps: Tensor, *, scale: float, overwrite: bool) 
 def _lags_are_cheaper(shape: torch.Size, window: Window, groups: int) -> bool:
     """Predict whether lags cost less than patches.
 
-    Counted in multiply-adds, of which the core that the constants come from does 40 a nanosecond; what is not
-    arithmetic is counted by the time it takes. Patches: copying an element costs 64. Lags: an element of the maps costs
-    800 at least; a position that overhangs costs each element of a patch 32 and a ninth of the others; spreading the
-    lags costs 100 for each of the i² entries, each layer of overhanging positions 5e6, a call 1e7. Groups of fewer than
-    8 channels convolve slowly.
+    The unit is one multiply-add; other work is converted at 40 per nanosecond, measured on one core. Patches: 64 per
+    copied element. Lags: at least 800 per element of the maps; 32 + i/9 per element of an overhanging patch; 100 for
+    each of the i² entries; 5e6 per layer of overhanging positions; 1e7 per call. Convolutions with fewer than 8
+    channels per group are slow.
     """
     batch, channels, *sizes = shape
     per_group, kernel = channels // groups, window.kernel_size
@@ -113,8 +112,9 @@ def _lags_are_cheaper(shape: torch.Size, window: Window, groups: int) -> bool:
         return False
     width = per_group * math.prod(kernel)
     positions = window.positions(tuple(sizes))
-    layers = [max(0, size + reach - own) for size, reach, own in zip(sizes, window.reach, positions, strict=True)]
-    overhanging = math.prod([own + layer for own, layer in zip(positions, layers, strict=True)]) - math.prod(positions)
+    layers = [max(0, size + reach - inner) for size, reach, inner in zip(sizes, window.reach, positions, strict=True)]
+    overhanging = math.prod([inner + layer for inner, layer in zip(positions, layers, strict=True)])
+    overhanging -= math.prod(positions)
     lags = math.prod([2 * size - 1 for size in kernel]) // 2 + 1
     patch_cost = batch * math.prod(positions) * groups * width * (width / 2 + 64)
     lag_cost = batch * math.prod(sizes) * (channels * per_group * lags + 800) + 5e6 * sum(layers) + 1e7

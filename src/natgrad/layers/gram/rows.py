@@ -1,4 +1,4 @@
-"""Gram products of rows: every other product here ends in this one."""
+"""Gram products of rows, which all other Gram products use."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -8,8 +8,7 @@ from torch import Tensor
 from natgrad.linalg.device import on_host
 
 _CPU, _GPU = (320, 112), (1 << 31, 1024)
-"""The most rows of a triangle that is not halved, and of a panel of it. A GPU wants few large products rather than few
-operations."""
+"""The largest number of rows of a triangle that is not halved, and of a panel of it. A GPU needs few large products."""
 
 
 def add_row_gram_(
@@ -17,11 +16,11 @@ def add_row_gram_(
 ) -> None:
     """Add ``scale`` XᵀX to ``out``, X being ``rows`` with a trailing 1 appended to each when ``bias``.
 
-    The ones are never appended: their products are the sum of the rows and its count.
+    The ones are not stored: their products are the sum of the rows and their number.
 
     Args:
         out: ``[d, d]`` or stacked ``[N, d, d]``, with one more row and column when ``bias``. Its lower triangle is
-            written; what is above is undefined.
+            written; the elements above are undefined.
         rows: ``[m, d]`` or stacked ``[N, m, d]``, of any strides and floating dtype; cast to that of ``out``.
         scale: Factor of the product.
         bias: Whether the rows end in a 1.
@@ -54,10 +53,10 @@ def add_lower_product_(
     product = Tensor.addmm_ if out.ndim == 2 else Tensor.baddbmm_
     on_cpu = on_host(out)
     whole, panel = _CPU if on_cpu else _GPU
-    if not on_cpu and out.shape[-1] <= panel:  # it is one piece: the host is spared cutting it out
+    if not on_cpu and out.shape[-1] <= panel:  # one piece
         product(out, left, right, beta=float(not overwrite), alpha=scale)
         return
-    # A product times a number is another kind; what has just been written is still in a cache.
+    # Scaling a piece while it is cached is faster than a product with alpha != 1.
     factor, scale = (scale, 1.0) if on_cpu and overwrite else (1.0, scale)
     for rows, columns in _pieces(0, out.shape[-1], whole, panel):
         piece = out[..., rows, columns]
@@ -74,12 +73,12 @@ def add_column_grams_(out: Tensor, pieces: Iterable[Tensor], *, scale: float = 1
 
 
 def add_bias_row_(out: Tensor, rows: Tensor, count: int, *, scale: float = 1.0, overwrite: bool = False) -> None:
-    """Add to the last row of ``out`` what the homogeneous coordinate contributes: ``scale`` times Σ rows and a count.
+    """Add the homogeneous coordinate's products to the last row of ``out``: ``scale`` times Σ rows and `count`.
 
     Args:
         out: ``[d + 1, d + 1]`` or ``[N, d + 1, d + 1]``.
         rows: ``[m, d]`` or ``[N, m, d]``, of the dtype of ``out``.
-        count: What to add to the last element.
+        count: The number added to the last element.
         scale: Factor of both.
         overwrite: Whether to write rather than to add.
     """
@@ -93,11 +92,11 @@ def add_bias_row_(out: Tensor, rows: Tensor, count: int, *, scale: float = 1.0, 
 
 
 def _pieces(start: int, stop: int, whole: int, panel: int) -> Iterator[tuple[slice, slice]]:
-    """Cut the lower triangle of what lies between `start` and `stop` into rectangles: their rows and columns.
+    """Yield rectangles (rows, columns) that cover the lower triangle from `start` to `stop`.
 
-    A triangle of more than `whole` rows is a square and two triangles of half the size, so that few shapes occur; a
-    smaller one is panels of nearly equal height, a multiple of 16 and at most `panel`, up to the diagonal and some way
-    beyond.
+    A triangle of more than `whole` rows is split into a square and two triangles of half the size, so that few shapes
+    occur. A smaller one is split into panels of nearly equal height, a multiple of 16 and at most `panel`, that reach
+    slightly beyond the diagonal.
     """
     size = stop - start
     if size > whole:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """A convolution's geometry, one entry a spatial dimension."""
+    """A convolution's geometry, one entry per spatial dimension."""
 
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -34,7 +34,7 @@ class Window:
 
         Args:
             maps: ``[B, C, *spatial]``.
-            groups: Number of channel groups n, each with patches of its own.
+            groups: Number of channel groups n.
             piece: Elements to copy at a time, at least one line of output positions.
 
         Yields:
@@ -46,17 +46,17 @@ class Window:
         width = channels * math.prod(self.kernel_size)
         for part in maps.tensor_split(pieces(batch, batch * sample, piece)):
             padded = F.pad(part, [side for sides in reversed(self.padding) for side in sides])
-            each, channel, *along = padded.stride()
-            offsets = [spread * own for spread, own in zip(self.dilation, along, strict=True)]
-            steps = [step * own for step, own in zip(self.stride, along, strict=True)]
+            sample_stride, channel_stride, *strides = padded.stride()
+            offsets = [spread * stride for spread, stride in zip(self.dilation, strides, strict=True)]
+            steps = [step * stride for step, stride in zip(self.stride, strides, strict=True)]
             lines = padded.as_strided(
                 (groups, channels, *self.kernel_size, len(part), *positions),
-                (channels * channel, channel, *offsets, each, *steps),
+                (channels * channel_stride, channel_stride, *offsets, sample_stride, *steps),
             )
-            for some in lines.tensor_split(pieces(positions[0], sample, piece), dim=3 + ndim):
-                yield some.reshape(groups, width, -1)
+            for patches in lines.tensor_split(pieces(positions[0], sample, piece), dim=3 + ndim):
+                yield patches.reshape(groups, width, -1)
 
 
 def pieces(length: int, elements: int, piece: int) -> int:
-    """Return into how many parts to cut something of this ``length`` and of these ``elements``, ``piece`` in each."""
+    """Return the number of parts, at most ``length``, of about ``piece`` of ``elements`` each."""
     return max(1, min(length, math.ceil(elements / piece)))
