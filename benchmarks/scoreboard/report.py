@@ -123,6 +123,8 @@ def shares_of_best_rival(
 ) -> dict[str, tuple[float, str]]:
     """Return, by task, a method's steps or seconds to a target over those of the rival that needs least, and its name.
 
+    Rivals that miss the target do not count, unless all of them do.
+
     Args:
         scores: Of one horizon and mode.
         kinds: "rival" or "ours" by method.
@@ -132,9 +134,10 @@ def shares_of_best_rival(
     """
     found = {}
     for task, own in scores.items():
-        need = {name: getattr(getattr(each, which), unit) for name, each in own.items()}
-        best = min((name for name in need if kinds[name] == "rival" and name != method), key=lambda name: need[name])
-        found[task] = need[method] / need[best], best
+        need = {name: getattr(own[name], which) for name in own}
+        rivals = [name for name in own if kinds[name] == "rival" and name != method]
+        best = min(rivals, key=lambda name: (need[name].missed, getattr(need[name], unit)))
+        found[task] = getattr(need[method], unit) / getattr(need[best], unit), best
     return found
 
 
