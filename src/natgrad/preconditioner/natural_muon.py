@@ -130,7 +130,8 @@ class NaturalMuon(PreconditionedOptimizer):
             curvature |= dict.fromkeys([escape(matrices[-1])] if heads is None else heads, chosen)
         left = [pattern for pattern, one in curvature.items() if one is None]
         hidden = [name for name in matrices if not any(fnmatchcase(name, pattern) for pattern in left)]
-        allowed = f"a model with other weight matrices than {', '.join(matrices)}, which AdamW moves (head='spectral'?)"
+        named = ", ".join(name or "its own" for name in matrices)
+        allowed = f"a model with more weight matrices than {named}, which AdamW moves (unless head='spectral')"
         require(hidden, "model", type(model).__name__, allowed)
         for pattern, count in (groups or {}).items():
             curvature[pattern] = Spectral(power=power, steps=steps, momentum=momentum, groups=count)
