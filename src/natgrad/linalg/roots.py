@@ -62,12 +62,12 @@ def inverse_square_root(squares: Tensor, steps: int) -> Tensor:
     a, b, c = _COEFFICIENTS
     trace = squares.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
     S = squares / torch.where(trace > 0, trace, 1)
-    P = None
-    for step in range(steps):
-        B = torch.baddbmm(S, S, S, beta=b, alpha=c)
-        B.diagonal(dim1=-2, dim2=-1).add_(a)
-        P = B if P is None else product(B, P)
-        if step < steps - 1:
-            S = product(product(B, S), B)
-    assert P is not None
+    Q = torch.baddbmm(S, S, S, beta=b, alpha=c)  # a step multiplies by a I + Q
+    P = Q.clone()
+    P.diagonal(dim1=-2, dim2=-1).add_(a)
+    for _ in range(steps - 1):
+        S = torch.baddbmm(S, Q, S, beta=a)
+        S = torch.baddbmm(S, S, Q, beta=a)
+        Q = torch.baddbmm(S, S, S, beta=b, alpha=c)
+        P = torch.baddbmm(P, Q, P, beta=a)
     return P
