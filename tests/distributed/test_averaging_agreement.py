@@ -38,7 +38,7 @@ def refused(kind, common, apart):
         (natgrad.DASO, {}, {"message_bytes": 64}, "message_bytes: 67108864 on ranks [0], 64 on ranks [1]"),
         (natgrad.DASO, {}, {"scaler": torch.amp.GradScaler("cpu")}, "scaler: None on ranks [0], (2.0, 0.5, 2000) on"),
         (natgrad.DASO, {}, {"nodes": Nodes((2,))}, "nodes: [[0], [1]] on ranks [0], [[0, 1]] on ranks [1]"),
-        (natgrad.DASO, {}, {"nodes": None}, "nodes: [[0], [1]] on ranks [0], 'as a launcher tells' on ranks [1]"),
+        (natgrad.DASO, {}, {"nodes": None}, "nodes: [[0], [1]] on ranks [0], 'from the launcher' on ranks [1]"),
         (natgrad.PostLocalSGD, {}, {"batches_between": 2}, "batches_between: 4 on ranks [0], 2 on ranks [1]"),
         (natgrad.PostLocalSGD, {}, {"warmup_steps": 3}, "warmup_steps: 0 on ranks [0], 3 on ranks [1]"),
         (natgrad.HierarchicalSGD, {}, {"periods": [(2, 2)]}, "periods: [(4, 2)] on ranks [0], [(2, 2)] on ranks [1]"),

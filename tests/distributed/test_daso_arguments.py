@@ -135,6 +135,6 @@ def test_a_process_alone():
 
 def test_a_cool_down_needs_to_know_the_end():
     model = nn.Linear(1, 1)
-    with pytest.warns(natgrad.NatgradWarning, match="cooldown_epochs = 1 is counted from the end"):
+    with pytest.warns(natgrad.NatgradWarning, match="cooldown_epochs=1 has no effect without epochs"):
         daso = natgrad.DASO(model, torch.optim.SGD(model.parameters()), warmup_epochs=0, cooldown_epochs=1)
     assert daso.metrics()["blocking"] == 0

@@ -25,7 +25,7 @@ def train(averager, steps):
     [
         ({"epochs": 90}, "in its first epoch of epochs=90, a warm-up"),
         ({"warmup_epochs": 2}, "in its first epoch, a warm-up"),
-        ({"epochs": 90, "warmup_epochs": 0}, "no cool-down comes"),
+        ({"epochs": 90, "warmup_epochs": 0}, "the cool-down does not start"),
         ({}, "neither warm-up nor cool-down, and buffers"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Averaging over nodes: gradients in each step within a node, parameters seldom and asynchronously between nodes."""
+"""Average gradients within each node in every step, and parameters between nodes at longer intervals."""
 
 from natgrad.averaging.base import Averager
 from natgrad.averaging.daso import DASO

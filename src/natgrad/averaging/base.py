@@ -1,4 +1,4 @@
-"""What all averagers share: construction checks, the step of the optimizer, synchronization, traffic."""
+"""The base class of averagers: checks of the arguments, the optimizer's step, synchronization, traffic."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from natgrad.preconditioner.arguments import unwrap
 
 
 class Averager(ABC):
-    """Steps an optimizer, and averages the model over the nodes: ``step()`` replaces ``optimizer.step()``.
+    """Steps an optimizer and averages the model over nodes: ``step()`` replaces ``optimizer.step()``.
 
     Attributes:
         model: The user's model: plain, or wrapped over the ranks of its node.
         optimizer: The inner optimizer.
-        grid: The nodes.
+        grid: The nodes, and the process groups inside and between them.
     """
 
     def __init__(
@@ -41,21 +41,21 @@ class Averager(ABC):
         message_bytes: int = MESSAGE_BYTES,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Check the arguments, then make groups and give all ranks the parameters and buffers of rank 0; collective.
+        """Check the arguments, make process groups, and broadcast the parameters and buffers of rank 0; collective.
 
         Args:
-            model: Plain, in ``DistributedDataParallel`` over the ranks of the node, or sharded over them by FSDP2. The
-                gradients of a plain one are averaged in the node by `step`.
-            optimizer: Of the model's parameters.
-            mesh: A ``DeviceMesh`` of dimensions ("node", "local").
-            nodes: Or how many ranks each node has, where they are not equal; None, without a mesh: from torchrun.
-            scaler: The ``GradScaler`` whose scale the loss carries: `step` calls its ``step`` and ``update``.
+            model: Plain (its gradients are then averaged in the node by `step`), in ``DistributedDataParallel`` over
+                the ranks of the node, or sharded over them by FSDP2.
+            optimizer: An optimizer of the model's parameters.
+            mesh: A ``DeviceMesh`` with dimensions ("node", "local").
+            nodes: Instead of `mesh`, the number of ranks of each node. None, without a mesh: from torchrun.
+            scaler: The ``GradScaler`` that scales the loss: `step` calls its ``step`` and ``update``.
             message_bytes: The largest message.
-            options: Options of the subclass, plain values by name, that have to be the same on all ranks.
+            options: Options of the subclass by name, which must be equal on all ranks.
 
         Raises:
-            ValueError: if an argument is not allowed; then nothing was changed.
-            AveragingError: on all ranks, if their models or options differ; likewise.
+            ValueError: if an argument is not allowed. Nothing has been changed then.
+            AveragingError: on all ranks, if their models or options differ. Nothing has been changed then.
         """
         _check(model, optimizer, mesh, nodes, scaler, message_bytes)
         self.model, self.optimizer, self._scaler = model, optimizer, scaler
@@ -81,7 +81,7 @@ class Averager(ABC):
         self._parameters, self._buffers = self.exchange("parameters"), self.exchange("buffers", everyone=False)
         self.exchange("start").broadcast_(list(self._root.parameters()))
         self.exchange("start", everyone=False).broadcast_([buffer for kind in self.buffers() for buffer in kind])
-        if scaler is not None:  # it creates its scale with the first loss, which a rank without batches never has
+        if scaler is not None:  # creates the scale on ranks that never have a batch
             scaler.scale(torch.zeros((), device=next(self._root.parameters()).device))
         self._outside_steps = OutsideSteps(type(self).__name__, optimizer)
 
@@ -89,9 +89,9 @@ class Averager(ABC):
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Average ``.grad`` over the node, unless DDP or FSDP2 has done it, or this was called since the last step.
+        """Average ``.grad`` over the node, unless DDP, FSDP2 or an earlier call in this step has done so.
 
-        `step` does it; call it where something reads or changes gradients before (a preconditioner, a clip).
+        `step` calls it. Call it yourself before anything that reads or changes gradients, such as a preconditioner.
         """
         self._check_open()
         if self._gradients is not None and not self._averaged:
@@ -99,7 +99,7 @@ class Averager(ABC):
         self._averaged = True
 
     def step_optimizer(self) -> None:
-        """Average the gradients in the node, unless that has happened, and step the optimizer, by the scaler if any."""
+        """Average the gradients in the node if needed, and step the optimizer, through the scaler if there is one."""
         self._outside_steps.check()
         self.average_gradients()
         with self._outside_steps.expected():
@@ -111,23 +111,22 @@ class Averager(ABC):
         self._averaged = False
 
     def unscale_(self) -> None:
-        """Average the gradients in the node, and take the scaler's scale off them: before a preconditioner or a clip.
+        """Average the gradients in the node, and unscale them; call it before a preconditioner or a clip.
 
-        In this order all ranks of the node find the same gradients finite or not.
+        The average comes first, so that all ranks of the node agree on whether a gradient is finite.
         """
         self.average_gradients()
         if self._scaler is not None and self._has_gradients():
             self._scaler.unscale_(self.optimizer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients by the norm of their average over the node, and return that norm.
+        """Average the gradients over the node, clip them by their norm, and return the norm, a scalar tensor.
 
-        ``torch.nn.utils.clip_grad_norm_`` on an unwrapped model would clip each rank's own before the average. With a
-        scaler call `unscale_` before.
+        Use it in place of ``torch.nn.utils.clip_grad_norm_``. With a scaler, call `unscale_` first.
 
         Args:
-            max_norm: The bound.
-            norm_type: p.
+            max_norm: The largest norm.
+            norm_type: p of the p-norm.
         """
         self.average_gradients()
         parameters = self.parameters()
@@ -137,17 +136,17 @@ class Averager(ABC):
         return total
 
     def even(self, loader: Any, *, repeat: bool = True) -> Iterator[Any]:
-        """Yield the batches of `loader`, and more until every rank has had as many as the one with most; collective.
+        """Yield the batches of `loader`, then further ones until all ranks have had equally many; collective.
 
         Args:
             loader: This rank's loader, with a length.
-            repeat: Whether to go on with its first batches again; else with None: then call ``daso.step()`` without a
-                backward pass, which takes a model without a wrapper.
+            repeat: Whether the further batches are the loader's first ones again. Otherwise they are None: call
+                ``step()`` without a backward pass then, which requires a plain model.
 
         Raises:
-            AveragingError: on all ranks, if one has no batch to repeat.
+            AveragingError: on all ranks, if one of them has no batch to repeat.
         """
-        # One message an epoch, where a message a step (as torch's Join needs) would make all nodes wait for each other.
+        # One message an epoch; torch's Join sends one in each step.
         lengths = self.grid.all_gather_objects(len(loader))
         if repeat and not all(lengths) and any(lengths):
             empty = [rank for rank, length in enumerate(lengths) if not length]
@@ -162,42 +161,42 @@ class Averager(ABC):
                 missing -= 1
                 yield batch
 
-    # --- What subclasses do -------------------------------------------------------------------------------------
+    # --- Interface of subclasses --------------------------------------------------------------------------------
 
     @abstractmethod
     def step(self, loss: Tensor | float | None = None) -> None:
-        """Average gradients in the node, step the optimizer, and exchange between nodes what is due.
+        """Average gradients in the node, step the optimizer, and exchange parameters between nodes if due.
 
         Args:
-            loss: The loss of the batch, where decisions depend on it; never waited for.
+            loss: The loss of the batch, for rules that depend on it. The host does not wait for it.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state as plain numbers and tensors; model and optimizer have their own."""
+        """Return this rank's state as plain numbers and tensors, without that of the model and the optimizer."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of the same rank, after model and optimizer were loaded."""
+        """Restore a state of the same rank, after model and optimizer have been loaded."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Wait for all messages under way and merge them: none is under way afterwards; collective."""
+        """Wait for all messages in progress and merge them; collective."""
 
     def metrics(self) -> dict[str, float | Tensor]:
-        """Return a flat dict of numbers, such as the host seconds spent on messages; it never waits for the device."""
+        """Return numbers by name, such as the host seconds spent on messages, without waiting for the device."""
         return {**self.grid.seconds()}
 
     def next_epoch(self) -> None:
-        """End an epoch, between two steps and before an evaluation: `synchronize`; collective."""
+        """End an epoch by `synchronize`, between two steps and before an evaluation; collective."""
         self.synchronize()
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Make all ranks equal to the last bit: the mean of parameters and buffers over all of them; collective.
+        """Set parameters and buffers on all ranks to their mean over all ranks, bitwise equal; collective.
 
-        Buffers (norm statistics) are averaged here alone, since only evaluations read them. Integer buffers, such as
-        the counts of batches, become rank 0's.
+        Buffers (norm statistics) are averaged only here. Integer buffers, such as counts of batches, are set to those
+        of rank 0.
         """
         self._check_open()
         self._settle()
@@ -209,10 +208,10 @@ class Averager(ABC):
         self._buffers.mean_(floats)
         self.exchange("buffers", everyone=False).broadcast_(others)
 
-    # --- What they are made of ----------------------------------------------------------------------------------
+    # --- Tensors and exchanges ----------------------------------------------------------------------------------
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the trainable parameters, anew each time, since wrappers replace them; frozen ones never travel."""
+        """Return the trainable parameters. Wrappers may replace them, so do not store the list."""
         return list(self.named_parameters().values())
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -220,7 +219,7 @@ class Averager(ABC):
         return {name: parameter for name, parameter in fsdp.named_parameters(self._root) if parameter.requires_grad}
 
     def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the buffers that can be averaged, and those that cannot (of whole numbers)."""
+        """Return the floating-point buffers and the others."""
         found = [buffer for buffer in self._root.buffers() if buffer.numel()]
         return (
             [buffer for buffer in found if buffer.is_floating_point()],
@@ -231,42 +230,42 @@ class Averager(ABC):
         """Return a new `Exchange` between the nodes.
 
         Args:
-            kind: The name of its tensors in `traffic`.
-            everyone: Whether each rank of a node holds tensors of its own; None: if the model is sharded.
-            told: Kept for compatibility, without effect: all ranks receive the sums.
+            kind: The name of its messages in `traffic`.
+            everyone: Whether the ranks of a node hold different tensors. None: if the model is sharded.
+            told: Without effect; kept for compatibility.
         """
         per_rank = self._sharded if everyone is None else everyone
         return Exchange(self.grid, kind, per_rank=per_rank, message_bytes=self._message_bytes)
 
     def _settle(self) -> None:
-        """Leave nothing under way before all ranks are made equal."""
+        """Finish or drop messages in progress before a synchronization."""
         self.drain()
 
     def agree(self, **values: Any) -> None:
-        """Check that plain values are the same on all ranks; collective, and waits.
+        """Check that plain values are equal on all ranks; collective and synchronous.
 
         Raises:
-            AveragingError: on all ranks, naming what differs and on which ranks.
+            AveragingError: on all ranks, with the values that differ and their ranks.
         """
         rank = dist.get_rank() if dist.is_initialized() else 0
         check_equal(self.grid.all_gather_objects((rank, values)))
 
     def traffic(self) -> dict[str, int]:
-        """Return the bytes that this rank has sent inside its node and between nodes, in all and by kind of message.
+        """Return the bytes that this rank has sent inside its node and between nodes, in total and by kind of message.
 
-        What a wrapper (DDP, FSDP2) sends is not counted.
+        Messages of a wrapper (DDP, FSDP2) are not counted.
         """
         return self.grid.traffic()
 
     def detach(self) -> None:
-        """Finish all messages, for good; collective."""
+        """Merge all messages in progress and remove the hooks. `step` raises afterwards; collective."""
         if not self._closed:
             self.drain()
             self._closed = True
             self._outside_steps.stop()
 
     def _has_gradients(self) -> bool:
-        """Return whether any parameter has a gradient: without one a scaler refuses to step."""
+        """Return whether any parameter has a gradient; a scaler raises without one."""
         return any(parameter.grad is not None for parameter in _parameters_of(self.optimizer))
 
     def _check_open(self) -> None:
@@ -274,13 +273,13 @@ class Averager(ABC):
             raise AveragingError(f"this {type(self).__name__} was detached")
 
     def _digest(self) -> int:
-        """Return a number that is the same where models have the same tensors."""
+        """Return a checksum of the names, layouts and dtypes of the model's tensors."""
         tensors = [*self._root.named_parameters(), *self._root.named_buffers()]
         layouts = [(name, t.shape, t.stride(), t.dtype, t.requires_grad) for name, t in tensors]
         return crc32(repr(layouts).encode())
 
     def _check_wrapper(self) -> None:
-        """Check that the wrapper reduces over the ranks of the node."""
+        """Check that DDP, FSDP2 and SyncBatchNorm communicate only within the node."""
         node = self.grid.node_ranks
         allowed = f"wrapped over the ranks of its node alone ({node}): between nodes {type(self).__name__} averages"
         replicated = replica(self.model)
@@ -298,18 +297,14 @@ class Averager(ABC):
 
 
 def check_parts(state: object, parts: set[str], averager: Averager) -> None:
-    """Check that a state has the parts that ``averager.state_dict()`` returns.
-
-    Raises:
-        ValueError: if it has not.
-    """
+    """Raise a ``ValueError`` unless `state` has the keys `parts`, which ``averager.state_dict()`` returns."""
     fits = isinstance(state, Mapping) and parts <= state.keys()
     found = sorted(state) if isinstance(state, Mapping) else state
     require(fits, "state", found, f"what {type(averager).__name__}.state_dict() returned")
 
 
 def replica(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the ``DistributedDataParallel`` around the user's own module, also from within ``torch.compile``."""
+    """Return the ``DistributedDataParallel`` around the user's module, also inside ``torch.compile``, or None."""
     while not isinstance(model, DistributedDataParallel):
         inner = getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):

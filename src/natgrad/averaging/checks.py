@@ -1,4 +1,4 @@
-"""What averagers check: that ranks agree, that averages are finite, that nothing steps or averages out of turn."""
+"""Checks of averagers: equal options on all ranks, finite averages, optimizer steps made outside of the averager."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 
 
 def check_equal(everywhere: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-    """Check that all ranks (world rank and values of each, the same list everywhere) have the same values by name.
+    """Check that all ranks have the same values.
+
+    Args:
+        everywhere: The world rank and the values by name of each rank; the same list on all ranks.
 
     Raises:
-        AveragingError: naming what differs, with the values and the ranks that have them.
+        AveragingError: with the values that differ and their ranks.
     """
     differences = []
     for name in dict.fromkeys(name for _, values in everywhere for name in values):
@@ -41,12 +44,12 @@ def check_equal(everywhere: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
 
 
 def check_norm_groups(model: nn.Module, node: Iterable[int], averager: str) -> None:
-    """Check that ``SyncBatchNorm`` computes its statistics over ranks of its own node alone.
+    """Check that each ``SyncBatchNorm`` computes its statistics within one node.
 
-    Over more it sends a message between nodes in each forward and backward pass, which all nodes wait for.
+    Otherwise all nodes would wait for each other in every forward and backward pass.
 
     Raises:
-        ValueError: naming the first module that does not.
+        ValueError: with the name of the first other module.
     """
     if not dist.is_initialized():
         return
@@ -66,22 +69,22 @@ def check_norm_groups(model: nn.Module, node: Iterable[int], averager: str) -> N
 
 
 class FiniteCheck:
-    """Finds averages that are not finite on all ranks in the same step; on a device one check later, without waiting.
+    """Raises on all ranks in the same step if averages are not finite; on a GPU at the next check, without waiting.
 
-    It takes what all ranks of all nodes have in common: a rank that raised alone would leave the others waiting.
+    The checked tensors must be equal on all ranks, because a rank that raised alone would leave the others waiting.
     """
 
     def __init__(self, inside: Communicator | None) -> None:
-        """Check nothing yet; `inside`: the ranks of the node if each holds other shards, which then have to agree."""
+        """Initialize; `inside`: the ranks of the node, if they hold different shards."""
         self._inside = inside
         self._flag: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
     def start(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        """Check `tensors`, which are the same on all ranks of all nodes; collective in the node if each holds shards.
+        """Check `tensors`; collective in the node if its ranks hold shards.
 
         Raises:
-            DivergedError: if they hold NaN or infinity; on a device, if those of the last check did.
+            DivergedError: if they contain NaN or infinity; on a GPU, if those of the previous check did.
         """
         shards = [shard for shard in map(fsdp.local, tensors) if shard.numel()]
         norms = torch._foreach_norm(shards, float("inf")) if shards else ()
@@ -100,7 +103,7 @@ class FiniteCheck:
             self.finish()
 
     def finish(self) -> None:
-        """Raise if the tensors of the last check were not finite; waits for the device."""
+        """Wait for the device, and raise a `DivergedError` if the tensors of the last check were not finite."""
         if self._event is not None:
             self._event.synchronize()
         flag, self._flag, self._event = self._flag, None, None
@@ -111,38 +114,38 @@ class FiniteCheck:
             )
 
 
-# --- Steps of others --------------------------------------------------------------------------------------------
+# --- Steps outside of the averager ------------------------------------------------------------------------------
 
 
 class OutsideSteps:
-    """Notes, by torch's hooks, when the optimizer steps outside of the averager's own step.
+    """Detects, by hooks of the optimizer, steps outside of the averager's ``step()``.
 
-    A step that moves nothing does not count: without gradients, or at learning rates of zero, as by which
-    ``torch.distributed.checkpoint`` makes an optimizer's state exist.
+    Steps without gradients or with learning rates of 0 are ignored: ``torch.distributed.checkpoint`` makes such a step
+    to create the optimizer's state.
     """
 
     def __init__(self, averager: str, optimizer: Optimizer) -> None:
-        """Hook the steps of `optimizer`, and of one that it wraps, for an averager's class name."""
+        """Register hooks on `optimizer` and on the one that it wraps; `averager`: the name of the averager's class."""
         self._averager, self._record = averager, _StepRecord()
         inner = (optimizer.optimizer,) if isinstance(optimizer, PreconditionedOptimizer) else ()
         self._handles = [stepper.register_step_post_hook(self._record) for stepper in (optimizer, *inner)]
         self._warned = False
 
     def check(self) -> None:
-        """Warn, the first time, if the optimizer was stepped beside the averager since the averager's last step."""
+        """Warn once if the optimizer was stepped directly since the averager's last step."""
         if self._record.seen and not self._warned:
             self._warned = True
             warnings.warn(
-                f"natgrad: optimizer.step() was called beside {self._averager}.step(), which steps the optimizer "
-                f"itself: with both each batch makes two steps. Call {self._averager}.step() alone, with a GradScaler "
-                "in place of scaler.step(optimizer) too",
+                f"natgrad: optimizer.step() was called in addition to {self._averager}.step(), which steps the "
+                f"optimizer too, so that each batch makes two steps. Call only {self._averager}.step(), also in place "
+                "of scaler.step(optimizer)",
                 NatgradWarning,
                 stacklevel=4,
             )
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """Take the steps inside for the averager's own, and forget those before."""
+        """Count steps inside this context as the averager's, and forget earlier ones."""
         self._record.inside = True
         try:
             yield
@@ -156,7 +159,7 @@ class OutsideSteps:
 
 
 class _StepRecord:
-    """What the hooks write; it does not refer to the averager, so that a copy of the optimizer may carry it along."""
+    """The hook and its result. It holds no reference to the averager, so that the optimizer can be copied."""
 
     def __init__(self) -> None:
         self.inside = self.seen = False

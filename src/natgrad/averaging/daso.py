@@ -37,7 +37,7 @@ from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 Duty = Literal["rotating", "sharded"]
 
 FORMAT = 3
-"""Version of states. In versions 1 and 2 messages in progress had another layout; without any they are the same."""
+"""Version of states. Versions 1 and 2 stored messages in progress in another layout."""
 
 
 class DASO(Averager):
@@ -173,9 +173,9 @@ class DASO(Averager):
         self._finite = FiniteCheck(self.grid.inside if self._sharded else None)
         self._momenta = Momenta(optimizer, self.named_parameters)
         self._equal = True
-        """Whether all ranks have the same parameters, so that they may become a shared reference."""
+        """Whether all ranks have the same parameters."""
         self._synchronized = False
-        """Whether all ranks were made equal at any time since the start."""
+        """Whether `synchronize` has been called."""
         self._blocking = AveragedTensors("blocking", self.exchange("parameters"), self._blocking_tensors, wire=wire)
         """Parameters and averaged momenta in warm-up and cool-down."""
         self._cycling = AveragedTensors("parameters", self.exchange("parameters"), self.parameters, merge, cycling_wire)
@@ -192,7 +192,7 @@ class DASO(Averager):
             self._factors = Factors(self.exchange("factors", everyone=per_rank), preconditioner)
         others = (self._scale, momenta if momentum == "average" else None, self._factors)
         self._others: list[AveragedTensors] = [tensors for tensors in others if tensors is not None]
-        """What is averaged besides the parameters, in the same order on all ranks."""
+        """Tensors that are averaged besides the parameters, in the same order on all ranks."""
 
     # --- Training ------------------------------------------------------------------------------------------------
 
@@ -206,7 +206,8 @@ class DASO(Averager):
             loss: The loss of this rank's batch, for the plateau rule. None: B and S stay unchanged.
 
         Raises:
-            AveragingError: on all ranks, if an average over the nodes is not finite; after `detach`.
+            DivergedError: on all ranks, if an average over the nodes is not finite.
+            AveragingError: after `detach`.
             NatgradError: if another rank stopped: when its connection breaks, at the latest after the timeout of the
                 process group.
         """
@@ -236,7 +237,8 @@ class DASO(Averager):
         equal, with a warning.
 
         Raises:
-            AveragingError: if the mean loss or the parameters are not finite, or if ranks differ.
+            DivergedError: if the mean loss or the parameters are not finite.
+            AveragingError: if ranks have ended different epochs, or after different numbers of batches.
         """
         if self._epochs.end_by_call():
             warn_of_short_epoch(self._epochs, self._cycle, self._merges)
@@ -315,8 +317,8 @@ class DASO(Averager):
         """Restore a state, after model, optimizer and preconditioner have been loaded.
 
         Raises:
-            ValueError: if it has another structure, belongs to another rank although ranks differed, or is of an
-                earlier version with messages in progress.
+            ValueError: if the state has another structure, is of another rank and was not taken after a
+                synchronization, or is of an earlier version with messages in progress.
         """
         wanted = ("format", "epochs", "turn", "merges", "equal", "anchored", "cycle", "losses", "momenta")
         check_parts(state, {*wanted, "flights", "place"}, self)
@@ -342,7 +344,7 @@ class DASO(Averager):
     # --- Internal -----------------------------------------------------------------------------------------------
 
     def _end_epoch(self) -> None:
-        """Make all ranks equal, decide B and S by the epoch's mean loss, and begin the next."""
+        """Synchronize, update B and S by the epoch's mean loss, and begin the next epoch."""
         epochs = self._epochs
         cycling = epochs.phase_at(epochs.batches - 1) == "cycling"
         self.synchronize()
@@ -355,7 +357,7 @@ class DASO(Averager):
 
     @torch.no_grad()
     def _average_blocking(self) -> None:
-        """Average after a batch of warm-up or cool-down, and wait."""
+        """Average synchronously after a batch of warm-up or cool-down."""
         self._settle()
         self._cycle.restart()
         self._find_momenta()
@@ -370,7 +372,7 @@ class DASO(Averager):
 
     @torch.no_grad()
     def _average_cycling(self) -> None:
-        """Merge and send what is due after a batch of the cycling phase."""
+        """Merge and send if due, after a batch of the cycling phase."""
         self._equal = False
         self._blocking.drop_reference()
         merges, sends = self._cycle.advance()
@@ -396,7 +398,7 @@ class DASO(Averager):
         for tensors in (self._cycling, *self._others):
             tensors.settle(waited)
         self._count_merge()
-        self._finite.start(arrived, self._device)  # the sums: merged parameters may be non-finite on one node alone
+        self._finite.start(arrived, self._device)  # the sums, since merged parameters differ between nodes
 
     def _count_merge(self) -> None:
         self._merges += 1
@@ -414,7 +416,7 @@ class DASO(Averager):
         self._cycling.drop_reference()
 
     def _mean_loss(self) -> float | None:
-        """Return the mean loss of the epoch over all ranks, and begin anew; None: no loss was known; collective."""
+        """Return the mean loss of the epoch over all ranks, None without losses, and reset the sum; collective."""
         found = self.grid.all_gather_objects((float(self._loss_sum), self._loss_count))
         self._loss_sum, self._loss_count = 0.0, 0
         count = sum(number for _, number in found)
@@ -424,14 +426,14 @@ class DASO(Averager):
         """Warn if the preconditioner has stepped with gradients that are not yet averaged over the node."""
         averages = self._gradients is not None and self.grid.inside.ranks > 1 and not self._averaged
         if averages and self._preconditioner_steps() > self._preconditioned:
-            problem = "preconditioner.step() came before the average over the node: call daso.average_gradients()"
-            warnings.warn(f"natgrad: {problem} in front of it", NatgradWarning, stacklevel=3)
+            problem = "preconditioner.step() was called before the gradients were averaged over the node"
+            warnings.warn(f"natgrad: {problem}: call daso.average_gradients() first", NatgradWarning, stacklevel=3)
 
     def _preconditioner_steps(self) -> int:
         return 0 if self._preconditioner is None else self._preconditioner.parts.progress.step
 
     def _find_momenta(self) -> None:
-        """Find the momenta that all ranks have: in the first epoch, later at the end of each. Waits."""
+        """In the first epoch, find the momenta that all ranks have; later `synchronize` does so. Synchronous."""
         if self._momentum == "average" and self._epochs.epoch == 0 and not self._momenta.known:
             self._momenta.agree(self.grid)
 
@@ -439,7 +441,6 @@ class DASO(Averager):
         return [*self.parameters(), *self._momenta.tensors()]
 
     def _check_wrapper(self) -> None:
-        """Check the preconditioner too."""
         super()._check_wrapper()
         if self._preconditioner is not None:
             check_owners(self._preconditioner, self.grid)

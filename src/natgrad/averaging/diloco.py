@@ -1,4 +1,4 @@
-"""DiLoCo and Streaming DiLoCo: an outer optimizer takes how far the nodes have moved as its gradient."""
+"""DiLoCo and Streaming DiLoCo: an outer optimizer steps with the mean change of the nodes' parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from natgrad.schedule import check_number, check_whole
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start`` to ``stop`` of the flat parameter number ``index``."""
+    """Elements ``start`` to ``stop - 1`` of the flattened parameter with number ``index``."""
 
     index: int
     start: int
@@ -29,7 +29,7 @@ class Piece:
 
 
 def cut(sizes: Sequence[int], fragments: int) -> list[list[Piece]]:
-    """Cut tensors of these sizes, laid end to end, into fragments of equal size (within one element)."""
+    """Return the pieces of each fragment, where concatenated tensors of `sizes` are cut into equal fragments."""
     total = sum(sizes)
     bounds = [total * number // fragments for number in range(fragments + 1)]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
@@ -45,13 +45,13 @@ def cut(sizes: Sequence[int], fragments: int) -> list[list[Piece]]:
 
 @dataclass
 class Fragment:
-    """A part of the flat parameters, and its message.
+    """A part of the concatenated parameters, and its exchange.
 
     Attributes:
-        pieces: Its pieces of the flat parameters.
-        offset: It is sent after the batches whose number exceeds a multiple of the interval by `offset`.
-        shared: The shared parameters of each piece, in at least float32; the same bits on every rank.
-        pending: The exchange of its outer gradients, while that is under way.
+        pieces: The pieces of parameters that it consists of.
+        offset: It is sent after batch t if ``t - offset`` is a multiple of the interval.
+        shared: The shared parameters of each piece ``[n]``, in at least float32, bitwise equal on all ranks.
+        pending: The exchange of its outer gradients, if one is in progress.
         sent_at: The batch after which it was last sent.
     """
 
@@ -63,14 +63,14 @@ class Fragment:
 
 
 class StreamingDiLoCo(Averager):
-    """Nodes train alone; an outer optimizer with Nesterov's momentum takes how far they have moved as gradient.
+    """Nodes train independently; an outer optimizer with Nesterov momentum steps with their mean change.
 
-    Every `batches_between` batches each fragment of the parameters x is sent, the fragments in turn: node n sends
-    Δ_n = y - x_n, where y are the shared parameters. After `batches_to_wait` more batches y makes a
-    step with the mean of Δ_n as gradient, and x = mixing · x + (1 - mixing) · y. Fragments are equal parts of the flat
-    parameters, where the source takes whole layers.
+    Each fragment of the parameters x is sent every `batches_between` batches, at its own offset: node n sends
+    Δ_n = y - x_n, where y are the shared parameters. `batches_to_wait` batches later, y makes an outer step with the
+    mean of Δ_n as gradient, and x = mixing · x + (1 - mixing) · y. Fragments are equal parts of the concatenated
+    parameters; the source uses whole layers.
 
-    Source: Douillard et al. 2025, algorithm 2; with one fragment, no wait and no mixing Douillard et al. 2023.
+    Source: Douillard et al. 2025, algorithm 2. With one fragment, no wait and no mixing: Douillard et al. 2023.
     """
 
     def __init__(
@@ -89,26 +89,28 @@ class StreamingDiLoCo(Averager):
         wire: torch.dtype | None = None,
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
-        """Make groups, and give all ranks the parameters of rank 0; collective.
+        """Make process groups, and broadcast the parameters and buffers of rank 0; collective.
 
         Args:
-            model: As in `Averager`, like all arguments that are not described here.
-            optimizer: The inner one; its state is not exchanged.
-            mesh: The nodes.
-            nodes: The nodes.
-            batches_between: H, batches between two messages of a fragment.
-            batches_to_wait: τ, batches between a fragment's message and its use, at most H.
-            fragments: How many; at most H.
-            mixing: α, the weight of the node's own parameters in the merge.
-            outer_learning_rate: Of the outer optimizer.
-            outer_momentum: Of the outer optimizer; 0: plain gradient descent, which at a learning rate of 1 averages.
-            wire: The dtype in which Δ travels, if narrower than the parameters; all ranks, the sender too, use the
-                rounded values.
-            message_bytes: The largest message.
+            model: Plain (its gradients are then averaged in the node by `step`), in ``DistributedDataParallel`` over
+                the ranks of the node, or sharded over them by FSDP2.
+            optimizer: The inner optimizer. Its state is not exchanged.
+            mesh: A ``DeviceMesh`` with dimensions ("node", "local").
+            nodes: Instead of `mesh`, the number of ranks of each node. None, without a mesh: from torchrun.
+            batches_between: H, the batches between two messages of a fragment.
+            batches_to_wait: τ, the batches between a fragment's message and its merge, at most H.
+            fragments: The number of fragments, at most H.
+            mixing: α, the weight of the node's parameters in the merge.
+            outer_learning_rate: The learning rate of the outer optimizer.
+            outer_momentum: The momentum of the outer optimizer. 0: plain gradient descent, which with a learning rate
+                of 1 averages the parameters.
+            wire: The dtype in which Δ is sent, if narrower than the parameters. All ranks use the rounded values, the
+                sender included.
+            message_bytes: The largest message; longer ones are split.
 
         Raises:
             ValueError: if an argument is not allowed.
-            AveragingError: on all ranks, if their models or options differ; then nothing was changed.
+            AveragingError: on all ranks, if their models or options differ. Nothing has been changed then.
         """
         check_number("outer_learning_rate", outer_learning_rate, "a number > 0", minimum=0, strict=True)
         check_number("outer_momentum", outer_momentum, "a number from 0 to below 1", minimum=0)
@@ -141,19 +143,21 @@ class StreamingDiLoCo(Averager):
         self._batches = self._sends = self._merges = 0
         self._exchange = self.exchange("deltas")
         pieces = cut([flat(parameter).numel() for parameter in self.parameters()], fragments)
-        self._fragments = [Fragment(own, n * batches_between // fragments) for n, own in enumerate(pieces)]
+        self._fragments = [Fragment(part, n * batches_between // fragments) for n, part in enumerate(pieces)]
         for fragment in self._fragments:
-            fragment.shared = [own.to(at_least_float32(own.dtype), copy=True) for own in self._vectors(fragment)]
+            fragment.shared = [
+                vector.to(at_least_float32(vector.dtype), copy=True) for vector in self._vectors(fragment)
+            ]
         self._shared = [vector for fragment in self._fragments for vector in fragment.shared]
         self._outer = torch.optim.SGD(
             self._shared, lr=outer_learning_rate, momentum=outer_momentum, nesterov=outer_momentum > 0
         )
 
     def step(self, loss: Tensor | float | None = None) -> None:
-        """Average gradients in the node, step the inner optimizer, and send or merge the fragments that are due.
+        """Average gradients in the node, step the inner optimizer, and send or merge fragments if due.
 
         Args:
-            loss: Not used.
+            loss: Ignored.
         """
         self._check_open()
         self.step_optimizer()
@@ -167,15 +171,15 @@ class StreamingDiLoCo(Averager):
                     self._merge(fragment)
 
     def drain(self) -> None:
-        """Wait for the fragments under way, oldest first, and merge them at once; collective."""
+        """Wait for the fragments in progress and merge them, oldest first; collective."""
         for fragment in sorted(self._fragments, key=lambda fragment: fragment.sent_at):
             if fragment.pending is not None:
                 self._merge(fragment)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return batches, outer parameters with their momenta, and what is under way; waits for it, collective.
+        """Return the counts, shared parameters, outer momenta and messages in progress, after waiting for these.
 
-        All ranks return the same, unless the model is sharded.
+        Collective. The state is equal on all ranks, unless the model is sharded.
         """
         pending = {}
         for number, fragment in enumerate(self._fragments):
@@ -193,10 +197,10 @@ class StreamingDiLoCo(Averager):
         return {**counts, "sent": sent, "flights": pending, "outer": outer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, after model and optimizer were loaded.
+        """Restore a state, after model and optimizer have been loaded.
 
         Raises:
-            ValueError: if it is of another model, number of fragments or kind.
+            ValueError: if it is the state of another averager, model or number of fragments.
         """
         parts = {"batches", "sends", "merges", "sent", "flights", "outer"}
         check_parts(state, parts, self)
@@ -219,14 +223,14 @@ class StreamingDiLoCo(Averager):
                 packing = Packing(fragment.shared)
                 messages = [saved[str(index)] for index in range(len(saved))]
                 sizes = [len(message) for message in messages]
-                allowed = f"messages of {packing.sizes}, or a state taken after drain(): earlier versions cut them"
+                allowed = f"messages of {packing.sizes}, or a state taken after drain()"
                 require(sizes == packing.sizes, "state['flights']", sizes, allowed)
                 summed = packing.pack(fragment.shared)
                 torch._foreach_copy_(summed, messages)
                 fragment.pending = PendingAverage(packing, [], summed, self.grid.nodes)
 
     def metrics(self) -> dict[str, float | Tensor]:
-        """Return the intervals, how often nodes have sent and merged, and the seconds spent on messages."""
+        """Return the intervals, the numbers of messages and merges, and the host seconds spent on messages."""
         return {
             "batches_between": self.batches_between,
             "batches_to_wait": self.batches_to_wait,
@@ -236,14 +240,15 @@ class StreamingDiLoCo(Averager):
         }
 
     def _send(self, fragment: Fragment) -> None:
-        """Begin to average how far the nodes have moved in a fragment."""
-        gradients = [shared - own for shared, own in zip(fragment.shared, self._vectors(fragment), strict=True)]
+        """Start to average the outer gradients Δ_n of a fragment."""
+        vectors = self._vectors(fragment)
+        gradients = [shared - vector for shared, vector in zip(fragment.shared, vectors, strict=True)]
         fragment.pending = self._exchange.send(gradients, wire=self.wire)
         fragment.sent_at = self._batches
         self._sends += 1
 
     def _merge(self, fragment: Fragment) -> None:
-        """Step the outer optimizer in a fragment, and mix its parameters into the node's."""
+        """Step the outer optimizer on a fragment, and mix the shared parameters into the node's."""
         assert fragment.pending is not None
         pending, fragment.pending = fragment.pending, None
         gradients = [torch.empty_like(parameter) for parameter in fragment.shared]
@@ -253,7 +258,7 @@ class StreamingDiLoCo(Averager):
         self._outer.step()
         self._outer.zero_grad()
         current = self._vectors(fragment)
-        shared = [vector.to(mine.dtype) for vector, mine in zip(fragment.shared, current, strict=True)]
+        shared = [vector.to(target.dtype) for vector, target in zip(fragment.shared, current, strict=True)]
         if self.mixing:
             torch._foreach_lerp_(current, shared, 1 - self.mixing)
         else:
@@ -261,15 +266,15 @@ class StreamingDiLoCo(Averager):
         self._merges += 1
 
     def _vectors(self, fragment: Fragment) -> list[Tensor]:
-        """Return views of this rank's parameters in a fragment, as vectors."""
+        """Return flat views ``[n]`` of this rank's parameters in a fragment."""
         vectors = [flat(parameter) for parameter in self.parameters()]
         return [vectors[piece.index][piece.start : piece.stop] for piece in fragment.pieces]
 
 
 class DiLoCo(StreamingDiLoCo):
-    """Nodes train alone; every `batches_between` batches an outer optimizer takes the mean of how far they have moved.
+    """Nodes train independently; every `batches_between` batches an outer optimizer steps with their mean change.
 
-    Afterwards all ranks have the same parameters, to the last bit.
+    After this step the parameters are bitwise equal on all ranks.
 
     Source: Douillard et al. 2023, algorithm 1.
     """
@@ -287,22 +292,22 @@ class DiLoCo(StreamingDiLoCo):
         wire: torch.dtype | None = None,
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
-        """Make groups, and give all ranks the parameters of rank 0; collective.
+        """Make process groups, and broadcast the parameters and buffers of rank 0; collective.
 
         Args:
-            model: As in `StreamingDiLoCo`, like all arguments.
-            optimizer: The inner one.
-            mesh: The nodes.
-            nodes: The nodes.
-            batches_between: H; the source takes 500.
-            outer_learning_rate: Of the outer optimizer.
-            outer_momentum: Of the outer optimizer.
-            wire: The dtype of messages.
-            message_bytes: The largest message.
+            model: As in `StreamingDiLoCo`.
+            optimizer: The inner optimizer. Its state is not exchanged.
+            mesh: A ``DeviceMesh`` with dimensions ("node", "local").
+            nodes: Instead of `mesh`, the number of ranks of each node. None, without a mesh: from torchrun.
+            batches_between: H, the batches between two outer steps; 500 in the source.
+            outer_learning_rate: The learning rate of the outer optimizer.
+            outer_momentum: The momentum of the outer optimizer.
+            wire: The dtype in which changes are sent, if narrower than the parameters.
+            message_bytes: The largest message; longer ones are split.
 
         Raises:
             ValueError: if an argument is not allowed.
-            AveragingError: on all ranks, if their models or options differ; then nothing was changed.
+            AveragingError: on all ranks, if their models or options differ. Nothing has been changed then.
         """
         super().__init__(
             model,

@@ -15,22 +15,22 @@ from natgrad.errors import require
 from natgrad.linalg import tensor_on
 
 MESSAGE_BYTES = 64 << 20
-"""The default of the largest message between ranks; what is longer is split."""
+"""Default size of the largest message between ranks. Longer messages are split."""
 
 
 # --- Tensors as messages ----------------------------------------------------------------------------------------
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a tensor, or a plain tensor itself, detached; no copy."""
+    """Return a detached view of the local shard of a tensor, or of a plain tensor."""
     return fsdp.local(tensor).detach()
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements in memory order, as a vector ``[numel]`` that shares its memory.
+    """Return a view ``[numel]`` of a tensor's elements in memory order.
 
     Raises:
-        ValueError: if it has gaps or overlaps itself.
+        ValueError: if the tensor is not dense in memory.
     """
     held = local(tensor)
     if not held.is_contiguous():
@@ -43,7 +43,7 @@ class Packing:
     """The layout of a list of tensors in flat messages, one for each dtype and device."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Lay out `tensors`, in their order; allocates nothing."""
+        """Compute the layout of `tensors`, in their order."""
         self._layouts = _memory_layouts(tensors)
         self._members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, (shape, _, dtype, device) in enumerate(self._layouts):
@@ -60,15 +60,15 @@ class Packing:
         return [[prod(self._layouts[index][0]) for index in members] for members in self._members.values()]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether tensors have the shapes, strides, dtypes and devices that this was made for."""
+        """Return whether `tensors` have the shapes, strides, dtypes and devices of this layout."""
         return self._layouts == _memory_layouts(tensors)
 
     def flats(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return, for each message, the tensors that it consists of, as vectors that share their memory."""
+        """Return, for each message, its tensors as flat views."""
         return [[flat(tensors[index]) for index in members] for members in self._members.values()]
 
     def views(self, messages: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return, for each message, views of the same parts in `messages`."""
+        """Return, for each message, the views of its tensors in `messages`."""
         return [list(message.split(sizes)) for message, sizes in zip(messages, self._sizes, strict=True)]
 
     def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -92,15 +92,15 @@ def _memory_layouts(
 
 @dataclass
 class PendingAverage:
-    """An exchange between the nodes that is under way.
+    """An exchange between nodes that is in progress.
 
     Attributes:
         packing: The layout of the tensors in messages.
-        sent: The messages that this node has sent; empty unless they were to be kept.
-        summed: The messages of all nodes, summed by weight, valid after `wait`.
-        nodes: The sum of the nodes' weights, P.
-        works: The messages between the nodes to wait for.
-        gather: Collects the shares of the sums in the node; None: it has nothing to collect.
+        sent: The messages of this node; empty unless they were requested (``keep``).
+        summed: The weighted sums of the messages of all nodes, valid after `wait`.
+        nodes: P, the sum of the nodes' weights.
+        works: The pending collectives between nodes.
+        gather: Gathers the shares of the sums in the node. None: there are no shares.
     """
 
     packing: Packing
@@ -111,9 +111,9 @@ class PendingAverage:
     gather: Callable[[], None] | None = None
 
     def wait(self) -> None:
-        """Wait until the sums are there; a second time there is nothing to wait for.
+        """Wait for the sums; further calls do nothing.
 
-        Collective in the node, unless each of its ranks holds tensors of its own.
+        Collective in the node, unless its ranks hold different tensors.
 
         Raises:
             NatgradError: if another rank has stopped.
@@ -125,7 +125,7 @@ class PendingAverage:
         self.works, self.gather = [], None
 
     def mean(self) -> list[Tensor]:
-        """Wait, and return the mean of the messages over the nodes, in place of the sums."""
+        """Wait, divide `summed` by P in place, and return it."""
         self.wait()
         if self.summed and self.nodes > 1:
             torch._foreach_div_(self.summed, self.nodes)
@@ -135,16 +135,16 @@ class PendingAverage:
 class Exchange:
     """Averages tensors over the nodes.
 
-    Tensors that are the same on all ranks of a node are cut into shares: local rank i sums share i with the ranks of
-    the same local index on the other nodes, and the shares are then gathered in the node. If tensors differ within a
-    node, share i is that of local rank i. Local indices that not every node has send no share.
+    Tensors that are equal on all ranks of a node are cut into shares. Local rank i sums share i with the ranks of the
+    same local index on the other nodes; then the node gathers the shares. If tensors differ within a node, each rank
+    sends its whole tensors. Local indices that not every node has send no share.
 
     Attributes:
         grid: The nodes.
     """
 
     def __init__(self, grid: Grid, kind: str, *, per_rank: bool = False, message_bytes: int = MESSAGE_BYTES) -> None:
-        """Allocate nothing. `kind` names the bytes; `per_rank`: each rank of a node has tensors of its own (shards)."""
+        """Initialize; `kind` names the messages in `traffic`; `per_rank`: the ranks of a node hold different shards."""
         self.grid = grid
         self._kind, self._per_rank, self._message_bytes = kind, per_rank, message_bytes
 
@@ -157,14 +157,15 @@ class Exchange:
         reference: Sequence[Tensor] = (),
         blocking: bool = False,
     ) -> PendingAverage:
-        """Begin to sum a copy of `tensors` over the nodes; they may change meanwhile.
+        """Start to sum a copy of `tensors` over the nodes.
 
         Args:
-            tensors: The same in number and layout on all ranks.
+            tensors: Tensors with the same layouts on all ranks.
             keep: Whether `PendingAverage.sent` is needed.
-            wire: The dtype in which they travel, if narrower than their own; `sent` is rounded likewise.
-            reference: Messages that all nodes have in common: only the differences from them are sent.
-            blocking: Whether all ranks wait at once: a narrow message may then send more and round less.
+            wire: The dtype of messages, if narrower than that of the tensors. `sent` is rounded in the same way.
+            reference: Messages that are equal on all nodes: only the differences from them are sent.
+            blocking: Whether all ranks wait at once. Messages in a narrow dtype then use an algorithm that sends more
+                and rounds less.
         """
         packing, weight = Packing(tensors), self.grid.weights[self.grid.node]
         messages = packing.pack(tensors)
@@ -175,7 +176,7 @@ class Exchange:
             torch._foreach_mul_(messages, weight)
         for copy, message in zip(sent, messages, strict=False):
             narrow = narrower(wire, message.dtype)
-            if narrow != message.dtype:  # what the other nodes receive of it
+            if narrow != message.dtype:  # the values that other nodes receive
                 copy.copy_(message.to(narrow)).div_(weight)
         pending = PendingAverage(packing, sent, messages, self.grid.nodes)
         chunks = self._chunks(messages)
@@ -190,12 +191,12 @@ class Exchange:
         return pending
 
     def mean_(self, tensors: Sequence[Tensor], wire: torch.dtype | None = None) -> None:
-        """Average `tensors` over the nodes, in place, and wait: afterwards all ranks hold the same bits."""
+        """Average `tensors` over the nodes in place, and wait. All ranks then hold the same bits."""
         pending = self.send(tensors, wire=wire, blocking=True)
         pending.packing.unpack(pending.mean(), tensors)
 
     def sum_inside_(self, tensors: Sequence[Tensor]) -> None:
-        """Sum `tensors` over the ranks of the node, in place, and wait; collective in it."""
+        """Sum `tensors` over the ranks of the node in place, and wait; collective in the node."""
         inside = self.grid.inside
         packing = Packing(tensors)
         messages = packing.pack(tensors)
@@ -204,7 +205,7 @@ class Exchange:
         packing.unpack(messages, tensors)
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Give all ranks the tensors of rank 0; of shards, those of the first node."""
+        """Broadcast the tensors of rank 0, or the shards of the first node."""
         between, inside = self.grid.between, self.grid.inside
         packing = Packing(tensors)
         messages = packing.pack(tensors)
@@ -216,9 +217,9 @@ class Exchange:
         packing.unpack(messages, tensors)
 
     def average_gradients_(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Make ``.grad`` the average over the ranks of the node that had a batch; collective in it.
+        """Average ``.grad`` over the ranks of the node that had a batch; collective in the node.
 
-        A rank whose gradients are all None had no batch: it receives the average of the others. A gradient that is
+        A rank whose gradients are all None had no batch, and receives the average of the others. A gradient that is
         None on all ranks of the node stays None.
         """
         if self.grid.inside.ranks == 1 or not parameters:
@@ -230,31 +231,30 @@ class Exchange:
         for device in {gradient.device for gradient in gradients}:
             count = flags[0].clamp(min=1).to(device)
             torch._foreach_div_([gradient for gradient in gradients if gradient.device == device], count)
-        if not all(used):  # only here, where it is rare, the host waits for the device
+        if not all(used):  # waits for the device
             for parameter, users in zip(parameters, flags[1:].tolist(), strict=True):
                 if not users:
                     parameter.grad = None
 
     def _chunks(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        """Return views of messages, none longer than the largest message."""
+        """Return `messages` as views of at most `message_bytes`."""
         return [c for message in messages for c in message.split(max(1, self._message_bytes // message.itemsize))]
 
     def _share(self, chunk: Tensor) -> Tensor:
-        """Return the part of a message that this rank sums: nothing where not every node has its local index."""
+        """Return the part of a message that this rank sums; empty if not every node has its local index."""
         if self._per_rank:
             return chunk
         index, shares = self.grid.local, self.grid.smallest
         return chunk.tensor_split(shares)[index] if index < shares else chunk[:0]
 
     def _gather(self, chunks: Sequence[Tensor]) -> None:
-        """Collect the shares of all messages in the node."""
-        # Shares may be of different sizes, and on larger nodes some ranks have none: each owner broadcasts its own.
+        """Gather the shares of all messages in the node, by broadcasts, since shares may differ in size."""
         shares = [pair for chunk in chunks for pair in enumerate(chunk.tensor_split(self.grid.smallest))]
         self.grid.inside.broadcast_((owner, share, {self._kind: len(share)}) for owner, share in shares if len(share))
 
 
 def gradients_of(parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
-    """Yield ``.grad`` of each parameter, made of zeros where it is None."""
+    """Yield ``.grad`` of each parameter; zeros are assigned where it is None."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

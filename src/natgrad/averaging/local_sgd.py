@@ -1,4 +1,4 @@
-"""Post-local and hierarchical SGD (torch's own averagers), and the classic all-reduce of each parameter's gradient."""
+"""Post-local and hierarchical SGD by torch's averagers, and an all-reduce of each parameter's gradient."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from natgrad.schedule import check_whole
 
 
 class Ring:
-    """Ranks that average together, counted as a ring all-reduce: each sends to the next, inside its node or beyond it.
+    """Consecutive ranks that average together. Traffic is counted as that of a ring all-reduce.
 
     Attributes:
-        ranks: How many they are.
-        link: The communicator, inside the node or beyond it, that messages are counted by.
+        ranks: The number of ranks.
+        link: The communicator that counts the traffic to the next rank: that inside the node or that between nodes.
     """
 
     def __init__(self, grid: Grid, ranks: int | None = None) -> None:
-        """Find out whether the next of `ranks` consecutive ones (None: of all) is on this node.
+        """Make a ring of `ranks` consecutive ranks, or of all.
 
         Raises:
-            ValueError: if the nodes are not the whole world, or do not make whole rings.
+            ValueError: if the nodes are not the whole world, or `ranks` does not divide its size.
         """
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         require(grid.ranks == world, "nodes", grid.sizes, f"of all {world} ranks")
@@ -47,7 +47,7 @@ class Ring:
         self.link = grid.inside if following in grid.node_ranks else grid.between
 
     def mean_(self, tensor: Tensor, kind: str) -> None:
-        """Average a tensor over the whole world, in place, and wait."""
+        """Average a tensor over the world in place, and wait. The ring must contain all ranks."""
         self.count(tensor.numel() * tensor.element_size(), kind)
         if self.ranks > 1:
             with self.link.collective():
@@ -55,15 +55,14 @@ class Ring:
             tensor.div_(self.ranks)
 
     def count(self, size: int, kind: str) -> None:
-        """Count an all-reduce of `size` bytes."""
+        """Count the traffic of an all-reduce of `size` bytes."""
         self.link.count({kind: size}, 2 * (self.ranks - 1) / self.ranks)
 
 
 class Classic(Averager):
-    """Averages the gradient of each parameter over all ranks, one after the other, after the backward pass.
+    """Averages the gradient of each parameter over all ranks in a separate all-reduce, after the backward pass.
 
-    No fusion, no overlap, no narrow wire: the "classic" method of Coquelin et al. 2021, section 4.2, there with
-    messages that begin in the backward pass.
+    Source: the "classic" method of Coquelin et al. 2021, section 4.2, where messages start during the backward pass.
     """
 
     def __init__(
@@ -74,17 +73,17 @@ class Classic(Averager):
         mesh: DeviceMesh | None = None,
         nodes: Nodes | None = None,
     ) -> None:
-        """Make groups, and give all ranks the parameters of rank 0; collective.
+        """Make process groups, and broadcast the parameters and buffers of rank 0; collective.
 
         Args:
-            model: Plain: a wrapper would average too.
-            optimizer: Of the model's parameters.
-            mesh: The nodes.
-            nodes: The nodes.
+            model: A model without a wrapper.
+            optimizer: An optimizer of the model's parameters.
+            mesh: A ``DeviceMesh`` with dimensions ("node", "local").
+            nodes: Instead of `mesh`, the number of ranks of each node. None, without a mesh: from torchrun.
 
         Raises:
             ValueError: if an argument is not allowed.
-            AveragingError: on all ranks, if their models differ; then nothing was changed.
+            AveragingError: on all ranks, if their models differ. Nothing has been changed then.
         """
         wrapped = isinstance(model, nn.Module) and (replica(model) is not None or find_mesh(unwrap(model)) is not None)
         require(not wrapped, "model", type(model).__name__, "plain, without a wrapper")
@@ -92,7 +91,7 @@ class Classic(Averager):
         self._ring = Ring(self.grid)
 
     def average_gradients(self) -> None:
-        """Average ``.grad`` over all ranks, unless this was called since the last step; collective."""
+        """Average ``.grad`` over all ranks, unless an earlier call in this step has done so; collective."""
         self._check_open()
         if not self._averaged:
             for gradient in gradients_of(self.parameters()):
@@ -100,18 +99,18 @@ class Classic(Averager):
         self._averaged = True
 
     def _check_wrapper(self) -> None:
-        """Allow norm statistics over all ranks, as gradients are; wrappers are refused before."""
+        """Check nothing: SyncBatchNorm may use all ranks, and `__init__` refuses wrappers."""
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """Average the gradients over all ranks, and step the optimizer.
 
         Args:
-            loss: Not used.
+            loss: Ignored.
         """
         self.step_optimizer()
 
     def drain(self) -> None:
-        """Do nothing: no message is under way between two steps."""
+        """Do nothing: every step waits for its messages."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state."""
@@ -122,10 +121,10 @@ class Classic(Averager):
 
 
 class _LocalSGD(Averager):
-    """Averages gradients in the node, and parameters over more ranks when one of torch's averagers does so.
+    """Averages gradients in the node, and parameters over more ranks by one of torch's averagers.
 
-    During the warm-up gradients are averaged over all ranks instead, as by torch's ``post_localSGD_hook``. Parameters
-    without a gradient are not averaged: they have to be the same ones on all ranks.
+    During the warm-up, gradients are averaged over all ranks, as by torch's ``post_localSGD_hook``. Parameters without
+    a gradient are not averaged, and must be the same ones on all ranks.
     """
 
     def __init__(
@@ -139,22 +138,22 @@ class _LocalSGD(Averager):
     ) -> None:
         check_whole("warmup_steps", warmup_steps, 0)
         sharded = isinstance(model, nn.Module) and find_mesh(unwrap(model)) is not None
-        require(not sharded, "model", "sharded by FSDP2", "plain or in DDP: torch's averagers know no shards")
+        require(not sharded, "model", "sharded by FSDP2", "plain or in DDP: torch's averagers do not support shards")
         options["warmup_steps"] = warmup_steps
         super().__init__(model, optimizer, mesh=mesh, nodes=nodes, options=options)
         self.warmup_steps = warmup_steps
         self._step = self._averagings = 0
         self._between, self._whole = self.exchange("gradients"), Ring(self.grid)
-        self._averager: ModelAverager | None = None  # with one rank there is nothing to average, and torch has none
+        self._averager: ModelAverager | None = None  # torch's averagers require more than one rank
 
     def step(self, loss: Tensor | float | None = None) -> None:
-        """Average gradients, step the optimizer, and average parameters where torch's averager says so.
+        """Average gradients, step the optimizer, and average parameters if due.
 
         Args:
-            loss: Not used.
+            loss: Ignored.
         """
         self.average_gradients()
-        if self._step < self.warmup_steps:  # over the nodes, those that have been averaged in each
+        if self._step < self.warmup_steps:
             self._between.mean_(list(gradients_of(self.parameters())))
         self.step_optimizer()
         ring = self._due(self._step)
@@ -168,17 +167,17 @@ class _LocalSGD(Averager):
         self._step += 1
 
     def drain(self) -> None:
-        """Do nothing: no message is under way between two steps."""
+        """Do nothing: every step waits for its messages."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps."""
+        """Return the numbers of steps and of averages."""
         return {"step": self._step, "averagings": self._averagings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from that step.
+        """Restore a state.
 
         Raises:
-            ValueError: if it is of another kind.
+            ValueError: if it is the state of another averager.
         """
         check_parts(state, {"step", "averagings"}, self)
         self._step, self._averagings = state["step"], state["averagings"]
@@ -186,11 +185,11 @@ class _LocalSGD(Averager):
             self._averager.step = self._step
 
     def metrics(self) -> dict[str, float | Tensor]:
-        """Return how often parameters were averaged, and the seconds spent on messages."""
+        """Return the number of averages of the parameters, and the host seconds spent on messages."""
         return {"synchronizations": self._averagings, **super().metrics()}
 
     def detach(self) -> None:
-        """End, and destroy the process groups that were made here and by torch's averager; collective."""
+        """Destroy the process groups of torch's averager, and detach; collective."""
         if not self._closed:
             made = getattr(self._averager, "period_process_group_dict", {}).values()
             for group in {id(group): group for group in made if group is not dist.group.WORLD}.values():
@@ -198,12 +197,14 @@ class _LocalSGD(Averager):
         super().detach()
 
     def _due(self, step: int) -> Ring | None:
-        """Return the ranks that average after a step, counted from 0."""
+        """Return the ring that averages parameters after a step, counted from 0; None: no ring does."""
         raise NotImplementedError
 
 
 class PostLocalSGD(_LocalSGD):
-    """Averages parameters over all ranks every so many batches, after a warm-up: ``PeriodicModelAverager``.
+    """Averages parameters over all ranks every `batches_between` batches, after a warm-up.
+
+    It uses torch's ``PeriodicModelAverager``.
 
     Source: Lin et al. 2018, "Don't use large mini-batches, use local SGD".
     """
@@ -218,26 +219,26 @@ class PostLocalSGD(_LocalSGD):
         batches_between: int = 4,
         warmup_steps: int = 0,
     ) -> None:
-        """Make groups, and give all ranks the parameters of rank 0; collective.
+        """Make process groups, and broadcast the parameters and buffers of rank 0; collective.
 
         Args:
             model: Plain, or in DDP over the ranks of the node.
-            optimizer: Of the model's parameters.
-            mesh: The nodes.
-            nodes: The nodes.
-            batches_between: Steps from one average of the parameters to the next.
-            warmup_steps: Steps before, in which gradients are averaged over all ranks.
+            optimizer: An optimizer of the model's parameters.
+            mesh: A ``DeviceMesh`` with dimensions ("node", "local").
+            nodes: Instead of `mesh`, the number of ranks of each node. None, without a mesh: from torchrun.
+            batches_between: The steps between two averages of the parameters.
+            warmup_steps: The steps of the warm-up, in which gradients are averaged over all ranks.
 
         Raises:
             ValueError: if an argument is not allowed.
-            AveragingError: on all ranks, if their models or options differ; then nothing was changed.
+            AveragingError: on all ranks, if their models or options differ. Nothing has been changed then.
         """
         check_whole("batches_between", batches_between, 1)
         super().__init__(model, optimizer, mesh, nodes, warmup_steps, batches_between=batches_between)
         self.batches_between = batches_between
         if self.grid.ranks > 1:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that an interval of 1 is better had with DDP
+                warnings.simplefilter("ignore")  # torch's advice to use DDP for an interval of 1
                 self._averager = PeriodicModelAverager(batches_between, warmup_steps)
 
     def _due(self, step: int) -> Ring | None:
@@ -246,7 +247,9 @@ class PostLocalSGD(_LocalSGD):
 
 
 class HierarchicalSGD(_LocalSGD):
-    """Averages parameters over groups of ranks, the larger the less often: ``HierarchicalModelAverager``.
+    """Averages parameters over groups of ranks, over larger groups less often.
+
+    It uses torch's ``HierarchicalModelAverager``.
 
     Source: Wang et al. 2020, "Demystifying why local aggregation helps: convergence analysis of hierarchical SGD".
     """
@@ -261,20 +264,21 @@ class HierarchicalSGD(_LocalSGD):
         periods: Sequence[tuple[int, int]] | None = None,
         warmup_steps: int = 0,
     ) -> None:
-        """Make groups, and give all ranks the parameters of rank 0; collective.
+        """Make process groups, and broadcast the parameters and buffers of rank 0; collective.
 
         Args:
             model: Plain, or in DDP over the ranks of the node.
-            optimizer: Of the model's parameters.
-            mesh: The nodes.
-            nodes: The nodes.
-            periods: For each level an interval in steps, and how many ranks that follow each other average then, both
-                growing, at last all ranks; where several are due the largest is. None: all ranks every 4 steps.
-            warmup_steps: Steps before, in which gradients are averaged over all ranks.
+            optimizer: An optimizer of the model's parameters.
+            mesh: A ``DeviceMesh`` with dimensions ("node", "local").
+            nodes: Instead of `mesh`, the number of ranks of each node. None, without a mesh: from torchrun.
+            periods: For each level the interval in steps and the number of consecutive ranks that average together.
+                Both increase, and each number divides the next; the last level has all ranks. If several levels are
+                due, only the largest averages. None: all ranks every 4 steps.
+            warmup_steps: The steps of the warm-up, in which gradients are averaged over all ranks.
 
         Raises:
             ValueError: if an argument is not allowed.
-            AveragingError: on all ranks, if their models or options differ; then nothing was changed.
+            AveragingError: on all ranks, if their models or options differ. Nothing has been changed then.
         """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         levels = levels_of([(4, ranks)] if periods is None else periods, ranks)
@@ -282,7 +286,7 @@ class HierarchicalSGD(_LocalSGD):
         self._rings = {period: Ring(self.grid, size) for period, size in levels}
         if self.grid.ranks > 1:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that an interval of 1 is better had with DDP
+                warnings.simplefilter("ignore")  # torch's advice to use DDP for an interval of 1
                 self._averager = HierarchicalModelAverager(OrderedDict(levels), warmup_steps)
 
     def _due(self, step: int) -> Ring | None:
@@ -292,10 +296,10 @@ class HierarchicalSGD(_LocalSGD):
 
 
 def levels_of(periods: Any, ranks: int) -> list[tuple[int, int]]:
-    """Return the levels of a hierarchy over so many ranks.
+    """Return `periods` as a list of (interval, number of ranks).
 
     Raises:
-        ValueError: if `periods` are none.
+        ValueError: if `periods` are not allowed for the number of ranks.
     """
     try:
         levels = [tuple(level) for level in periods]
@@ -304,10 +308,11 @@ def levels_of(periods: Any, ranks: int) -> list[tuple[int, int]]:
     fits = bool(levels) and all(len(level) == 2 and all(map(_is_positive, level)) for level in levels)
     fits = fits and levels[-1][1] == ranks
     fits = fits and all(
-        seldom > often and many > few and many % few == 0 for (often, few), (seldom, many) in pairwise(levels)
+        interval_2 > interval_1 and ranks_2 > ranks_1 and ranks_2 % ranks_1 == 0
+        for (interval_1, ranks_1), (interval_2, ranks_2) in pairwise(levels)
     )
     allowed = (
-        f"pairs of an interval and a number of ranks, both growing, each number a divisor of the next, up to {ranks}"
+        f"pairs of an interval and a number of ranks, both increasing, each number a divisor of the next, up to {ranks}"
     )
     require(fits, "periods", periods, allowed)
     return levels

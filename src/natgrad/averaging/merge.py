@@ -1,6 +1,6 @@
-"""What nodes average, and how what arrives from other nodes is merged with what has happened since it was sent.
+"""Averages of tensors over nodes, and their merge with the tensors of a node that has trained in the meantime.
 
-A message is sent after batch t and arrives S batches later; P nodes have sent their tensors, this node too.
+Each of P nodes sends its tensors after batch t and merges their sum S batches later.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Momentum = Literal["keep", "average", "reset"]
 
 
 def merge_paper_(current: Sequence[Tensor], summed: Sequence[Tensor], waited: int, nodes: int) -> None:
-    """Weigh the tensors of now against those that were sent, in place: x = (2 S x + Σ x_sent) / (2 S + P).
+    """Replace current tensors in place by x = (2 S x + Σ x_sent) / (2 S + P), where S is `waited` and P is `nodes`.
 
-    A convex combination: what was not negative (variances) stays so. With S = 0 (`waited`) it is the plain mean.
+    The result is a convex combination, so that variances stay non-negative. With S = 0 it is the mean.
 
     Source: Coquelin et al. 2021, eq. 1.
     """
@@ -35,28 +35,27 @@ def merge_paper_(current: Sequence[Tensor], summed: Sequence[Tensor], waited: in
 
 
 def merge_delta_(current: Sequence[Tensor], sent: Sequence[Tensor], summed: Sequence[Tensor], nodes: int) -> None:
-    """Move the tensors of now by how far the sent ones were from their mean, in place: x += Σ x_sent / P - x_sent.
+    """Shift current tensors in place by the mean of the sent ones minus this node's: x += Σ x_sent / P - x_sent.
 
-    What the node has learned since stays whole, and the merge does not move the mean over the nodes.
+    The node's steps since then are kept in full, and the mean over the nodes does not change.
     """
     torch._foreach_add_(list(current), list(summed), alpha=1 / nodes)
     torch._foreach_sub_(list(current), list(sent))
 
 
 class AveragedTensors:
-    """Some tensors that are averaged over nodes together, at once or S batches after they were sent.
+    """Tensors that are averaged over nodes together, synchronously or S batches after they were sent.
 
-    Parameters that are cast to 16 bits themselves cannot follow steps below their own rounding: at a small learning
-    rate training stops. With `wire` their differences from a shared reference travel, the last values that all nodes
-    had in common, and are rounded relative to themselves. With the merge "delta" what was rounded off stays in the
-    node's parameters, and leaves with the next exchange.
+    With `wire`, the messages are differences from a shared reference, the last values that all nodes had in common.
+    Parameters rounded to 16 bits would lose the small steps of a low learning rate. With the merge "delta", rounding
+    errors stay in the node's parameters, and are part of its next message.
 
     Attributes:
         name: Their name in states.
-        tensors: Returns them, anew each time.
+        tensors: A function that returns the current tensors.
         exchange: Sums them over the nodes.
-        reference: The shared reference, as messages in full precision, the same bits on all ranks that hold the same
-            tensors; empty where there is none.
+        reference: The shared reference as messages in full precision, bitwise equal on all ranks that hold the same
+            tensors. Empty: there is no reference.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class AveragedTensors:
         merge: Merge = "paper",
         wire: torch.dtype | None = None,
     ) -> None:
-        """Send nothing yet. `merge` is "paper" for what must not become negative; `wire` None sends the tensors."""
+        """Initialize; `merge` "paper" keeps tensors non-negative; without `wire` the tensors themselves are sent."""
         self.name, self.exchange, self.tensors = name, exchange, tensors
         self.reference: list[Tensor] = []
         self._packing = Packing([])  # the layout of the reference
@@ -75,7 +74,7 @@ class AveragedTensors:
         self._pending: PendingAverage | None = None
 
     def start_reference(self) -> None:
-        """Take the tensors of now, which are equal on all nodes, as the shared reference, unless there is one."""
+        """Store the current tensors, which must be equal on all nodes, as the shared reference, unless there is one."""
         if self._wire is not None and not self.reference:
             tensors = self.tensors()
             self._packing = Packing(tensors)
@@ -86,24 +85,24 @@ class AveragedTensors:
         self.reference = []
 
     def send(self) -> None:
-        """Begin to average a copy."""
+        """Start to average a copy of the tensors."""
         self._pending = self._send(self.tensors(), keep=self._merge == "delta", blocking=False)
 
     def arrived(self) -> list[Tensor]:
-        """Wait for what is under way, and return its sums over the nodes; collective in the node."""
+        """Wait for the exchange in progress, and return its sums over the nodes; collective in the node."""
         if self._pending is None:
             return []
         self._pending.wait()
         return self._pending.summed
 
     def settle(self, waited: int | None) -> None:
-        """Wait for what is under way, and merge it with the tensors of now; collective in the node.
+        """Wait for the exchange in progress, and merge it with the current tensors; collective in the node.
 
         Args:
-            waited: S, the batches since it was sent; None: forget what arrives, since all ranks are made equal next.
+            waited: S, the batches since the tensors were sent. None: drop the sums.
 
         Raises:
-            AveragingError: if the tensors are others than those that were sent.
+            AveragingError: if the layouts of the tensors have changed since.
         """
         summed = self.arrived()
         pending, self._pending = self._pending, None
@@ -111,10 +110,10 @@ class AveragedTensors:
             return
         tensors, packing, nodes = self.tensors(), pending.packing, pending.nodes
         if not packing.fits(tensors):
-            raise AveragingError(f"{self.name} have changed while they were under way: drain() before such a change")
+            raise AveragingError(f"{self.name} have changed during their exchange: call drain() before such a change")
         if self._wire is not None and summed:
             self._move_reference(list(torch._foreach_mul(summed, 1 / nodes)), packing)
-            if self._merge == "paper":  # it takes the sums of tensors, where "delta" takes those of differences
+            if self._merge == "paper":  # needs sums of tensors; "delta" needs sums of differences
                 summed = list(torch._foreach_mul(self.reference, nodes))
         sent = packing.views(pending.sent or summed)
         for parts in zip(packing.flats(tensors), sent, packing.views(summed), strict=True):
@@ -122,7 +121,7 @@ class AveragedTensors:
         self._write(tensors)
 
     def mean_(self) -> None:
-        """Average at once: all ranks are equal afterwards."""
+        """Average synchronously. The tensors are then equal on all ranks."""
         tensors = self.tensors()
         pending = self._send(tensors, keep=False, blocking=True)
         mean = pending.mean()
@@ -133,9 +132,9 @@ class AveragedTensors:
         self._write(tensors)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what is under way, once it has arrived, and the shared reference; None: there is neither.
+        """Wait for the exchange in progress, and return its sums and the reference; None: there is neither.
 
-        Collective in the node where something is under way.
+        Collective in the node if there is an exchange.
         """
         state: dict[str, Any] = {}
         if self._pending is not None:
@@ -146,10 +145,10 @@ class AveragedTensors:
         return state or None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore what was under way, as arrived, and the shared reference; of the same rank.
+        """Restore a state of the same rank.
 
         Raises:
-            ValueError: if it is another's, or of a training with another `wire`.
+            ValueError: if the state has other sizes, or was taken with another `wire`.
         """
         self._pending, self.reference = None, []
         if state is None:
@@ -162,7 +161,7 @@ class AveragedTensors:
 
         def restored(name: str) -> list[Tensor]:
             found = [vector.numel() for vector in state[name]]
-            allowed = f"messages of {packing.sizes}: this rank's own state, taken with the same merge"
+            allowed = f"messages of {packing.sizes}: the state of this rank, taken with the same merge"
             require(found == packing.sizes, f"state ({self.name})", found, allowed)
             vectors = packing.pack(tensors)
             for vector, saved in zip(vectors, state[name], strict=True):
@@ -176,14 +175,14 @@ class AveragedTensors:
             self._pending = PendingAverage(packing, sent, restored("summed"), self.exchange.grid.nodes)
 
     def _send(self, tensors: Sequence[Tensor], *, keep: bool, blocking: bool) -> PendingAverage:
-        """Begin to average a copy: without a reference that fits the tensors as they are."""
+        """Start to average a copy, relative to the reference if its layout fits."""
         if self.reference and not self._packing.fits(tensors):
             self.drop_reference()
         wire = self._wire if self.reference else None
         return self.exchange.send(tensors, keep=keep, wire=wire, reference=self.reference, blocking=blocking)
 
     def _move_reference(self, mean: list[Tensor], packing: Packing) -> None:
-        """Add the mean of the differences to the reference; without one the tensors themselves have been averaged."""
+        """Add the mean of the differences to the reference, or store the mean of the tensors as the reference."""
         if self.reference:
             torch._foreach_add_(self.reference, mean)
         else:
@@ -198,7 +197,7 @@ class AveragedTensors:
             merge_paper_(current, summed, waited, nodes)
 
     def _write(self, tensors: Sequence[Tensor]) -> None:
-        """Write averaged `tensors` back, where `tensors()` returned copies; it did not here."""
+        """Write averaged tensors back. Subclasses whose `tensors` are copies override this."""
 
 
 def _on_host(vectors: Sequence[Tensor]) -> list[Tensor]:
@@ -206,34 +205,34 @@ def _on_host(vectors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Momenta:
-    """The optimizer's state tensors shaped like parameters (momenta, second moments) that all ranks have.
+    """The optimizer's state tensors with the shapes of parameters (momenta, second moments) that all ranks have.
 
-    An optimizer makes them when it first steps with a gradient. A scaler may skip that step in one node alone, and a
-    layer may be used first in one node alone: messages must not differ meanwhile.
+    An optimizer creates them in the first step with a gradient, which may differ between nodes: a scaler skips steps
+    in each node separately, and a layer may be used by one node first.
 
     Attributes:
-        known: The name of the parameter and the optimizer's key of each.
+        known: For each tensor the name of its parameter and its key in the optimizer's state.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Callable[[], Mapping[str, nn.Parameter]]) -> None:
-        """Know of none yet; `parameters` returns the trainable ones by name, anew each time."""
+        """Initialize without tensors; `parameters` returns the current trainable parameters by name."""
         self._optimizer, self._parameters = optimizer, parameters
         self.known: list[tuple[str, str]] = []
 
     def agree(self, grid: Grid) -> None:
-        """Find out which all ranks have; collective, and waits."""
+        """Find the tensors that all ranks have; collective and synchronous."""
         found = [(name, key) for name, parameter in self._parameters().items() for key in self._keys(parameter)]
         everywhere = grid.all_gather_objects(found)
         common = set(found).intersection(*everywhere)
         self.known = [pair for pair in everywhere[0] if pair in common]
 
     def tensors(self) -> list[Tensor]:
-        """Return them, in the same order on all ranks; without those of frozen parameters."""
+        """Return the tensors of trainable parameters, in the same order on all ranks."""
         parameters, state = self._parameters(), self._optimizer.state
         return [state[parameters[name]][key] for name, key in self.known if name in parameters]
 
     def reset(self) -> None:
-        """Clear the optimizer's state of all parameters, with its step counts: they define the bias corrections."""
+        """Clear the optimizer's state of all parameters, including step counts, which define bias corrections."""
         for parameter in self._parameters().values():
             self._optimizer.state.pop(parameter, None)
 
@@ -245,17 +244,17 @@ class Momenta:
 
 
 class LossScale(AveragedTensors):
-    """The scale of each node's ``GradScaler``, and for how many steps it has not overflowed: all nodes take the least.
+    """The scale and growth tracker of each node's ``GradScaler``. A merge sets both to the smallest over the nodes.
 
-    All nodes go on as if one had skipped for all, and grow their scales in the same step again. Changes of a node's
-    scale since it was sent (growth, another skip) are kept.
+    Nodes then grow their scales in the same step. Changes of a node's scale since it was sent (growth, another skip)
+    are kept.
 
-    A table with a row for each node travels, in which every node fills its own; the sum is the whole table. It takes 16
-    bytes a node beside the parameters, and nothing waits for the device.
+    The message is a float64 table ``[nodes, 2]`` in which each node fills its row. The host does not wait for the
+    device.
     """
 
     def __init__(self, exchange: Exchange, scaler: torch.amp.GradScaler, device: torch.device) -> None:
-        """Take a scaler that has its scale already."""
+        """Initialize; the scale of `scaler` must exist already."""
         super().__init__("scale", exchange, lambda: [self._table])
         self._scaler, self._grid = scaler, exchange.grid
         # Float64, so that multiplying by the node's weight and dividing again leaves float32 scales unchanged.
@@ -263,22 +262,22 @@ class LossScale(AveragedTensors):
         self._weights = torch.tensor(self._grid.weights, dtype=torch.float64, device=device)[:, None]
 
     def send(self) -> None:
-        """Begin to send this node's scale to all nodes; as `AveragedTensors.send`."""
+        """Start to send this node's scale to all nodes."""
         self._table.zero_()
         self._table.view(-1, 2)[self._grid.node] = self._now()
         super().send()
 
     def mean_(self) -> None:
-        """Agree at once: all ranks have the same scale afterwards."""
+        """Set the scale on all ranks to the smallest one, synchronously."""
         self.send()
         self.settle(0)
 
     def _now(self) -> Tensor:
-        """Return this node's scale, and its steps since the last overflow or growth: ``[2]``."""
+        """Return this node's scale, and its steps since the last overflow or growth, ``[2]``."""
         return torch.stack([tensor.to(self._table) for tensor in self._tensors_of_scaler()])
 
     def _tensors_of_scaler(self) -> tuple[Tensor, Tensor]:
-        # The public get_scale() makes the host wait, and nothing public returns the growth tracker.
+        # get_scale() waits for the device, and there is no public access to the growth tracker.
         scale, tracker = self._scaler._scale, self._scaler._growth_tracker
         assert scale is not None
         assert tracker is not None
@@ -301,20 +300,20 @@ class LossScale(AveragedTensors):
 class Factors(AveragedTensors):
     """The running averages of a preconditioner's factors with their bias corrections.
 
-    Each node computes factors of its own batches; a block may have statistics on some nodes only. Statistics measured
-    in the node's own basis (`Task.restarts`), and those of the last batch alone (`Statistic.decayed` is False), have a
-    meaning in their node only and are not averaged.
+    Each node computes factors from its batches, and a block may have statistics on some nodes only. Statistics that
+    depend on the node's eigenbasis (`Task.restarts`) or on the last batch only (`Statistic.decayed` is False) are not
+    averaged.
     """
 
     def __init__(self, exchange: Exchange, preconditioner: Preconditioner) -> None:
-        """Read what `preconditioner` keeps, anew each time."""
+        """Initialize for the running averages that `preconditioner` keeps on this rank."""
         super().__init__("factors", exchange, self._read)
         self._preconditioner = preconditioner
 
-    def _kept(self) -> Iterator[tuple[BlockGroup, list[Tensor], list[str]]]:
-        """Yield the groups that this rank keeps averages of, their weights, and which averages can be merged.
+    def _groups(self) -> Iterator[tuple[BlockGroup, list[Tensor], list[str]]]:
+        """Yield the groups whose averages this rank keeps, their weights, and the names of averages to be merged.
 
-        Also groups without statistics yet, with weight 0: another node may have some.
+        Groups without statistics yet are included with weight 0, since another node may have some.
         """
         for group in self._preconditioner.parts.groups:
             names = [spec.name for spec in group.statistics if spec.decayed and spec.name not in group.restarting]
@@ -324,28 +323,29 @@ class Factors(AveragedTensors):
 
     def _read(self) -> list[Tensor]:
         tensors = []
-        for group, weights, names in self._kept():
+        for group, weights, names in self._groups():
             tensors += [weight.clone() for weight in weights]
             tensors += [group.averages.read(name, slice(None)) for name in names]
         return tensors
 
     def _write(self, tensors: Sequence[Tensor]) -> None:
         merged = iter(tensors)
-        for group, weights, names in self._kept():
-            fresh, weight = [next(merged) for _ in weights], weights[0]
+        for group, weights, names in self._groups():
+            merged_weights, weight = [next(merged) for _ in weights], weights[0]
             for name in names:
                 group.averages.write(name, slice(None), next(merged))
-            # What is not averaged is divided by the same weight later.
-            gain = torch.where(weight > 0, fresh[0] / weight.clamp(min=torch.finfo(weight.dtype).tiny), 1)
+            # The other averages are divided by the same weight later, so they are scaled with it.
+            smallest = torch.finfo(weight.dtype).tiny
+            gain = torch.where(weight > 0, merged_weights[0] / weight.clamp(min=smallest), 1)
             for spec in group.statistics:
                 if spec.name not in names and spec.decayed:
                     value = group.averages.read(spec.name, slice(None))
                     group.averages.write(spec.name, slice(None), value * along(gain, value.ndim - 1))
-            torch._foreach_copy_(weights, fresh)
+            torch._foreach_copy_(weights, merged_weights)
 
 
 def describe_factors(preconditioner: Preconditioner | None) -> str | None:
-    """Describe what has to be the same on all nodes for factors to be averaged; None: there are no factors."""
+    """Return a text that must be equal on all nodes for factors to be averaged; None without a preconditioner."""
     if preconditioner is None:
         return None
     kinds = dict.fromkeys(type(group.curvature).__name__ for group in preconditioner.parts.groups)
@@ -353,20 +353,22 @@ def describe_factors(preconditioner: Preconditioner | None) -> str | None:
 
 
 def is_replicated(preconditioner: Preconditioner, ranks: int) -> bool:
-    """Return whether every rank of a node keeps the running averages of all layers."""
+    """Return whether each of the `ranks` ranks of a node keeps the running averages of all layers."""
     plan = preconditioner.plan
     return all(plan.keeps_averages(key, rank) for key in plan.seats for rank in range(ranks))
 
 
 def check_owners(preconditioner: Preconditioner, grid: Grid) -> None:
-    """Check that each node has the same owners of layers, at the same local indices; collective in the node.
+    """Check that the preconditioner uses the ranks of the node, and that nodes have equal sizes.
+
+    Layers then have the same owners, by local index, on each node. Collective in the node.
 
     Raises:
-        ValueError: if the preconditioner works over other ranks than those of the node, or nodes are not equal.
+        ValueError: if it uses other ranks, or sizes differ.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    theirs, ours = (runtime.all_gather_objects(rank) for runtime in (preconditioner.parts.runtime, grid.inside))
-    allowed = f"one over the ranks of its node ({ours}), as with mesh=mesh['local']"
-    require(theirs == ours, "preconditioner", f"a Preconditioner over ranks {theirs}", allowed)
+    found, node = (runtime.all_gather_objects(rank) for runtime in (preconditioner.parts.runtime, grid.inside))
+    allowed = f"one over the ranks of its node ({node}), as with mesh=mesh['local']"
+    require(found == node, "preconditioner", f"a Preconditioner over ranks {found}", allowed)
     equal = len(set(grid.sizes)) == 1
-    require(equal, "nodes", grid.sizes, "equal where the factors of a preconditioner are averaged: so are their owners")
+    require(equal, "nodes", grid.sizes, "of equal size, so that the factors of a preconditioner can be averaged")

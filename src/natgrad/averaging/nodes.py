@@ -1,7 +1,4 @@
-"""The grid of nodes that averaging works on: ranks that share a node, and ranks that share a local index.
-
-Ranks of one node communicate over fast links in every step; between nodes, ranks of the same local index do.
-"""
+"""The grid of nodes: process groups of the ranks of one node, and of the ranks with one local index."""
 
 from __future__ import annotations
 
@@ -24,10 +21,11 @@ MESH_NAMES = ("node", "local")
 
 @dataclass(frozen=True)
 class Nodes:
-    """How many ranks each node has; the ranks of a node follow each other.
+    """The number of ranks of each node. The ranks of a node are consecutive.
 
     Attributes:
-        sizes: The ranks of each node: ``Nodes((3, 1))`` has ranks 0 to 2 on the first node, rank 3 on the second.
+        sizes: The number of ranks of each node: ``Nodes((3, 1))`` has ranks 0 to 2 on the first node and rank 3 on the
+            second.
     """
 
     sizes: tuple[int, ...]
@@ -44,10 +42,11 @@ class Nodes:
         """Return the nodes that a launcher such as ``torchrun`` describes in the environment; collective.
 
         Args:
-            group: The ranks; default: the world.
+            group: The process group. None: the world.
 
         Raises:
-            ValueError: if LOCAL_RANK or LOCAL_WORLD_SIZE is not set on some rank, or they do not count through nodes.
+            ValueError: if LOCAL_RANK or LOCAL_WORLD_SIZE is not set on some rank, or they do not describe nodes of
+                consecutive ranks.
         """
         here = tuple(int(os.environ.get(name, -1)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         ranks = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -61,14 +60,14 @@ class Nodes:
             if local == 0:
                 sizes.append(size)
             fits = sizes and 0 <= local == rank - sum(sizes[:-1]) < size == sizes[-1]
-            allowed = "set on every rank, as torchrun does, with the ranks of a node after each other: or tell nodes="
+            allowed = "set on every rank, as torchrun does, with consecutive ranks on each node; or pass nodes="
             require(fits, f"(LOCAL_RANK, LOCAL_WORLD_SIZE) of rank {rank}", (local, size), allowed)
         require(sum(sizes) == ranks, "LOCAL_WORLD_SIZE", sizes, f"of {ranks} ranks in all")
         return cls(tuple(sizes))
 
     @property
     def ranks(self) -> int:
-        """All ranks together."""
+        """The number of all ranks."""
         return sum(self.sizes)
 
     @property
@@ -84,45 +83,41 @@ class Nodes:
 
 
 def _check_same(nodes: Nodes | DeviceMesh | None) -> None:
-    """Check that all ranks were given the same nodes: groups that differ would wait for each other for ever.
-
-    Raises:
-        AveragingError: on all ranks, if not.
-    """
-    given: Any = "as a launcher tells"
+    """Raise an `AveragingError` on all ranks unless they have the same argument; otherwise groups would deadlock."""
+    compared: Any = "from the launcher"
     if isinstance(nodes, DeviceMesh):
         if nodes.mesh.numel() != dist.get_world_size():
-            return  # the rest of the world may have other things to do
-        given = nodes.mesh.tolist()
+            return  # ranks outside the mesh do not take part
+        compared = nodes.mesh.tolist()
     elif nodes is not None:
-        given = [list(ranks) for ranks in nodes.grid] if isinstance(nodes, Nodes) else nodes
+        compared = [list(ranks) for ranks in nodes.grid] if isinstance(nodes, Nodes) else nodes
     world = Communicator(dist.group.WORLD)
-    check_equal(world.all_gather_objects((world.rank, {"nodes": given})))
+    check_equal(world.all_gather_objects((world.rank, {"nodes": compared})))
 
 
 class Grid:
-    """This rank's place among the nodes, and its process subgroups; made once, by all ranks together.
+    """The position of this rank among the nodes, and its process groups.
 
     Attributes:
-        sizes: The ranks of each node.
+        sizes: The number of ranks of each node.
         node: The index of this rank's node.
-        local: Its index within the node.
+        local: The index of this rank within its node.
         smallest: The number of ranks of the smallest node.
-        inside: Collectives among the ranks of this node, by local index.
-        between: Collectives among the ranks of this local index, one a node; this process alone where not every node
-            has that index.
+        inside: Collectives among the ranks of this node, ordered by local index.
+        between: Collectives among the ranks of this local index, one on each node. If not every node has this index,
+            the group is this rank alone.
     """
 
     def __init__(self, nodes: Nodes | DeviceMesh | None = None) -> None:
-        """Make the groups; a mesh may bring its own.
+        """Make the process groups, or take those of a mesh; collective.
 
         Args:
-            nodes: A two-dimensional ``DeviceMesh`` with dimensions ("node", "local"), or sizes, of the world; None: as
+            nodes: A ``DeviceMesh`` with dimensions ("node", "local"), or the sizes of the nodes of the world. None: as
                 `Nodes.detect` finds them.
 
         Raises:
-            ValueError: if it does not fit the ranks.
-            AveragingError: on all ranks, if they were given different nodes.
+            ValueError: if `nodes` do not fit the ranks.
+            AveragingError: on all ranks, if their arguments differ.
         """
         self.sizes: tuple[int, ...]
         if not dist.is_initialized():
@@ -144,7 +139,7 @@ class Grid:
         self.smallest = min(self.sizes)
 
     def _take(self, mesh: DeviceMesh) -> None:
-        """Use the groups of a mesh, unless the world has another timeout: a mesh's have torch's 30 minutes."""
+        """Use the groups of a mesh; make new ones if the world has another timeout, which a mesh does not inherit."""
         require(mesh.mesh_dim_names == MESH_NAMES, "mesh", mesh.mesh_dim_names, f"with dimensions {MESH_NAMES}")
         place = mesh.get_coordinate()
         require(place is not None, "mesh", mesh, f"one that rank {dist.get_rank()} is in")
@@ -163,7 +158,7 @@ class Grid:
         self.between, self.inside = map(Communicator, groups)
 
     def _make(self, grid: Sequence[Sequence[int]]) -> None:
-        """Make groups of the ranks of each node, and of those of equal local index; all ranks of the world together."""
+        """Make groups of the ranks of each node, and of the ranks of each local index; collective in the world."""
         world = Communicator(dist.group.WORLD)
         self.sizes = tuple(map(len, grid))
         self.node, self.local = next(
@@ -181,7 +176,7 @@ class Grid:
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return len(self.sizes)
 
     @property
@@ -191,11 +186,11 @@ class Grid:
 
     @property
     def weights(self) -> list[float]:
-        """The weight of each node: its share of the ranks times the number of nodes, which is 1 for equal nodes."""
+        """The weight of each node, (number of nodes) · (ranks of the node) / (all ranks): 1 for nodes of equal size."""
         return [self.nodes * size / self.ranks for size in self.sizes]
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Return the value of each rank, anything picklable, by node and local index; collective, and waits."""
+        """Return the picklable value of each rank, ordered by node and local index; collective and synchronous."""
         found = self.inside.all_gather_objects(value)
         if self.nodes == 1:
             return found
@@ -205,7 +200,7 @@ class Grid:
         return answers
 
     def traffic(self) -> dict[str, int]:
-        """Return the bytes that this rank has sent inside its node and between nodes, in all and by kind of message."""
+        """Return the bytes that this rank has sent inside its node and between nodes, in total and by kind."""
         result = {}
         for name, runtime in (("inside", self.inside), ("between", self.between)):
             sent = runtime.traffic()

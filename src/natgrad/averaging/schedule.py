@@ -1,4 +1,4 @@
-"""When nodes average: the phases of a training, how often in each, and warnings where a schedule never advances."""
+"""The schedule of DASO: phases, intervals, and warnings about schedules that never send or merge."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Phase = Literal["warm-up", "cycling", "cool-down"]
 
 @dataclass(kw_only=True)
 class Epochs:
-    """The phases of a training, and which batch of which epoch is next.
+    """The phases of a training, and its position in them.
 
-    The beginning and the end of a training are blocking, with cycling in between. Lengths are in steps, or in epochs
-    where the steps of an epoch are not known.
+    Warm-up and cool-down are synchronous, with cycling in between. Lengths are in steps, or in epochs if `steps` is
+    None.
 
     Attributes:
-        steps: The steps of an epoch; None: the user ends each by a call.
-        total: The length of the training; None: not known, and no cool-down.
-        warmup: How much of it is warm-up.
-        cooldown: How much of it is cool-down.
-        epoch: How many have ended.
-        batches: Batches of this epoch so far.
-        counted: Whether `steps` has ended an epoch that the user has not ended by a call since.
+        steps: The steps of an epoch. None: the user ends each epoch by ``next_epoch()``.
+        total: The length of the training. None: unknown, and no cool-down.
+        warmup: The length of the warm-up.
+        cooldown: The length of the cool-down.
+        epoch: The number of completed epochs.
+        batches: The number of batches of the current epoch so far.
+        counted: Whether an epoch has ended after `steps` steps and ``next_epoch()`` has not been called since.
     """
 
     steps: int | None = None
@@ -41,10 +41,10 @@ class Epochs:
 
     @classmethod
     def of(cls, epochs: Any, steps_per_epoch: Any, warmup: Any, cooldown: Any) -> Epochs:
-        """Return the phases for the arguments of `natgrad.DASO` that are in epochs.
+        """Return the phases for arguments of `natgrad.DASO`.
 
         Raises:
-            ValueError: naming the first that is not allowed.
+            ValueError: with the name of the first argument that is not allowed.
         """
         whole = isinstance(steps_per_epoch, int) and not isinstance(steps_per_epoch, bool)
         fits = steps_per_epoch is None or (whole and steps_per_epoch > 0)
@@ -55,12 +55,12 @@ class Epochs:
             fits = isinstance(value, kinds) and not isinstance(value, bool) and least <= value < inf
             allowed = f"None, or a number {'above' if least else '>='} 0 (whole without steps_per_epoch)"
             require(value is None or fits, name, value, allowed)
-        usual = max(1, epochs // 10) if epochs is not None and epochs >= 3 else 0
-        warmup = usual if warmup is None else warmup
-        cooldown = usual if cooldown is None else cooldown
+        default = max(1, epochs // 10) if epochs is not None and epochs >= 3 else 0
+        warmup = default if warmup is None else warmup
+        cooldown = default if cooldown is None else cooldown
         if epochs is None and cooldown:
-            problem = f"cooldown_epochs = {cooldown} is counted from the end, and epochs is not given"
-            warnings.warn(f"natgrad: {problem}: there is no cool-down", NatgradWarning, stacklevel=3)
+            problem = f"cooldown_epochs={cooldown} has no effect without epochs"
+            warnings.warn(f"natgrad: {problem}", NatgradWarning, stacklevel=3)
             cooldown = 0
         fits = epochs is None or warmup + cooldown <= epochs
         require(fits, "warmup_epochs + cooldown_epochs", warmup + cooldown, f"at most epochs ({epochs})")
@@ -83,23 +83,24 @@ class Epochs:
         return "cycling"
 
     def advance(self) -> bool:
-        """Count a batch; return whether it is the last of its epoch."""
+        """Count a batch, and return whether it is the last of its epoch."""
         self.batches += 1
         last = self.batches == self.steps
         self.counted = self.counted or last
         return last
 
     def end_by_call(self) -> bool:
-        """Return whether a call that an epoch has ended ends one that `steps` has not ended already.
+        """Return whether a call of ``next_epoch()`` ends an epoch, which `steps` may have done already.
 
-        Warn where the epoch has more steps than `steps`, which is then what counts.
+        Warn if an epoch has more steps than `steps`.
         """
         if not self.batches:
             self.counted = False
         elif self.counted:
             warnings.warn(
-                f"natgrad: next_epoch() came {self.batches} steps after step() had ended an epoch of steps_per_epoch="
-                f"{self.steps}, and does not end another: tell how many steps the loader has, or leave that out",
+                f"natgrad: next_epoch() was called {self.batches} steps after step() had ended an epoch of "
+                f"steps_per_epoch={self.steps}, and does not end another epoch: pass the number of steps of the loader "
+                "as steps_per_epoch, or leave it out",
                 NatgradWarning,
                 stacklevel=3,
             )
@@ -110,26 +111,26 @@ class Epochs:
         self.epoch, self.batches = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it stands."""
+        """Return the position."""
         return {"epoch": self.epoch, "batches": self.batches, "counted": self.counted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore a position."""
         self.epoch, self.batches, self.counted = state["epoch"], state["batches"], state["counted"]
 
     def longest_cycling(self) -> int | None:
-        """Return how many batches of the cycling phase at most follow each other without a synchronisation.
+        """Return the most consecutive batches of the cycling phase between two synchronizations.
 
-        The last step of an epoch synchronises. None: there is no such phase, or the steps of an epoch are not known.
+        The last step of each epoch synchronizes. None: there is no cycling phase, or `steps` is None.
         """
         if self.steps is None:
             return None
-        # A run of less than an epoch is a trial, and judged as what it is a trial of.
+        # Trainings shorter than an epoch are tests of longer ones, and are treated as without an end.
         end = inf if self.total is None or self.total < self.steps else self.total - self.cooldown
         if end <= self.warmup:
             return None
         first = self.warmup // self.steps * self.steps
-        # Of the epochs that the phase touches the first two and the last are all that can differ.
+        # Only the first two epochs of the phase and its last one can differ.
         last = first + 2 * self.steps if end == inf else int((end - 1) // self.steps) * self.steps
         starts = {first, first + self.steps, last}
         return int(max(min(end, start + self.steps - 1) - max(self.warmup, start) for start in starts))
@@ -137,13 +138,13 @@ class Epochs:
 
 @dataclass
 class Plateau:
-    """Finds where the training loss has stopped to fall.
+    """Detects plateaus of the training loss.
 
     Attributes:
-        patience: How many epochs in a row it may fail to fall before that counts as a plateau.
-        threshold: By which share of itself the best loss has to be undercut.
-        best: The lowest loss so far, or since the last plateau was found.
-        waited: For how many epochs it has not been undercut.
+        patience: The number of epochs without progress that make a plateau.
+        threshold: Progress is a decrease of the best loss by more than this fraction.
+        best: The lowest loss so far.
+        waited: The number of epochs since the last progress or plateau.
     """
 
     patience: int = 2
@@ -158,10 +159,7 @@ class Plateau:
         require(self.threshold < 1, "threshold", self.threshold, "at least 0 and below 1")
 
     def found(self, loss: float) -> bool:
-        """Take an epoch's mean loss, and return whether it makes a plateau; then counting begins anew.
-
-        One that is not finite is no progress, and nothing to be measured against.
-        """
+        """Return whether an epoch with this mean loss completes a plateau. A non-finite loss counts as no progress."""
         if isfinite(loss) and (self.best is None or loss < self.best - self.threshold * abs(self.best)):
             self.best, self.waited = loss, 0
             return False
@@ -174,14 +172,14 @@ class Plateau:
 
 @dataclass
 class Cycle:
-    """How many batches lie between two messages (B), and between a message and its merge (S <= B).
+    """The batches between two messages (B), and between a message and its merge (S <= B).
 
     Attributes:
-        between: B, now.
-        wait: S, now; 0: each message is waited for at once.
-        plateau: Decides when both halve.
-        batches: Batches since the last message, or since the epoch began.
-        since_sent: Batches since the message under way was sent; None: there is none.
+        between: The current B.
+        wait: The current S. 0: the exchange is synchronous.
+        plateau: The rule that halves both.
+        batches: The number of batches since the last message, or since the epoch began.
+        since_sent: The number of batches since the message in progress was sent. None: there is none.
     """
 
     between: int
@@ -198,22 +196,22 @@ class Cycle:
         self._start = self.between, self.wait
 
     def check_fits(self, epochs: Epochs) -> None:
-        """Check that messages are sent and merged, where the steps of an epoch are known.
+        """Check that epochs of known length are long enough for a message and its merge.
 
-        An epoch's last step synchronises all ranks and forgets what is under way. A message is therefore sent only if B
-        batches of the cycling phase follow each other before it, and merged only if B + S do.
+        The last step of an epoch synchronizes all ranks and drops messages in progress. Before it, a message needs B
+        consecutive batches of the cycling phase, and its merge B + S.
 
         Raises:
-            ValueError: naming the first argument that is not allowed.
+            ValueError: with the name of the first argument that is not allowed.
         """
         steps, longest = epochs.steps, epochs.longest_cycling()
         if longest is None:
             return
-        allowed = "above batches_between + batches_to_wait, for the last step of an epoch synchronises all ranks"
+        allowed = "above batches_between + batches_to_wait, because the last step of an epoch synchronizes all ranks"
         require(steps != 1, "steps_per_epoch", steps, allowed)
         why = (
-            f"an epoch of steps_per_epoch={steps} ends in a synchronisation, which at most {longest} batches of the "
-            "cycling phase precede"
+            f"an epoch of steps_per_epoch={steps} ends with a synchronization after at most {longest} batches of the "
+            "cycling phase"
         )
         allowed = f"at most {longest}, or no message is ever sent: {why}"
         require(self.between <= longest, "batches_between", self.between, allowed)
@@ -222,9 +220,9 @@ class Cycle:
         require(self.wait <= room, "batches_to_wait", self.wait, allowed)
 
     def advance(self) -> tuple[bool, bool]:
-        """Count a batch; return whether the message under way is now to be merged, and whether one is to be sent.
+        """Count a batch, and return whether to merge the message in progress, and then whether to send one.
 
-        The merge comes first. One that is sent with S = 0 is to be merged at once, and is not counted as under way.
+        With S = 0 a message is merged when it is sent, and `since_sent` stays None.
         """
         self.batches += 1
         if self.since_sent is not None:
@@ -239,13 +237,13 @@ class Cycle:
         return merges, sends
 
     def restart(self) -> None:
-        """Begin anew after all ranks have synchronised: nothing is under way."""
+        """Reset the counts after a synchronization."""
         self.batches, self.since_sent = 0, None
 
     def end_epoch(self, loss: float | None) -> None:
-        """Halve B and S on a plateau of the mean loss, down to 1; where both are there, go back to their start.
+        """Halve B and S on a plateau of the mean loss, down to 1. If both are 1, return to their initial values.
 
-        Source: Coquelin et al. 2021, section 3. An S of 0 stays 0.
+        An S of 0 stays 0. Source: Coquelin et al. 2021, section 3.
         """
         if loss is None or not self.plateau.found(loss):
             return
@@ -256,7 +254,7 @@ class Cycle:
             self.between, self.wait = max(1, self.between // 2), max(floor, self.wait // 2)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it stands."""
+        """Return the intervals and counts."""
         return {
             "between": self.between,
             "wait": self.wait,
@@ -267,17 +265,17 @@ class Cycle:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the intervals and counts."""
         self.between, self.wait = state["between"], state["wait"]
         self.batches, self.since_sent = state["batches"], state["flying"]
         self.plateau.best, self.plateau.waited = state["best"], state["waited"]
 
 
-# --- Schedules that do not advance ------------------------------------------------------------------------------
+# --- Warnings ---------------------------------------------------------------------------------------------------
 
 
 def warn_without_epochs(epochs: Epochs, *, synchronized: bool) -> None:
-    """Warn after the thousandth step of the first epoch, where only a call ends it."""
+    """Warn after 1000 steps of the first epoch, if the epoch must be ended by a call."""
     if epochs.steps is not None or epochs.epoch or epochs.batches != PATIENCE:
         return
     if epochs.warmup:
@@ -286,28 +284,29 @@ def warn_without_epochs(epochs: Epochs, *, synchronized: bool) -> None:
         problem += "at each step"
     elif epochs.total is not None:
         problem = f"DASO is still in its first epoch of epochs={epochs.total}: buffers (norm statistics) are not "
-        problem += "averaged, and no cool-down comes"
+        problem += "averaged, and the cool-down does not start"
     elif synchronized:
         return
     else:
         problem = "DASO without epochs= has neither warm-up nor cool-down, and buffers (norm statistics) are not "
         problem += "averaged"
     message = (
-        f"natgrad: {PATIENCE} steps without next_epoch(): {problem}. Give epochs= and steps_per_epoch=, or call "
-        "next_epoch() after each epoch (if the first has more steps, and the call is still to come, all is well)"
+        f"natgrad: {PATIENCE} steps without next_epoch(): {problem}. Pass epochs= and steps_per_epoch=, or call "
+        "next_epoch() after each epoch (ignore this warning if the first epoch has more steps)"
     )
     warnings.warn(message, NatgradWarning, stacklevel=3)
 
 
 def warn_of_short_epoch(epochs: Epochs, cycle: Cycle, merges: int) -> None:
-    """Warn, before the first epoch of the cycling phase ends by a call, if it was too short for a message."""
+    """Warn if the first epoch of the cycling phase, ended by a call, was too short for a message and its merge."""
     steps = epochs.batches
     is_first = epochs.steps is None and epochs.epoch == epochs.warmup and epochs.phase == "cycling"
     if not is_first or merges or steps >= cycle.between + cycle.wait:
         return
-    never = "merged, for the end forgets what is under way" if steps >= cycle.between else "sent"
+    never = "merged, because the end drops messages in progress" if steps >= cycle.between else "sent"
     message = (
         f"natgrad: an epoch of {steps} steps ends with batches_between={cycle.between} and "
-        f"batches_to_wait={cycle.wait}: no message between nodes was {never}. Choose them at most {steps} in sum"
+        f"batches_to_wait={cycle.wait}: no message between nodes was {never}. Choose values whose sum is at most "
+        f"{steps}"
     )
     warnings.warn(message, NatgradWarning, stacklevel=3)
