@@ -230,7 +230,7 @@ def test_a_table_that_serves_as_a_functional_head(ranks, placement, count):
     results = ranks.run(count, train_functional_head, placement)
     expected = train_functional_head("comm-opt")
     for result, told, reasons in results:
-        (text,) = [text for text in told if "reduction was left out" not in text]
+        (text,) = [text for text in told if "the default reduction" not in text]
         assert "without any lookup" in text
         assert "lookups" in reasons["embedding.weight"]
         assert not reasons["body.weight"]

@@ -496,7 +496,7 @@ _add(
     "distributed/test_dp.py::test_dp_is_its_definition",
     ("distributed.plan:Plan.captures", 'self.seats[key].sums != "alone" or self.is_gradient_worker(key, rank)', "True"),
     (
-        "capture.sums:StatisticsBuffer.travel",
+        "capture.sums:StatisticsBuffer.reduce",
         'bucket.role.seat.sums == "worker"',
         'bucket.role.seat.sums in ("worker", "alone")',
     ),
@@ -525,5 +525,5 @@ _add(
     "pipelined_gain",
     "Factors that have left early keep the factor that undoes accumulation as it was when they left.",
     "distributed/test_pipelined.py::test_what_may_happen_between_two_steps",
-    ("capture.pipelined:BucketedStatistics.travel", "received.scale_gradients(self._gain)", "pass"),
+    ("capture.pipelined:BucketedStatistics.reduce", "received.scale_gradients(self._gain)", "pass"),
 )

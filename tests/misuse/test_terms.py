@@ -247,7 +247,9 @@ def test_a_default_that_may_be_wrong_is_named_once():
     model = sequence_model()
     preconditioner = natgrad.Preconditioner(model, damping=DAMPING)
     model(torch.randn(2, 6, 3, dtype=torch.float64)).square().mean().backward()
-    with pytest.warns(natgrad.NatgradWarning, match=r"2, next to the loss, sees positions.*mean.*tokens") as caught:
+    with pytest.warns(
+        natgrad.NatgradWarning, match=r"2, next to the loss, has inputs with positions.*mean.*tokens"
+    ) as caught:
         preconditioner.step()
     assert len(caught) == 1
     assert caught[0].filename == __file__

@@ -28,7 +28,9 @@ def test_a_step_before(kind):
     training = Training(kind)
     training.backward()
     training.optimizer.step()
-    with pytest.warns(natgrad.NatgradWarning, match=rf"optimizer.step\(\) .* in addition to {kind.__name__}.step") as found:
+    with pytest.warns(
+        natgrad.NatgradWarning, match=rf"optimizer.step\(\) .* in addition to {kind.__name__}.step"
+    ) as found:
         training.averager.step()
     assert found[0].filename == __file__
     training.optimizer.step()

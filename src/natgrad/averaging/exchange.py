@@ -164,8 +164,8 @@ class Exchange:
             keep: Whether `PendingAverage.sent` is needed.
             wire: The dtype of messages, if narrower than that of the tensors. `sent` is rounded in the same way.
             reference: Messages that are equal on all nodes: only the differences from them are sent.
-            blocking: Whether all ranks wait at once. Messages in a narrow dtype then use an algorithm that sends more
-                and rounds less.
+            blocking: Whether all ranks wait at once. Messages in a narrow dtype then take two collectives, which round
+                less.
         """
         packing, weight = Packing(tensors), self.grid.weights[self.grid.node]
         messages = packing.pack(tensors)

@@ -1,4 +1,4 @@
-"""Check that ``.grad`` is the gradient that the hooks saw: with the same loss scale and the expected average."""
+"""Check that ``.grad`` agrees with the output gradients that hooks have captured, in loss scale and average."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from natgrad.linalg import tensor_on
 # The number of first capturing steps that are compared, and the number of steps between later comparisons.
 _FIRST = 3
 _BETWEEN = 1000
-# The number of layers that are compared, and of numbers of each.
+# The number of compared layers, and of compared numbers of each.
 _LAYERS = 32
 _NUMBERS = 32
 # The number of rows of logits that are inspected.
 _ROWS = 256
 # The error of Σ g by rounding, relative to Σ|g|, for numbers of at least 32 bits and for narrower ones.
 _ROUNDING, _ROUNDING_NARROW = 1e-4, 2e-3
-# Tolerances: the distance of a factor from 1, and the part that no factor explains (for example, the gradient of a
-# penalty on the parameters).
+# Tolerances: the distance of a factor from 1, and the relative difference that no factor explains (for example, the
+# gradient of a penalty on the parameters).
 _FACTOR, _REST = 0.02, 0.3
-# A smaller rest is rounding: the gradients differ only by a factor.
+# Below this relative difference, gradients differ only by a factor.
 _ALIKE = 0.05
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """The compared numbers of a layer, the first ones of its bias or of the first row of its weight.
+    """The compared numbers of a layer: the first ones of its bias, or of the first row of its weight.
 
-    They are `size` numbers from `start` on in the vector of all layers.
+    In the vector of all layers they are the elements ``start`` to ``start + size - 1``.
     """
 
     slot: Slot
@@ -52,10 +52,10 @@ class _Entry:
 class GradientAudit:
     """Compares some gradients with the sums of the output gradients that the hooks have captured.
 
-    A bias's gradient is the sum of its layer's output gradients; one row of a weight's gradient is the sum of the
-    inputs times the gradients of one output. They are compared in the first three steps, and in one capturing step
-    after each thousand steps. If gradients are averaged over ranks, the sums are too (at most 8 KiB). The host does not
-    wait for the device: it reads the result in a later step.
+    The gradient of a bias is the sum of the output gradients; a row of a weight's gradient is the sum of the inputs
+    times the gradients of one output. They are compared in the first three steps, and in one capturing step after each
+    thousand steps. If gradients are averaged over ranks, so are the sums (at most 8 KiB). The host does not wait for
+    the device: it reads the result in a later step.
     """
 
     def __init__(self, *, reduces: bool = False, divides: bool = True, off: bool = False) -> None:
@@ -64,7 +64,7 @@ class GradientAudit:
         Args:
             reduces: Whether natgrad averages ``.grad`` itself, after `compare`.
             divides: Whether the user divides the loss by the number of backward passes.
-            off: Compare nothing.
+            off: Whether to compare nothing.
         """
         self._reduces, self._divides, self._off = reduces, divides, off
         self._last_call: weakref.ref[LayerCall] | None = None
@@ -76,7 +76,7 @@ class GradientAudit:
         self._warned = False
         self._pending: _Comparison | None = None
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
-        self._losses: Tensor | None = None  # the sum of what `look_at_loss` has found
+        self._losses: Tensor | None = None  # the sum of the results of `inspect_loss`
         self._loss_count = 0
 
     def attach(self, layers: Sequence[Layer]) -> None:
@@ -125,10 +125,7 @@ class GradientAudit:
         self._sums[layer.name] = (found, size * share) if known is None else (known[0] + found, known[1] + size * share)
 
     def keep_output(self, use: LayerCall, output: Tensor) -> None:
-        """Keep the output of the last called layer, which may be the logits of a cross-entropy.
-
-        It is dropped when another layer is called, or with its graph.
-        """
+        """Keep the output of the last called layer, which may be the logits of a cross-entropy."""
         before = None if self._last_call is None else self._last_call()
         if before is not None:
             before.output = self._last_call = None
@@ -136,10 +133,13 @@ class GradientAudit:
             use.output, self._last_call = output.detach().flatten(0, -2)[:_ROWS].clone(), weakref.ref(use)
 
     @torch.no_grad()
-    def look_at_loss(self, use: LayerCall, gradient: Tensor, *, summed: bool) -> None:
-        """Find the factor of a cross-entropy from the gradient of its logits, the first gradient of a backward pass.
+    def inspect_loss(self, use: LayerCall, gradient: Tensor, *, summed: bool) -> None:
+        """Estimate the factor of a cross-entropy from the gradient of its logits.
 
-        `use` is the use of a layer that the pass reaches first. `summed`: The loss is a sum over samples, not a mean.
+        Args:
+            use: The use of a layer that the backward pass reaches first.
+            gradient: The gradient of its output.
+            summed: Whether the loss is a sum over samples.
         """
         output, use.output = use.output, None
         if self._wanted and output is not None and gradient.shape[-1] == output.shape[-1]:
@@ -148,20 +148,24 @@ class GradientAudit:
             self._loss_count += 1
 
     def forget(self) -> None:
-        """Forget the added gradients, because their backward passes are discarded."""
+        """Discard the added gradients."""
         self._sums.clear()
         self._losses, self._loss_count = None, 0
 
     def begin(self, step: int, *, captures: bool) -> None:
-        """Begin a step, with the number of steps so far and whether it captures statistics; the same on all ranks."""
+        """Begin a step after `step` steps; `captures`: whether it captures statistics. Equal on all ranks."""
         self.forget()
         self._wanted = not self._off and (self._compared < _FIRST or (captures and step >= self._next))
 
     @torch.no_grad()
     def compare(self, loss_scale: float | Tensor, runtime: Communicator, *, step: int, passes: int) -> None:
-        """Compare ``.grad`` with what was captured, if this step does, after `passes` backward passes of this rank.
+        """Compare ``.grad`` with the captured gradients if this step does; collective if ``.grad`` is averaged already.
 
-        Collective if ``.grad`` is averaged already. `loss_scale` is the scale of the ``GradScaler``.
+        Args:
+            loss_scale: The scale of the ``GradScaler``.
+            runtime: The ranks.
+            step: The number of steps so far.
+            passes: The number of backward passes of this rank.
         """
         if not self._wanted or not self._entries:
             return
@@ -181,7 +185,7 @@ class GradientAudit:
             runtime.sum_(shown.view(-1), {"audit": shown.numel()})
             shown /= ranks
         gradients, held = self._gradients(shown[0])
-        held = held * (shown[1] > 0)  # nothing is captured of a layer used without its forward
+        held = held * (shown[1] > 0)  # layers that were used without their forward were not captured
         is_early = self._compared <= _FIRST
         self._pending = _Comparison(
             shown * held, gradients * held, losses, ranks=ranks, passes=passes, is_early=is_early
@@ -189,7 +193,7 @@ class GradientAudit:
         self.forget()
 
     def _gradients(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the present gradients, and a mask of those that this rank holds."""
+        """Return the current gradients, and a mask of those that this rank holds."""
         gradients, held = torch.zeros_like(like), torch.zeros_like(like)
         for entry in self._entries.values():
             gradient = entry.slot.parameter.grad
@@ -207,7 +211,7 @@ class GradientAudit:
         return gradients, held
 
     def report(self) -> None:
-        """Warn once of a mismatch that an earlier step found."""
+        """Warn once of a mismatch found in an earlier step."""
         if self._pending is None or not self._pending.arrived:
             return
         found, self._pending = self._pending, None
@@ -218,25 +222,25 @@ class GradientAudit:
 
     def _describe(self, found: _Comparison) -> str:
         """Return a description of the mismatch with its likely causes. Empty: no mismatch."""
-        shown, both, given, apart, noise = found.numbers[:5].tolist()
-        if not math.isfinite(shown + given) or shown <= noise:
+        captured, product, actual, difference, noise = found.numbers[:5].tolist()
+        if not math.isfinite(captured + actual) or captured <= noise:
             return ""
-        factor = both / shown
-        rest = max(0.0, given - factor * both)
-        if rest <= _ALIKE**2 * given + noise:
-            if abs(factor - 1) <= _FACTOR or apart <= noise:
+        factor = product / captured
+        rest = max(0.0, actual - factor * product)
+        if rest <= _ALIKE**2 * actual + noise:
+            if abs(factor - 1) <= _FACTOR or difference <= noise:
                 return ""
             return (
-                f"natgrad: .grad is {factor:.4g} times the gradient that the backward passes of a step have shown, and "
-                f"that factors are scaled by. {_cause_of_factor(factor, found.ranks, found.passes)}{self._causes()}"
+                f"natgrad: .grad is {factor:.4g} times the gradient captured in the backward passes of a step, which "
+                f"scales the factors. {_cause_of_factor(factor, found.ranks, found.passes)}{self._causes()}"
             )
-        # Later a penalty and the rest of the loss may balance.
-        if not found.is_early or apart <= _REST**2 * max(shown, given) + noise:
+        # In later steps a penalty and the other terms of the loss may balance.
+        if not found.is_early or difference <= _REST**2 * max(captured, actual) + noise:
             return ""
-        size = math.sqrt(apart / max(shown, given))
+        size = math.sqrt(difference / max(captured, actual))
         return (
-            "natgrad: .grad is not the gradient that the backward passes of a step have shown: they differ by "
-            f"{size:.2g} of it, and the factor that fits best is {factor:.4g}. {self._likely_cause(found.ranks)} "
+            "natgrad: .grad is not the gradient captured in the backward passes of a step: their relative difference "
+            f"is {size:.2g}, and the factor that fits best is {factor:.4g}. {self._likely_cause(found.ranks)} "
             f"{self._causes()}"
         )
 
@@ -258,10 +262,10 @@ class GradientAudit:
         if self._reduces:
             averaged = "gradients averaged already, with gradients='reduce'"
         return (
-            "Possible causes: a GradScaler without scaler=, accumulation= the other way round, gradients clipped or "
-            f"otherwise changed before step(), step() called on every micro-batch, gradients not cleared, {averaged}. "
-            "Where a term of the loss depends on the parameters directly (a penalty, or a weight that another layer "
-            "uses), all is well"
+            "Possible causes: a GradScaler without scaler=, the wrong accumulation=, gradients clipped or otherwise "
+            f"changed before step(), step() called on every micro-batch, gradients not cleared, {averaged}. If a term "
+            "of the loss depends on the parameters directly (a penalty, or a weight that another layer uses), ignore "
+            "this warning"
         )
 
     def _describe_accumulation(self, found: _Comparison) -> str:
@@ -276,8 +280,8 @@ class GradientAudit:
             done, present, remedy = "not divided", "'mean'", "'sum', or divide it"
         return (
             f"natgrad: the cross-entropy of each of the {found.passes} backward passes of a step is {done} by their "
-            f"number, and accumulation is {present}: pass accumulation={remedy}; where one of them is no part of the "
-            "loss, call discard() after it"
+            f"number, and accumulation is {present}: pass accumulation={remedy}. If one of the passes does not belong "
+            "to the loss, call discard() after it"
         )
 
 
@@ -335,13 +339,16 @@ def _cause_of_factor(factor: float, ranks: int, passes: int) -> str:
 
 
 def _cross_entropy_scale(logits: Tensor, gradient: Tensor, *, summed: bool) -> Tensor:
-    """Return the factor of a cross-entropy, and the part of the gradient that does not fit a cross-entropy.
-
-    ``logits [m, classes]`` are those of the first rows; `gradient` is that of all rows ``[..., classes]``.
+    """Return the factor c of a cross-entropy, and the relative squared difference from a cross-entropy's gradient.
 
     The gradient of c times the mean over n rows is c/n (p - y), where p is the softmax of a row of logits and y its
-    label, the class with the smallest gradient. For c times the sum it is c (p - y). Rows with zero gradient do not
-    count.
+    label, the class with the smallest gradient. For c times the sum it is c (p - y). Rows with zero gradient are not
+    counted.
+
+    Args:
+        logits: The logits of the first rows ``[m, classes]``.
+        gradient: The gradient of all rows ``[..., classes]``.
+        summed: Whether the loss is a sum over samples.
     """
     counted = 1 if summed else (gradient[..., 0] != 0).sum()
     p, g = logits.float().softmax(-1), gradient.flatten(0, -2)[: len(logits)].float()

@@ -1,7 +1,7 @@
-"""Collect the statistics of layers from the passes that the hooks report.
+"""Collect the statistics of layers in the passes that hooks report.
 
-The input of a layer is kept until the gradient of its output arrives, and then reduced to sums or rows. A forward pass
-that is never differentiated leaves nothing behind.
+The input of a layer is kept until the gradient of its output arrives, and then reduced to sums or rows. Forward passes
+without a backward pass are ignored.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from natgrad.capture import compiled
 from natgrad.capture.audit import GradientAudit
 from natgrad.capture.layer_calls import LayerCall, Pooled, Saved, outline
 from natgrad.capture.loss_terms import LossTerms
-from natgrad.capture.model_hooks import Forward, Pass, Samples, warn_of_others
+from natgrad.capture.model_hooks import ForwardPass, ForwardPasses, Samples, warn_of_others
 from natgrad.capture.pipelined import BucketedStatistics
 from natgrad.capture.reductions import Count, Reductions
 from natgrad.capture.repetition import Recording, Repetition
 from natgrad.capture.rows import RowBuffer
 from natgrad.capture.sums import WHOLE, Choice, SampleCount, StatisticsBuffer
-from natgrad.capture.upstream import destination, go_down, mark, marked, sources
+from natgrad.capture.upstream import destination, differentiate_to, mark, marked, sources
 from natgrad.curvature import Curvature
 from natgrad.distributed.fsdp import owners, unshard
 from natgrad.errors import NatgradError
@@ -43,21 +43,21 @@ _REENTRANT = "sampled labels and second passes (K-BFGS) need checkpoint(..., use
 
 
 class Capture:
-    """Turns the passes that hooks report into sums, rows and the number of samples of the loss.
+    """Computes sums, rows and the number of samples of the loss in the passes that hooks report.
 
     Attributes:
         forward: The model's forward passes, as the hooks report them.
         wanted: Whether the next step needs sums. (`RowBuffer.wanted`: whether it needs rows.)
-        counts_samples: Whether to count the samples of every pass, also without statistics.
-        records_passes: Whether to record every pass, because the forward passes will be repeated.
+        counts_samples: Whether to count the samples of every pass, also in steps without statistics.
+        records_passes: Whether to record every forward pass for a repetition.
         captured: The layers whose statistics this rank captures.
         sums: The raw sums.
         rows: The rows of layers whose statistics are gathered.
         seconds: Host seconds spent in the hooks.
         audit: Compares gradients with those that the hooks see.
         fills: Whether the last backward pass of the loss wrote into ``.grad``.
-        ambiguous: The arguments of a differentiated forward pass since the last step, if they leave the number of
-            samples open and the loss averages over samples.
+        ambiguous: The sample count of a differentiated forward pass since the last step that could not be determined,
+            for a loss that averages over samples.
     """
 
     def __init__(self, root: nn.Module, *, reductions: Reductions, counts_samples: bool, audit: GradientAudit) -> None:
@@ -65,11 +65,11 @@ class Capture:
         self.audit, self.counts_samples = audit, counts_samples
         self._reductions, self._terms = reductions, LossTerms(reductions)
         self._root = root
-        self.forward = Forward(self)
+        self.forward = ForwardPasses(self)
         self._members: dict[str, tuple[BlockGroup, LayerBlocks]] = {}
         self._owners: dict[nn.Module, FSDPModule] = {}
         self._pooled: dict[str, dict[bool, Pooled]] = {}  # lookups of a tied embedding apart from other uses
-        self._uses: dict[str, weakref.WeakSet[LayerCall]] = {}  # uses of pooled layers whose gradient may still come
+        self._uses: dict[str, weakref.WeakSet[LayerCall]] = {}  # of pooled layers, until their gradients arrive
         self._marks: weakref.WeakValueDictionary[int, LayerCall] = weakref.WeakValueDictionary()
         self._loss: int | None = None  # the last backward pass of the loss
         self.fills = False
@@ -78,16 +78,16 @@ class Capture:
         self.captured: set[str] = set()
         self._replayed: set[str] = set()  # captured layers whose curvature needs a second pass
         self._recording: Recording | None = None
-        self._sampling = False  # whether the present backward pass is that of sampled labels
+        self._sampling = False  # whether the current backward pass is that of sampled labels
         self._replaying = False  # whether the passes belong to a second pass over a batch
-        self._drew = False  # whether labels were sampled since the last step
+        self._has_sampled = False  # whether labels were sampled since the last step
         self.sums = StatisticsBuffer([], fused=False)
         self.rows = RowBuffer([], None)
         self.seconds = 0.0
         self.ambiguous: Samples | None = None
 
     def attach(self, groups: list[BlockGroup], sums: StatisticsBuffer, rows: RowBuffer) -> None:
-        """Capture the layers of `groups` into `sums` and `rows`, instead of earlier ones."""
+        """Capture the layers of `groups` into `sums` and `rows`, in place of earlier ones."""
         self.detach()
         self.sums, self.rows = sums, rows
         self._owners = owners(self._root)
@@ -109,7 +109,7 @@ class Capture:
         self.sums.abandon()
 
     def _record(self) -> None:
-        """Record the passes of the coming step, if they will be repeated."""
+        """Start to record the passes of the next step, if they will be repeated."""
         repeats = self.records_passes or (self.wanted and self._replayed)
         self._recording = Recording(self._root) if repeats else None
         self.forward.on_begin = None if self._recording is None else self._recording.begin
@@ -121,7 +121,7 @@ class Capture:
 
     @property
     def idle(self) -> bool:
-        """Whether the hooks have seen no backward pass since the last step, or no forward pass where these suffice."""
+        """Whether there was no backward pass since the last step, and no forward pass if these are sufficient."""
         needs_backward = self.counts_samples or self.records_passes or any(map(self._wants, self.captured))
         return not (self.backwards or (self.forward.began and not needs_backward))
 
@@ -131,7 +131,7 @@ class Capture:
         return sum(self.backwards.values()) if self._members else self.forward.samples
 
     def number(self, count: Count | None) -> int:
-        """Return the samples (token losses: positions) of the step, or `count` if it gives them."""
+        """Return the samples (token losses: positions) of the step: `count` if it is their number."""
         if isinstance(count, int) and (self.ambiguous is not None or self._reductions.single == "tokens"):
             return count
         return self.samples
@@ -141,7 +141,7 @@ class Capture:
         return self._terms.of(layer).most_positions
 
     def shares(self, count: Count | None) -> dict[str, float]:
-        """Return, for each layer of which not all samples or tokens count, the part that counts."""
+        """Return the fraction of samples or tokens that count, for layers where not all do."""
         if count is None:
             return {}
         if self.ambiguous is not None and isinstance(count, int):  # `count` is then the number of samples
@@ -160,9 +160,9 @@ class Capture:
     @property
     def missing_samples(self) -> bool:
         """Whether statistics of sampled labels are due, but the loss was differentiated without them."""
-        if self._drew or not any(self.backwards.values()):
+        if self._has_sampled or not any(self.backwards.values()):
             return False
-        return any(self._wants(name) and self._draws(name) for name in self.captured)
+        return any(self._wants(name) and self._needs_sampled_labels(name) for name in self.captured)
 
     def _wants(self, name: str) -> bool:
         """Return whether this rank captures a layer in the next step."""
@@ -171,11 +171,11 @@ class Capture:
         return self.rows.wanted if name in self.rows.sample_counts else self.wanted and self.sums.collects(name)
 
     def _observes(self, name: str) -> bool:
-        """Return whether the uses of a layer in this step are of interest, for statistics or counts."""
+        """Return whether this step needs the uses of a layer, for statistics, counts or the audit."""
         wanted = self.counts_samples or self.records_passes or self._wants(name) or self.audit.wants(name)
         return wanted and name in self._members
 
-    def _draws(self, name: str) -> bool:
+    def _needs_sampled_labels(self, name: str) -> bool:
         """Return whether the statistics of a layer need gradients of sampled labels."""
         needs_gradients = name in self.rows.sample_counts or "gradients" in self.sums.choice.sides
         return self._members[name][0].curvature.likelihood is not None and needs_gradients
@@ -188,27 +188,27 @@ class Capture:
         warn_of_others(member.layer.module for _, member in self._members.values())
 
     def sampled_pass(self, outputs: Tensor, score: Tensor) -> None:
-        """Differentiate the loss of sampled labels, with the derivative `score` with respect to the model's `outputs`.
+        """Differentiate the loss of sampled labels, whose derivative by the model's `outputs` is `score`.
 
-        The pass goes down to the layers' outputs, and leaves ``.grad`` unchanged.
+        ``.grad`` does not change.
         """
-        self._drew = self._sampling = True
+        self._has_sampled = self._sampling = True
         try:
-            go_down(outputs, score.to(outputs.dtype), self._places_of, retain=True)
+            differentiate_to(outputs, score.to(outputs.dtype), self._target_edges, retain=True)
         finally:
             self._sampling = False
 
     def replayed_pass(self, loss: Tensor, scale: float | Tensor) -> None:
-        """Differentiate the loss of a replay, times `scale`, down to the layers' outputs."""
-        go_down(loss, torch.ones_like(loss) * scale, self._places_of, retain=False)
+        """Differentiate the loss of a repetition, times `scale`. ``.grad`` does not change."""
+        differentiate_to(loss, torch.ones_like(loss) * scale, self._target_edges, retain=False)
 
-    def _places_of(self, below: set[Node]) -> list[GradientEdge]:
-        """Return the edges of the graph to which a backward pass must go to reach every use of the layers."""
+    def _target_edges(self, below: set[Node]) -> list[GradientEdge]:
+        """Return the edges of the graph by which to differentiate so that the pass reaches every use of the layers."""
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in below):
             raise NatgradError(_REENTRANT)
         found = [(edge, name) for edge, (capture, name) in marked(below, self._marks) if capture() is self]
         ends, seen = sources([edge for edge, _ in found]), {name for _, name in found}
-        # A compiled graph has no node for a layer: go through all of it, down to the layer's parameters.
+        # A compiled graph has no node for a layer: differentiate by the layer's parameters.
         for name in self.captured - seen:
             group, member = self._members[name]
             if group.curvature.likelihood is not None or self._replaying:
@@ -223,15 +223,15 @@ class Capture:
             self._flush(name)
 
     def reset(self, *, wanted: bool, rows: bool, choice: Choice = WHOLE) -> None:
-        """Begin the next step. `wanted`: it needs the sums of `choice`. `rows`: it needs rows."""
-        self.wanted, self.rows.wanted, self._drew = wanted, rows, False
+        """Begin the next step; `wanted`: whether it needs the sums of `choice`; `rows`: whether it needs rows."""
+        self.wanted, self.rows.wanted, self._has_sampled = wanted, rows, False
         self.discard()
         self.sums.choose(choice if wanted else self.sums.choice)
         self._record()
         self.sums.note_basis_versions()
 
     def discard(self) -> None:
-        """Forget the backward passes. Forward passes may still be differentiated."""
+        """Discard the backward passes since the last step. Forward passes can still be differentiated."""
         self._pooled.clear()
         self._loss = None
         self.forward.reset()
@@ -241,29 +241,28 @@ class Capture:
         self.sums.reset()
         self.rows.reset()
 
-    def recorded(self) -> list[Pass]:
+    def recorded(self) -> list[ForwardPass]:
         """Return the recorded forward passes of the losses since the last step."""
         return [] if self._recording is None else self._recording.of(self.backwards)
 
     def replaying(self, groups: list[BlockGroup], sums: StatisticsBuffer, repetition: Repetition) -> Capture:
-        """Return a capture for passes that repeat the recorded ones, which adds to `sums`.
-
-        It does not repeat warnings.
-        """
+        """Return a capture that adds repetitions of the recorded passes to `sums`, without repeating warnings."""
         replay = Capture(self._root, reductions=self._reductions, counts_samples=False, audit=GradientAudit(off=True))
         replay._terms, replay._replaying = self._terms.for_replay(), True
         replay.attach(groups, sums, RowBuffer([], None))
         replay.forward.on_begin = repetition.begin
         return replay
 
-    # --- In the passes ------------------------------------------------------------------------------------------
+    # --- During passes ------------------------------------------------------------------------------------------
 
     def take_call(self, name: str, index: int, inputs: Tensor, output: Tensor) -> None:
         """Keep the inputs of a use of a layer, or of one tied to it, until the gradient of its output arrives."""
         if not torch.is_grad_enabled() or not output.requires_grad or not self._observes(name):
             return
         if inputs.is_nested or output.is_nested:
-            raise NatgradError(f"{name} was given a nested tensor: pad its samples to one length, or leave it out")
+            raise NatgradError(
+                f"the input of {name} is a nested tensor: pad its samples to one length, or exclude the layer"
+            )
         curvature, primary, layer = self._used(name, index)
         outer_task = torch._C._current_graph_task_id()  # a backward pass that recomputes checkpoints
         forward = self.forward.current
@@ -286,12 +285,12 @@ class Capture:
             self._marks[mark(output, (weakref.ref(self), name))] = use
 
     def _used(self, name: str, index: int) -> tuple[Curvature, Layer, Layer]:
-        """Return the curvature of a layer, the layer, and the one tied to it at `index` as its module is now."""
+        """Return the curvature of a layer, the layer, and the current form of its tied layer at `index`."""
         group, member = self._members[name]
         return group.curvature, member.layer, (member.layer, *member.layer.others)[index].current()
 
     def take_compiled_gradient(self, name: str, index: int, inputs: Tensor, gradient: Tensor, batch: Tensor) -> None:
-        """Take the gradient of a use of a layer in a compiled graph, whose forward pass `take_call` did not see."""
+        """Take the inputs and the output gradient of a use of a layer in a compiled graph."""
         if not self._observes(name):
             return
         curvature, primary, layer = self._used(name, index)
@@ -313,7 +312,7 @@ class Capture:
         begins = not (self._sampling or self._replaying) and task != self._loss
         taken = destination(slot.parameter) if begins else ""
         if begins and not taken:
-            return  # a pass down to the model's inputs (attacks, saliency maps) does not belong to the loss
+            return  # gradients by the model's inputs only (attacks, saliency maps)
         if use.outer_task != -1 and use.curvature.likelihood is not None:
             raise NatgradError(_REENTRANT)
         started = perf_counter()
@@ -322,11 +321,11 @@ class Capture:
         if not self._sampling:
             if begins:
                 self._loss, self.fills = task, taken == "grad"
-                self.audit.look_at_loss(use, gradient, summed=self._reductions.of(name) == "sum")
+                self.audit.inspect_loss(use, gradient, summed=self._reductions.of(name) == "sum")
             if not torch._C._autograd._get_current_graph_task_keep_graph():
-                # The graph, and with it this use, may live as long as the loss.
+                # The graph may live as long as the loss, so drop the inputs now.
                 use.inputs, use.outline = None, outline(use.outline)
-        # After a change of the model nothing is captured before step() has followed it.
+        # After a change of the model, nothing is captured before the next step().
         known = self._members.get(name)
         if known is not None and known[1].layer is use.primary and not use.primary.reshaped:
             self._capture(use, first, inputs, gradient)
@@ -334,16 +333,16 @@ class Capture:
         self.seconds, use.primary.seconds = self.seconds + spent, use.primary.seconds + spent
 
     def _settle(self, use: LayerCall, task: int, gradient: Tensor) -> None:
-        """Settle the number of samples and terms of the pass `task`, of which this is one use of a layer."""
+        """Determine the number of samples and terms of the pass `task` from one use of a layer in it."""
         if use.batch < 0 and use.forward is not None:
-            use.batch = use.forward.batch  # a later layer may have determined it
+            use.batch = use.forward.batch  # which a later layer may have determined
         if self._reductions.needs_nearest_layer:
             self._reductions.note_nearest(use.layer, use.outline)
         reduction = self._reductions.of(use.primary.name)
         if use.forward is not None and use.forward.open is not None and reduction != "tokens":
             self.ambiguous = use.forward.open
         if task not in self._terms:
-            self._forget_thrown_away()
+            self._discard_cleared_passes()
         self._terms.settle(use, task, gradient, drawn=self._sampling)
 
     def _capture(self, use: LayerCall, task: int, inputs: Saved | None, gradient: Tensor) -> None:
@@ -353,18 +352,20 @@ class Capture:
         if self.fills and not self._sampling and self.audit.wants(name):
             known = inputs.get() if inputs is not None and self.audit.wants_inputs(name) else None
             self.audit.add(use.layer, known, gradient, samples)
-        draws = self._sampling == self._draws(name)
+        draws = self._sampling == self._needs_sampled_labels(name)
         if inputs is None or not (self._wants(name) and draws) or samples == 0 or gradient.numel() == 0:
             return
         with full_products(gradient.device):
             self._observe(use, task, samples, inputs.get(), gradient)
 
-    def _forget_thrown_away(self) -> None:
-        self.forget_thrown_away(slot.parameter for _, member in self._members.values() for slot in member.layer.slots)
+    def _discard_cleared_passes(self) -> None:
+        self.discard_cleared_passes(
+            slot.parameter for _, member in self._members.values() for slot in member.layer.slots
+        )
 
-    def forget_thrown_away(self, parameters: Iterable[Tensor]) -> None:
-        """Forget the passes counted so far if they wrote gradients and those of `parameters` are all None by now."""
-        if not self.backwards or not self.fills or self._owners:  # FSDP2 may have them elsewhere in between
+    def discard_cleared_passes(self, parameters: Iterable[Tensor]) -> None:
+        """Discard earlier passes that wrote gradients, if the gradients of `parameters` are all None again."""
+        if not self.backwards or not self.fills or self._owners:  # FSDP2 may keep gradients elsewhere
             return
         if all(parameter.grad is None for parameter in parameters):
             self.discard()
@@ -381,7 +382,7 @@ class Capture:
         scale = 1.0 if self._sampling or reduction == "sum" else float(self._terms.of(name).of_loss[task])
         if use.curvature.sum_positions:
             self._pool(name, task, rows, gradients, scale)
-            if not self._awaits(use):
+            if not self._expects_more_uses(use):
                 self._flush(name)
             return
         self._accumulate(name, rows, gradients, scale)
@@ -394,7 +395,7 @@ class Capture:
         self.sums.add(name, lambda sums: group.curvature.accumulate(sums, inputs, gradients, scale, computed))
 
     def _pool(self, name: str, task: int, inputs: Rows, gradients: Rows, scale: float) -> None:
-        """Add the rows of one use of a layer to those of the other uses in the same pass."""
+        """Pool the rows of one use of a layer with those of the other uses in the same pass."""
         before = self._pooled.get(name, {}).get(inputs.one_hot)
         if before is not None and (before.task, before.inputs.shape[1]) != (task, inputs.samples):
             self._flush(name)
@@ -405,31 +406,31 @@ class Capture:
             dtype, replayed = self._members[name][0].dtype, name in self._replayed
             kinds[inputs.one_hot] = Pooled(task, inputs, gradients, scale, dtype, bounds_rounding=replayed)
 
-    def _awaits(self, use: LayerCall) -> bool:
+    def _expects_more_uses(self, use: LayerCall) -> bool:
         """Return whether gradients of other uses of the layer in the same pass may follow."""
-        if use.traced:  # compiled uses appear too late; all positions would need too much memory
+        if use.traced:  # uses in compiled graphs are not known in advance; keeping all positions needs too much memory
             return self._reductions.of(use.primary.name) != "tokens"
         if use.outer_task != -1:
-            return True  # uses in further checkpoints do not exist yet
+            return True  # further checkpoints have not been recomputed yet
         uses = self._uses.get(use.primary.name, ())
         return any(other.inputs is not None for other in uses if not (self._sampling and other is use))
 
-    def reduced(self, bucket: GradBucket) -> None:
-        """Send the statistics that this pass has completed, after DDP has reduced a bucket of gradients."""
+    def on_bucket_reduced(self, bucket: GradBucket) -> None:
+        """Send the complete statistics, after DDP has reduced a bucket of gradients."""
         sums = self.sums
         if not (isinstance(sums, BucketedStatistics) and self._members and self.wanted):
             return
         if self._reductions.single not in ("mean", "sum"):
             return  # the number of samples is known only in step(), on all ranks
         started, first = perf_counter(), bucket.index() == 0
-        if first and torch._C._current_graph_task_id() not in self._terms:  # no layer has been reached yet
-            self._forget_thrown_away()
+        if first and torch._C._current_graph_task_id() not in self._terms:  # the pass has reached no layer yet
+            self._discard_cleared_passes()
         with torch.no_grad():
-            sums.leave(bucket.parameters(), self._flush, first=first)
+            sums.send_complete(bucket.parameters(), self._flush, first=first)
         self.seconds += perf_counter() - started
 
     def _flush(self, name: str) -> None:
-        """Add the pooled rows of a layer, if there are any, to its sums or rows."""
+        """Add the pooled rows of a layer to its sums or rows."""
         for pooled in self._pooled.pop(name, {}).values():
             inputs, gradients = pooled.rows()
             if name in self.rows.sample_counts:
@@ -440,21 +441,18 @@ class Capture:
             self._count(name, pooled.task, inputs, inputs.samples, inputs.samples)
 
     def _count(self, name: str, task: int, inputs: Rows, samples: int, rows: int) -> None:
-        """Count rows of `samples` samples: at most those of the loss, and for lookups all of them.
-
-        A single lookup (positions) serves the whole batch.
-        """
+        """Count rows of `samples` samples, at most those of the loss; a lookup (positions) has all of these."""
         terms, count = self._terms.of(name), self._sample_count(name)
         most = terms.of_drawn.get(task, terms.of_loss.get(task, samples))
         tokens = self._reductions.of(name) == "tokens"
-        beyond = samples > most or not tokens  # a count of samples does not determine positions
-        before = count.known(task) if tokens else 0  # a head that is applied in pieces
+        beyond = samples > most or not tokens  # a count of samples says nothing about positions
+        before = count.known(task) if tokens else 0  # a head may be applied in pieces
         count.count(task, most if inputs.one_hot else min(before + samples, most), rows, beyond=beyond)
 
 
 def _viewed(output: Tensor) -> Tensor:
-    """Return what `output` is a view of, if all of it: an operation in place would drop the hooks of the view."""
+    """Return the base of `output` if it is a full view, whose hooks an in-place operation would drop."""
     base = output._base
-    # F.linear returns a view where samples have positions.
+    # F.linear returns a view if samples have positions.
     same = base is not None and base.requires_grad and base.numel() == output.numel()
     return base if base is not None and same and base.is_contiguous() and output.is_contiguous() else output

@@ -1,7 +1,7 @@
-"""``torch.compile``: an operator in the backward graph that passes on the gradients of each use of a layer.
+"""``torch.compile``: an operator in the backward graph that reports the gradients of each use of a layer.
 
-The graph contains nothing that changes between steps, and only a tensor with the number of the layer. So Dynamo does
-not recompile, neither between steps nor for equal blocks of a model. How a gradient counts is decided outside.
+The graph identifies the layer by a tensor and contains nothing that changes between steps. So Dynamo recompiles neither
+between steps nor for equal blocks of a model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def on_gradient(output: Tensor, inputs: Tensor, number: Tensor, batch: Tensor) -
 
 @torch.library.custom_op("natgrad::stamp", mutates_args=(), schema="(Tensor batch) -> Tensor")
 def _stamp(batch: Tensor) -> Tensor:
-    """Return the batch size, and the backward pass in which the forward pass is recomputed (-1: none)."""
+    """Return the batch size, and the backward pass that recomputes the forward pass (-1: none), ``[2]``."""
     return torch.tensor([int(batch), torch._C._current_graph_task_id()])
 
 
@@ -57,7 +57,7 @@ def _leave(gradient: Tensor, inputs: Tensor, number: Tensor, batch: Tensor) -> N
     receiver = _RECEIVERS.get(int(number))
     if receiver is None:
         return
-    # Receivers ask autograd about the present pass, which is not possible within an operator.
+    # Receivers query autograd about the current pass, which operators cannot do by default.
     hidden = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), hidden):
         receiver.receive(inputs, gradient, batch)
@@ -69,17 +69,17 @@ def _(gradient: Tensor, inputs: Tensor, number: Tensor, batch: Tensor) -> None:
 
 
 if hasattr(_leave, "register_effect"):
-    # Without outputs the operator would be removed.
+    # The compiler would remove this operator, because it has no outputs,
     _leave.register_effect(torch._library.effects.EffectType.ORDERED)
-    # It would be moved into the backward pass.
+    # and move this one into the backward pass.
     _stamp.register_effect(torch._library.effects.EffectType.ORDERED)
 
 
 def forget(model: nn.Module) -> None:
-    """Make Dynamo trace `model` again, because it does not notice added or removed hooks.
+    """Make Dynamo trace `model` again, after hooks were added or removed, which Dynamo does not notice.
 
-    Dynamo caches by the code of functions, and torch's modules share some of these. So other compiled models in this
-    process may be traced again too, once.
+    Dynamo caches by the code of functions, and torch's modules share some functions. So other compiled models in this
+    process may be traced again once.
     """
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
@@ -93,7 +93,7 @@ def forget(model: nn.Module) -> None:
 
 
 def allow_two_passes() -> None:
-    """Make compiled graphs differentiable twice. By default a backward pass reuses buffers."""
-    import torch._functorch.config  # noqa: PLC0415 - only where it is needed
+    """Make compiled graphs differentiable twice, by not reusing buffers in the backward pass."""
+    import torch._functorch.config  # noqa: PLC0415 - slow to import, and rarely needed
 
     torch._functorch.config.donated_buffer = False

@@ -15,7 +15,7 @@ Listener = Callable[[GradBucket], None]
 
 
 class _Relay:
-    """The state of the communication hook: the process group and the listener. Copies have neither."""
+    """The state of the communication hook: the process group and the listener. Copies have no group and listener."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -29,13 +29,9 @@ _relays: weakref.WeakKeyDictionary[nn.Module, _Relay] = weakref.WeakKeyDictionar
 
 
 def listen(model: nn.Module, listener: Listener) -> None:
-    """Call a bound method with each bucket that DDP reduces, instead of an earlier one.
+    """Call `listener`, a bound method that is held weakly, with each bucket that DDP has started to reduce.
 
-    Does nothing if `model` is not wrapped in DDP or has a communication hook of the user.
-
-    Args:
-        model: The model, as the user calls it.
-        listener: A bound method, held weakly, called after DDP has started to reduce the bucket.
+    It replaces an earlier listener. Does nothing if `model` is not wrapped in DDP or has another communication hook.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if not isinstance(model, DistributedDataParallel):

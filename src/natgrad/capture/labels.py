@@ -1,4 +1,4 @@
-"""Labels drawn from the model's own prediction, for the sampled Fisher."""
+"""Labels drawn from the model's prediction, for the sampled Fisher."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ class LabelSampler:
     """Draws labels as a function of seed, rank and step, so that resuming needs no generator state."""
 
     def __init__(self, *, seed: int, rank: int, reduction: str) -> None:
-        """Start before the first draw; each rank draws different labels."""
+        """Initialize; each rank draws different labels."""
         self.seed, self._rank, self._reduction = seed, rank, reduction
         self._last = (-1, 0)  # step, and number of draws in it
 
     def score(self, likelihood: Likelihood, outputs: Tensor, mask: Tensor | None, step: int) -> Tensor:
-        """Return the derivative of the loss at drawn labels with respect to the outputs, which are detached.
+        """Return the derivative of the loss at drawn labels by the outputs, in the shape of `outputs`.
 
-        `mask` is as in `natgrad.Preconditioner.backward`. Several draws after the same number of steps differ.
+        Several draws in the same step differ.
+
+        Args:
+            likelihood: The distribution of labels.
+            outputs: The outputs of the model, detached.
+            mask: As in `natgrad.Preconditioner.backward`.
+            step: Completed steps.
 
         Raises:
             ValueError: if `outputs` or `mask` has a wrong shape. Nothing has been drawn then.

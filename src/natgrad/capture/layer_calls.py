@@ -1,4 +1,4 @@
-"""The calls of layers, from the forward pass to the gradient of the output, and their rows pooled over positions."""
+"""The calls of layers from the forward pass to the gradient of the output, and their rows pooled over positions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.capture.model_hooks import Pass
+from natgrad.capture.model_hooks import ForwardPass
 from natgrad.curvature import Curvature
 from natgrad.layers import Layer
 from natgrad.layers.rows import DenseRows, Rows
 
 
 class Saved:
-    """A tensor, or what saved-tensor hooks made of it: checkpointing recomputes it, ``save_on_cpu`` moves it away."""
+    """A tensor saved through autograd's saved-tensor hooks, which may recompute it (checkpoints) or offload it."""
 
     def __init__(self, tensor: Tensor) -> None:
         """Keep `tensor`, without its graph."""
@@ -35,11 +35,11 @@ class Saved:
 
 
 def outline(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape, dtype and device that takes no memory; its values mean nothing."""
+    """Return an uninitialized tensor of the same shape, dtype and device with the memory of one element."""
     return tensor.new_empty(()).expand(tensor.shape)
 
 
-# What makes the output of `_Save` have a node; nothing is ever differentiated down to it.
+# An input that requires gradients, so that the output of `_Save` has a node.
 _LEAF = torch.zeros((), device="cpu", requires_grad=True)
 
 
@@ -56,19 +56,19 @@ class _Save(torch.autograd.Function):
 
 @dataclass(eq=False)
 class LayerCall:
-    """One use of a layer; what it shows counts as that of `primary`.
+    """One use of a layer.
 
     Attributes:
-        primary: The layer that the used one is tied to, or the layer itself.
+        primary: The layer that `layer` is tied to, or `layer` itself. Its statistics include this use.
         layer: The layer.
         curvature: The curvature of `primary`.
-        inputs: The layer's inputs. None: they were used already, or are not needed.
-        outline: A tensor of their shape.
-        batch: The batch size of the model's own input. -1: none.
-        forward: The forward pass of the model that it is part of, if known.
+        inputs: The layer's inputs. None: they have been used, or are not needed.
+        outline: A tensor with the shape of the inputs.
+        batch: The batch size of the model's input. -1: none.
+        forward: The forward pass of the model that the use belongs to, if known.
         outer_task: The backward pass that recomputes a reentrant checkpoint. -1: none.
-        traced: Whether it comes out of a compiled graph, where no use is known before its gradient.
-        output: Its output, where the gradient audit keeps it.
+        traced: Whether the use is part of a compiled graph, which reports it only with its gradient.
+        output: The first rows of its output, if the gradient audit needs them.
     """
 
     primary: Layer
@@ -77,13 +77,13 @@ class LayerCall:
     inputs: Saved | None
     outline: Tensor
     batch: int
-    forward: Pass | None
+    forward: ForwardPass | None
     outer_task: int
     traced: bool = False
     output: Tensor | None = None
 
     def first_task(self, task: int) -> int:
-        """Return the first backward pass of the same forward pass: losses differentiated one by one make one sum."""
+        """Return the first backward pass through the same forward pass, whose later ones add further losses."""
         if self.forward is None:
             return task
         if self.forward.first is None:
@@ -95,7 +95,7 @@ class Pooled:
     """The rows of all uses of a layer in one backward pass, summed over positions and uses (sharing by *reduce*).
 
     Attributes:
-        task: The pass.
+        task: The backward pass.
         inputs: The sum of a over positions and uses ``[n, B, i]``.
         gradients: The sum of g ``[n, B, o]``.
         scale: The factor that makes the gradients those of per-sample losses.
@@ -119,6 +119,6 @@ class Pooled:
             self._rounding = self._rounding + gradients.rounding()
 
     def rows(self) -> tuple[DenseRows, DenseRows]:
-        """Return the mean of a, in new memory, and the sum of g over positions."""
+        """Return the mean of a over positions, in new memory, and the sum of g."""
         inputs = DenseRows((self.inputs / self._positions)[:, :, None], one_hot=self._one_hot)
         return inputs, DenseRows(self.gradients[:, :, None], rounding=self._rounding)

@@ -1,4 +1,4 @@
-"""The number of terms that a loss is the mean of, as its backward passes show it."""
+"""The number of terms that a loss averages over, determined in its backward passes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from natgrad.errors import NatgradWarning
 
 
 class Terms:
-    """How many terms (samples; tokens) the losses since the last step are the mean of, for one group of layers.
+    """The numbers of terms (samples or tokens) that losses since the last step average over, for a group of layers.
 
     Attributes:
-        of_loss: By backward pass of the loss.
-        of_drawn: By backward pass of sampled labels.
-        silent: Whether no warning is due, or it was given already, where the number of samples is guessed.
+        of_loss: The number of terms, by backward pass of the loss.
+        of_drawn: The number of terms, by backward pass of sampled labels.
+        silent: Whether not to warn that the number of samples is a guess.
     """
 
     def __init__(self, reduction: Reduction, *, silent: bool = False) -> None:
-        """Begin before the first pass."""
+        """Initialize without passes."""
         self._tokens, self.silent = reduction == "tokens", silent
         self.clear()
 
@@ -30,17 +30,17 @@ class Terms:
         """Forget all passes."""
         self.of_loss: dict[int, int] = {}
         self.of_drawn: dict[int, int] = {}
-        self._positions: dict[str, int] = {}  # that each layer has shown (token losses)
+        self._positions: dict[str, int] = {}  # by layer (token losses)
 
     @property
     def most_positions(self) -> int:
-        """The most positions that a layer has shown (token losses): no loss has more."""
+        """The largest number of positions of a layer (token losses), an upper bound for the loss."""
         return max(self._positions.values(), default=0)
 
     def settle(self, use: LayerCall, task: int, gradient: Tensor, *, drawn: bool) -> None:
-        """Settle the terms of the pass `task`, when it has come to one use of a layer with its output gradient.
+        """Determine the terms of the pass `task` from one use of a layer and its output gradient.
 
-        This precedes all scaling by them. `drawn`: The labels are sampled.
+        Call it before any scaling by the number of terms. `drawn`: whether labels are sampled.
         """
         terms = self.of_drawn if drawn else self.of_loss
         if self._tokens:
@@ -51,7 +51,7 @@ class Terms:
             whole = use.forward.positions(name, positions) if use.forward is not None and positions else positions
             terms[task] = terms.get(task) or whole
         elif use.batch > 0 and use.layer.batched(use.outline):
-            # The mean that the loss took is over the model's samples, of which this layer may have seen a part.
+            # The loss averages over the model's samples; this layer may have seen only a part of them.
             terms[task] = max(use.batch, terms.get(task, 0))
         else:
             samples = use.layer.samples(use.outline)
@@ -59,10 +59,10 @@ class Terms:
             self._warn_of_guess(use, samples, terms[task])
 
     def samples(self, use: LayerCall, task: int, gradient: Tensor, *, drawn: bool) -> int:
-        """Return how many samples the rows of one use are of."""
+        """Return the number of samples of the rows of one use."""
         if self._tokens:
             return use.layer.positions(gradient)
-        # A layer that sees windows or frames of a sample as a longer batch still sees the model's samples.
+        # If a layer sees windows or frames as a longer batch, its samples are still the model's.
         samples = use.layer.samples(use.outline)
         batch = use.batch if use.batch > 0 else (self.of_drawn if drawn else self.of_loss)[task]
         return batch if batch > 0 and samples % batch == 0 else samples
@@ -74,9 +74,9 @@ class Terms:
             return
         self.silent = True
         warnings.warn(
-            f"natgrad does not know the batch size: the model itself was not called, or with no tensor. It takes the "
-            f"{taken} samples that the layer nearest to the loss saw, though {use.layer.name} saw {samples}: call the "
-            f"model, not a method or a part of it",
+            f"natgrad does not know the batch size: the model itself was not called, or was called without a tensor. "
+            f"It assumes the {taken} samples of the layer nearest to the loss, but {use.layer.name} has {samples}: "
+            f"call the model, not a method or a part of it",
             NatgradWarning,
             stacklevel=2,
         )
@@ -86,7 +86,7 @@ class LossTerms:
     """The terms of all layers: those of each group of `Reductions`, and the model's samples."""
 
     def __init__(self, reductions: Reductions, silent: Iterable[str] = ()) -> None:
-        """Begin before the first pass, without warnings in the groups that are `silent`."""
+        """Initialize without passes; groups named in `silent` do not warn."""
         self._reductions = reductions
         self._groups: dict[str, Terms] = {}
         self._samples = Terms("mean", silent=True)
@@ -103,13 +103,13 @@ class LossTerms:
 
     @property
     def of_loss(self) -> dict[int, int]:
-        """By backward pass of the loss: the terms of all layers or, where these differ in reduction, the samples."""
+        """The number of terms by backward pass of the loss; the number of samples if reductions differ by layer."""
         if self._reductions.is_mapping:
             return self._samples.of_loss
         return next(iter(self._groups.values())).of_loss if self._groups else {}
 
     def for_replay(self) -> LossTerms:
-        """Return terms before the first pass, which repeat no warning."""
+        """Return an object without passes that does not repeat warnings."""
         return LossTerms(self._reductions, [name for name, terms in self._groups.items() if terms.silent])
 
     def clear(self) -> None:
@@ -118,12 +118,12 @@ class LossTerms:
             terms.clear()
 
     def __contains__(self, task: int) -> bool:
-        """Return whether the terms of a pass are settled."""
+        """Return whether the terms of a backward pass are known."""
         every = (self._samples, *self._groups.values())
         return any(task in terms.of_loss or task in terms.of_drawn for terms in every)
 
     def settle(self, use: LayerCall, task: int, gradient: Tensor, *, drawn: bool) -> None:
-        """Settle the terms of a pass: see `Terms.settle`."""
+        """Determine the terms of a pass, as `Terms.settle`."""
         self.of(use.primary.name).settle(use, task, gradient, drawn=drawn)
         if self._reductions.is_mapping:
             self._samples.settle(use, task, gradient, drawn=drawn)

@@ -1,4 +1,4 @@
-"""The hooks on the model. They are copied, pickled and compiled with it."""
+"""The hooks on the model, which are copied, pickled and compiled with it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from natgrad.capture.capture import Capture
     from natgrad.capture.repetition import RandomState
 
-# The batch size if there is none.
+# The batch size outside of a forward pass.
 NO_BATCH = torch.tensor(-1, device="cpu")
-# A batch in a list has one dimension more than an image.
+# The number of dimensions of an image.
 _IMAGE = 3
 
 
@@ -34,8 +34,8 @@ class Samples:
 
     Attributes:
         number: The number. -1: unknown.
-        choices: The possible numbers, if the arguments leave it open; else empty.
-        shapes: The shapes in the list that leaves it open.
+        choices: The possible numbers if the arguments are ambiguous; otherwise empty.
+        shapes: The shapes of the tensors in the ambiguous list.
     """
 
     number: int
@@ -46,10 +46,10 @@ class Samples:
 def count_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Samples:
     """Return the number of samples in the arguments of a model.
 
-    It is the first dimension of the first tensor, also inside tuples and dicts. A tensor with one number, such as the
-    time of a diffusion, is not a batch beside other tensors. A list of tensors holds either one tensor for each sample,
-    as torchvision's detection models take images, or several inputs of one batch. It holds samples if a list of as many
-    dicts (the targets) comes with it, and inputs if a tensor has four or more dimensions. Otherwise the number is open.
+    It is the first dimension of the first tensor, also inside tuples and dicts. Tensors with one number, such as the
+    time of a diffusion model, are skipped if there are others. A list of tensors has either one tensor for each sample,
+    as in torchvision's detection models, or several inputs of one batch. It has samples if there is a list of equally
+    many dicts (the targets), and inputs if a tensor has four or more dimensions. Otherwise the number is ambiguous.
     """
     listed = _first_list((args, dict(kwargs)))
     if listed is not None:
@@ -73,7 +73,7 @@ def _count_list(tensors: list[Tensor], arguments: tuple[Any, ...]) -> Samples:
 
 
 def _first_list(value: Any) -> list[Tensor] | None:
-    """Return the first thing in `value` that holds tensors, if it is a list of nothing else."""
+    """Return the first container of tensors in `value`, if it is a list of tensors only."""
     if isinstance(value, list) and value and all(isinstance(item, Tensor) and item.ndim > 0 for item in value):
         return value
     children = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
@@ -83,18 +83,18 @@ def _first_list(value: Any) -> list[Tensor] | None:
     return None
 
 
-class Pass:
+class ForwardPass:
     """One forward pass of the model.
 
     Attributes:
-        first: The backward pass that first differentiated it.
+        first: The first backward pass through it.
         batch: The batch size of the model's input. -1: none.
-        open: The arguments of the model, while they leave the batch size open.
+        open: The possible batch sizes, while the batch size is ambiguous.
         random_state: The random state at its beginning, if it was recorded.
     """
 
     def __init__(self) -> None:
-        """Start before the first layer."""
+        """Initialize without uses of layers."""
         self.first: int | None = None
         self.batch = -1
         self.open: Samples | None = None
@@ -108,49 +108,49 @@ class Pass:
         self._lengths.add(rows)
 
     def positions(self, layer: str, rows: int) -> int:
-        """Return the positions of a layer, given the `rows` of one of its uses.
+        """Return the positions of a layer, where `rows` are those of one of its uses.
 
-        If another layer saw the rows of all these uses at once, the uses were pieces (of the tokens before a head).
+        If another layer has the rows of all these uses in one use, the uses are pieces (of the tokens before a head).
         """
         whole = self._rows.get(layer, 0)
         return whole if whole in self._lengths else rows
 
 
-class Forward:
-    """The forward passes of a model, which determine samples and positions of every layer's rows.
+class ForwardPasses:
+    """The forward passes of a model, which determine the numbers of samples and positions.
 
     Attributes:
         batch: The batch size of the last pass, -1 if its input has none. A tensor, because Dynamo would recompile for
             every new number.
         current: The pass in progress.
         began: Whether a pass with gradients has begun since `reset`.
-        samples: The samples of such passes, without compiled ones.
-        was_open: Whether the batch size of such a pass was open.
-        on_begin: Called with each pass with gradients that begins, without compiled ones.
+        samples: The samples of such passes, except compiled ones.
+        was_open: Whether the batch size of such a pass was ambiguous.
+        on_begin: Called at the beginning of each pass with gradients, except compiled ones.
     """
 
-    def __init__(self, capture: Capture | None = None, on_begin: Callable[[Pass], None] | None = None) -> None:
-        """Start before the first pass. `capture`: Receives the uses of layers, held weakly."""
+    def __init__(self, capture: Capture | None = None, on_begin: Callable[[ForwardPass], None] | None = None) -> None:
+        """Initialize without passes; `capture` receives the uses of layers and is held weakly."""
         self._capture = None if capture is None else weakref.ref(capture)
         self.batch = NO_BATCH
-        self.current: Pass | None = None
+        self.current: ForwardPass | None = None
         self.on_begin = on_begin
         self.reset()
 
     def reset(self) -> None:
-        """Forget the passes so far."""
+        """Reset the counts."""
         self.began, self.samples, self.was_open = False, 0, False
 
     @property
     def capture(self) -> Capture | None:
-        """The receiver of the uses of layers, while it lives."""
+        """The receiver of the uses of layers. None: there is none, or it was deleted."""
         return None if self._capture is None else self._capture()
 
     def enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a pass. Its batch size is that of the arguments of the model (`count_samples`)."""
         found = count_samples(args, kwargs)
         self.batch = torch.tensor(found.number, device="cpu")
-        self.current = Pass()
+        self.current = ForwardPass()
         if torch.is_grad_enabled():
             self.began = True
             if torch.compiler.is_compiling():
@@ -163,7 +163,7 @@ class Forward:
                 self.on_begin(self.current)
 
     def settle(self, seen: int) -> None:
-        """Set the batch size of the present pass to that of a layer's input, if it is open and may be equal."""
+        """Set an ambiguous batch size to that of a layer's input, if it is one of the possible ones."""
         current = self.current
         if current is not None and current.open is not None and seen in current.open.choices:
             current.open, current.batch = None, seen
@@ -171,7 +171,7 @@ class Forward:
             self.samples += seen
 
     def leave(self) -> None:
-        """End the pass, so that a layer called by itself is not taken to belong to it."""
+        """End the pass. Layers called outside of the model do not belong to it."""
         self.current = None
 
 
@@ -179,23 +179,23 @@ class Hooks:
     """The hooks on a model, which report to one capture at a time.
 
     Attributes:
-        forward: The passes of the present capture.
+        forward: The passes of the current capture.
     """
 
-    def __init__(self, forward: Forward) -> None:
-        """Start without hooks. They are removed when the capture of `forward` is deleted."""
+    def __init__(self, forward: ForwardPasses) -> None:
+        """Initialize without hooks. Later ones are removed when the capture of `forward` is deleted."""
         self.forward = forward
         self._handles: list[Handle] = []
         weakref.finalize(forward.capture, remove_all, self._handles).atexit = False
 
     def attach(self, root: nn.Module, layers: Iterable[Layer]) -> None:
-        """Set hooks on a model and some of its layers, instead of earlier ones."""
+        """Register hooks on a model and some of its layers, in place of earlier ones."""
         remove_all(self._handles)
         self._handles.append(root.register_forward_pre_hook(BeginHook(self), with_kwargs=True))
         for layer in layers:
             for index, module in enumerate((layer, *layer.others)):
                 self._handles += module.tap(LayerHook(self, layer.name, index))
-        # Set last: if the model itself is a layer, its forward ends after the layer's.
+        # Registered last, so that it runs after the layer's hook if the model itself is a layer.
         self._handles.append(root.register_forward_hook(EndHook(self), always_call=True))
         compiled.forget(root)
 
@@ -205,34 +205,34 @@ class Hooks:
         compiled.forget(root)
 
     @contextmanager
-    def reporting_to(self, forward: Forward) -> Iterator[None]:
-        """Report to another capture within the context, or to none, instead of the present one."""
-        present, self.forward = self.forward, forward
+    def reporting_to(self, forward: ForwardPasses) -> Iterator[None]:
+        """Report to another capture, or to none, within the context."""
+        previous, self.forward = self.forward, forward
         try:
             yield
         finally:
-            self.forward = present
+            self.forward = previous
 
-    def reduced(self, bucket: GradBucket) -> None:
+    def on_bucket_reduced(self, bucket: GradBucket) -> None:
         """Report that DDP has reduced a bucket of gradients."""
         capture = self.forward.capture
         if capture is not None:
-            capture.reduced(bucket)
+            capture.on_bucket_reduced(bucket)
 
 
 class _Hook:
     """A hook on a module.
 
     Attributes:
-        hooks: The hooks that it belongs to. None in a copy, which does not report.
+        hooks: The hooks that it belongs to. None in copies, which do not report.
     """
 
     def __init__(self, hooks: Hooks | None = None) -> None:
-        """Report to the present capture of `hooks`."""
+        """Report to the current capture of `hooks`."""
         self.hooks = hooks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle with the model as one that does not report."""
+        """Copy and pickle as a hook that does not report."""
         return (type(self), ())
 
 
@@ -268,12 +268,12 @@ class LayerHook(_Hook):
         self.see(args[0] if args else kwargs["input" if "input" in kwargs else "x"], output)
         if self.hooks is None or not torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return None
-        # F.linear returns a view if samples have positions, and an in-place operation would drop its hook. The compiler
-        # removes the copy if there is none.
+        # F.linear returns a view if samples have positions, and an in-place operation would drop its hook. Without such
+        # an operation the compiler removes the copy.
         return output.clone() if isinstance(module, nn.Linear) and output.ndim > 2 else None
 
     def see(self, inputs: Tensor, output: Tensor) -> None:
-        """Register for the gradient of a layer's output, in compiled code by an operation of the graph."""
+        """Register for the gradient of a layer's output; in compiled code by an operator of the graph."""
         if self.hooks is None:
             return
         forward = self.hooks.forward
@@ -300,8 +300,8 @@ def warn_of_others(modules: Iterable[nn.Module]) -> None:
         }
         if len(found) > 1:
             warnings.warn(
-                "natgrad: another Preconditioner of this model is alive, and both precondition its gradients; "
-                "detach() the one that is not wanted",
+                "natgrad: another Preconditioner of this model exists, and both precondition its gradients; "
+                "call detach() on one of them",
                 NatgradWarning,
                 stacklevel=6,  # the caller of `step`
             )

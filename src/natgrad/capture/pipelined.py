@@ -1,14 +1,14 @@
-"""Statistics that leave during the backward pass: placement "pipelined" (after SPD-KFAC, Shi 2021, section IV-A).
+"""Statistics that are sent during the backward pass: placement "pipelined" (after SPD-KFAC, Shi 2021, section IV-A).
 
-The layers are cut into buckets of a fixed order and size, from the last layer of the model to the first, as
-``DistributedDataParallel`` cuts its gradients. Once DDP has begun to reduce the gradients of all parameters of a
-bucket's layers, this pass adds nothing more to their statistics, and the bucket leaves: in the same order on all
-ranks, because all ranks see DDP's buckets in the same order. The last bucket leaves in ``step``, with what only
-``step`` knows.
+Layers are cut into buckets of fixed order and size, from the last layer of the model to the first, as
+``DistributedDataParallel`` does with gradients. A bucket is sent once DDP has started to reduce the gradients of all of
+its layers, because their statistics are then complete. DDP's buckets, and so these, have the same order on all ranks.
+The last bucket is sent in ``step``.
 
-A backward pass that DDP does not synchronise (``no_sync``) adds to what leaves in the next one. A second synchronised
-pass before ``step`` sends what it has added itself; the two are summed up when they have arrived. Without its
-hook (FSDP2, a communication hook of the user's, ``gradients="reduce"``, no wrapper) all buckets leave in ``step``.
+A backward pass that DDP does not synchronize (``no_sync``) adds to the buckets that the next pass sends. A second
+synchronized pass before ``step`` sends its statistics separately, and the sums are added when they have arrived.
+Without DDP's hook (FSDP2, a communication hook of the user, ``gradients="reduce"``, no wrapper) all buckets are sent in
+``step``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from natgrad.errors import NatgradError
 from natgrad.specs import Statistic
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 
-# All factors are cut into so many buckets or more, where there are as many layers: else those of a small model would
-# all be in the last one.
+# The least number of buckets, if there are as many layers. The factors of a small model would otherwise all be in the
+# last one.
 _LEAST_BUCKETS = 8
 
 
 class BucketedStatistics(StatisticsBuffer):
-    """Raw sums in buckets that leave as soon as DDP has reduced the gradients of their layers."""
+    """Raw sums in buckets that are sent when DDP has started to reduce the gradients of their layers."""
 
     def __init__(
         self,
@@ -45,21 +45,21 @@ class BucketedStatistics(StatisticsBuffer):
         """Lay out the buckets.
 
         Args:
-            groups: The groups; all ranks receive the sums of all of them.
+            groups: The groups; all ranks receive all sums.
             names: The names of the layers, in the order of the model.
-            bucket: The most bytes of a bucket of several layers.
+            bucket: The largest size of a bucket of several layers in bytes.
             runtime: The ranks.
-            wire: The dtype in which sums travel, if narrower than their own.
+            wire: The dtype in which sums are sent, if narrower than their own.
         """
         self._names, self._limit = list(names), bucket
         self._runtime, self._wire = runtime, wire
-        # By the number of the bucket: what is under way, in the order in which it left, and what came of earlier passes
+        # By the number of the bucket: those in progress, in the order of sending, and the sums of earlier passes.
         self._sent: dict[int, Bucket] = {}
         self._received: dict[int, Bucket] = {}
-        self._reduced: set[int] = set()  # the parameters that DDP has reduced in this pass, by their `id`
-        self._next = 0  # the bucket that leaves next in this pass
-        self._gain: float | Tensor = 1.0  # that of the step
-        self._may_leave = False  # from the first step on, in which all ranks make a queue for them
+        self._reduced: set[int] = set()  # the ids of parameters that DDP has reduced in this pass
+        self._next = 0  # the next bucket to be sent in this pass
+        self._gain: float | Tensor = 1.0  # of the step
+        self._may_send = False  # whether all ranks have made the process group, which they do in the first step
         super().__init__(groups, fused=True)
 
     @override
@@ -77,7 +77,7 @@ class BucketedStatistics(StatisticsBuffer):
         ]
 
     @override
-    def _laid_out(self, specs: Mapping[str, list[Statistic]]) -> list[Bucket]:
+    def _make_buckets(self, specs: Mapping[str, list[Statistic]]) -> list[Bucket]:
         layers = [(*self._members[name], specs[name]) for name in reversed(self._names) if name in specs]
         sizes = [Bucket([layer], self._kind).numel * narrower(self._wire, layer[0].dtype).itemsize for layer in layers]
         limit = min(self._limit, sum(sizes) / _LEAST_BUCKETS)
@@ -95,17 +95,20 @@ class BucketedStatistics(StatisticsBuffer):
 
     # --- In the backward pass -----------------------------------------------------------------------------------
 
-    def leave(self, parameters: Iterable[Tensor], flush: Callable[[str], None], *, first: bool) -> None:
-        """Send the buckets that are complete, now that DDP has reduced those of some parameters.
+    def send_complete(self, parameters: Iterable[Tensor], flush: Callable[[str], None], *, first: bool) -> None:
+        """Send the buckets that are complete after DDP has reduced the gradients of `parameters`.
 
-        `flush` is called with each layer before its sums leave. `first`: It is DDP's first bucket of a pass.
+        Args:
+            parameters: The parameters of a bucket of DDP.
+            flush: Called with each layer before its sums are sent.
+            first: Whether it is DDP's first bucket in a pass.
         """
         if first:
             self._reduced.clear()
             self._next = 0
         self._reduced.update(map(id, parameters))
         last = len(self._buckets) - 1
-        while self._may_leave and self._next < last and self._parameters[self._next] <= self._reduced:
+        while self._may_send and self._next < last and self._parameters[self._next] <= self._reduced:
             self._send(self._next, flush)
             self._next += 1
 
@@ -121,7 +124,7 @@ class BucketedStatistics(StatisticsBuffer):
         self._sent[index].post(self._runtime, self._wire, self._runtime.background)
 
     def _receive(self, index: int) -> None:
-        """Wait for what is under way of a bucket, so that no more than one pass is, and add up the passes."""
+        """Wait for the sums of a bucket in progress, if any, and add them to those of earlier passes."""
         sent = self._sent.pop(index, None)
         if sent is not None:
             sent.wait()
@@ -133,49 +136,50 @@ class BucketedStatistics(StatisticsBuffer):
 
     @override
     def close(self, shares: Shares, gain: float | Tensor) -> None:
-        """Make ready what has not left yet.
+        """Complete the buckets that have not been sent.
 
         Raises:
-            NatgradError: if what has left lacks something: a backward pass came after the one that DDP synchronised,
-                or ``step(count=...)`` says that not all samples count.
+            NatgradError: if statistics were added after their bucket was sent, by a backward pass that DDP does not
+                synchronize, or if ``step(count=...)`` says that not all samples count.
         """
-        left = {name for bucket in self._sent.values() for name in bucket.names}
-        if not left.isdisjoint(self._filled):
+        sent = {name for bucket in self._sent.values() for name in bucket.names}
+        if not sent.isdisjoint(self._filled):
             raise NatgradError(
-                "a backward pass that DistributedDataParallel does not synchronise came after one that it does, before "
-                "step(): under placement='pipelined' the last pass before step() must be synchronised"
+                "a backward pass without synchronization by DistributedDataParallel followed one with it before "
+                "step(): under placement='pipelined' the last pass before step() must be synchronized"
             )
-        if any(shares.get(name, 1.0) != 1.0 for name in left):
+        if any(shares.get(name, 1.0) != 1.0 for name in sent):
             raise NatgradError(
-                "step(count=...) comes after statistics have left under placement='pipelined': pass another placement"
+                "step(count=...) is not supported under placement='pipelined', which sends statistics before step(): "
+                "pass another placement"
             )
-        for bucket in self._staying:
+        for bucket in self._unsent:
             bucket.close(self.sample_counts, shares, gain)
         self._gain = gain
 
     @property
-    def _staying(self) -> list[Bucket]:
-        """The buckets that leave in the step."""
+    def _unsent(self) -> list[Bucket]:
+        """The buckets to be sent in the step."""
         return [bucket for index, bucket in enumerate(self._buckets) if index not in self._sent]
 
     @override
-    def travel(self, runtime: Communicator, wire: torch.dtype | None) -> None:
-        self._may_leave = True
-        staying = self._staying
-        for bucket in staying:
+    def reduce(self, runtime: Communicator, wire: torch.dtype | None) -> None:
+        self._may_send = True
+        unsent = self._unsent
+        for bucket in unsent:
             bucket.post(runtime, wire, runtime.background)
         for index in list(self._sent):
             self._receive(index)
             received = self._received.pop(index)
-            received.scale_gradients(self._gain)  # the same on all ranks, which under DDP make as many passes
+            received.scale_gradients(self._gain)  # equal on all ranks, because under DDP all make equally many passes
             self._buckets[index].add(received)
-        for bucket in staying:
+        for bucket in unsent:
             bucket.wait()
 
     @override
     def reset(self) -> None:
         super().reset()
-        self.abandon()  # what was sent since the last step is of passes that are thrown away
+        self.abandon()  # sums sent since the last step belong to discarded passes
         self._reduced.clear()
         self._next = 0
 

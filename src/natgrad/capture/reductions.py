@@ -27,11 +27,11 @@ _CHANNELS_FIRST = (
 )
 
 
-class _LeftOut(str):
-    """A default: equal to its text, and distinguished from the same text by its identity."""
+class _Default(str):
+    """The default of an argument: equal to a text of the user, but not identical."""
 
 
-LEFT_OUT: Any = _LeftOut("mean")
+DEFAULT_REDUCTION: Any = _Default("mean")
 
 
 class Reductions:
@@ -48,7 +48,7 @@ class Reductions:
             ValueError: if it is neither a reduction nor a mapping from patterns to reductions.
         """
         self.argument: Any = reduction
-        self._left_out = reduction is LEFT_OUT
+        self._is_default = reduction is DEFAULT_REDUCTION
         self.is_automatic = reduction == "auto"
         self.is_mapping = isinstance(reduction, Mapping)
         self._patterns: dict[str, Reduction] = {}
@@ -108,7 +108,7 @@ class Reductions:
         if self.nearest is None:
             return "reduction 'auto': not decided before the first backward pass"
         name, shape, _ = self.nearest
-        return f"reduction 'auto': {self.of('')!r}, for {name or 'the model'} next to the loss sees {list(shape)}"
+        return f"reduction 'auto': {self.of('')!r}, because {name or 'the model'} next to the loss sees {list(shape)}"
 
     # --- The layer nearest to the loss --------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class Reductions:
     @property
     def needs_nearest_layer(self) -> bool:
         """Whether the layer nearest to the loss must be recorded."""
-        return (self.is_automatic or self._left_out) and self.nearest is None
+        return (self.is_automatic or self._is_default) and self.nearest is None
 
     def note_nearest(self, layer: Layer, inputs: Tensor) -> None:
         """Record the layer whose output is differentiated first."""
@@ -128,25 +128,25 @@ class Reductions:
 
     def warn_of_default(self) -> None:
         """Warn once if "mean" is the default and the layer nearest to the loss sees positions."""
-        if self._warned or not self._left_out or self.nearest is None or not self.nearest[2]:
+        if self._warned or not self._is_default or self.nearest is None or not self.nearest[2]:
             return
         self._warned = True
         name, shape, _ = self.nearest
         warnings.warn(
-            f"natgrad: {name or 'the model'}, next to the loss, sees positions ({list(shape)}), and reduction was left "
-            "out: it is 'mean', for a loss that averages over samples. Pass reduction='tokens' if the loss averages "
-            "over all positions, as cross-entropy of tokens does, or reduction='mean' if it does not",
+            f"natgrad: {name or 'the model'}, next to the loss, has inputs with positions ({list(shape)}), and the "
+            "default reduction 'mean' is for losses that average over samples. Pass reduction='tokens' if the loss "
+            "averages over all positions, as a cross-entropy of tokens does, otherwise reduction='mean'",
             NatgradWarning,
             stacklevel=5,  # the caller of `step`
         )
 
     def warn_of_idle(self, layers: Iterable[str]) -> None:
-        """Warn of patterns that apply to none of the layers."""
+        """Warn about patterns that apply to none of the layers."""
         deciding = {self.group(layer) for layer in layers}
         idle = [pattern for pattern in self._patterns if pattern not in deciding]
         if self.is_mapping and idle and deciding:
             warnings.warn(
-                f"natgrad: the patterns {idle} of reduction decide for no covered layer; see explain()",
+                f"natgrad: the patterns {idle} of reduction apply to no covered layer; see explain()",
                 NatgradWarning,
                 stacklevel=3,
             )
@@ -162,16 +162,16 @@ class Reductions:
             count: The number of tokens that count: for all layers, or by patterns of module names. None: all.
             layers: The names of the layers.
             seen: Returns the largest number of positions of a layer. 0: not counted.
-            ambiguous: The arguments of the model, if they leave open the number of samples, which `count` then is.
+            ambiguous: The possible numbers of samples, if they are ambiguous; `count` is then this number.
 
         Raises:
-            ValueError: if it is not such a number, or is given for layers whose reduction is not "tokens".
+            ValueError: if `count` has another form, or is passed for layers whose reduction is not "tokens".
         """
         if ambiguous is not None:
             allowed = (
-                f"the number of samples, which step(count=...) has to say: the model was called with a list of "
-                f"tensors of shapes {list(map(list, ambiguous.shapes))}, which may be "
-                f"{' or '.join(map(str, ambiguous.choices))} samples"
+                f"the number of samples: the model was called with a list of tensors of shapes "
+                f"{list(map(list, ambiguous.shapes))}, which may be {' or '.join(map(str, ambiguous.choices))} "
+                f"samples, so pass their number to step(count=...)"
             )
             require(_is_whole(count) and cast(int, count) > 0, "count", count, allowed)
             return
@@ -182,8 +182,8 @@ class Reductions:
         if isinstance(count, Mapping):
             for pattern, number in count.items():
                 matched = [layer for layer in counted if isinstance(pattern, str) and fnmatchcase(layer, pattern)]
-                names = f": {', '.join(counted)}" if counted else ", of which there are none"
-                require(matched, "count", pattern, f"a pattern of module names with reduction 'tokens'{names}")
+                names = ", ".join(counted) or "none"
+                require(matched, "count", pattern, f"a pattern of module names with reduction 'tokens' ({names})")
                 _check_number(f"count[{pattern!r}]", number, max(map(seen, matched)))
             return
         allowed = "a whole number >= 0, or a mapping from patterns to such numbers, with reduction='tokens'"

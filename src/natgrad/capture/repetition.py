@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from natgrad.capture.model_hooks import Pass
+from natgrad.capture.model_hooks import ForwardPass
 
-# The number of recorded passes is limited, because passes may never be followed by a step.
+# The largest number of recorded passes; there may be passes without a following step.
 _MOST = 1024
 
 
 class RandomState:
-    """The state of torch's own generators, on the host and on some accelerators."""
+    """The state of torch's default generators on the host and some accelerators."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        """Read the present state."""
+        """Read the current state."""
         self._host = torch.get_rng_state()
         self._others = [(device, torch.get_device_module(device).get_rng_state(device)) for device in devices]
 
     def restore(self) -> None:
-        """Restore it."""
+        """Restore the state."""
         torch.set_rng_state(self._host)
         for device, state in self._others:
             torch.get_device_module(device).set_rng_state(state, device)
@@ -37,15 +37,15 @@ class Recording:
     def __init__(self, model: nn.Module) -> None:
         """Start without passes."""
         self._devices = accelerators(model)
-        self._passes: deque[Pass] = deque(maxlen=_MOST)
+        self._passes: deque[ForwardPass] = deque(maxlen=_MOST)
 
-    def begin(self, forward: Pass) -> None:
+    def begin(self, forward: ForwardPass) -> None:
         """Record a pass that begins."""
         forward.random_state = RandomState(self._devices)
         self._passes.append(forward)
 
-    def of(self, tasks: Iterable[int]) -> list[Pass]:
-        """Return the passes that some backward passes differentiated."""
+    def of(self, tasks: Iterable[int]) -> list[ForwardPass]:
+        """Return the passes differentiated by the backward passes `tasks`."""
         known = set(tasks)
         return [forward for forward in self._passes if forward.first in known]
 
@@ -57,12 +57,12 @@ class Repetition:
         passes: The passes so far.
     """
 
-    def __init__(self, recorded: Sequence[Pass]) -> None:
+    def __init__(self, recorded: Sequence[ForwardPass]) -> None:
         """Repeat the passes `recorded`."""
         self._recorded = recorded
-        self.passes: list[Pass] = []
+        self.passes: list[ForwardPass] = []
 
-    def begin(self, forward: Pass) -> None:
+    def begin(self, forward: ForwardPass) -> None:
         """Begin a pass with its own terms, because one backward pass goes through all of them."""
         forward.first = -2 - len(self.passes)  # not the number of a backward pass
         if len(self.passes) < len(self._recorded):
@@ -73,8 +73,8 @@ class Repetition:
 
 
 @contextmanager
-def as_found(model: nn.Module) -> Iterator[None]:
-    """Restore everything that passes change, including torch's generators, and send nothing to other ranks."""
+def preserve_state(model: nn.Module) -> Iterator[None]:
+    """Restore all state that passes change, including torch's generators, and send nothing to other ranks."""
     random_state = RandomState(accelerators(model))
     try:
         with restored(model), _unsynchronised(model):
@@ -85,7 +85,7 @@ def as_found(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Start without gradients, and restore gradients, buffers and training modes at the end."""
+    """Clear the gradients, and restore gradients, buffers and training modes at the end."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
@@ -124,10 +124,10 @@ def _unsynchronised(model: nn.Module) -> Iterator[None]:
 
 
 def _settle_buckets(wrapper: DistributedDataParallel) -> None:
-    """Make ``DistributedDataParallel`` rebuild its buckets now instead of in its next forward pass; collective.
+    """Make ``DistributedDataParallel`` rebuild its buckets now, not in its next forward pass; collective.
 
-    It does so once, after the first backward pass. Otherwise a closure that raises on one rank before its forward pass
-    would leave the others waiting.
+    DDP does so once, after the first backward pass. If a closure raised on one rank before its forward pass, the other
+    ranks would wait.
     """
     if wrapper.reducer._rebuild_buckets():
         wrapper._has_rebuilt_buckets = True

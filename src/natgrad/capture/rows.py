@@ -1,4 +1,4 @@
-"""Collect the rows of a step, for curvatures with gathered statistics."""
+"""Collect the rows of a step for curvatures with gathered statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from natgrad.state.block_group import BlockGroup
 
 @dataclass(frozen=True)
 class Origin:
-    """The rank that the next rows belong to. A process that simulates all ranks (`verify`) changes it.
+    """The rank that the next rows belong to. `verify`, which simulates all ranks, changes it.
 
     Attributes:
         rank: The rank.
@@ -42,8 +42,8 @@ class RowBuffer:
 
         Args:
             groups: The groups with gathered statistics.
-            wire: The dtype in which rows are sent. bfloat16 rows are also kept in it; float16 rows are not, because
-                small numbers would be lost without the scale of a message.
+            wire: The dtype in which rows are sent. bfloat16 rows are also stored in it. float16 rows are not, because
+                small numbers need the scale of a message.
             origin: The rank that the rows belong to. None: there is one process.
         """
         self._groups = {member.layer.name: group for group in groups for member in group.members}
@@ -58,11 +58,11 @@ class RowBuffer:
         self.sample_counts = {name: SampleCount() for name in self._groups}
 
     def add(self, layer: str, inputs: Tensor, gradients: Tensor, scale: float) -> None:
-        """Keep the rows of one backward pass.
+        """Store the rows of one backward pass.
 
         Args:
             layer: The layer.
-            inputs: Rows a ``[n, B, i]``; not to be changed afterwards.
+            inputs: Rows a ``[n, B, i]``, which may not change afterwards.
             gradients: Rows g ``[n, B, o]``, copied.
             scale: The factor that makes the gradients those of per-sample losses.
         """
@@ -82,10 +82,10 @@ class RowBuffer:
         return max(self.counts(layer).values())
 
     def take(self, layer: str, gain: float | Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of a layer ``[n, m, i]`` and ``[n, m, o]``, and forget them.
+        """Remove and return the rows of a layer, ``[n, m, i]`` and ``[n, m, o]``, in at least float32.
 
-        They are in at least float32, and read-only: they may be the layer's inputs. `gain` is a further factor that
-        makes gradients those of per-sample losses.
+        Do not change them: they may be the layer's inputs. `gain` is a further factor that makes gradients those of
+        per-sample losses.
         """
         dtype, rows = at_least_float32(self._groups[layer].work_dtype), self._rows.pop(layer)
         inputs = [inputs.to(dtype) for _, inputs, _, _ in rows]

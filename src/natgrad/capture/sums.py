@@ -1,4 +1,4 @@
-"""The raw sums of a step: collected by the hooks in flat buckets, symmetric matrices as triangles, ready to be sent."""
+"""The raw sums of a step, which hooks add to flat buckets. Symmetric matrices are stored as triangles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from natgrad.specs import Statistic
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.tensors import pack, packed_shape
 
-# By the layer's name: how much of the terms that its gradients were scaled by counts; all where it is missing.
+# By layer name, the fraction of the terms of the loss that count. Missing: all.
 Shares: TypeAlias = Mapping[str, float]
 
 
@@ -29,8 +29,8 @@ class Choice:
     """The statistics that a step collects.
 
     Attributes:
-        sides: Those of the inputs (`BlockGroup.input_statistics`), those that need gradients, or both.
-        without: The names of the layers without any.
+        sides: Statistics of inputs (`BlockGroup.input_statistics`), statistics that need gradients, or both.
+        without: The names of layers whose statistics are not collected.
     """
 
     sides: frozenset[Side] = frozenset(SIDES)
@@ -49,12 +49,12 @@ WHOLE = Choice()
 
 @dataclass
 class SampleCount:
-    """What was added to the sums of one layer since the last step.
+    """The number of samples in the sums of one layer since the last step.
 
     Attributes:
-        samples: Samples; a layer used several times in one backward pass sees the same samples each time.
-        rows: Samples times positions, over all uses.
-        beyond: Those of uses that saw more rows than the loss has terms (token losses), of whose masks it says nothing.
+        samples: The number of samples. All uses of a layer in one backward pass have the same samples.
+        rows: Samples times positions, summed over all uses.
+        beyond: The rows of uses with more rows than the loss has terms (token losses), whose masks are unknown.
         task: The last backward pass.
         task_samples: The samples counted for that pass.
     """
@@ -84,10 +84,10 @@ class BlockSums:
 
     Attributes:
         group: The group.
-        blocks: Which of its N blocks.
+        blocks: The positions of the n blocks in the group.
         sums: A tensor ``[n, *packed_shape(spec)]`` for each statistic.
-        samples: ``[n]``.
-        rows: Samples times positions ``[n]``.
+        samples: The number of samples of each block ``[n]``.
+        rows: Samples times positions of each block ``[n]``.
     """
 
     group: BlockGroup
@@ -99,7 +99,7 @@ class BlockSums:
 
 @dataclass
 class LayerRun:
-    """Layers that follow each other in a group, and which of their statistics are collected."""
+    """Consecutive layers of a group, and their collected statistics."""
 
     group: BlockGroup
     members: list[LayerBlocks]
@@ -107,25 +107,25 @@ class LayerRun:
 
     @property
     def blocks(self) -> slice:
-        """Which of the group's blocks they have."""
+        """The positions of their blocks in the group."""
         return slice(self.members[0].start, self.members[-1].stop)
 
 
 class Bucket:
-    """Sums that travel together in one buffer: the statistics, then samples and rows of each layer.
+    """A buffer of sums that are sent together: the statistics, then the numbers of samples and rows of each layer.
 
     Attributes:
         runs: The layers.
         names: Their names, in the order of the buffer.
         role: This rank's role for all of them.
-        kind: What the statistics are counted as in `Communicator.traffic`.
+        kind: The kind of the statistics in `Communicator.traffic`.
         numel: The number of elements of the buffer.
-        buffer: The buffer. None: not allocated.
-        views: The statistics of each layer, in the buffer.
+        buffer: The buffer ``[numel]``. None: not allocated.
+        views: Views of the statistics of each layer in the buffer.
     """
 
     def __init__(self, layers: Iterable[tuple[BlockGroup, LayerBlocks, list[Statistic]]], kind: str) -> None:
-        """Lay out some layers with one role, one dtype and one device."""
+        """Compute the layout for layers with the same role, dtype and device."""
         self.runs = _runs(layers)
         self.names = [member.layer.name for run in self.runs for member in run.members]
         self.role, self.kind = self.runs[0].group.role, kind
@@ -140,7 +140,7 @@ class Bucket:
         self._work: Work | None = None
 
     def allocate(self) -> Tensor:
-        """Return the buffer; uninitialised if it is new."""
+        """Return the buffer; a new one is uninitialized."""
         if self.buffer is None:
             group = self.runs[0].group
             self.buffer = torch.empty(self.numel, dtype=group.dtype, device=group.device)
@@ -162,13 +162,13 @@ class Bucket:
                 offset = end
             yield sums
 
-    def halves(self) -> tuple[Tensor, Tensor]:
-        """Return the statistics and the counters, as vectors."""
+    def values_and_counters(self) -> tuple[Tensor, Tensor]:
+        """Return views of the statistics and of the counters, as vectors."""
         sums, counters = self.allocate().split([self.numel - self._counters, self._counters])
         return sums, counters
 
     def close(self, counts: Mapping[str, SampleCount], shares: Shares, gain: float | Tensor) -> None:
-        """Make the buffer ready to be sent: see `StatisticsBuffer.close`."""
+        """Complete the buffer for sending, as `StatisticsBuffer.close`."""
         buffer, counters = self.allocate(), list[float]()
         for run in self.runs:
             for member in run.members:
@@ -184,7 +184,7 @@ class Bucket:
 
     def _scale(self, run: LayerRun, name: str, factor: float | Tensor, shares: Mapping[str, float]) -> None:
         """Multiply the gradients in a layer's sums by `factor`, and counts by the share of their divisor."""
-        # Sampled labels know nothing of the loss, its scale and its mean.
+        # Gradients of sampled labels do not depend on the scale and the mean of the loss.
         scales = run.group.curvature.likelihood is None and not (isinstance(factor, float) and factor == 1.0)
         for spec in run.specs:
             if spec.gradient_power and scales:
@@ -193,39 +193,39 @@ class Bucket:
                 self.views[name][spec.name].mul_(shares[spec.per])
 
     def scale_gradients(self, gain: float | Tensor) -> None:
-        """Apply a gain to sums that were closed without one."""
+        """Multiply gradients by a gain, if `close` was called with a gain of 1."""
         for run in self.runs:
             for member in run.members:
                 self._scale(run, member.layer.name, gain, {})
 
     def post(self, runtime: Communicator, wire: torch.dtype | None, group: ProcessGroup | None) -> None:
-        """Begin to sum the closed bucket over all ranks, in the queue of a process group."""
+        """Start to sum the closed bucket over all ranks, in the queue of a process group."""
         kinds = {self.kind: self.numel - self._counters, "counters": self._counters}
         self._work = runtime.post_sum(self.allocate(), kinds, wire, group)
 
     @property
-    def arrives_alone(self) -> bool:
-        """Whether `wait` sends nothing more."""
+    def completes_locally(self) -> bool:
+        """Whether `wait` completes without further messages of this rank."""
         return self._work is None or self._work.whole
 
     def wait(self) -> None:
-        """Wait for the sums of all ranks, if they are under way."""
+        """Wait for the sums of all ranks, if they are in progress."""
         if self._work is not None:
             self._work.wait()
 
     def drop(self) -> None:
-        """Wait until the buffer may be freed, without finishing the sum; all ranks together."""
+        """Wait until the buffer may be freed, without completing the sum; collective."""
         if self._work is not None:
             self._work.drop()
 
     def split_off(self) -> Bucket:
-        """Return a bucket with the buffer, and begin anew without one."""
-        departed = copy(self)
+        """Move the buffer to a new bucket, and return that."""
+        moved = copy(self)
         self.release()
-        return departed
+        return moved
 
     def add(self, other: Bucket) -> None:
-        """Add the buffer of a bucket with the same layout, which may be used no more."""
+        """Add the buffer of a bucket with the same layout. Do not use `other` afterwards."""
         assert other.buffer is not None
         if self.buffer is None:
             self.buffer, self.views = other.buffer, other.views
@@ -233,7 +233,7 @@ class Bucket:
             self.buffer.add_(other.buffer)
 
     def arrived(self) -> Iterator[BlockSums]:
-        """Yield the sums of each run, on the device that its layers are on by now."""
+        """Yield the sums of each run, on the current device of its layers."""
         assert self.buffer is not None
         counters = self.buffer[self.numel - self._counters :].view(-1, 2)
         for run, sums in zip(self.runs, self._sums(self.buffer), strict=True):
@@ -253,7 +253,7 @@ def _shapes(run: LayerRun) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _runs(layers: Iterable[tuple[BlockGroup, LayerBlocks, list[Statistic]]]) -> list[LayerRun]:
-    """Return layers as runs of those that follow each other in their groups."""
+    """Return layers as runs of consecutive ones."""
     groups: dict[int, list[LayerRun]] = {}
     for group, member, specs in layers:
         groups.setdefault(id(group), []).append(LayerRun(group, [member], specs))
@@ -270,25 +270,25 @@ def _runs(layers: Iterable[tuple[BlockGroup, LayerBlocks, list[Statistic]]]) -> 
 class StatisticsBuffer:
     """Raw sums and sample counts of all layers.
 
-    Memory is taken when a layer is first captured, and dropped when it has been read: at the end of a forward pass,
-    when memory is scarcest, the sums would be in the way. With `fused` all sums of one dtype and device are one bucket
-    for each destination; otherwise each layer has its own, which exists no sooner than it must, and on an accelerator
-    each group, whose averages take a few calls for all of its layers.
+    A bucket is allocated when the first of its layers is captured, and freed when it has been read, so that none exists
+    at the end of a forward pass, where memory use is highest. With `fused`, all sums of one dtype and device with the
+    same destination share a bucket. Otherwise each layer has a bucket; on an accelerator each group, whose averages are
+    updated by a few calls for all layers.
 
     Attributes:
-        skip_step: Device bool: the ``GradScaler`` skips this step, on all ranks. None: it cannot.
-        choice: What is collected.
+        skip_step: Device bool: the ``GradScaler`` skips this step on all ranks. None without a scaler.
+        choice: The collected statistics.
         sample_counts: The sample count of each layer.
-        basis_version: `BlockGroup.basis_version` as they were when this step began, by the ``id`` of the group.
+        basis_version: The `BlockGroup.basis_version` at the beginning of this step, by the ``id`` of the group.
     """
 
     def __init__(self, groups: Sequence[BlockGroup], *, fused: bool, kind: str = "factors") -> None:
-        """Lay out the buckets of those `groups` to whose sums this rank adds or whose sums it receives.
+        """Compute the layout of the buckets.
 
         Args:
-            groups: The groups.
-            fused: See above.
-            kind: What they are counted as.
+            groups: The groups. Those whose sums this rank neither adds to nor receives are skipped.
+            fused: Whether layers share buckets.
+            kind: The kind of the sums in `Communicator.traffic`.
         """
         self._groups = [group for group in groups if group.role.captures or group.role.keeps_averages]
         self._fused, self._kind = fused, kind
@@ -300,7 +300,7 @@ class StatisticsBuffer:
         self._choose(WHOLE)
 
     def choose(self, choice: Choice) -> None:
-        """Collect what is chosen from now on; nothing may be collected yet."""
+        """Set the collected statistics, before any are added."""
         if choice != self.choice:
             self._choose(choice)
 
@@ -308,11 +308,11 @@ class StatisticsBuffer:
         self.choice = choice
         found = {name: choice.statistics(name, group) for name, (group, _) in self._members.items()}
         self._specs = {name: specs for name, specs in found.items() if specs}
-        self._buckets = self._laid_out(self._specs)
+        self._buckets = self._make_buckets(self._specs)
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
 
-    def _laid_out(self, specs: Mapping[str, list[Statistic]]) -> list[Bucket]:
-        """Return buckets for some statistics of each layer."""
+    def _make_buckets(self, specs: Mapping[str, list[Statistic]]) -> list[Bucket]:
+        """Return the buckets for the statistics of each layer."""
         buckets: dict[object, list[tuple[BlockGroup, LayerBlocks, list[Statistic]]]] = {}
         for name, statistics in specs.items():
             group, member = self._members[name]
@@ -341,13 +341,13 @@ class StatisticsBuffer:
         return bucket.views[layer]
 
     def add(self, layer: str, accumulate: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """Add what one use of a layer shows; its samples are counted afterwards.
+        """Add the statistics of one use of a layer. Its samples are counted separately.
 
-        It is packed at once, so that no whole matrix outlives the hook.
+        Symmetric matrices are packed at once, to save memory.
 
         Args:
             layer: The layer.
-            accumulate: Adds to whole sums ``[n, *shape]``, as `Curvature.accumulate` does.
+            accumulate: Adds to unpacked sums ``[n, *shape]``, as `Curvature.accumulate`.
         """
         views, specs, (_, member) = self.of(layer), self._specs[layer], self._members[layer]
         like = next(iter(views.values()))
@@ -361,19 +361,17 @@ class StatisticsBuffer:
         self._filled.add(layer)
 
     def close(self, shares: Shares, gain: float | Tensor) -> None:
-        """Make the buckets ready to be sent: unseen layers become zeros, gradients per-sample ones, counters filled in.
-
-        Each rank corrects its own sums, for its share and its gain are its own.
+        """Complete the buckets for sending: zeros for unused layers, gradients of per-sample losses, and counters.
 
         Args:
-            shares: For each layer, how many tokens count of those that it was taken to have; all where it is missing.
-            gain: What makes captured gradients of the loss those of per-sample losses, beside the number of samples.
+            shares: For each layer, the fraction of its tokens that count. Missing: all.
+            gain: A further factor that makes captured gradients those of per-sample losses.
         """
         for bucket in self._buckets:
             bucket.close(self.sample_counts, shares, gain)
 
-    def travel(self, runtime: Communicator, wire: torch.dtype | None) -> None:
-        """Sum the closed buckets over the ranks, in place; in the dtype `wire`, if it is narrower than theirs."""
+    def reduce(self, runtime: Communicator, wire: torch.dtype | None) -> None:
+        """Sum the closed buckets over the ranks in place, sent in the dtype `wire` if it is narrower."""
         to_workers: dict[object, list[Bucket]] = {}
         for bucket in self._buckets:
             if bucket.role.seat.sums == "all":
@@ -390,36 +388,36 @@ class StatisticsBuffer:
         nothing = buckets[0].allocate()[:0]
         values, counters = [nothing] * runtime.ranks, [nothing] * runtime.ranks
         for bucket in buckets:
-            values[bucket.role.server], counters[bucket.role.server] = bucket.halves()
+            values[bucket.role.server], counters[bucket.role.server] = bucket.values_and_counters()
         summed = runtime.reduce_to_owners(values, counters, self._kind, wire)
         for bucket in buckets:
             if bucket.role.server == runtime.rank:
-                for half, result in zip(bucket.halves(), summed, strict=True):
-                    half.copy_(result)
+                for target, result in zip(bucket.values_and_counters(), summed, strict=True):
+                    target.copy_(result)
 
     def post(self, runtime: Communicator, wire: torch.dtype | None) -> None:
-        """Begin what `travel` does, in a queue of its own; only where all ranks receive all sums."""
+        """Start `reduce` in a separate queue, which requires that all ranks receive all sums."""
         for bucket in self._buckets:
             bucket.post(runtime, wire, runtime.background)
 
     @property
-    def arrives_alone(self) -> bool:
-        """Whether the sums under way arrive without this rank sending anything more."""
-        return all(bucket.arrives_alone for bucket in self._buckets)
+    def completes_locally(self) -> bool:
+        """Whether the sums in progress complete without further messages of this rank."""
+        return all(bucket.completes_locally for bucket in self._buckets)
 
     def wait(self) -> None:
-        """Wait for the sums under way."""
+        """Wait for the sums in progress."""
         for bucket in self._buckets:
             bucket.wait()
 
     def split_off(self) -> StatisticsBuffer:
-        """Return a buffer with the sums under way, and begin anew without them."""
-        departed = copy(self)
-        departed._buckets = [bucket.split_off() for bucket in self._buckets]
-        return departed
+        """Move the sums in progress to a new buffer, and return that."""
+        moved = copy(self)
+        moved._buckets = [bucket.split_off() for bucket in self._buckets]
+        return moved
 
     def arrived(self) -> Iterator[BlockSums]:
-        """Yield the sums that this rank keeps, and drop each bucket once it has been read."""
+        """Yield the sums that this rank keeps, and free each bucket after it has been read."""
         for bucket in self._buckets:
             bucket.wait()
             if bucket.role.keeps_averages:
@@ -427,10 +425,7 @@ class StatisticsBuffer:
             bucket.release()
 
     def note_basis_versions(self) -> None:
-        """Note that a step begins: what is summed from now on sees the present results of renewals.
-
-        Called at the same moment on all ranks, whatever passes they throw away.
-        """
+        """Record the basis versions at the beginning of a step; called at the same time on all ranks."""
         self.basis_version = {id(group): list(group.basis_version) for group in self._groups}
 
     def reset(self) -> None:
@@ -442,4 +437,4 @@ class StatisticsBuffer:
             bucket.release()
 
     def abandon(self) -> None:
-        """End what is under way, because other sums take its place; all ranks together."""
+        """Drop the sums in progress; collective."""

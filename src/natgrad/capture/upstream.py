@@ -1,4 +1,4 @@
-"""Places of an autograd graph: notes on them, and which of them a pass must go to so that it visits all of them.
+"""Edges of an autograd graph: attach notes to them, and differentiate by as few as are needed to reach all.
 
 Notes are deleted with the graph.
 """
@@ -17,25 +17,25 @@ _KEY = "natgrad"
 
 
 def mark(output: Tensor, note: object) -> int:
-    """Attach a note to the place of `output` in its graph; return its node's number, which few other nodes share."""
-    place = get_gradient_edge(output)
-    notes: dict[Any, Any] = place.node.metadata  # type: ignore[assignment]
-    notes[_KEY] = (*notes.get(_KEY, ()), (place.output_nr, note))
-    return place.node._sequence_nr()
+    """Attach a note to the edge of `output`, and return the sequence number of its node, which few nodes share."""
+    edge = get_gradient_edge(output)
+    notes: dict[Any, Any] = edge.node.metadata  # type: ignore[assignment]
+    notes[_KEY] = (*notes.get(_KEY, ()), (edge.output_nr, note))
+    return edge.node._sequence_nr()
 
 
 def marked(nodes: Iterable[Node], numbers: Container[int]) -> Iterator[tuple[GradientEdge, Any]]:
-    """Yield every place with a note, and the note, among the nodes with one of some numbers."""
+    """Yield every edge with a note, and the note, among the nodes with sequence numbers in `numbers`."""
     for node in nodes:
         if node._sequence_nr() not in numbers:
-            continue  # reading the metadata of a node without any is slow
+            continue  # reading empty metadata is slow
         notes: dict[Any, Any] = node.metadata  # type: ignore[assignment]
         for output, note in notes.get(_KEY, ()):
             yield GradientEdge(node, output), note
 
 
 def reached(root: Node) -> set[Node]:
-    """Return `root` and every node upstream of it."""
+    """Return `root` and every node that a backward pass from it may reach."""
     seen, pending = {root}, [root]
     while pending:
         fresh = {following for following, _ in pending.pop().next_functions if following is not None} - seen
@@ -45,12 +45,12 @@ def reached(root: Node) -> set[Node]:
 
 
 def sources(edges: Sequence[GradientEdge]) -> list[GradientEdge]:
-    """Return those of `edges` that have no other one upstream, in one visit of each node upstream.
+    """Return those of `edges` from which no other one can be reached; each node is visited once.
 
-    A pass down to these visits all the others on its way, and need not keep their gradients.
+    A backward pass to these visits all the others, without keeping their gradients.
     """
     marked = {edge.node for edge in edges}
-    beyond: dict[Node, bool] = {}  # whether a marked node lies strictly upstream
+    beyond: dict[Node, bool] = {}  # whether another marked node can be reached
     pending = list(marked)
     while pending:
         node = pending[-1]
@@ -65,11 +65,10 @@ def sources(edges: Sequence[GradientEdge]) -> list[GradientEdge]:
 
 
 @contextmanager
-def unnoticed(nodes: Iterable[Node]) -> Iterator[None]:
-    """Keep ``DistributedDataParallel`` from noticing a pass through `nodes`.
+def _hidden_from_ddp(nodes: Iterable[Node]) -> Iterator[None]:
+    """Hide a backward pass through `nodes` from ``DistributedDataParallel``.
 
-    With ``static_graph`` it takes the first pass through its output for that of the loss, and then averages the
-    gradients of no other one.
+    With ``static_graph``, DDP averages gradients only in the first pass through its output.
     """
     sinks: list[Any] = [node for node in nodes if type(node).__name__ == "_DDPSinkBackward"]
     wrappers = {wrapper for sink in sinks if (wrapper := sink.ddp_weakref()) is not None and wrapper.static_graph}
@@ -83,21 +82,30 @@ def unnoticed(nodes: Iterable[Node]) -> Iterator[None]:
             wrapper._static_graph_delay_allreduce_enqueued = before
 
 
-def go_down(outputs: Tensor, score: Tensor, ends: Callable[[set[Node]], list[GradientEdge]], *, retain: bool) -> None:
-    """Differentiate `outputs`, whose derivative is `score`, down to the places that `ends` returns of all upstream.
+def differentiate_to(
+    outputs: Tensor, score: Tensor, ends: Callable[[set[Node]], list[GradientEdge]], *, retain: bool
+) -> None:
+    """Run a backward pass from `outputs` to some edges, without changing ``.grad`` and hidden from DDP.
 
-    Parameters' ``.grad`` stay unchanged, and wrappers unaware. `retain`: The graph will be differentiated again.
+    Args:
+        outputs: The outputs of the model, or the loss.
+        score: The derivative by `outputs`.
+        ends: Returns the edges, for the set of nodes that a pass from `outputs` may reach.
+        retain: Whether the graph will be differentiated again.
     """
-    below = set() if outputs.grad_fn is None else reached(outputs.grad_fn)
-    places = ends(below)
-    if places:
-        with unnoticed(below):
-            torch.autograd.grad(outputs, places, score, retain_graph=retain, allow_unused=True)
+    nodes = set() if outputs.grad_fn is None else reached(outputs.grad_fn)
+    edges = ends(nodes)
+    if edges:
+        with _hidden_from_ddp(nodes):
+            torch.autograd.grad(outputs, edges, score, retain_graph=retain, allow_unused=True)
 
 
 def destination(parameter: Tensor) -> Literal["grad", "caller", ""]:
-    """Return where the present backward pass takes the gradient of a `parameter`. Empty: it does not."""
+    """Return whether the current backward pass writes the gradient of a parameter to ``.grad``, or returns it.
+
+    Empty: the pass does not compute it.
+    """
     try:
         return "grad" if torch._C._will_engine_execute_node(get_gradient_edge(parameter).node) else ""
-    except RuntimeError:  # asked for by name in torch.autograd.grad, or frozen meanwhile
+    except RuntimeError:  # an argument of torch.autograd.grad, or frozen since
         return "caller"

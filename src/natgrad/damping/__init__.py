@@ -1,4 +1,4 @@
-"""How γ is chosen: by the step, by the kind of layer, by what the last steps were worth, or by natgrad alone."""
+"""Rules for the damping γ: schedules, factors for kinds of layers, and rules that adapt γ during training."""
 
 from natgrad.damping.autopilot import Autopilot as Autopilot
 from natgrad.damping.control import ByKind as ByKind

@@ -23,7 +23,7 @@ class Adaptive(ABC):
 
     Attributes:
         compares: Whether the rule compares steps with their quadratic model.
-        sizes: Whether the rule needs the sizes of the layers' Fisher.
+        sizes: Whether the rule needs the traces of the layers' Fisher blocks.
     """
 
     compares: bool = False
@@ -39,8 +39,8 @@ class Outcome:
     """The actual and the predicted change of the loss by a step.
 
     Attributes:
-        change: L(θ + δ) - L(θ), on the same mini-batch.
-        predicted: M(δ) of the quadratic model.
+        change: L(θ + δ) - L(θ) on the same mini-batch.
+        predicted: M(δ), the change predicted by the quadratic model.
     """
 
     change: float
@@ -48,27 +48,27 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        """The reduction ratio ``change / predicted``: 1 if the model was right, less if the loss ended higher.
+        """The reduction ratio ``change / predicted``: 1 if the prediction was exact, less if the loss is higher.
 
-        If an increase was predicted (momentum can cause that): ``1 - (change - predicted) / |predicted|``. nan if no
+        If an increase was predicted (by momentum), the ratio is ``1 - (change - predicted) / |predicted|``. nan if no
         change was predicted.
         """
         return 1 - (self.change - self.predicted) / abs(self.predicted) if self.predicted else nan
 
 
 class Adaptation(ABC):
-    """The state of a damping in one training.
+    """The state of a damping rule in one training.
 
     Attributes:
-        gamma: γ, the same on all ranks.
-        awaits_sizes: Whether a measurement is needed at the next renewal.
+        gamma: γ, equal on all ranks.
+        awaits_sizes: Whether `measure` must be called before the next renewal.
     """
 
     gamma: float
     awaits_sizes: bool = False
 
     def value(self, step: int) -> float:
-        """Return γ of the step after `step` completed ones."""
+        """Return γ in the step after `step` completed ones."""
         return self.gamma
 
     def tries(self, step: int) -> bool:
@@ -83,7 +83,7 @@ class Adaptation(ABC):
         clip: Clip,
         scale: float | Tensor,
     ) -> None:
-        """Update the rule with a measurement before a renewal. Collective, in messages on `device`.
+        """Update the rule with a measurement before a renewal; collective.
 
         Args:
             groups: All layers with curvature.
@@ -95,11 +95,11 @@ class Adaptation(ABC):
         raise NotImplementedError
 
     def learn(self, outcome: Outcome) -> None:
-        """Update the rule with the outcome of a compared step, equal on all ranks."""
+        """Update the rule with the outcome of a compared step, which is equal on all ranks."""
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
-        """Return further numbers for the user."""
+        """Return further numbers for `natgrad.Preconditioner.metrics`."""
         return {}
 
     @abstractmethod

@@ -20,20 +20,20 @@ from natgrad.linalg import tensor_on
 from natgrad.schedule import check_number
 from natgrad.state.block_group import BlockGroup
 from natgrad.state.measures import measured
-from natgrad.state.parameters import Rows, slots_of
+from natgrad.state.parameters import ParameterRows, slots_of
 
 if TYPE_CHECKING:
     from natgrad.preconditioner.gradients.clip import Clip
 
-# The lr² / κ that `share` refers to (a learning rate of 1 and a KL clip of 1e-3), and the smallest value that counts,
-# in units of it: smaller ones have not been measured.
-_PACE, _SLOWEST = 1e3, 1e-4
+# The lr² / κ that `share` refers to (a learning rate of 1 and a KL clip of 1e-3), and its smallest value in this unit,
+# the smallest that was measured.
+_REFERENCE_RATE, _SMALLEST_RATE = 1e3, 1e-4
 # γ is proportional to this power of lr² / κ. The power 1/2 would keep lr / γ, the step per gradient in directions
 # without curvature, constant.
 _POWER = 0.375
-# γ before the first statistics, which is not used.
+# γ before the first statistics; not used.
 _UNKNOWN = 1e-3
-# Layers whose Fisher is a smaller part of the largest are left out: those behind a layer of zeros.
+# Layers whose mean eigenvalue is a smaller fraction of the largest are skipped, such as those behind a layer of zeros.
 _NEGLIGIBLE = 1e-6
 
 
@@ -47,23 +47,23 @@ class Autopilot(Adaptive):
 
     q is the lower quartile, on a logarithmic scale, of the layers' mean eigenvalues ``tr F_l / d_l`` with d_l
     parameters each; ‖θ‖ is the norm of all parameters with curvature; ∇ is the gradient of the mean loss; κ is the KL
-    clip. lr is the largest learning rate of layers with curvature: the present rate or the one that a scheduler starts
-    from (``initial_lr``, ``max_lr``), whichever is larger. lr² / κ counts as at least 0.1.
+    clip. lr is the largest learning rate of layers with curvature, either the current one or that from which a
+    scheduler starts (``initial_lr``, ``max_lr``). lr² / κ is at least 0.1.
 
     The second bound: with ``γ ‖V‖² ≤ ⟨V, ∇⟩`` and the clip ``lr² ν² ⟨V, ∇⟩ ≤ κ`` no gradient moves the parameters by
-    more than ``sqrt(κ / γ)``. The bound lets this be at least ``stride ‖θ‖ sqrt(c)``; more damping would only slow down
-    directions of low curvature. c measures how much the samples agree about the gradient: 1 if all have the same one,
-    1 / m for m samples of noise. If the KL clip is not a number, γ is ``share · q``.
+    more than ``sqrt(κ / γ)``, which the bound keeps at least ``stride ‖θ‖ sqrt(c)``. More damping would only slow down
+    directions of low curvature. c measures the agreement of the samples' gradients: 1 if they are equal, 1 / m for m
+    samples of noise. If the KL clip is not a number, γ is ``share · q``.
 
-    A loss n times as large has n² times the Fisher, so the natural gradients do not depend on its unit. Measurements:
-    docs/measurements.md.
+    If the loss is multiplied by n, γ is multiplied by n² as the Fisher is, so that natural gradients do not depend on
+    the unit of the loss. Measurements: docs/measurements.md.
 
     Attributes:
         share: The first bound of γ in units of q, at a learning rate of 1 and a KL clip of 1e-3; above 0.
-        stride: The part of ‖θ‖ that a gradient may move the parameters by if c is 1; above 0.
+        stride: The largest change of the parameters by one gradient if c is 1, as a fraction of ‖θ‖; above 0.
 
     Raises:
-        ValueError: if one is not above 0.
+        ValueError: if `share` or `stride` is not above 0.
     """
 
     share: float = 150.0
@@ -111,7 +111,7 @@ class _Sized(Adaptation):
         longest = inf  # γ that bounds the steps
         if isinstance(clip.bound, (int, float)):
             if isfinite(rate) and rate > 0:
-                size *= max(rate**2 / clip.bound / _PACE, _SLOWEST) ** _POWER
+                size *= max(rate**2 / clip.bound / _REFERENCE_RATE, _SMALLEST_RATE) ** _POWER
             if isfinite(length) and length > 0 and coherence > 0:
                 longest = clip.bound / length / (coherence * self._options.stride**2)
         self.gamma, self.awaits_sizes = min(self._options.share * size, longest), False
@@ -133,12 +133,12 @@ def _measured(
     clip: Clip,
     scale: float | Tensor,
 ) -> tuple[list[float], list[float], float, float]:
-    """Return each layer's ``tr F / d`` (0 without statistics) and ``‖∇‖²``, and ``‖θ‖²`` and the learning rate.
+    """Return ``tr F / d`` (0 without statistics) and ``‖∇‖²`` of each layer, ``‖θ‖²``, and the learning rate.
 
-    ∇ is the gradient of the mean loss, and the rate is for the mean loss too. One worker contributes each layer and its
-    gradient (for shards, all ranks of its copy), each rank its part of the parameters, and the first rank the rate.
+    The gradient and the rate are those for the mean loss. One worker adds ``tr F / d`` and ``‖∇‖²`` of a layer (sharded
+    gradients: all ranks of its replica), each rank its part of ``‖θ‖²``, and the first rank the learning rate.
     """
-    layers, start, rows = len(counts), 0, Rows(runtime)
+    layers, start, rows = len(counts), 0, ParameterRows(runtime)
     message = torch.zeros(2 * layers + 2, dtype=torch.float64, device=device)
     for group, accountant in zip(groups, accountants(groups), strict=True):
         stop = start + len(group.members)
@@ -146,7 +146,7 @@ def _measured(
             sizes = measured(group, "trace")[0].double() / tensor_on(group.device, counts[start:stop])
             message[start:stop] = sizes.nan_to_num(0.0, 0.0, 0.0).to(device)
         for index, member in enumerate(group.members, layers + start):
-            held = [held_rows(slot, rows.held(slot)) for slot in member.layer.slots if rows.counts(slot, accountant)]
+            held = [held_rows(slot, rows.held(slot)) for slot in member.layer.slots if rows.in_sum(slot, accountant)]
             for gradient in held:
                 if gradient is not None:
                     message[index] += (_square(gradient) * scale**2).to(device)

@@ -1,4 +1,4 @@
-"""The damping of one preconditioner: the user's choice, its factor for each layer, and its present state."""
+"""The damping of one preconditioner: the user's choice, its factor for each layer, and its current state."""
 
 from __future__ import annotations
 
@@ -85,16 +85,16 @@ class Control:
     """Returns γ of each step, and its factor for each layer.
 
     Attributes:
-        adaptation: The present state of the user's choice.
+        adaptation: The current state of the user's choice.
         rule: The adaptive rule. None: γ is a number or a callable of the step.
         name: The name of the rule.
     """
 
     def __init__(self, damping: Damping) -> None:
-        """Take the user's choice.
+        """Initialize the state of `damping`.
 
         Raises:
-            ValueError: if it is not a damping.
+            ValueError: if `damping` is not allowed.
         """
         self._kinds = damping if isinstance(damping, ByKind) else ByKind(damping)
         chosen = self._kinds.damping
@@ -103,22 +103,22 @@ class Control:
         self.adaptation = chosen.begin() if isinstance(chosen, Adaptive) else _Scheduled(chosen)
 
     def check(self, optimizer: object) -> None:
-        """Check the arguments for a rule that compares steps with their quadratic model.
+        """Check that there is an optimizer, if the rule compares steps with their quadratic model.
 
         Raises:
-            ValueError: without an optimizer.
+            ValueError: if there is none.
         """
         fits = self.rule is None or not self.rule.compares or optimizer is not None
-        require(fits, "optimizer", optimizer, f"given: {self.name} looks at what its steps are worth")
+        require(fits, "optimizer", optimizer, f"the optimizer, because {self.name} compares its steps with a model")
 
     @property
     def settings(self) -> str:
-        """The rule with its options, in words, which must be equal on all ranks."""
+        """The rule and its options as text, which must be equal on all ranks."""
         return "" if self.rule is None else f"{self.name}({vars(self.rule)})"
 
     @property
     def constant(self) -> float | None:
-        """γ if it is constant, else None."""
+        """γ if it is constant, otherwise None."""
         chosen = self._kinds.damping
         return None if isinstance(chosen, Adaptive) or callable(chosen) else chosen
 
@@ -147,7 +147,7 @@ class Control:
         return {"rule": self.name, **self.adaptation.state_dict()}
 
     def loaded(self, state: Any) -> Control:
-        """Return a copy with a state that `state_dict` returned. With that of another rule, start from the beginning.
+        """Return a copy with the given state, or with the initial state if `state` is that of another rule.
 
         Raises:
             ValueError: if the state has another structure.
@@ -171,8 +171,8 @@ def default_damping(curvature: Curvature | Mapping[str, Curvature | None]) -> fl
         curvature: One curvature, or a mapping from fnmatch patterns of module names to curvatures.
 
     Returns:
-        `Curvature.default_damping`. If the curvatures of a mapping have different ones: that of the first, with factors
-        by the same patterns, so that each layer has the default of its curvature.
+        `Curvature.default_damping`. If those of a mapping differ, a `ByKind` with factors by the same patterns, so that
+        each layer has the default of its curvature.
 
     Raises:
         ValueError: if a curvature's default is not a number above 0.
@@ -183,7 +183,7 @@ def default_damping(curvature: Curvature | Mapping[str, Curvature | None]) -> fl
     first = next(iter(defaults.values()), Curvature.default_damping)
     if all(default == first for default in defaults.values()):
         return first
-    # Patterns without a curvature take part too, because the first match wins.
+    # Includes patterns without a curvature, because the first match wins.
     return ByKind(first, layers={pattern: defaults.get(pattern, first) / first for pattern in curvature})
 
 

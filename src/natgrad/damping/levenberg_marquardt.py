@@ -17,18 +17,18 @@ _GOOD, _BAD = 3 / 4, 1 / 4
 
 @dataclass(frozen=True)
 class LevenbergMarquardt(Adaptive):
-    """Decreases γ while the quadratic model predicts the change of the loss, and increases it otherwise.
+    """Decreases γ if the quadratic model predicts the change of the loss well, and increases it otherwise.
 
     Every `interval` steps the loss of the mini-batch is computed before and after the optimizer's step δ, including
     learning rate, momentum and weight decay. Its change is compared with ``M(δ) = ∇ᵀδ + ½ δᵀ(F + γI)δ``:
 
-        ρ = (L(θ + δ) - L(θ)) / M(δ),   γ ← γ decayⁱⁿᵗᵉʳᵛᵃˡ where ρ > 3/4,   γ ← γ / decayⁱⁿᵗᵉʳᵛᵃˡ where ρ < 1/4.
+        ρ = (L(θ + δ) - L(θ)) / M(δ),   γ ← γ decayⁱⁿᵗᵉʳᵛᵃˡ if ρ > 3/4,   γ ← γ / decayⁱⁿᵗᵉʳᵛᵃˡ if ρ < 1/4.
 
-    F is that of the layers' curvatures at that step; parameters without curvature have no F. A loss that is nan counts
-    as ρ = -∞. If M predicts an increase (momentum can cause that), ρ is ``1 - (L(θ + δ) - L(θ) - M(δ)) / |M(δ)|``.
+    F consists of the layers' curvatures in that step, and is 0 for parameters without curvature. If the loss is nan, ρ
+    is -∞. If M predicts an increase (by momentum), ρ is ``1 - (L(θ + δ) - L(θ) - M(δ)) / |M(δ)|``.
 
-    It needs ``preconditioner.step(closure)``. The closure returns the loss of the same batch, without a backward pass,
-    and is called twice in these steps only, with the random numbers of the first pass.
+    It requires ``preconditioner.step(closure)``. The closure returns the loss of the same batch, without a backward
+    pass. It is called twice in each compared step, with the random numbers of the first pass.
 
     Attributes:
         start: The initial γ, above 0.
@@ -37,7 +37,7 @@ class LevenbergMarquardt(Adaptive):
         bounds: The smallest and the largest γ.
 
     Raises:
-        ValueError: if one is not allowed.
+        ValueError: if an option is not allowed.
     """
 
     compares = True

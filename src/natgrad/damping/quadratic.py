@@ -1,9 +1,8 @@
 """The local quadratic model of the loss, and the predicted and actual change by the optimizer's step.
 
-``M(δ) = ∇ᵀδ + ½ δᵀ(F + γI)δ`` with the gradient ∇ of the mean loss, each layer's Fisher block F, and what the optimizer
-actually makes to the parameters, δ = θ⁺ - θ. One worker evaluates each layer, and the first rank the other parameters;
-one message adds everything up. For layers that FSDP2 shards each rank evaluates its rows, and one worker collects δ for
-δᵀFδ.
+``M(δ) = ∇ᵀδ + ½ δᵀ(F + γI)δ`` with the gradient ∇ of the mean loss, each layer's Fisher block F, and the optimizer's
+change of the parameters, δ = θ⁺ - θ. One worker evaluates each layer, all ranks evaluate the other parameters, and one
+message sums the parts. For layers that FSDP2 shards, each rank evaluates its rows, and one worker gathers δ for δᵀFδ.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from natgrad.capture.model_hooks import Forward, Hooks, Pass
-from natgrad.capture.repetition import Repetition, as_found
+from natgrad.capture.model_hooks import ForwardPass, ForwardPasses, Hooks
+from natgrad.capture.repetition import Repetition, preserve_state
 from natgrad.damping.adaptive import Outcome
 from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import copies, extra_pass, held_rows, local, rows_of
@@ -23,18 +22,20 @@ from natgrad.errors import NatgradError, describe, require
 from natgrad.layers import Slot
 from natgrad.linalg.precision import at_least_float32
 from natgrad.state.block_group import BlockGroup
-from natgrad.state.parameters import Rows, slots_of
+from natgrad.state.parameters import ParameterRows, slots_of
 
 
 class Losses:
-    """The losses of this rank's batch, computed by the closure with the random numbers of the step's own passes.
+    """The losses of this rank's batch, computed by the closure with the random numbers of the step's passes.
 
-    Ranks are weighted as their gradients are: equally, or by samples if natgrad reduces; sums are added. An error of
-    the closure is kept until all ranks have communicated, unless the model is sharded.
+    Ranks are weighted as their gradients: equally, or by samples if natgrad reduces them. Losses that are sums over
+    samples are added. An error of the closure is raised after all ranks have communicated, unless the model is sharded.
     """
 
-    def __init__(self, closure: Callable[[], Any] | None, recorded: Sequence[Pass], weight: float | None) -> None:
-        """Start without losses.
+    def __init__(
+        self, closure: Callable[[], Any] | None, recorded: Sequence[ForwardPass], weight: float | None
+    ) -> None:
+        """Initialize without losses.
 
         Args:
             closure: Returns the loss, or (loss, ...). None: this rank had no batch.
@@ -47,18 +48,18 @@ class Losses:
         self._error: Exception | None = None
 
     def compute(self, model: nn.Module, hooks: Hooks) -> None:
-        """Compute the loss with the present parameters, without changing anything else.
+        """Compute and store the loss with the current parameters.
 
         Raises:
             Exception: an error of the closure, if the model is sharded.
         """
         value = 0.0
         if self._closure is not None and self._error is None:
-            closure, repeated = self._closure, Forward(on_begin=Repetition(self._recorded).begin)
+            closure, repeated = self._closure, ForwardPasses(on_begin=Repetition(self._recorded).begin)
 
             def evaluate() -> None:
                 nonlocal value
-                with as_found(model), hooks.reporting_to(repeated), torch.enable_grad():
+                with preserve_state(model), hooks.reporting_to(repeated), torch.enable_grad():
                     result = closure()
                 loss = result[0] if isinstance(result, tuple) and result else result
                 number = loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else loss
@@ -83,7 +84,7 @@ class Losses:
         if self._error is not None:
             raise self._error
         if failed:
-            raise NatgradError("the closure has raised an error on another rank, whose own output tells it")
+            raise NatgradError("the closure has raised an error on another rank, see the output of that rank")
         # Without a batch on any rank the change is 0.
         return change if self._summed or not weight else change / weight
 
@@ -104,20 +105,20 @@ class QuadraticModel:
         """
         self._accounted = list(zip(groups, accountants(groups), strict=True))
         self._runtime, self._damping, self._scale = runtime, damping, scale
-        rows = Rows(runtime)
+        rows = ParameterRows(runtime)
         # The rows that this rank evaluates, by the ``id`` of the slot: raw gradients, and parameters before the step.
         self._before: dict[int, tuple[Tensor | None, Tensor]] = {}
         for group, accountant in self._accounted:
             for slot in slots_of(group):
-                if rows.counts(slot, accountant):
+                if rows.in_sum(slot, accountant):
                     gradient = held_rows(slot, rows.held(slot))
                     gradient = None if gradient is None else gradient.clone()
                     self._before[id(slot)] = gradient, _parameter(slot, rows.held(slot)).clone()
-        # The same for this rank's part of parameters without curvature, with its weight in sums over the ranks.
+        # Parameters without curvature: this rank's part of gradients and values, and its weight in sums over the ranks.
         self._others: list[tuple[nn.Parameter, Tensor, Tensor, float]] = []
 
     def take_others(self, model: nn.Module) -> None:
-        """Copy those of parameters without curvature, when all ranks have their gradients."""
+        """Copy gradients and values of parameters without curvature, when all ranks have their gradients."""
         known = {id(slot.parameter) for group, _ in self._accounted for slot in slots_of(group)}
         for name, parameter in model.named_parameters():
             if parameter.grad is None or id(parameter) in known:
@@ -130,7 +131,8 @@ class QuadraticModel:
         """Return the outcome of the optimizer's step; collective, in one message on `device`.
 
         Raises:
-            Exception: an error of a closure; on the other ranks a `NatgradError`.
+            Exception: an error of this rank's closure.
+            NatgradError: if the closure raised an error on another rank.
         """
         message = torch.tensor([0.0, 0.0, 0.0, *losses.numbers()], dtype=torch.float64, device="cpu").to(device)
         linear, curved = message[0], message[1]
@@ -146,17 +148,17 @@ class QuadraticModel:
         return Outcome(change=losses.change(*totals) * unit, predicted=first + second / 2)
 
     def _add_layers(self, linear: Tensor, curved: Tensor) -> None:
-        """Add this rank's part of the groups in place. Collective if any is sharded."""
-        rows, changes = Rows(self._runtime), {}
+        """Add this rank's part of the groups in place; collective if any is sharded."""
+        rows, changes = ParameterRows(self._runtime), {}
         for group, accountant in self._accounted:
             for slot in slots_of(group):
-                if rows.counts(slot, accountant):
+                if rows.in_sum(slot, accountant):
                     gradient, before = self._before[id(slot)]
                     D = changes[id(slot)] = _parameter(slot, rows.held(slot)) - before
                     if gradient is not None:
                         linear += _inner(gradient, D).to(linear) * self._scale
                     curved += (self._damping * group.factor * _inner(D, D)).to(curved)
-        whole = rows.whole([(group, (accountant,)) for group, accountant in self._accounted], changes, "replay")
+        whole = rows.gather_blocks([(group, (accountant,)) for group, accountant in self._accounted], changes, "replay")
         for group, _ in self._accounted:
             if id(group) in whole:
                 D = whole[id(group)]
@@ -164,7 +166,7 @@ class QuadraticModel:
 
 
 def accountants(groups: Sequence[BlockGroup]) -> list[int]:
-    """Return the rank that accounts for each group: one of its workers, in turn."""
+    """Return the rank that evaluates each group in sums over all parameters: one of its workers, in turn."""
     workers = [group.role.seat.workers for group in groups]
     return [ranks[index % len(ranks)] for index, ranks in enumerate(workers)]
 

@@ -1,6 +1,6 @@
-"""Schedules: functions of the number of completed steps, without state.
+"""Schedules: functions of the number of completed steps.
 
-Each is a `natgrad.Schedule`, for the damping or for an interval of `natgrad.Refresh`.
+They can be used for the damping and for the intervals of `natgrad.Refresh`.
 """
 
 from __future__ import annotations
@@ -70,20 +70,22 @@ class Cosine(_Way):
     """Change along half a cosine wave to `target`, and stay there."""
 
     def __call__(self, step: int) -> float:
-        """Return the value after `step` completed steps: the share of `start` is ``(1 + cos(π step / steps)) / 2``."""
+        """Return the value after `step` completed steps: `start` has the weight ``(1 + cos(π step / steps)) / 2``."""
         left = (1 + cos(pi * self._done(step))) / 2
         return self.start * left + self.target * (1 - left)
 
 
 class WarmUp(_Way):
-    """The warm-up damping of Osawa 2019 (SP-NGD; section 4.3, eq. 16): approaches `target` by a constant ratio.
+    """Approach `target` exponentially (warm-up damping).
 
     ``γ_{t+1} = (1 - α) γ_t + α γ_target`` with ``α = 2 log10(γ_0 / γ_target) / steps``, in closed form
-    ``γ_t = γ_target + (γ_0 - γ_target) (1 - α)ᵗ``. It has not reached the target after `steps`: with the paper's values
-    γ is then 2.35 to 2.77 times the target.
+    ``γ_t = γ_target + (γ_0 - γ_target) (1 - α)ᵗ``. γ does not reach the target after `steps`: with the paper's values
+    it is then 2.35 to 2.77 times the target.
+
+    Source: Osawa 2019 (SP-NGD), section 4.3, eq. 16.
 
     Raises:
-        ValueError: also if `start` is not above `target`, or if `steps` is so small that α is above 1.
+        ValueError: if a value is not above 0, `start` is not above `target`, or `steps` is so small that α is above 1.
     """
 
     def __post_init__(self) -> None:
@@ -101,10 +103,10 @@ class WarmUp(_Way):
 
 
 class Piecewise:
-    """Constant between some steps: ``Piecewise({0: 0.1, 1000: 0.01})``."""
+    """Change at some steps and stay constant in between: ``Piecewise({0: 0.1, 1000: 0.01})``."""
 
     def __init__(self, values: Mapping[int, float]) -> None:
-        """Take the values.
+        """Check the values.
 
         Args:
             values: The values above 0, by the step from which they apply; step 0 is required.

@@ -19,7 +19,7 @@ from natgrad.layers import Layer, Slot
 from natgrad.schedule import check_number
 from natgrad.state.block_group import BlockGroup
 from natgrad.state.failures import Level
-from natgrad.state.parameters import Rows, has_shards, slots_of, stacked
+from natgrad.state.parameters import ParameterRows, has_shards, slots_of, stacked
 
 if TYPE_CHECKING:
     from natgrad.preconditioner.gradients.stacked import GroupGradients
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrustRegion:
-    """Bounds ``½ δᵀFδ``, about the KL divergence between the model's predictions before and after a step.
+    """Bounds ``½ δᵀFδ``, approximately the KL divergence between the model's predictions before and after a step.
 
     δ is the change that `torch.optim.SGD` will make to the preconditioned layers, including learning rates, momentum,
     dampening, Nesterov momentum and weight decay. If it is too long, ``.grad`` is changed so that the optimizer makes
-    the change ``s δ``, with one s for all layers and ``½ s² δᵀFδ = radius``. The optimizer's state stays unchanged.
-    (A number as ``kl_clip`` only bounds the effect of one step's gradient: with momentum m, steps are up to 1 / (1 - m)
-    times as long.) Each step needs a product with F, about the cost of preconditioning. If layers have their own
-    workers, one number is sent per step, and for sharded layers also what SGD adds to their gradients.
+    the change ``s δ``, with one s for all layers and ``½ s² δᵀFδ = radius``. The optimizer's state does not change.
+    (A number as ``kl_clip`` bounds only the effect of one gradient: with momentum m, steps are up to 1 / (1 - m) times
+    as long.) Each step computes a product with F, which costs about as much as preconditioning. If not all ranks are
+    workers of all layers, each step sends one number, and for sharded layers also weight decay and momentum terms.
 
     Attributes:
         radius: The bound, in nats, above 0.
 
     Raises:
-        ValueError: if it is not above 0.
+        ValueError: if `radius` is not above 0.
     """
 
     radius: float
@@ -60,10 +60,10 @@ class TrustRegion:
         require(known, "optimizer", type(optimizer).__name__, allowed)
         assert isinstance(optimizer, torch.optim.SGD)
         damped = any(group["momentum"] and group["dampening"] >= 1 for group in optimizer.param_groups)
-        require(not damped, "optimizer", "of dampening 1", "one whose steps hang on the gradient")
+        require(not damped, "optimizer", "of dampening 1", "one whose steps depend on the gradient")
         for _, curvature in covered:
             fits = curvature.fisher_product_reads is not None
-            allowed = "one that can multiply by its Fisher, as KFAC, with kl_clip=TrustRegion(...)"
+            allowed = "one with fisher_product, such as KFAC, with kl_clip=TrustRegion(...)"
             require(fits, "curvature", curvature, allowed)
 
     def hold(
@@ -74,10 +74,10 @@ class TrustRegion:
         *,
         shares_work: bool,
     ) -> Tensor | float:
-        """Change preconditioned gradients so that the optimizer's step stays within the bound, and return s.
+        """Change preconditioned gradients in place so that the optimizer's step stays within the bound, and return s.
 
         Args:
-            entries: The gradients of all groups; blocks that are not finite are zero.
+            entries: The gradients of all groups. Non-finite blocks are zero.
             optimizer: The SGD.
             runtime: The ranks.
             shares_work: Whether each rank holds the curvature of some layers only.
@@ -87,12 +87,12 @@ class TrustRegion:
             return 1.0
         shares_work = shares_work or any(map(has_shards, groups))  # no rank alone has all rows
         owners = zip(groups, accountants(groups), strict=True)
-        mine = {id(group) for group, accountant in owners if accountant == runtime.rank or not shares_work}
+        evaluated = {id(group) for group, accountant in owners if accountant == runtime.rank or not shares_work}
         additions = _Additions(groups, rules, runtime)
         added = [additions.blocks(entry) for entry in entries]
         total = torch.zeros((), dtype=torch.float64, device=groups[0].device)
         for entry, B in zip(entries, added, strict=True):
-            if id(entry.group) in mine:
+            if id(entry.group) in evaluated:
                 D = _whole(entry, entry.V + B) * _rates(entry.group, lambda slot: rules[id(slot.parameter)].rate(slot))
                 total += torch.linalg.vecdot(D.flatten(), entry.group.fisher_product(D).flatten()).double().to(total)
         if shares_work and runtime.ranks > 1:
@@ -114,7 +114,7 @@ class _Rule:
 
     Attributes:
         lr: The learning rate.
-        sign: -1 if it maximizes.
+        sign: -1 if the optimizer maximizes, otherwise 1.
         c: The factor of the gradient of this step.
         decay: The weight decay.
         k: The factor of the momentum buffer, relative to the gradient.
@@ -148,7 +148,7 @@ class _Rule:
         return bool(self.decay) or self.buffer is not None
 
     def added(self, slot: Slot, rows: range) -> Tensor:
-        """Return what SGD adds to the gradient, for some rows that this rank holds."""
+        """Return the weight decay and momentum terms that SGD adds to the gradient, for rows of this rank."""
         parameter = rows_of(slot.name, slot.parameter.detach(), rows)
         result = parameter * (self.sign * self.decay) if self.decay else torch.zeros_like(parameter)
         if self.buffer is not None:
@@ -157,16 +157,16 @@ class _Rule:
 
     def rate(self, slot: Slot) -> float | Tensor:
         """Return the factor of the step, without its sign."""
-        lr = self.lr.double() if isinstance(self.lr, Tensor) else self.lr  # often float32
+        lr = self.lr.double() if isinstance(self.lr, Tensor) else self.lr
         return 0.0 if slot.parameter.grad is None else lr * self.c
 
 
 class _Additions:
-    """What the optimizer adds to the gradients of layers: weight decay and momentum."""
+    """The weight decay and momentum terms that the optimizer adds to the gradients of layers."""
 
     def __init__(self, groups: Sequence[BlockGroup], rules: Mapping[int, _Rule], runtime: Communicator) -> None:
-        """Collect the rows of all ranks on the accountants of the groups. Collective if anything is added."""
-        self._rows = Rows(runtime)
+        """Gather the rows of all ranks on the accountants of the groups; collective if any rule has such terms."""
+        self._rows = ParameterRows(runtime)
         self._values: dict[int, Tensor] = {}  # this rank's rows, by the ``id`` of the slot
         added = [
             (group, (accountant,))
@@ -176,18 +176,18 @@ class _Additions:
         for group, _ in added:
             for slot in slots_of(group):
                 self._values[id(slot)] = rules[id(slot.parameter)].added(slot, self._rows.held(slot))
-        self._whole = self._rows.whole(added, self._values, "gradients")
+        self._whole = self._rows.gather_blocks(added, self._values, "gradients")
 
     def blocks(self, entry: GroupGradients) -> Tensor | float:
-        """Return the additions as blocks ``[n, o, i]``, zero where this rank does not have them."""
+        """Return the terms as blocks ``[n, o, i]``, zero for rows that this rank does not have."""
         if entry.held is not None or id(slots_of(entry.group)[0]) not in self._values:
             return 0.0
         group = entry.group
-        found = self._whole[id(group)] if id(group) in self._whole else self._rows.own(group, self._values)
+        found = self._whole[id(group)] if id(group) in self._whole else self._rows.local_blocks(group, self._values)
         return found[entry.blocks]
 
     def scale_held_rows(self, entry: GroupGradients, s: Tensor) -> None:
-        """Make the optimizer's step s times as long in this rank's rows of layers that other ranks precondition."""
+        """Scale the optimizer's step by s in this rank's rows of layers that other ranks precondition."""
         for held in entry.held or ():
             scale = s.to(held.values)
             changed = scale * held.values
@@ -197,7 +197,7 @@ class _Additions:
 
 
 def copied(optimizer: torch.optim.Optimizer, copies: Mapping[int, nn.Parameter]) -> torch.optim.SGD:
-    """Return an SGD that changes copies of parameters, by the ``id`` of the originals, as `optimizer` the originals.
+    """Return an SGD that updates copies of parameters, by the ``id`` of the originals, as `optimizer` does these.
 
     Collective if parameters are sharded.
     """
@@ -215,7 +215,7 @@ def copied(optimizer: torch.optim.Optimizer, copies: Mapping[int, nn.Parameter])
 
 
 def _rules(optimizer: torch.optim.Optimizer) -> Mapping[int, _Rule]:
-    """Return rules by the ``id`` of the parameter. Parameters that the optimizer does not have stay unchanged."""
+    """Return rules by the ``id`` of the parameter. Other parameters than the optimizer's do not change."""
     rules = defaultdict[int, _Rule](lambda: _Rule(0.0, 1.0, 1.0, 0.0, 0.0, None))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -224,7 +224,7 @@ def _rules(optimizer: torch.optim.Optimizer) -> Mapping[int, _Rule]:
 
 
 def _whole(entry: GroupGradients, values: Tensor) -> Tensor:
-    """Return values of an entry's blocks ``[n, o, i]`` as blocks of the whole group ``[N, o, i]``, zero elsewhere."""
+    """Return values of an entry's blocks ``[n, o, i]`` in the blocks of the group ``[N, o, i]``, zero elsewhere."""
     if len(entry.members) == len(entry.group.members):
         return values
     whole = values.new_zeros(entry.group.size, *values.shape[1:])
@@ -233,12 +233,12 @@ def _whole(entry: GroupGradients, values: Tensor) -> Tensor:
 
 
 def _rates(group: BlockGroup, of: Callable[[Slot], float | Tensor]) -> float | Tensor:
-    """Return a number per parameter of a group as one number, or as blocks ``[N, o, i]`` if they differ."""
+    """Return a number for each parameter of a group, as one number or, if they differ, as blocks ``[N, o, i]``."""
     values = [of(slot) for slot in slots_of(group)]
     if not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1:
         return values[0]
     dtype, device = group.work_dtype, group.device
-    # Filled on the device, because copying numbers would make the host wait.
+    # Filled on the device, because a copy from the host would synchronize.
     numbers = {
         id(slot): value.to(device, dtype)
         if isinstance(value, Tensor)

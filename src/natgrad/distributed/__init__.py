@@ -1,4 +1,4 @@
-"""Which rank computes what, and what is sent: placements, a plan, messages over torch.distributed, and FSDP2."""
+"""Placements, plans of the work of each rank, collectives over torch.distributed, and FSDP2."""
 
 from natgrad.distributed.choice import make_plan, step_seconds
 from natgrad.distributed.communicator import Communicator, Work, flatten, unflatten

@@ -1,4 +1,4 @@
-"""Assign layers to ranks, the longest work first."""
+"""Assign layers to ranks, in order of descending cost."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def assign(
 def weigh(
     placement: Placement, works: Mapping[Key, LayerDemand], seats: Mapping[Key, Assignment], cycle: Cycle
 ) -> dict[Key, float]:
-    """Return the work of each layer between two inverse refreshes.
+    """Return the work of each layer between two inverse refreshes: the measured cost, otherwise the modelled one.
 
-    Measured costs are used where there are any. Modelled ones are scaled to the unit of the measured ones.
+    Modelled costs are scaled to the unit of the measured ones.
     """
     modelled = {key: work.cost + _construction(placement, key, work, seats[key], cycle) for key, work in works.items()}
     costs = placement.costs or {}
@@ -58,7 +58,7 @@ def weigh(
 def _construction(placement: Placement, key: Key, work: LayerDemand, seat: Assignment, cycle: Cycle) -> float:
     """Return the work of building a layer's factors, in multiply-adds of decompositions.
 
-    It is 0 where several ranks build them, since then every rank has the same share, and where positions are unknown.
+    It is 0 if all ranks build them, because each then has the same share, or if positions are unknown.
     """
     if placement.positions is None or seat.sums != "alone":
         return 0.0
@@ -78,7 +78,7 @@ def _sums(placement: Placement, work: LayerDemand, workers: int) -> Destination:
 def _columns(
     plan: Plan[Key], workers: Sequence[Sequence[int]], speeds: Sequence[float], seated: Mapping[Key, Assignment]
 ) -> dict[Key, int]:
-    """Return the column of each layer: kept, chosen by the rule, in turn, or the one that is done first."""
+    """Return the column of each layer: the previous one, that of the rule, the next in turn, or the least loaded."""
     known = {tuple(ranks): column for column, ranks in enumerate(workers)}
     kept = {key: known[seated[key].workers] for key in plan.seats if key in seated and seated[key].workers in known}
     rule = plan.placement.rule
@@ -93,18 +93,18 @@ def _columns(
         return {key: kept.get(key, index % len(workers)) for index, key in enumerate(plan.seats)}
     column_of, weights = dict(kept), plan.weights
     load = _Load(range(len(workers)), [sum(speeds[rank] for rank in ranks) for ranks in workers])
-    # Sorted, since floating-point sums depend on the order and layers may come in another one.
+    # Sorted, because floating-point sums depend on the order, and the order of layers may differ.
     for key in _descending({key: weights[key] for key in kept}):
         load.add(kept[key], weights[key])
     for key in _descending({key: weight for key, weight in weights.items() if key not in kept}):
-        column_of[key] = load.give(weights[key])
+        column_of[key] = load.add_to_least(weights[key])
     return column_of
 
 
 def _owners(
     plan: Plan[Key], column_of: Mapping[Key, int], workers: Sequence[Sequence[int]], speeds: Sequence[float]
 ) -> Owners[Key]:
-    """Return the owner of each task: the worker that is done with it first, the largest tasks first; or in turn."""
+    """Return the owner of each task: the least loaded worker, the largest tasks first; or workers in turn."""
     placement = plan.placement
     weights = {(key, part): plan.weight(key, part) for key, work in plan.layers.items() for part in work.parts}
     owners: Owners[Key] = {key: {} for key in plan.layers}
@@ -121,14 +121,14 @@ def _owners(
             owners[key][part] = workers[column][assigned[column] % len(workers[column])]
             assigned[column] += 1
         else:
-            owners[key][part] = load.give(weight)
+            owners[key][part] = load.add_to_least(weight)
     return owners
 
 
 def _is_cheaper_everywhere(placement: Placement, work: LayerDemand, part: str) -> bool:
     """Return whether every rank decomposes a part sooner than it would receive the result (SPD-KFAC, section IV-B)."""
     if work.rows is not None:
-        return False  # the batch decides the number of rows, and so the size of the result
+        return False  # the size of the result depends on the batch
     size = work.results.get(part, 0) * work.bytes_per_element
     return placement.link.work(work.parts[part]) < placement.link.message(size)
 
@@ -138,18 +138,18 @@ def _descending(costs: Mapping[Key, float]) -> Iterable[Key]:
 
 
 class _Load:
-    """The work that each worker has been given so far."""
+    """The work assigned to each worker so far."""
 
     def __init__(self, workers: Sequence[int], speeds: Sequence[float]) -> None:
         self._workers, self._speeds = workers, np.array(speeds)
         self._work = np.zeros(len(workers))
 
     def add(self, index: int | slice, cost: float) -> None:
-        """Add work to one worker, or to several."""
+        """Add work to one worker or several."""
         self._work[index] += cost
 
-    def give(self, cost: float) -> int:
-        """Give work to the worker that is done with it first, the first one of equals, and return that worker."""
+    def add_to_least(self, cost: float) -> int:
+        """Add work to the worker that would finish it first, and return this worker. Ties go to the first."""
         best = int(((self._work + cost) / self._speeds).argmin())
         self.add(best, cost)
         return self._workers[best]

@@ -1,4 +1,4 @@
-"""Choose a placement: the one asked for, or the cheapest by a model of communication and computation."""
+"""Make the plan of a placement; for "auto", of the cheapest one by a model of communication and computation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from natgrad.errors import require
 
 Key = TypeVar("Key", bound=Hashable)
 
-# How many of the cheapest placements a plan's note names.
+# The number of cheapest placements in a plan's note.
 _NAMED = 3
-# Another placement replaces "comm-opt" only where it saves a tenth, which the model may err by: with "comm-opt" alone
-# every rank holds all state.
+# "auto" leaves "comm-opt" only for a placement that costs less than this fraction, because of the model's error.
 _WORTH = 0.9
 
 
@@ -30,22 +29,22 @@ def make_plan(
 ) -> Plan[Key]:
     """Assign the layers to ranks.
 
-    Layers go to columns of the grid of ranks, and the tasks of a layer to the workers of its column. Both go in order
-    of descending cost, each to the column or worker that is done with it first (longest processing time: within 4/3 of
-    the best makespan among equally fast ranks, Graham 1969, and twice the best among others, Gonzalez et al. 1977); or
-    in turn with owners="round-robin". Where a layer has several workers, A and G may be decomposed by different ones
-    (Pauloski 2022, sections 4.2 and 4.3).
+    Layers are assigned to columns of the grid of ranks, and the tasks of a layer to the workers of its column. Both are
+    assigned in order of descending cost to the column or worker that would finish first (longest processing time:
+    within 4/3 of the best makespan for equally fast ranks, Graham 1969, otherwise within twice the best, Gonzalez et
+    al. 1977). With owners="round-robin" they are assigned in turn. If a layer has several workers, different ones may
+    decompose A and G (Pauloski 2022, sections 4.2 and 4.3).
 
     Args:
         placement: The options.
-        works: The demand of each layer, in the order of the model; the same on every rank.
-        ranks: P >= 1.
+        works: The demand of each layer, in the order of the model; equal on all ranks.
+        ranks: The number of ranks, P >= 1.
         seated: The assignments of layers that keep their workers.
-        cycle: The intervals of factors and inverses, which "auto" and the balance of "dp" depend on.
+        cycle: The intervals of factors and inverses, for "auto" and the balance of "dp".
 
     Returns:
-        The plan, the same on every rank: ties go to the lower rank, and equal costs keep their order. Where no two
-        costs are equal, the order of `works` matters to owners="round-robin" only.
+        The plan, equal on all ranks: ties go to the lower rank, and equal costs keep their order. If all costs differ,
+        the order of `works` matters only for owners="round-robin".
 
     Raises:
         ValueError: if an option does not fit the number of ranks, or a rank would hold more than `Placement.memory`.
@@ -63,18 +62,16 @@ def make_plan(
     if placement.name == "auto":
         return _cheapest(placement, works, ranks, seated or {}, cycle)
     plan = assign(placement, works, ranks, seated or {}, cycle)
-    # A training that is under way does not stop because a layer was added.
-    _check_memory(placement, [] if seated else [plan])
+    _check_memory(placement, [] if seated else [plan])  # a layer added during training raises no error
     return plan
 
 
 def step_seconds(plan: Plan[Key], cycle: Cycle) -> float:
     """Return the mean seconds of a step that depend on the placement, by the model of its `Link`.
 
-    They are those of the busiest rank: messages (messages that are sent at the same time cost one latency together, and
-    the bytes that the rank sends or receives, whichever are more), decompositions, and products with the gradients.
-    What all placements share is left out: the model's passes, local statistics, and the wrapper's messages. Nothing is
-    assumed to overlap.
+    They are those of the busiest rank for messages, decompositions and products with the gradients. Messages sent at
+    the same time cost one latency together, and the larger of the bytes sent and received. Costs that do not depend on
+    the placement (the model's passes, local statistics, the wrapper's messages) are not included. Nothing overlaps.
     """
     exchanges, link = plan.exchanges(in_bytes=True), plan.placement.link
     factors = _message(exchanges["factors"], "factors", link)
@@ -142,7 +139,7 @@ def _collection(plan: Plan[Key]) -> float:
 
 
 def _reduction(plan: Plan[Key], cycle: Cycle) -> float:
-    """Return the seconds of summing gradients: on each layer's worker where there is one, else on all ranks."""
+    """Return the seconds of summing gradients: on each layer's worker if it has one, otherwise on all ranks."""
     if not cycle.reduces or plan.ranks == 1:
         return 0.0
     sizes = [0] * plan.columns
@@ -170,7 +167,7 @@ def _cheapest(
         priced.sort(key=lambda price: price[1] > 0)
     best = fitting[priced[0][1]]
     prices = [f"{fitting[index].placement} {_in_words(cost)}" for cost, index in priced]
-    # Always named, as the best-known placement.
+    # "comm-opt" is always included.
     rest = prices[1:_NAMED] + [price for price in prices[_NAMED:] if price.startswith("comm-opt")]
     note = f"placement {prices[0]} a step by the model" + (f" ({', '.join(rest)})" if rest else "")
     if len(fitting) < len(plans):
@@ -180,7 +177,7 @@ def _cheapest(
 
 
 def _candidates(placement: Placement, ranks: int) -> Iterator[Placement]:
-    """Yield the placements that give the results of one process at every step."""
+    """Yield the placements whose results are those of one process at every step."""
     yield replace(placement, name="comm-opt")
     if ranks == 1:
         return

@@ -1,7 +1,7 @@
-"""The messages between ranks: standard collectives on flat buckets, with their bytes counted.
+"""The messages between ranks: standard collectives on flat buckets, with counts of the bytes sent.
 
-The library sends five kinds of messages: sums for all ranks, sums for their owners, results that owners share, rows
-that all ranks gather, and rows that move to other ranks without a sum.
+There are five kinds: sums on all ranks, sums on their owners, results that owners share, rows that all ranks gather,
+and rows that are redistributed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from natgrad.distributed.slices import Slices
 from natgrad.distributed.wire import WireFormat, cut, narrower
 from natgrad.errors import NatgradError
 
-# The numbers of one owner: values, which may be sent in a narrow dtype, and counters, which never are.
+# The numbers of one owner: values, which may be sent in a narrow dtype, and counters, which may not.
 Owned = tuple[Tensor, Tensor]
 
 
@@ -28,18 +28,18 @@ class Work:
     """A message that is being sent.
 
     Attributes:
-        whole: Whether `wait` sends nothing more, so that one rank may call it alone.
+        whole: Whether `wait` sends no further messages, so that it is not collective.
     """
 
     def __init__(
         self, runtime: Communicator, work: dist.Work | None = None, finish: Callable[[], object] | None = None
     ) -> None:
-        """Wrap the `work` to wait for, and a function that all ranks call afterwards to `finish` together."""
+        """Wrap the `work` to wait for, and a function to `finish` it, which is collective."""
         self._runtime, self._work, self._finish = runtime, work, finish
         self.whole = finish is None
 
     def wait(self) -> None:
-        """Wait until the result is there; a second call does nothing."""
+        """Wait for the result; further calls do nothing."""
         if self._work is not None:
             with self._runtime.collective():
                 self._work.wait()
@@ -49,18 +49,18 @@ class Work:
         self.whole = True
 
     def drop(self) -> None:
-        """Wait until the message may be freed, and leave its result unfinished; all ranks must do so alike."""
+        """Wait until the message may be freed, without its result; all ranks must call it."""
         self._finish = None
         self.wait()
 
 
 class Communicator:
-    """The messages within one process group; with a single rank nothing is sent.
+    """The messages within one process group. A single rank sends nothing.
 
     Attributes:
-        group: The process group; None: this process alone.
-        rank: This process's rank in the group.
-        ranks: P.
+        group: The process group. None: a single process.
+        rank: The rank of this process in the group.
+        ranks: The number of ranks, P.
         seconds: Host seconds spent in collectives.
     """
 
@@ -84,13 +84,13 @@ class Communicator:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Measure the host seconds of a collective, and explain its failure.
+        """Measure the host seconds of a collective, and explain its errors.
 
-        Every collective of natgrad is called within. Where another rank has stopped, the backend raises when the
+        All collectives of natgrad are called in this context. If another rank has stopped, the backend raises when the
         connection breaks, at the latest after the timeout of the process group.
 
         Raises:
-            NatgradError: from the backend's error.
+            NatgradError: if the backend raises.
         """
         started = perf_counter()
         try:
@@ -99,7 +99,7 @@ class Communicator:
             groups.forget(self.group)
             raise NatgradError(
                 f"rank {self.rank} of {self.ranks} could not exchange its message: another rank has probably stopped, "
-                f"and its own error says why; {error}"
+                f"see the error there; {error}"
             ) from error
         finally:
             self.seconds += perf_counter() - started
@@ -109,8 +109,8 @@ class Communicator:
     def subgroup(self, ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup | None:
         """Return the process group of some ranks, ascending and including this one.
 
-        The first call for a group is collective over all ranks, each of which asks for the group that it is in. Groups
-        of the same ranks with different purposes have queues of their own.
+        The first call for a group is collective over all ranks, each of which passes the ranks of its group. Groups of
+        the same ranks with different purposes have separate queues.
         """
         key = tuple(ranks), purpose
         if self.group is None or (len(key[0]) == self.ranks and not purpose):
@@ -138,11 +138,11 @@ class Communicator:
         return found
 
     def any(self, flag: bool) -> bool:
-        """Return whether any rank says so; this waits."""
+        """Return whether the flag of any rank is True; collective and synchronous."""
         return self.totals([float(flag)], "counters")[0] > 0
 
     def totals(self, numbers: Sequence[float], kind: str) -> list[float]:
-        """Return numbers summed over the ranks in float32, counted as one kind; synchronizes."""
+        """Return numbers summed over the ranks in float32; `kind` as in `traffic`; collective and synchronous."""
         if self.ranks == 1:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float32, device=groups.device_of(self.group))
@@ -153,11 +153,11 @@ class Communicator:
     # --- A sum on all ranks -------------------------------------------------------------------------------------
 
     def sum_(self, message: Tensor, kinds: dict[str, int], wire: torch.dtype | None = None) -> None:
-        """Sum `message` over the ranks, in place; each rank sends 2 (P - 1) / P of its elements.
+        """Sum `message` over the ranks in place. Each rank sends 2 (P - 1) / P times its number of elements.
 
         Args:
-            message: A contiguous vector, of the same size on every rank.
-            kinds: The number of its elements of each kind, for `traffic`. "counters" are its last elements.
+            message: A contiguous vector of the same size on every rank.
+            kinds: The number of elements of each kind, for `traffic`. "counters" are the last elements.
             wire: The dtype in which all but the counters are sent, if narrower than the message's.
         """
         self.post_sum(message, kinds, wire, self.group).wait()
@@ -171,15 +171,15 @@ class Communicator:
         *,
         finishes_alone: bool = False,
     ) -> Work:
-        """Start `sum_`, in the queue of a group; `message` must not be used until the result has been waited for.
+        """Start `sum_` in the queue of a group. Do not use `message` before ``wait()``.
 
         Args:
             message: As in `sum_`.
             kinds: As in `sum_`.
             wire: As in `sum_`.
             group: `group` or `background`.
-            finishes_alone: Whether a narrow message is sent in one collective, so that no rank waits for another that
-                has not yet waited for its result. It rounds more where there are more than two ranks.
+            finishes_alone: Whether to send a narrow message in one collective, so that ``wait()`` is not collective.
+                For more than two ranks this rounds more.
         """
         narrow = narrower(wire, message.dtype)
         if self.ranks > 1 and narrow != message.dtype:
@@ -194,14 +194,13 @@ class Communicator:
     def _post_narrow(
         self, message: Tensor, kinds: dict[str, int], wire: torch.dtype, group: dist.ProcessGroup | None
     ) -> Work:
-        """Sum by reduce-scatter and all-gather of narrow numbers, each rank summing its piece in the message's dtype.
+        """Sum by reduce-scatter and all-gather of narrow numbers; each rank sums its piece in the message's dtype.
 
-        The sum of a piece is rounded once, by the rank that made it, which keeps what the others receive: all ranks
-        end with the same bits.
+        All ranks use the rounded sum of a piece, also the rank that made it, and so have the same bits.
         """
         kind, counters = next(iter(kinds)), kinds.get("counters", 0)
-        halves = message.split([len(message) - counters, counters])
-        narrow, wide = (cut(half, self.ranks) for half in halves)
+        sections = message.split([len(message) - counters, counters])
+        narrow, wide = (cut(section, self.ranks) for section in sections)
         layout = WireFormat(wide=wide.shape[1], narrow=narrow.shape[1], dtype=message.dtype, wire=wire)
         counted = layout.wide * message.element_size()
         self.count({kind: layout.payload - counted, "counters": counted}, 2 * (self.ranks - 1))
@@ -213,20 +212,20 @@ class Communicator:
 
         def finish() -> None:
             counts, values = layout.read(arrived)
-            values[self.rank] = narrow[self.rank]  # the own ones have not travelled
-            own = layout.empty(1, message.device)
-            layout.write(own, counts.sum(0, keepdim=True), [values.sum(0, keepdim=True)])
+            values[self.rank] = narrow[self.rank]  # unrounded
+            piece = layout.empty(1, message.device)
+            layout.write(piece, counts.sum(0, keepdim=True), [values.sum(0, keepdim=True)])
             with self.collective():
-                _all_gather(arrived, own, group)
-            for half, summed in zip(halves, reversed(layout.read(arrived)), strict=True):
-                half.copy_(summed.flatten()[: len(half)])
+                _all_gather(arrived, piece, group)
+            for section, summed in zip(sections, reversed(layout.read(arrived)), strict=True):
+                section.copy_(summed.flatten()[: len(section)])
 
         return Work(self, scattered, finish)
 
     def _post_rounded(
         self, message: Tensor, kinds: dict[str, int], wire: torch.dtype, group: dist.ProcessGroup | None
     ) -> Work:
-        """Sum by one collective: two ranks gather their rounded numbers, of more the partial sums are rounded, too."""
+        """Sum in one collective: two ranks gather rounded numbers; with more ranks, partial sums are also rounded."""
         codes = message.to(wire)
         self.count(kinds, codes.element_size() * 2 * (self.ranks - 1) / self.ranks)
         with self.collective():
@@ -244,11 +243,11 @@ class Communicator:
     ) -> Owned:
         """Return the sums over all ranks of the numbers that this rank owns.
 
-        A reduce-scatter of even slices, each of which begins with numbers that its own rank owns; then the surplus of
-        ranks that own more than a slice holds is sent to them (`Slices`). Sums are made in the dtype of the numbers.
+        A reduce-scatter of even slices, each of which begins with numbers of the rank that receives it. Ranks that own
+        more than a slice then receive their surplus from other ranks (`Slices`). Sums have the dtype of the numbers.
 
         Args:
-            values: For each owner the numbers that this rank adds: vectors of one dtype, at least float32, on one
+            values: For each owner, the numbers that this rank adds: vectors of one dtype, at least float32, on one
                 device.
             counters: The same for numbers that are never sent in a narrow dtype.
             kind: The kind that the values are counted as; counters are counted as "counters".
@@ -260,21 +259,21 @@ class Communicator:
         rank, narrow, wide = self.rank, Slices(_lengths(values)), Slices(_lengths(counters))
         layout = _layout(values[0].dtype, wire, values=narrow.length, counters=wide.length)
         rows = layout.empty(self.ranks, values[0].device)
-        own = values[0], counters[0]
+        local = values[0], counters[0]
         for index, pair in enumerate(zip(narrow.cut(values), wide.cut(counters), strict=True)):
-            own = pair if index == rank else own  # not sent, and so not rounded
+            local = pair if index == rank else local  # not sent, and so not rounded
             layout.write(rows[index : index + 1], pair[1][None], [pair[0][None]])
         self._count(layout, kind, self.ranks - 1)
-        own = self._reduce_scatter(rows, layout, own)
-        found = self._move_surplus(own, (narrow, wide), layout, kind, range(self.ranks), to_owners=True)
+        summed = self._reduce_scatter(rows, layout, local)
+        found = self._move_surplus(summed, (narrow, wide), layout, kind, range(self.ranks), to_owners=True)
         return (
-            torch.cat([own[0][narrow.first(rank)], *(run for run, _ in found)]),
-            torch.cat([own[1][wide.first(rank)], *(run for _, run in found)]),
+            torch.cat([summed[0][narrow.first(rank)], *(run for run, _ in found)]),
+            torch.cat([summed[1][wide.first(rank)], *(run for _, run in found)]),
         )
 
     def share_from_owners(
         self,
-        own: Owned,
+        owned: Owned,
         sizes: Sequence[tuple[int, int]],
         kind: str,
         *,
@@ -283,12 +282,12 @@ class Communicator:
     ) -> list[Owned]:
         """Return the numbers that each of some ranks owns, on all of these ranks.
 
-        This reverses `reduce_to_owners`, without sums. The surplus of ranks that own more than an even slice moves to
-        the slices of others; then all ranks gather the slices. An owner keeps the rounded values that the others
-        receive, so that all ranks end with the same bits.
+        This reverses `reduce_to_owners`, without sums. Ranks that own more than an even slice send their surplus to
+        the slices of others; then all ranks gather the slices. Owners also use the rounded values, so that all ranks
+        have the same bits.
 
         Args:
-            own: The values and counters of this rank, vectors of one dtype, at least float32, on one device.
+            owned: The values and counters of this rank, vectors of one dtype, at least float32, on one device.
             sizes: The number of values and of counters that each of the ranks owns.
             kind: The kind that the values are counted as; counters are counted as "counters".
             ranks: The ranks that take part, including this one, ascending.
@@ -298,27 +297,27 @@ class Communicator:
             The values and counters of each of the ranks.
         """
         if len(ranks) == 1:
-            return [own]
-        rank = ranks.index(self.rank)
+            return [owned]
+        rank, device = ranks.index(self.rank), owned[0].device
         narrow, wide = (Slices(tuple(pair[index] for pair in sizes)) for index in range(2))
-        layout = _layout(own[0].dtype, wire, values=narrow.length, counters=wide.length)
-        found = self._move_surplus(own, (narrow, wide), layout, kind, ranks, to_owners=False)
-        row = layout.empty(1, own[0].device)
-        values = narrow.fill([own[0][narrow.first(rank)], *(run for run, _ in found)])
-        counters = wide.fill([own[1][wide.first(rank)], *(run for _, run in found)])
+        layout = _layout(owned[0].dtype, wire, values=narrow.length, counters=wide.length)
+        found = self._move_surplus(owned, (narrow, wide), layout, kind, ranks, to_owners=False)
+        row = layout.empty(1, device)
+        values = narrow.fill([owned[0][narrow.first(rank)], *(run for run, _ in found)])
+        counters = wide.fill([owned[1][wide.first(rank)], *(run for _, run in found)])
         layout.write(row, counters[None], [values[None]])
-        arrived = layout.empty(len(ranks), own[0].device)
+        arrived = layout.empty(len(ranks), device)
         self._count(layout, kind, len(ranks) - 1)
         with self.collective():
             _all_gather(arrived, row, self.subgroup(ranks))
         all_counters, all_values = layout.read(arrived)
         return list(zip(narrow.join(list(all_values)), wide.join(list(all_counters)), strict=True))
 
-    def _reduce_scatter(self, rows: Tensor, layout: WireFormat, own: Owned) -> Owned:
-        """Return the sums of this rank's slice; `own` is what this rank adds to it.
+    def _reduce_scatter(self, rows: Tensor, layout: WireFormat, local: Owned) -> Owned:
+        """Return the sums of this rank's slice, to which it adds the unrounded numbers `local`.
 
         Gloo's reduce-scatter sends as many bytes as an all-reduce, and every reduce-scatter sums in the dtype that it
-        sends. In these cases ranks exchange their slices, and each sums its own.
+        sends. On the host and for narrow dtypes, an all-to-all is used instead, and each rank sums its slice.
         """
         if layout.lossless and rows.device.type == "cuda":
             summed = torch.empty_like(rows[:1])
@@ -330,12 +329,12 @@ class Communicator:
         with self.collective():
             dist.all_to_all_single(arrived, rows, group=self.group)
         counters, values = layout.read(arrived)
-        values[self.rank], counters[self.rank] = own
+        values[self.rank], counters[self.rank] = local
         return values.sum(0), counters.sum(0)
 
     def _move_surplus(
         self,
-        own: Owned,
+        source: Owned,
         slices: tuple[Slices, Slices],
         layout: WireFormat,
         kind: str,
@@ -343,22 +342,22 @@ class Communicator:
         *,
         to_owners: bool,
     ) -> list[Owned]:
-        """Send what owners have beyond an even slice to them, or to the slices that it fills; return what arrives."""
-        if all(half.is_even for half in slices):
+        """Send the surplus to its owners, or to the slices that it fills, and return the received numbers."""
+        if all(section.is_even for section in slices):
             return []
         rank, peers = ranks.index(self.rank), range(len(ranks))
-        filled = [[half.in_slice(peer, rank) for half in slices] for peer in peers]
-        owned = [[half.of_owner(rank, peer) for half in slices] for peer in peers]
-        leaving, arriving = (filled, owned) if to_owners else (owned, filled)
+        filled = [[section.in_slice(peer, rank) for section in slices] for peer in peers]
+        owned = [[section.of_owner(rank, peer) for section in slices] for peer in peers]
+        outgoing, incoming = (filled, owned) if to_owners else (owned, filled)
         messages = []
-        for values, counters in leaving:
+        for values, counters in outgoing:
             part = layout.resized(values=_size(values), counters=_size(counters))
-            message = part.empty(1, own[0].device)
+            message = part.empty(1, source[0].device)
             if part.size:
-                part.write(message, own[1][counters][None], [own[0][values][None]])
+                part.write(message, source[1][counters][None], [source[0][values][None]])
             self._count(part, kind, 1)
             messages.append(message[0])
-        parts = [layout.resized(values=_size(values), counters=_size(counters)) for values, counters in arriving]
+        parts = [layout.resized(values=_size(values), counters=_size(counters)) for values, counters in incoming]
         arrived = self.redistribute(messages, [part.size for part in parts], ranks=ranks)
         found = [part.read(message[None]) for part, message in zip(parts, arrived, strict=True) if part.size]
         return [(values[0], counters[0]) for counters, values in found]
@@ -381,9 +380,9 @@ class Communicator:
     def redistribute(
         self, outgoing: Sequence[Tensor], sizes: Sequence[int], *, ranks: Sequence[int] | None = None
     ) -> list[Tensor]:
-        """Send a vector to each of `ranks` (None: all), and return those received, of these `sizes`, from each.
+        """Send a vector to each of `ranks` (None: all), and return the received vectors, whose lengths are `sizes`.
 
-        The vectors are of one dtype and device. The caller counts the bytes.
+        All vectors have one dtype and device. The caller counts the bytes.
         """
         group = self.subgroup(range(self.ranks) if ranks is None else ranks)
         sent = torch.cat(list(outgoing))
@@ -393,9 +392,9 @@ class Communicator:
         return list(arrived.split(list(sizes)))
 
     def broadcast_(self, messages: Iterable[tuple[int, Tensor, dict[str, int]]]) -> None:
-        """Send messages from their owners to all other ranks, in place; an owner sends (P - 1) times its elements.
+        """Broadcast messages from their owners in place. An owner sends (P - 1) times its elements.
 
-        `messages` are triples of the owner's rank, the message, and the number of its elements of each kind.
+        `messages` are triples of the owner's rank, the message, and its number of elements of each kind.
         """
         works = []
         for owner, message, kinds in messages if self.ranks > 1 else ():
@@ -423,12 +422,12 @@ def _size(run: slice) -> int:
 
 
 def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | None, **options: Any) -> Any:
-    """Gather the messages of all ranks into `arrived`, by whichever name torch has for it."""
+    """Gather the messages of all ranks into `arrived`; the name of the function depends on torch's version."""
     return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(arrived, message, group=group, **options)
 
 
 def _sum_rows(summed: Tensor, rows: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Reduce-scatter `rows`, one for each rank, by whichever name torch has for it."""
+    """Reduce-scatter `rows`, one for each rank; the name of the function depends on torch's version."""
     getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(summed, rows, group=group)
 
 
@@ -438,6 +437,6 @@ def flatten(tensors: list[Tensor]) -> Tensor:
 
 
 def unflatten(message: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Return views of `message` shaped like the tensors that `flatten` was given."""
+    """Return views of `message` with the shapes of the tensors `like`."""
     pieces = message.split([tensor.numel() for tensor in like])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]

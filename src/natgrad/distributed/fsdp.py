@@ -1,10 +1,9 @@
-"""FSDP2 (``fully_shard``): parameters and gradients whose rows are spread over ranks, as DTensors.
+"""FSDP2 (``fully_shard``): parameters and gradients that are sharded by rows, as DTensors.
 
 Between steps the parameters of a sharded model are DTensors. Within a forward or backward pass FSDP2 replaces them by
-whole plain tensors, in the dtype that it computes in. The functions here also accept plain tensors, of which each rank
-holds all rows, so that the rest of the library need not ask whether a model is sharded.
+unsharded plain tensors, in its compute dtype. The functions in this module also accept plain tensors.
 
-FSDP: Zhao et al. 2023, arXiv 2304.11277.
+Source: Zhao et al. 2023, arXiv 2304.11277.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Return whether `tensor` is a DTensor, without the import of a module that most users never need."""
+    """Return whether `tensor` is a DTensor, without importing ``torch.distributed.tensor``."""
     return hasattr(tensor, "placements")
 
 
@@ -43,7 +42,7 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 
 
 def reshard(modules: Iterable[nn.Module]) -> bool:
-    """Have FSDP2 restore the sharded parameters, which it leaves gathered after some passes, such as an evaluation.
+    """Make FSDP2 free unsharded parameters, which some passes leave, such as an evaluation.
 
     Returns:
         Whether FSDP2 shards any of the `modules`.
@@ -60,18 +59,18 @@ def _sharded_modules(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters as the optimizer knows them, also after a pass that has left them gathered."""
+    """Return the named parameters of the optimizer, also after a pass that has left them unsharded."""
     reshard(model.modules())
     return model.named_parameters()
 
 
 def extra_pass(model: nn.Module, run: Callable[[], None]) -> Exception | None:
-    """Run passes of a model beside those of the training, and return the error that `run` has raised.
+    """Call `run`, which makes passes that are no part of the training, and return the error that it raises, or None.
 
-    FSDP2 may leave parameters gathered; the next pass would then not see the optimizer's update of the shards.
+    FSDP2 reshards before and after, because unsharded parameters would miss the optimizer's next update.
 
     Raises:
-        Exception: the error, if FSDP2 shards any module: the other ranks wait in the passes until this rank ends.
+        Exception: the error, if FSDP2 shards any module, because other ranks wait for this one in the passes.
     """
     sharded = reshard(model.modules())
     try:
@@ -86,7 +85,7 @@ def extra_pass(model: nn.Module, run: Callable[[], None]) -> Exception | None:
 
 
 def owners(model: nn.Module) -> dict[nn.Module, FSDPModule]:
-    """Return the nearest sharded module at or around each module: FSDP2 gathers their parameters together."""
+    """Return, for each module, the sharded module that contains it: FSDP2 unshards their parameters together."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     found: dict[str, Any] = {}
     for path, module in model.named_modules() if fsdp else ():
@@ -96,16 +95,19 @@ def owners(model: nn.Module) -> dict[nn.Module, FSDPModule]:
 
 
 def unshard(owner: FSDPModule | None, parameter: nn.Parameter) -> None:
-    """Have FSDP2 gather a sharded parameter now, before its own hook would."""
+    """Make FSDP2 unshard a parameter now, before its hook does."""
     if owner is not None and is_sharded(parameter):
         owner.unshard()
 
 
 def check_model(model: nn.Module) -> bool:
-    """Check that all DTensors among the parameters come from ``fully_shard``; restore and return whether there are any.
+    """Check that all DTensors among the parameters come from ``fully_shard``, and reshard them.
+
+    Returns:
+        Whether there are any.
 
     Raises:
-        ValueError: naming another DTensor, or FSDP's first version.
+        ValueError: if there is another DTensor, or FSDP's first version.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     first = fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
@@ -113,8 +115,8 @@ def check_model(model: nn.Module) -> bool:
     is_managed = reshard(model.modules())
     managed = {id(parameter) for module in _sharded_modules(model.modules()) for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
-        fine = not is_sharded(parameter) or id(parameter) in managed
-        require(fine, "model", name, "without DTensors other than those of fully_shard (FSDP2)")
+        fits = not is_sharded(parameter) or id(parameter) in managed
+        require(fits, "model", name, "without DTensors other than those of fully_shard (FSDP2)")
     return is_managed
 
 
@@ -122,7 +124,7 @@ def check_layers(layers: Iterable[Layer]) -> None:
     """Check that the parameters of `layers` are sharded in a supported way.
 
     Raises:
-        ValueError: naming the first that is not.
+        ValueError: with the name of the first parameter that is not.
     """
     for layer in layers:
         for slot in layer.slots:
@@ -131,10 +133,10 @@ def check_layers(layers: Iterable[Layer]) -> None:
 
 
 def find_mesh(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh that the parameters of `model` are sharded over; None: no parameter is sharded.
+    """Return the mesh of the sharded parameters of `model`; None: no parameter is sharded.
 
     Raises:
-        ValueError: if they are sharded over different ranks.
+        ValueError: if parameters are sharded over different ranks.
     """
     meshes: dict[tuple[int, ...], tuple[str, DeviceMesh]] = {}
     for name, parameter in model.named_parameters():
@@ -148,10 +150,10 @@ def find_mesh(model: nn.Module) -> DeviceMesh | None:
 def mesh_group(
     model_mesh: DeviceMesh, process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> dist.ProcessGroup | None:
-    """Return the process group of all ranks of the model's mesh, of any dimension, made if there is none yet.
+    """Return a process group of all ranks of the model's mesh, which may have several dimensions.
 
     Raises:
-        ValueError: if the user gave a `process_group` or `mesh` of other ranks.
+        ValueError: if the user's `process_group` or `mesh` has other ranks.
     """
     ranks = _ranks(model_mesh)
     allowed = f"left out, or of the ranks over which FSDP2 shards: {ranks}"
@@ -172,7 +174,7 @@ def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def plain_copy(root: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Return a copy of `root` with whole parameters, without compilation and without FSDP2's classes and hooks."""
+    """Return a copy of `root` with unsharded parameters, without compilation and FSDP2's classes and hooks."""
     memo: dict[int, Any] = {}
     for parameter in root.parameters():
         memo[id(parameter)] = nn.Parameter(whole(parameter), requires_grad=parameter.requires_grad)
@@ -182,7 +184,7 @@ def plain_copy(root: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     memo.update((id(module._get_fsdp_state()), absent) for module in sharded)
     try:
         for module in sharded:
-            module.__class__ = type(module).__mro__[2]  # fully_shard put its own class before it
+            module.__class__ = type(module).__mro__[2]  # the class before fully_shard
         plain = copy.deepcopy(root, memo)
     finally:
         for module, kind in zip(sharded, classes, strict=True):
@@ -196,26 +198,26 @@ def plain_copy(root: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 class _Absent:
-    """Takes the place of FSDP2's state in a copy."""
+    """A placeholder for FSDP2's state in a copy."""
 
 
 # --- Tensors ------------------------------------------------------------------------------------------------------
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds, without a copy: its shard, or a plain tensor itself."""
+    """Return the shard of a DTensor that this rank holds, or a plain tensor itself; no copy."""
     shard: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return shard
 
 
 def between_steps(parameter: Tensor, known: Tensor | None) -> Tensor:
-    """Return a tensor of the dtype and device that a parameter has between steps.
+    """Return a tensor with the dtype and device that a parameter has between steps.
 
-    Within a pass FSDP2 replaces it by a plain tensor, which may have another dtype.
+    Within a pass FSDP2 replaces the parameter by a plain tensor, which may have another dtype.
 
     Args:
-        parameter: The parameter of now.
-        known: What was returned before for a sharded parameter, or None.
+        parameter: The current parameter.
+        known: The earlier result for a sharded parameter, or None.
     """
     if is_sharded(parameter):
         return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
@@ -229,7 +231,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_rows(name: str, tensor: Tensor) -> tuple[int, Tensor]:
-    """Return the rows of a parameter or gradient that this rank holds, without a copy, and the index of the first."""
+    """Return the index of the first row that this rank holds of a parameter or gradient, and a view of its rows."""
     if not is_sharded(tensor):
         return 0, tensor
     sharding, rows = RowSharding.of(name, tensor), tensor.to_local()
@@ -238,19 +240,19 @@ def own_rows(name: str, tensor: Tensor) -> tuple[int, Tensor]:
 
 
 def held_rows(slot: Slot, rows: range) -> Tensor | None:
-    """Return some of the rows of ``.grad`` that this rank holds, without a copy; None: there is no gradient."""
+    """Return a view of some rows of ``.grad`` that this rank holds; None: there is no gradient."""
     gradient = slot.parameter.grad
     return None if gradient is None else rows_of(slot.name, gradient, rows)
 
 
 def rows_of(name: str, tensor: Tensor, rows: range) -> Tensor:
-    """Return some of the rows of a tensor that this rank holds, without a copy."""
+    """Return a view of some rows of a tensor that this rank holds."""
     start, held = own_rows(name, tensor)
     return held[rows.start - start : rows.stop - start] if len(rows) else held[:0]
 
 
 def copies(name: str, parameter: Tensor, ranks: int) -> float:
-    """Return how many of `ranks` ranks hold the same rows of a parameter as this one."""
+    """Return the number of ranks, out of `ranks`, that hold the same rows of a parameter as this one."""
     return ranks / (RowSharding.of(name, parameter).ranks if is_sharded(parameter) else 1)
 
 
@@ -258,7 +260,7 @@ def shard_group(name: str, tensor: Tensor) -> dist.ProcessGroup | None:
     """Return the process group that a tensor is sharded over; None: each rank holds all rows.
 
     Raises:
-        ValueError: if it is sharded otherwise than by rows.
+        ValueError: if the tensor is not sharded by rows.
     """
     return RowSharding.of(name, tensor).group if is_sharded(tensor) else None
 
@@ -272,7 +274,7 @@ def slot_rows(slot: Slot) -> range:
 
 
 def from_blocks(layer: Layer, slot: Slot, blocks: Tensor) -> Tensor:
-    """Return a tensor shaped as a parameter, made of its columns ``[n, o, ...]`` of the layer's blocks."""
+    """Return a tensor with the shape of a parameter, from its columns ``[n, o, ...]`` of the layer's blocks."""
     tensor = blocks.new_empty(slot.parameter.shape)
     rows, place = layer.align(slot, tensor, blocks)
     rows.copy_(place)
@@ -280,7 +282,7 @@ def from_blocks(layer: Layer, slot: Slot, blocks: Tensor) -> Tensor:
 
 
 def gradient_target(layer: Layer, slot: Slot, gradient: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of a gradient, and its values in the layer's blocks ``[n, o, ...]``, of equal shapes."""
+    """Return this rank's part of a gradient, and the values of `blocks` ``[n, o, ...]`` in the same shape."""
     if not is_sharded(gradient):
         return layer.align(slot, gradient, blocks)
     (start, held), part = own_rows(slot.name, gradient), slot_rows(slot)
@@ -290,7 +292,7 @@ def gradient_target(layer: Layer, slot: Slot, gradient: Tensor, blocks: Tensor) 
 
 
 def put_rows(found: dict[int, Tensor], slot: Slot, start: int, rows: Tensor) -> None:
-    """Write rows of a parameter, also flat ones, into a tensor of its shape in `found`, by its ``id``."""
+    """Write rows of a parameter, which may be flat, to a tensor with its shape in `found`, by its ``id``."""
     whole = found.get(id(slot.parameter))
     if whole is None:
         whole = found[id(slot.parameter)] = rows.new_zeros(slot.parameter.shape)
@@ -299,9 +301,9 @@ def put_rows(found: dict[int, Tensor], slot: Slot, start: int, rows: Tensor) -> 
 
 
 def shares(layer: Layer) -> tuple[tuple[int, ...], int]:
-    """Return the number of elements of a layer's parameters on each shard, and of those that are not sharded.
+    """Return the numbers of elements of a layer's parameters on each shard, and of its unsharded parameters.
 
-    The former is empty where no parameter is sharded.
+    The former is empty if no parameter is sharded.
     """
     held: list[list[int]] = []
     replicated = 0
@@ -321,15 +323,15 @@ def shares(layer: Layer) -> tuple[tuple[int, ...], int]:
 
 @dataclass(frozen=True)
 class RowSharding:
-    """How the rows of a DTensor are spread over ranks, as ``torch.chunk`` does it.
+    """The distribution of the rows of a DTensor over ranks, as by ``torch.chunk``.
 
     Attributes:
-        group: The ranks that share the rows; None: each rank holds all of them.
-        ranks: S, their number.
-        rank: This process's rank among them.
-        shape: The shape of the whole tensor.
+        group: The process group over which rows are sharded. None: each rank holds all rows.
+        ranks: The number of its ranks, S.
+        rank: The rank of this process in the group.
+        shape: The shape of the unsharded tensor.
         mesh: The mesh of the tensor.
-        axis: The dimension of the mesh along which ranks share the rows; None: each holds all of them.
+        axis: The dimension of the mesh along which rows are sharded. None: each rank holds all rows.
     """
 
     group: dist.ProcessGroup | None
@@ -341,19 +343,19 @@ class RowSharding:
 
     @classmethod
     def of(cls, name: str, tensor: DTensor) -> RowSharding:
-        """Return that of `tensor`.
+        """Return the distribution of `tensor`, the parameter `name`.
 
         Raises:
-            ValueError: unless it is sharded by rows over one dimension of its mesh at most, and otherwise replicated.
+            ValueError: unless it is sharded by rows over at most one dimension of its mesh, and otherwise replicated.
         """
         mesh, placements = tensor.device_mesh, tensor.placements
         split = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
-        # By name: the strided shards of tensor parallelism have a class of their own.
+        # By name, because the strided shards of tensor parallelism are a subclass.
         rows = all(type(placements[axis]).__name__ == "Shard" and placements[axis].is_shard(0) for axis in split)
-        allowed = "placements that are Shard(0) once and else Replicate, as fully_shard makes; or leave its layer out"
+        allowed = "of one Shard(0) placement and otherwise Replicate, as by fully_shard; or exclude its layer"
         require(rows and len(split) <= 1, name, placements, allowed)
         home = tensor.device.type == mesh.device_type
-        require(home, name, tensor.device, f"on {mesh.device_type}, where its mesh is: no CPU offloading")
+        require(home, name, tensor.device, f"on {mesh.device_type}, the device of its mesh, without CPU offloading")
         if not split:
             return cls(None, 1, 0, tensor.shape, mesh, None)
         axis = split[0]
@@ -364,18 +366,18 @@ class RowSharding:
         return min(rank * -(-self.shape[0] // self.ranks), self.shape[0])
 
 
-# For each rank its shard, and the replica that it belongs to.
+# For each rank the index of its shard, and the replica that it belongs to.
 Seats = list[tuple[int, tuple[int, ...]]]
 
 
 class Holders:
-    """Looks up which rank holds which rows of parameters, while their meshes stay the same.
+    """Looks up the rows of parameters that each rank holds.
 
-    A replica of the model is spread over S ranks: all of them, or fewer under HSDP.
+    A replica of the model is sharded over S ranks: all of them, or fewer under HSDP.
     """
 
     def __init__(self, runtime: Communicator) -> None:
-        """Start with an empty cache."""
+        """Initialize an empty cache, which is valid while the meshes of parameters do not change."""
         self._runtime = runtime
         self._known: dict[int, tuple[RowSharding, Seats]] = {}
         self._seats: dict[tuple[int, int | None], Seats] = {}
@@ -396,7 +398,7 @@ class Holders:
         return sorted((peer for peer in range(len(seats)) if seats[peer][1] == seats[rank][1]), key=seats.__getitem__)
 
     def share_replica(self, slot: Slot, rank: int, other: int) -> bool:
-        """Return whether two ranks hold parts of the same copy of a sharded parameter."""
+        """Return whether two ranks hold parts of the same replica of a sharded parameter."""
         _, seats = self._find(slot)
         return seats[rank][1] == seats[other][1]
 
@@ -428,18 +430,18 @@ def collect_rows(
     runtime: Communicator,
     kind: str,
 ) -> dict[int, Tensor]:
-    """Send all rows of sharded parameters, or of tensors shaped like them, to some ranks.
+    """Send all rows of sharded parameters, or of tensors with their shapes, to some ranks; collective.
 
     Args:
-        wanted: Parameters, or parts of them, with the ranks that receive the rows; the same on every rank.
+        wanted: Parameters, or parts of them, with the ranks that receive the rows; equal on all ranks.
         of: Returns rows that this rank holds, in the parameter's dtype.
         runtime: The ranks.
-        kind: The kind that the bytes are counted as.
+        kind: The kind of the bytes in `Communicator.traffic`.
 
     Returns:
-        Tensors with all rows, by the ``id`` of the parameter; plain parameters are not included.
+        Tensors with all rows, by the ``id`` of the parameter. Plain parameters are not included.
     """
-    holders, me = Holders(runtime), runtime.rank
+    holders = Holders(runtime)
     kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Slot, tuple[int, ...]]]] = {}
     for slot, receivers in wanted:
         if is_sharded(slot.parameter):
@@ -450,11 +452,11 @@ def collect_rows(
         outgoing: list[list[Tensor]] = [[nothing] for _ in range(runtime.ranks)]
         incoming: list[list[tuple[Slot, range]]] = [[] for _ in range(runtime.ranks)]
         for slot, receivers in slots:
-            own = holders.rows(slot, me)
+            local_rows = holders.rows(slot, runtime.rank)
             for worker in receivers:
-                if worker != me:
-                    if len(own) and holders.share_replica(slot, worker, me):
-                        outgoing[worker].append(of(slot, own).reshape(-1))
+                if worker != runtime.rank:
+                    if len(local_rows) and holders.share_replica(slot, worker, runtime.rank):
+                        outgoing[worker].append(of(slot, local_rows).reshape(-1))
                     continue
                 for peer in holders.peers(slot, worker):
                     rows = holders.rows(slot, peer)
@@ -462,11 +464,11 @@ def collect_rows(
                         put_rows(gathered, slot, rows.start, of(slot, rows))
                     elif len(rows):
                         incoming[peer].append((slot, rows))
-        messages = [torch.cat(own) for own in outgoing]
+        messages = [torch.cat(parts) for parts in outgoing]
         runtime.count({kind: sum(map(len, messages))}, nothing.element_size())
-        sizes = [[len(rows) * math.prod(slot.parameter.shape[1:]) for slot, rows in own] for own in incoming]
+        sizes = [[len(rows) * math.prod(slot.parameter.shape[1:]) for slot, rows in parts] for parts in incoming]
         arrived = runtime.redistribute(messages, list(map(sum, sizes)))
-        for parts, own_sizes, message in zip(incoming, sizes, arrived, strict=True):
-            for (slot, rows), vector in zip(parts, message.split(own_sizes), strict=True):
+        for parts, lengths, message in zip(incoming, sizes, arrived, strict=True):
+            for (slot, rows), vector in zip(parts, message.split(lengths), strict=True):
                 put_rows(gathered, slot, rows.start, vector)
     return gathered

@@ -1,4 +1,4 @@
-"""Make process groups of some of the ranks once, on all ranks together, and keep them."""
+"""Make process groups of some ranks, collectively on all ranks, and cache them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# The ranks, numbered within the whole group, and the purpose: each purpose has a queue of messages of its own.
+# The ranks within the whole group, and the purpose: each purpose has a separate queue of messages.
 Key = tuple[tuple[int, ...], str]
-# Whether a rank has the group already, and the least number by which torch may name a new one.
+# Whether a rank has the group in its cache, and the smallest free number for a new one.
 Offer = tuple[bool, int]
 
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Key, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-# By world the highest number used so far: the addresses of a destroyed group stay in the store, so no number returns.
+# By world, the highest number used so far. Addresses of destroyed groups stay in the store, so numbers are not reused.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def offer(whole: dist.ProcessGroup, key: Key) -> Offer:
-    """Return what the other ranks must know before `subgroup` is called."""
+    """Return the offer of this rank, which `subgroup` needs from all ranks."""
     return key in _kept.get(whole, {}), max(_group_count(), _numbers.get(_world(), -1) + 1)
 
 
 def subgroup(whole: dist.ProcessGroup, key: Key, offers: Sequence[Offer]) -> dist.ProcessGroup:
-    """Return a group of some ranks of `whole`: the kept one if all of them have it, else a new one; collective.
+    """Return the group `key` of ranks of `whole`: the cached one if all its ranks have it, otherwise a new one.
 
-    `key` is the group that this rank wants, and `offers` are the results of `offer` on each rank of `whole`.
+    Collective; `offers` are the results of `offer` on each rank of `whole`.
     """
     known = _kept.setdefault(whole, {})
     ranks, _ = key
@@ -37,14 +37,14 @@ def subgroup(whole: dist.ProcessGroup, key: Key, offers: Sequence[Offer]) -> dis
 
 
 def forget(group: dist.ProcessGroup | None) -> None:
-    """Drop the kept subgroups of `group`, or of the one that it is part of: after an error their queues are stuck."""
+    """Drop the cached subgroups of `group`, or of its whole group, because their queues are stuck after an error."""
     for whole, known in list(_kept.items()):
         if whole is group or group in known.values():
             known.clear()
 
 
 def subgroup_of_world(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return the group of some ranks of the world, which make it together."""
+    """Return a group of some ranks of the world; collective over these ranks."""
     known, key = _kept.setdefault(_world(), {}), (tuple(ranks), "mesh")
     if key not in known:
         group = dist.new_group(list(ranks), use_local_synchronization=True)
@@ -61,20 +61,17 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of a group; None: the default of its backend.
-
-    Torch gives a new subgroup the backend's default and not the timeout of the whole group.
-    """
+    """Return the timeout of a group, which new subgroups do not inherit; None: the default of its backend."""
     options = getattr(group._get_backend(device_of(group)), "options", None)
     timeout: timedelta | None = getattr(options, "_timeout", None)
     return timeout
 
 
 def _make(ranks: list[int], like: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
-    """Make a group of some ranks of the world.
+    """Make a group of some ranks of the world; collective over these ranks.
 
-    Only members take part, so torch names the group by the number of groups that a process is in. Members in different
-    numbers of the user's groups would wait under different names: those in fewer first make spare groups.
+    Torch then names the group by the number of groups that a process is in. Ranks that are in fewer groups first make
+    spare ones, so that all use the same name.
     """
     backend, timeout = dist.get_backend(like), timeout_of(like)
     spare = [

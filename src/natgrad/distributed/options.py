@@ -1,4 +1,4 @@
-"""The options of a placement, and the costs that it is chosen by."""
+"""The options of a placement, and the cost model of "auto"."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Link:
     defaults are for one core of a server, gloo and a 10 Gbit/s network.
 
     Attributes:
-        latency: α in seconds, including what the host does for a message.
-        bandwidth: Bytes a second, 1 / β.
-        speed: Multiply-adds of decompositions a second: d³ for the inverse of a factor of size d, 5 d³ for its
+        latency: α in seconds, including the host's work for a message.
+        bandwidth: 1 / β in bytes per second.
+        speed: Multiply-adds of decompositions per second: d³ for the inverse of a factor of size d, 5 d³ for its
             eigenvectors.
-        products: Multiply-adds of matrix products a second.
+        products: Multiply-adds of matrix products per second.
 
     Raises:
         ValueError: unless each is a finite number > 0 (the latency: >= 0).
@@ -60,7 +60,7 @@ class Cycle:
     Attributes:
         factors: Steps between two factor refreshes.
         inverses: Steps between two inverse refreshes.
-        reduces: Whether natgrad, and not the model's wrapper, sums the gradients over the ranks at every step.
+        reduces: Whether natgrad sums the gradients over the ranks, in place of the model's wrapper.
 
     Raises:
         ValueError: unless both intervals are finite numbers >= 1.
@@ -83,7 +83,7 @@ _LINK = Link()
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which rank computes what, and what is sent.
+    """The distribution of work and state over ranks.
 
     The *workers* of a layer hold its decompositions and precondition its gradient. The other ranks receive the
     preconditioned gradient at every step.
@@ -95,33 +95,32 @@ class Placement:
     - "dp" (DP-KFAC, Zhang 2022): as "mem-opt", but the worker builds a layer's factors from its own samples.
     - "pipelined" (after SPD-KFAC, Shi 2021): as "comm-opt", but factors are sent during the backward pass, under
       ``DistributedDataParallel``, and every rank decomposes those that take less time to decompose than to send.
-    - "background": as "comm-opt", but decompositions run during the steps that follow, which use the last results.
-    - "auto": the one of "comm-opt", "hybrid" with every fraction, "mem-opt" and "reduce-scatter" (all have the same
-      results) whose step costs least by the model of `link`; "comm-opt" unless another one saves a tenth. It is chosen
-      once, by the intervals of the first step.
+    - "background": as "comm-opt", but decompositions run during the following steps, which use the previous results.
+    - "auto": the placement whose step costs least by the model of `link`, among "comm-opt", "hybrid" with every
+      fraction, "mem-opt" and "reduce-scatter", which all have the same results. "comm-opt" is used unless another one
+      saves a tenth. The choice is made once, by the intervals of the first step.
 
     Attributes:
         name: One of the names above, one registered with `natgrad.register_placement`, or a `natgrad.PlacementRule`.
-        fraction: The fraction of the ranks that work for a layer ("hybrid" only), in (0, 1]. The number of workers is
-            the divisor of the number of ranks that is nearest to it.
-        owners: "balanced": work goes to the least loaded rank, the largest first; "round-robin": in turn.
-        speeds: The relative speed of each rank; None: all alike. Like all measured values, the same on every rank.
-        costs: Measured work by a layer's key, in any unit, the same on every rank; that of other layers is modelled.
-        positions: The number of positions (samples × positions of a sample) that each layer sees in a rank's batch, by
-            its key, the same on every rank. With it "dp" also balances the work of building factors, and not
-            decompositions alone.
-        bucket: The most bytes of factors that are sent together ("pipelined"). A message holds at most an eighth of all
-            factors where that is less, but always at least one layer.
+        fraction: The fraction of ranks that are workers of a layer ("hybrid" only), in (0, 1]. The number of workers is
+            the nearest divisor of the number of ranks.
+        owners: "balanced": tasks go to the least loaded rank, the largest first. "round-robin": in turn.
+        speeds: The relative speed of each rank, equal on all ranks. None: all ranks are equally fast.
+        costs: Measured work by layer key, in any unit, equal on all ranks. That of other layers is modelled.
+        positions: The number of positions (samples × positions of a sample) of each layer in a rank's batch, by layer
+            key, equal on all ranks. With it, "dp" balances the work of building factors besides decompositions.
+        bucket: The largest size of a bucket of factors in bytes ("pipelined"). A bucket has at most an eighth of all
+            factors, and at least one layer.
         staleness: The number of steps after which all ranks use the results of decompositions in the background
-            ("background"); they use them sooner where inverses are due again.
-        memory: The most bytes of curvature that a rank may hold between two steps. "auto" chooses accordingly; any
-            other placement that holds more is an error. None: no limit.
-        link: The cost of messages and computation, the same on every rank; "auto" chooses by it.
+            ("background"). They use them sooner if inverses are due again.
+        memory: The most bytes of curvature that a rank may hold between two steps. "auto" excludes placements that hold
+            more; for other placements this is an error. None: no limit.
+        link: The cost of messages and computation for "auto", equal on all ranks.
         nodes: The number of nodes, each with the same number of consecutive ranks.
-        inside: The cost of messages within a node; None: that of `link`.
+        inside: The cost of messages within a node. None: that of `link`.
 
     Raises:
-        ValueError: if one of them is not allowed.
+        ValueError: if an option is not allowed.
     """
 
     name: Name | str | PlacementRule = "auto"
@@ -158,12 +157,12 @@ class Placement:
         require(fits, "inside", self.inside, "a Link, where there is more than one of `nodes`, or None")
 
     def link_of(self, ranks: int, width: int) -> Link:
-        """Return the cost of messages among `width` consecutive ones of P = `ranks`, the first a multiple of it."""
+        """Return the cost of messages among `width` consecutive ranks, whose first is a multiple of `width`."""
         within = ranks // self.nodes % width == 0
         return self.inside if within and self.inside is not None else self.link
 
     def workers(self, ranks: int) -> int:
-        """Return how many of P = `ranks` are workers of a layer.
+        """Return the number of workers of a layer for P = `ranks`.
 
         Raises:
             ValueError: if the rule does not return a divisor of P.
@@ -179,7 +178,7 @@ class Placement:
 
     @property
     def rule(self) -> PlacementRule:
-        """The placement rule; for "auto" that of "comm-opt", until a plan has chosen."""
+        """The placement rule. For "auto", before a plan has chosen, that of "comm-opt"."""
         return rule_of(self.name, self.fraction)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Which rank does what, and what is sent: a pure function of sizes, testable without processes."""
+"""The plan of a placement: the ranks of each layer, and the sizes of all messages. It needs no processes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Moment = Literal["factors", "inverses", "step"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of samples that a layer sends in place of sums (SNGD, HyLo); the batch decides their number.
+    """The rows of samples that a layer sends in place of sums (SNGD, HyLo).
 
     Attributes:
-        width: The elements of one sample's rows of inputs and of output gradients, in all blocks.
-        share: Returns how many samples each rank selects, from the number of samples on all ranks, the largest number
-            on any rank, and the number of ranks.
-        linked: Whether a selection may come with a matrix that links it to the rows left out (HyLo's Y).
+        width: The number of elements of a sample's rows of inputs and output gradients, in all blocks.
+        share: Returns the number of samples that each rank selects, from the number of samples on all ranks, the
+            largest number on any rank, and the number of ranks.
+        linked: Whether a selection may have a matrix that relates it to the other rows (HyLo's Y).
     """
 
     width: int
@@ -42,22 +42,22 @@ class LayerDemand:
 
     Attributes:
         parts: The work of each task, in multiply-adds.
-        sums: Elements of its statistics as they are sent (triangles of symmetric matrices).
-        replayed: Elements of the statistics of a second pass over the batch.
-        on_every_worker: The tasks that every worker runs for itself.
-        results: Elements of the result of each task as they are sent.
-        rows: The rows of samples, where these are sent in place of sums.
-        gradients: Elements of its gradient.
-        shards: Elements of its sharded parameters on each of the S shards; empty: none is sharded.
-        replicated: Elements of its other parameters, where some are sharded.
-        blocks: The number of its blocks, each of which succeeds or fails by itself.
+        sums: The number of elements of its statistics in messages (triangles of symmetric matrices).
+        replayed: The number of elements of the statistics of a second pass over the batch.
+        on_every_worker: The tasks that every worker runs.
+        results: The number of elements of the result of each task in messages.
+        rows: The rows of samples, if they are sent in place of sums.
+        gradients: The number of elements of its gradient.
+        shards: The number of elements of its sharded parameters on each of the S shards. Empty: none is sharded.
+        replicated: The number of elements of its other parameters, if some are sharded.
+        blocks: The number of its blocks, whose decompositions may fail separately.
         solve: The work of preconditioning its gradient, in multiply-adds of matrix products.
-        averages: Bytes of its running averages.
-        held: Bytes of the results of its tasks on a worker.
-        itemsize: Bytes of each element of its gradient as it is sent.
-        wire: Bytes of each element of its sums and results as they are sent; None: the same.
-        alone: Whether the samples of one rank suffice for its statistics. For embedding tables they do not, since a
-            rank looks up few of the rows.
+        averages: The bytes of its running averages.
+        held: The bytes of the results of its tasks on a worker.
+        itemsize: The bytes of an element of its gradient in messages.
+        wire: The bytes of an element of its sums and results in messages. None: `itemsize`.
+        alone: Whether the samples of one rank are sufficient for its statistics. They are not for embedding tables, of
+            which a rank looks up few rows.
     """
 
     parts: Mapping[str, float]
@@ -84,7 +84,7 @@ class LayerDemand:
 
     @property
     def bytes_per_element(self) -> int:
-        """Bytes of each element of sums and results as they are sent."""
+        """The bytes of an element of sums and results in messages."""
         return self.itemsize if self.wire is None else self.wire
 
 
@@ -94,9 +94,9 @@ class Assignment:
 
     Attributes:
         workers: The ranks that hold the layer's decompositions and precondition its gradient, ascending.
-        owners: For each task the worker that runs it; None: every worker runs it for itself.
-        sums: Where the statistics are summed: on "all" ranks or on the only "worker"; or "alone": the worker uses its
-            own samples. Rows of samples are sent to each "worker", or not at all.
+        owners: For each task the worker that runs it. None: every worker runs it.
+        sums: Where the statistics are summed: on "all" ranks, or on the only "worker". "alone": the worker uses the
+            samples of its rank. Rows of samples are sent to each "worker", or, with "alone", not sent.
     """
 
     workers: tuple[int, ...]
@@ -114,10 +114,10 @@ class Exchange:
     """A collective on a flat bucket.
 
     Attributes:
-        kind: The kind that its bytes are counted as.
+        kind: The kind of its bytes in `Plan.traffic`.
         ranks: The ranks that take part.
-        sizes: The number of elements of an all-reduce; or how many elements each rank owns.
-        reduces: With owners, whether they receive sums; else they share their elements.
+        sizes: The number of elements of an all-reduce, or the number that each rank owns.
+        reduces: Whether owners receive sums. Otherwise they send their elements to all ranks.
     """
 
     kind: str
@@ -140,11 +140,11 @@ class Exchange:
         return self.sizes if isinstance(self.sizes, int) else sum(self.sizes)
 
     def sent(self, rank: int) -> float:
-        """Return how many elements a rank sends."""
+        """Return the number of elements that a rank sends."""
         return self._moved(rank, sends=True)
 
     def received(self, rank: int) -> float:
-        """Return how many elements a rank receives."""
+        """Return the number of elements that a rank receives."""
         return self._moved(rank, sends=False)
 
     def _moved(self, rank: int, *, sends: bool) -> float:
@@ -160,17 +160,17 @@ class Exchange:
 class Plan(Printed, Generic[Key]):
     """The assignment of all layers on a grid of P ranks (KAISA): rank = row · q + column.
 
-    The workers of a layer are a column; each of them sends the preconditioned gradient to the others of its row.
-    ``str()`` prints each rank's work and the messages, as a table that Rich renders too.
+    The workers of a layer are a column. Each sends the preconditioned gradient to the other ranks of its row. ``str()``
+    returns a table of each rank's work and the messages, which Rich can render too.
 
     Attributes:
-        placement: The placement; never "auto".
-        ranks: P.
-        columns: q.
+        placement: The placement, or the choice of "auto".
+        ranks: The number of ranks, P.
+        columns: The number of columns, q.
         seats: The assignment of each layer.
         layers: The demand of each layer.
-        weights: The work of each layer by which it was placed: measured or modelled.
-        note: The name of the placement and, if "auto" has chosen it, why.
+        weights: The work of each layer, measured or modelled.
+        note: The name of the placement, and the reason if "auto" has chosen it.
     """
 
     placement: Placement
@@ -191,7 +191,7 @@ class Plan(Printed, Generic[Key]):
         return range(rank % self.columns, self.ranks, self.columns)
 
     def server(self, key: Key, rank: int) -> int:
-        """Return the worker of a layer that sends `rank` the preconditioned gradient: itself, if it is one."""
+        """Return the worker of a layer in the row of `rank`, which sends `rank` the preconditioned gradient."""
         return rank - rank % self.columns + self.column_of(key)
 
     def column_of(self, key: Key) -> int:
@@ -203,30 +203,30 @@ class Plan(Printed, Generic[Key]):
         return self.server(key, rank) == rank
 
     def keeps_averages(self, key: Key, rank: int) -> bool:
-        """Return whether `rank` receives the sums of a layer, and keeps their running averages."""
+        """Return whether `rank` receives the sums of a layer and keeps their running averages."""
         return self.seats[key].sums == "all" or self.is_gradient_worker(key, rank)
 
     def captures(self, key: Key, rank: int) -> bool:
-        """Return whether the samples of `rank` count in the sums of a layer."""
+        """Return whether the sums of a layer include the samples of `rank`."""
         return self.seats[key].sums != "alone" or self.is_gradient_worker(key, rank)
 
     def traffic(self, samples: int | Sequence[int] | None = None) -> dict[Moment, dict[str, int]]:
-        """Return the number of elements that all ranks together send, by kind of message.
+        """Return the number of elements sent by all ranks, by moment and kind of message.
 
-        Symmetric matrices count as triangles, an all-reduce of n elements as 2 (P - 1) n, one copy of n elements as n.
-        "factors" is sent by one factor refresh, "inverses" by one inverse refresh, "step" at every step. Each includes
-        counters; "factors" includes the "replay" of a second pass over the batch.
+        Symmetric matrices count as triangles, an all-reduce of n elements as 2 (P - 1) n, a copy of n elements as n.
+        The moments are a factor refresh ("factors"), an inverse refresh ("inverses") and every step ("step"). Each
+        includes counters; "factors" includes the "replay" of a second pass over the batch.
 
-        Not included are a few counters once in a training, and gradients that the model's wrapper averages. Gradients
-        that FSDP2 shards are sent to the workers by rows; rank r has the shard r mod S.
+        A few counters at the start of training and gradients that the model's wrapper averages are not included.
+        Gradients that FSDP2 shards are sent to the workers by rows, where rank r has the shard r mod S.
 
         Args:
-            samples: The number of samples of a batch, spread evenly over the ranks, or the number on each rank. It
-                decides how many "rows" are sent and how large the kernels built from them are; None: both are left out.
-                HyLo that switches counts as in a critical epoch, in which it sends more.
+            samples: The number of samples of a batch, distributed evenly over the ranks, or the number on each rank. It
+                determines the number of "rows" and the sizes of their kernels. None: both are not included. For HyLo
+                that switches methods, traffic is that of a critical epoch, which is larger.
 
         Raises:
-            ValueError: if `samples` is none of these.
+            ValueError: if `samples` is not allowed.
         """
         found: dict[Moment, dict[str, int]] = {
             "factors": {"factors": 0, "counters": 0},
@@ -244,7 +244,7 @@ class Plan(Printed, Generic[Key]):
                 whole = self._served * layer.gradients
                 found["step"]["gradients"] += self._shards_sent(key) if layer.shards else whole
                 found["step"]["counters"] += self._served * (layer.blocks + 2)
-                if layer.replayed and layer.shards:  # the weights, before the optimizer's step and after it
+                if layer.replayed and layer.shards:  # the weights before and after the optimizer's step
                     copies = {"all": 2 * (self.ranks - 1), "worker": self.ranks - 1, "alone": 0}
                     found["factors"]["replay"] += 2 * self._lacked(key) * bool(copies[self.seats[key].sums])
         return found
@@ -252,9 +252,13 @@ class Plan(Printed, Generic[Key]):
     def exchanges(
         self, samples: int | Sequence[int] | None = None, *, in_bytes: bool = False
     ) -> dict[Moment, list[Exchange]]:
-        """Return the collectives on flat buckets: sums, results and preconditioned gradients; `samples` as `traffic`.
+        """Return the collectives on flat buckets: sums, results and preconditioned gradients.
 
-        Rows of samples and sharded gradients are not included. Counters are in elements also where sizes are in bytes.
+        Rows of samples and sharded gradients are not included.
+
+        Args:
+            samples: As in `traffic`.
+            in_bytes: Whether sizes are in bytes. Those of counters are always in elements.
         """
         local = self._local(samples)
         rows = [self.row(rank) for rank in range(0, self.ranks, self.columns)]
@@ -274,7 +278,8 @@ class Plan(Printed, Generic[Key]):
             gradients, counters = [0] * self.columns, [0] * self.columns
             for key, layer in self.layers.items():
                 gradients[self.column_of(key)] += layer.gradients * (layer.itemsize if in_bytes else 1)
-                counters[self.column_of(key)] += layer.blocks + 2  # <V, W>; what has served it, and trouble
+                # ⟨V, W⟩ of each block, and the level and the failures of the layer.
+                counters[self.column_of(key)] += layer.blocks + 2
             for row in rows:
                 step += [Exchange("gradients", row, tuple(gradients)), Exchange("counters", row, tuple(counters))]
         found: dict[Moment, list[Exchange]] = {"factors": factors, "inverses": inverses, "step": step}
@@ -302,9 +307,9 @@ class Plan(Printed, Generic[Key]):
     def _results(
         self, widths: Mapping[Key, int], local: Sequence[int], *, gathers: bool
     ) -> tuple[list[int], list[int]]:
-        """Return the elements of results that each rank shares, and the number of blocks whose success it reports.
+        """Return the elements of results that each rank sends, and the number of blocks whose success it reports.
 
-        They are those of the layers whose statistics are gathered, or of all others.
+        `gathers`: for layers whose statistics are gathered; otherwise for all others.
         """
         sizes, flags = [0] * self.ranks, [0] * self.ranks
         for key, seat in self.seats.items():
@@ -317,7 +322,7 @@ class Plan(Printed, Generic[Key]):
         return sizes, flags
 
     def _selected(self, key: Key, local: Sequence[int]) -> int:
-        """Return how many rows each rank sends of a layer; 0 where none travel, or samples are not known."""
+        """Return the number of rows of a layer that each rank sends; 0 if none are sent or samples are unknown."""
         rows = self.layers[key].rows
         if rows is None or not local or self.seats[key].sums == "alone":
             return 0
@@ -336,13 +341,13 @@ class Plan(Printed, Generic[Key]):
         return local  # type: ignore[return-value]
 
     def _rows_sent(self, local: Sequence[int]) -> dict[str, int]:
-        """Return the elements that a renewal of rows sends, beside the kernels."""
+        """Return the elements that a renewal of rows sends, without the kernels."""
         P, n = self.ranks, self.ranks // self.columns
         found: dict[str, int] = {}
         for key, layer in self.layers.items():
             if layer.rows is None or self.seats[key].sums == "alone":
                 continue
-            # To all ranks the number of rows and of samples; to the workers whether each block is finite.
+            # All ranks receive the numbers of rows and samples, and workers whether each block is finite.
             found["counters"] = found.get("counters", 0) + P * (P - 1) * 2 + n * (P - 1) * layer.blocks
             if local:
                 share = self._selected(key, local)
@@ -372,12 +377,12 @@ class Plan(Printed, Generic[Key]):
         return sum(sum(shards) - shards[worker % len(shards)] for worker in self.seats[key].workers)
 
     def held(self, rank: int) -> int:
-        """Return the bytes of running averages and decompositions that `rank` keeps."""
+        """Return the bytes of running averages and decompositions on `rank`."""
         return self._held[rank % self.columns]
 
     @cached_property
     def _held(self) -> list[int]:
-        """The same for each column."""
+        """The bytes of running averages and decompositions on each rank of a column."""
         held = [sum(self.layers[key].averages for key, seat in self.seats.items() if seat.sums == "all")] * self.columns
         for key, seat in self.seats.items():
             received = 0 if seat.sums == "all" else self.layers[key].averages
@@ -397,7 +402,7 @@ class Plan(Printed, Generic[Key]):
                     everywhere[self.column_of(key)] += self.weight(key, part)
                     continue
                 renewals[owner] += self.weight(key, part)
-        return [own + everywhere[rank % self.columns] for rank, own in enumerate(renewals)]
+        return [renewal + everywhere[rank % self.columns] for rank, renewal in enumerate(renewals)]
 
     def weight(self, key: Key, part: str) -> float:
         """Return the work of a task of a layer, in the unit of `weights`."""

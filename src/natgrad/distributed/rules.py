@@ -14,13 +14,13 @@ from natgrad.schedule import is_number
 if TYPE_CHECKING:
     from natgrad.distributed.plan import LayerDemand
 
-# Where the statistics of a layer are summed over the ranks: on "all" ranks, or on its only "worker". "alone": they are
-# not; the only worker uses those of its own samples.
+# Where the statistics of a layer are summed over the ranks: on "all" ranks, or on its only "worker". "alone": there is
+# no sum, and the only worker uses the samples of its rank.
 Destination: TypeAlias = Literal["all", "worker", "alone"]
 
 
 class PlacementRule:
-    """A placement: the base class of natgrad's and of a user's own.
+    """The base class of placements.
 
     P ranks form a grid of ``workers(P)`` rows and ``P / workers(P)`` columns. Each layer belongs to a column, whose
     ranks are its workers. They share its decompositions, precondition its gradient, and send the result to the other
@@ -31,9 +31,9 @@ class PlacementRule:
         all_ranks_work: Whether every rank is a worker of every layer, for any number of ranks.
         uses_own_samples: Whether the statistics of a layer may be those of one rank's samples, so that results differ
             from those of one process.
-        sends_during_backward: Whether statistics are sent during the backward pass; needs `all_ranks_work`.
-        renews_in_background: Whether decompositions run during the steps that follow; needs `all_ranks_work`.
-        decomposes_everywhere: Whether every rank runs those decompositions that take less time than receiving the
+        sends_during_backward: Whether statistics are sent during the backward pass; requires `all_ranks_work`.
+        renews_in_background: Whether decompositions run during the following steps; requires `all_ranks_work`.
+        decomposes_everywhere: Whether every rank runs the decompositions that take less time than receiving the
             result.
     """
 
@@ -45,19 +45,19 @@ class PlacementRule:
     decomposes_everywhere: bool = False
 
     def workers(self, ranks: int) -> int:
-        """Return how many of P = `ranks` are workers of a layer: a divisor of P."""
+        """Return the number of workers of a layer for P = `ranks`, a divisor of P."""
         return ranks
 
     def sums(self, layer: LayerDemand) -> Destination:
         """Return where the statistics of a layer are summed.
 
         Returns:
-            "all", or where each layer has one worker "worker" or "alone".
+            "all"; if each layer has one worker, also "worker" or "alone".
         """
         return "all"
 
     def columns(self, layers: Mapping[str, LayerDemand], columns: int) -> Mapping[str, int]:
-        """Return the columns of some layers. The others go to the least loaded columns, the largest first.
+        """Return the columns of some layers. Others are assigned to the least loaded columns, the largest first.
 
         Args:
             layers: The demand of each layer, by its key, in the order of the model.
@@ -160,7 +160,7 @@ def names() -> list[str]:
 def register_placement(name: str, make: Callable[[], PlacementRule]) -> None:
     """Register a placement, so that ``Preconditioner(model, placement=name)`` accepts its name.
 
-    Every process that builds the preconditioner has to register it. An instance can be given without registration.
+    Register it in every process. Instances can be passed without registration.
 
     Args:
         name: The name, without a colon.

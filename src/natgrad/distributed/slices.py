@@ -1,4 +1,4 @@
-"""Cut a bucket with numbers of several owners into even slices: a pure function of sizes."""
+"""Cut a bucket with numbers of several owners into even slices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NOTHING = slice(0, 0)
 
 @dataclass(frozen=True)
 class Slices:
-    """Even slices of a bucket, one for each of P ranks, whatever number of elements each rank owns.
+    """Even slices of a bucket, one for each of P ranks, where ranks may own different numbers of elements.
 
-    Slice r begins with numbers that rank r owns. The surplus of ranks that own more than a slice holds fills the slices
-    of others, in ascending order of owners and of ranks; only the surplus is sent twice.
+    Slice r begins with numbers that rank r owns. The surplus of ranks that own more than a slice fills the slices of
+    others, in ascending order of owners and of ranks. Only the surplus is sent twice.
 
     Attributes:
         sizes: The number of elements that each rank owns.
@@ -28,12 +28,12 @@ class Slices:
 
     @cached_property
     def length(self) -> int:
-        """The length of a slice, ``ceil(n / P)``; shorter ones are padded with zeros."""
+        """The length of a slice, ``ceil(n / P)``. Shorter slices are padded with zeros."""
         return -(-sum(self.sizes) // len(self.sizes))
 
     @cached_property
     def _surplus(self) -> dict[tuple[int, int], tuple[slice, slice]]:
-        """By owner and rank, the position of a run among the owner's numbers and in the slice of the rank."""
+        """The positions of a run among the owner's numbers and in the slice of a rank, by owner and rank."""
         found: dict[tuple[int, int], tuple[slice, slice]] = {}
         rank, filled = 0, min(self.sizes[0], self.length)
         for owner, size in enumerate(self.sizes):
@@ -50,15 +50,15 @@ class Slices:
 
     @property
     def is_even(self) -> bool:
-        """Whether no rank owns more than a slice holds."""
+        """Whether no rank owns more than a slice."""
         return not self._surplus
 
     def first(self, rank: int) -> slice:
-        """Return the position of a rank's own numbers in its slice, which is also that among all its numbers."""
+        """Return the position of a rank's first numbers in its slice, and equally among all its numbers."""
         return slice(0, min(self.sizes[rank], self.length))
 
     def of_owner(self, owner: int, rank: int) -> slice:
-        """Return the part of an owner's numbers that is in the slice of another rank."""
+        """Return the position of a surplus among its owner's numbers, for the part in the slice of another rank."""
         return self._run(owner, rank)[0]
 
     def in_slice(self, owner: int, rank: int) -> slice:
@@ -69,11 +69,11 @@ class Slices:
         return self._surplus.get((owner, rank), (_NOTHING, _NOTHING))
 
     def sent(self, rank: int) -> int:
-        """Return how many numbers a rank sends in a reduction to owners, or receives when owners share."""
+        """Return how many numbers a rank sends in ``reduce_to_owners``, or receives in ``share_from_owners``."""
         return self._even + self._leaving[rank]
 
     def received(self, rank: int) -> int:
-        """Return how many numbers a rank receives in a reduction to owners, or sends when owners share."""
+        """Return how many numbers a rank receives in ``reduce_to_owners``, or sends in ``share_from_owners``."""
         return self._even + max(0, self.sizes[rank] - self.length)
 
     @property
@@ -106,7 +106,7 @@ class Slices:
 
     def join(self, slices: Sequence[Tensor]) -> list[Tensor]:
         """Undo `cut`: return the numbers of each owner."""
-        pieces = [[own[self.first(rank)]] for rank, own in enumerate(slices)]
+        pieces = [[vector[self.first(rank)]] for rank, vector in enumerate(slices)]
         for (owner, rank), (_, place) in self._surplus.items():
             pieces[owner].append(slices[rank][place])
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in pieces]

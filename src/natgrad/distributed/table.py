@@ -1,4 +1,4 @@
-"""A plan as a table: what each rank does, and what is sent."""
+"""A plan as a table: the work of each rank, and the messages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rich.table import Table
 if TYPE_CHECKING:
     from natgrad.distributed.plan import Plan
 
-# Tables with more ranks are summarised; of a rank with more tasks the first ones are named.
+# Tables with more ranks are summarised, and for a rank with more tasks only the first ones are listed.
 _RANKS = 16
 _NAMED = 4
 _MOMENTS = {"factors": "a factor refresh", "inverses": "an inverse refresh", "step": "a step"}
 
 
 def render(plan: Plan[Any]) -> Table:
-    """Return the work and memory of each rank, and below them the elements of all messages by kind."""
+    """Return the work and memory of each rank, and the elements of all messages by kind."""
     table = Table.grid(padding=(1, 0))
     table.add_row(_ranks(plan))
     table.add_row(_messages(plan))
@@ -73,7 +73,7 @@ def _messages(plan: Plan[Any]) -> Table:
     for words in _MOMENTS.values():
         table.add_column(words, justify="right")
     for kind in ("factors", "replay", "inverses", "gradients", "counters"):
-        sent = [own.get(kind, 0) for own in traffic.values()]
+        sent = [elements.get(kind, 0) for elements in traffic.values()]
         if kind != "replay" or any(sent):
             table.add_row(kind, *(f"{elements:,}" if elements else "" for elements in sent))
     if any(layer.rows and plan.seats[key].sums != "alone" for key, layer in plan.layers.items()):
@@ -86,5 +86,5 @@ def _layers(count: int) -> str:
 
 
 def mebibytes(size: float) -> str:
-    """Return a number of bytes in MiB, in words."""
+    """Return a number of bytes as text in MiB."""
     return f"{size / 2**20:,.2f} MiB"

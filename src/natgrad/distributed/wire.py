@@ -1,6 +1,6 @@
-"""Messages as bytes: numbers in a narrow dtype beside numbers in their own.
+"""Messages as bytes, with some numbers in a narrow dtype.
 
-A message has R rows, one for each rank that it is sent to or comes from.
+A message has R rows, one for each rank that it is sent to or received from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from natgrad.linalg.narrow import power_of_two
 
 _GROUP = 512
-"""Elements that share a scale, whose four bytes add 0.4 % to the message."""
+"""The number of elements that share a scale."""
 _TOP = 15
 
 
@@ -24,10 +24,10 @@ class WireFormat:
     """The format of a row: `wide` numbers of `dtype`, the scales of float16 values, then `narrow` numbers of `wire`.
 
     Attributes:
-        wide: How many numbers are sent as they are.
-        narrow: How many are sent in `wire`.
+        wide: The number of elements that are sent in `dtype`.
+        narrow: The number of elements that are sent in `wire`.
         dtype: The dtype of all numbers before and after.
-        wire: The dtype of the narrow ones. In float16 each `_GROUP` of them is divided by a power of two.
+        wire: The dtype of narrow numbers. In float16, each group of 512 is divided by a power of two.
     """
 
     wide: int
@@ -55,7 +55,7 @@ class WireFormat:
         return torch.empty(rows, self.size, dtype=torch.uint8, device=device)
 
     def write(self, message: Tensor, wide: Tensor, narrow: Sequence[Tensor]) -> None:
-        """Fill a message ``[R, size]`` with ``[R, wide]`` and with tensors ``[R, n]`` that join to ``[R, narrow]``."""
+        """Fill a message ``[R, size]`` with `wide` ``[R, wide]`` and `narrow` ``[R, n]``, joined to ``[R, narrow]``."""
         self._wide(message).copy_(wide)
         codes = self._codes(message)
         if self._groups:
@@ -64,11 +64,11 @@ class WireFormat:
             scales = power_of_two(grouped, _TOP)
             self._scales(message).copy_(scales)
             codes.copy_((grouped / scales[..., None]).flatten(1)[:, : self.narrow])
-        elif narrow:  # a message may have wide numbers alone
+        elif narrow:  # a message may have wide numbers only
             torch._foreach_copy_(codes.split([piece.shape[1] for piece in narrow], 1), list(narrow))
 
     def read(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``[R, wide]`` and ``[R, narrow]`` of a message: views of it where `wire` is `dtype`."""
+        """Return ``[R, wide]`` and ``[R, narrow]`` of a message, in `dtype`; views of it if `wire` is `dtype`."""
         codes = self._codes(message).to(self.dtype)
         if self._groups:
             scales = self._scales(message).to(self.dtype).repeat_interleave(_GROUP, 1)
@@ -98,7 +98,7 @@ class WireFormat:
 
 
 def narrower(wire: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers of `dtype` are sent: `wire` if it is narrower."""
+    """Return the dtype in which numbers of `dtype` are sent: `wire` if it is narrower, otherwise `dtype`."""
     return wire if wire is not None and wire.itemsize < dtype.itemsize else dtype
 
 

@@ -15,7 +15,7 @@ from natgrad.capture.audit import GradientAudit
 from natgrad.capture.ddp import listen
 from natgrad.capture.labels import LabelSampler
 from natgrad.capture.model_hooks import Hooks
-from natgrad.capture.reductions import LEFT_OUT, Count, Reduction, Reductions
+from natgrad.capture.reductions import DEFAULT_REDUCTION, Count, Reduction, Reductions
 from natgrad.curvature import KFAC, Curvature
 from natgrad.damping import Control, Damping, TrustRegion
 from natgrad.damping.control import default_damping
@@ -82,7 +82,7 @@ class Preconditioner:
         optimizer: torch.optim.Optimizer | None = None,
         damping: Damping | None = None,
         kl_clip: float | TrustRegion | None = USUAL_BOUND,
-        reduction: Literal["mean", "tokens", "sum", "auto"] | Mapping[str, Reduction] = LEFT_OUT,
+        reduction: Literal["mean", "tokens", "sum", "auto"] | Mapping[str, Reduction] = DEFAULT_REDUCTION,
         refresh: RefreshRule | str | None = None,
         placement: str | Placement = "auto",
         precision: Precision | None = None,
@@ -218,7 +218,7 @@ class Preconditioner:
         if reduces:
             take_over_reduction(model)
         elif rule.rule.sends_during_backward and runtime.ranks > 1:
-            listen(model, parts.hooks.reduced)
+            listen(model, parts.hooks.on_bucket_reduced)
         self.call_order = CallOrder(parts)
         self._attach()
 
@@ -303,7 +303,7 @@ class Preconditioner:
     def _check_step(self, count: Count | None, closure: Closure | None) -> None:
         """Check that a step may begin. Raises what `step` documents."""
         parts, capture, reductions = self.parts, self.parts.capture, self.parts.scaling.reductions
-        capture.forget_thrown_away(parts.model.parameters())
+        capture.discard_cleared_passes(parts.model.parameters())
         counts_samples = capture.forward.was_open and capture.ambiguous is None and reductions.single != "tokens"
         if not (counts_samples and isinstance(count, int)):  # an earlier step needed a count, this one does not
             reductions.check_count(count, capture.layers, capture.positions, capture.ambiguous)

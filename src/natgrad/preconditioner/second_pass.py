@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from natgrad.capture import Capture
-from natgrad.capture.model_hooks import Pass
+from natgrad.capture.model_hooks import ForwardPass
 from natgrad.capture.reductions import Count
-from natgrad.capture.repetition import Repetition, as_found
+from natgrad.capture.repetition import Repetition, preserve_state
 from natgrad.capture.sums import Shares, StatisticsBuffer
 from natgrad.damping.quadratic import Losses, QuadraticModel
 from natgrad.distributed import Communicator
@@ -27,7 +27,7 @@ from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import renew
 from natgrad.state.block_group import BlockGroup
-from natgrad.state.parameters import Rows, slots_of
+from natgrad.state.parameters import ParameterRows, slots_of
 from natgrad.state.tensors import along
 
 Closure = Callable[[], Any]
@@ -60,7 +60,7 @@ class _Batch:
     """
 
     closure: Closure | None
-    recorded: Sequence[Pass]
+    recorded: Sequence[ForwardPass]
     summaries: dict[int, Mapping[str, Tensor]]
     shares: Shares
     gain: float | Tensor
@@ -232,7 +232,7 @@ class SecondPass:
         if failed:
             raise NatgradError("the closure has raised an error on another rank, whose own output tells it")
         sums.close(batch.shares, batch.gain)
-        sums.travel(runtime, None)
+        sums.reduce(runtime, None)
         return sums
 
     def _repeat(self, batch: _Batch, views: list[BlockGroup], sums: StatisticsBuffer) -> None:
@@ -241,7 +241,7 @@ class SecondPass:
             return
         repetition = Repetition(batch.recorded)
         replay = self._parts.capture.replaying(views, sums, repetition)
-        with as_found(self._parts.model), self._parts.hooks.reporting_to(replay.forward), torch.enable_grad():
+        with preserve_state(self._parts.model), self._parts.hooks.reporting_to(replay.forward), torch.enable_grad():
             result = batch.closure()
             if not isinstance(batch.closure, Reevaluation):
                 _differentiate(result, sums, replay, batch.scale)
@@ -296,9 +296,9 @@ def _differentiate(result: Any, sums: StatisticsBuffer, capture: Capture, scale:
 
 def _weights(groups: Sequence[BlockGroup], runtime: Communicator) -> dict[int, Tensor]:
     """Return the parameters of the groups that this rank is a worker of ``[N, o, i]``, by the group's ``id``."""
-    rows, slots = Rows(runtime), [slot for group in groups for slot in slots_of(group)]
+    rows, slots = ParameterRows(runtime), [slot for group in groups for slot in slots_of(group)]
     held = {id(slot): rows_of(slot.name, slot.parameter.detach(), rows.held(slot)) for slot in slots}
-    return rows.whole([(group, group.role.seat.workers) for group in groups], held, "replay")
+    return rows.gather_blocks([(group, group.role.seat.workers) for group in groups], held, "replay")
 
 
 def _whole_layers(flags: Sequence[tuple[BlockGroup, slice, Tensor]]) -> set[str]:

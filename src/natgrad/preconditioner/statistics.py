@@ -81,7 +81,7 @@ class Statistics:
             if parts.renews_in_background:
                 parts.background.post(parts.groups, sums, parts.runtime, parts.progress, parts.inspection, wire)
                 return
-            sums.travel(parts.runtime, wire)
+            sums.reduce(parts.runtime, wire)
             if "gradients" in sides:
                 parts.inspection.look(parts.groups, sums, parts.runtime)
         with parts.progress.phase("renew", parts.runtime):

@@ -1,4 +1,4 @@
-"""When is curvature recomputed? Rules that are pure functions of counters and measured numbers."""
+"""Rules that decide when curvature is recomputed, from counters and measured numbers."""
 
 from natgrad.refresh.criteria import BasisRule, DriftRule, TraceRule
 from natgrad.refresh.policy import (
@@ -15,7 +15,7 @@ from natgrad.refresh.policy import (
 )
 from natgrad.refresh.rule import Candidate, RefreshRule
 
-# Earlier names of the one contract.
+# Earlier names of `RefreshRule`.
 Clock = RefreshRule
 Rule = RefreshRule
 

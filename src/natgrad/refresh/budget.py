@@ -1,4 +1,4 @@
-"""The cap on time: what preconditioning may take, what it has taken, and which renewals there is time for."""
+"""The limit on the time of preconditioning, and the choice of renewals within it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import asdict, astuple, dataclass, fields
 from math import ceil
 from statistics import median_low
 
-# No wait is longer, even where solves alone take more than the share.
+# The largest number of steps without captures and renewals.
 _LONGEST = 1000
-# A step counts for at most _MOST times the median of the last _WINDOW.
+# The time of a step counts as at most _MOST times the median of the last _WINDOW steps.
 _MOST, _WINDOW = 5, 31
 
 
 @dataclass
 class StepTimes:
-    """Seconds of some steps, of one rank or summed over ranks. The names of the fields are keys of checkpoints.
+    """Host seconds of some steps, of one rank or summed over ranks. The names of the fields are keys of checkpoints.
 
     Attributes:
-        steps: The number of steps whose whole time is known, times the ranks.
-        elapsed: From the end of one step to that of the next, without pauses (`PauseFilter`).
-        spent: On preconditioning.
-        fixed: The part of `spent` that every step takes, renewals or not: solves and their messages.
-        renewing: The part of `spent` that decompositions took, with the exchange of their results.
+        steps: The number of steps whose time is known, times the number of ranks.
+        elapsed: The seconds from the end of each step to that of the next, without pauses (`PauseFilter`).
+        spent: The seconds of preconditioning.
+        fixed: The part of `spent` that every step takes: solves and their messages.
+        renewing: The part of `spent` for decompositions and the exchange of their results.
         work: The work of these decompositions, in the unit of `natgrad.distributed.Plan.weights`.
-        aside: The part of `spent` that passed beside the steps, which did not wait for it.
+        aside: The part of `spent` in the background, for which steps did not wait.
     """
 
     steps: float = 0.0
@@ -47,71 +47,70 @@ class StepTimes:
 
 
 class PauseFilter:
-    """Leaves pauses between steps out of the time of training.
+    """Excludes pauses between steps, such as evaluations and checkpoints, from the time of training.
 
-    An evaluation, a checkpoint or a debugger that holds the process is no time of training. It shows only in the time
-    from one step to the next, so a step that takes more than five times the median of the last 31 counts as five times
-    that. Where steps become longer for good, the median follows once half of its window has seen it.
+    A step that takes more than five times the median of the last 31 steps counts as five times the median. If steps
+    become longer permanently, the median follows after half of these steps.
     """
 
     def __init__(self) -> None:
-        """Begin with no step seen."""
-        self._seen: deque[float] = deque(maxlen=_WINDOW)
+        """Initialize without steps."""
+        self._last: deque[float] = deque(maxlen=_WINDOW)
 
     def training_seconds(self, seconds: float) -> float:
         """Return the part of the `seconds` of a step that counts.
 
-        The first counts whole; where the second shows that there was a pause in it, that is taken back.
+        The first step counts in full; a pause in it is subtracted from the second.
         """
-        self._seen.append(seconds)
-        most = _MOST * median_low(self._seen)
-        correction = max(0.0, self._seen[0] - most) if len(self._seen) == 2 else 0.0
+        self._last.append(seconds)
+        most = _MOST * median_low(self._last)
+        correction = max(0.0, self._last[0] - most) if len(self._last) == 2 else 0.0
         return min(seconds, most) - correction
 
 
 class Budget:
-    """Preconditioning earns `share` of the time that passes, and spends what it takes; all in seconds.
+    """The time that preconditioning may take: `share` of the elapsed time.
 
     Attributes:
-        share: Of the time.
-        times: The seconds received so far, summed over the ranks: the same on all of them.
+        share: The allowed fraction of the elapsed time.
+        times: The times so far, summed over the ranks, equal on all of them.
         resume: The step before which nothing is captured or renewed.
     """
 
     def __init__(self, share: float) -> None:
-        """Open the account."""
+        """Initialize without times."""
         self.share, self.times, self.resume = share, StepTimes(), 0
 
     @property
     def credit(self) -> float:
-        """What may be spent now."""
+        """The seconds that preconditioning may take now; negative if it has taken too many."""
         return self.share * self.times.elapsed - self.times.spent
 
     @property
     def taken(self) -> float:
-        """The share of the time that was spent."""
+        """The fraction of the elapsed time that preconditioning has taken."""
         return self.times.spent / self.times.elapsed if self.times.elapsed else 0.0
 
     @property
     def income(self) -> float:
-        """What a step without capture and renewal earns."""
+        """The seconds by which a step without capture and renewal increases `credit`."""
         times = self.times
         if not times.steps:
             return 0.0
         fixed = times.fixed / times.steps
-        alone = (times.elapsed - times.spent + times.aside) / times.steps
-        return self.share * (alone + fixed) - fixed
+        training = (times.elapsed - times.spent + times.aside) / times.steps
+        return self.share * (training + fixed) - fixed
 
     def choose(self, changes: Sequence[float], work: Sequence[float], part: float = 1.0) -> list[bool]:
-        """Return which layers there is time to renew: those that have changed most, until one costs too much.
+        """Return for each layer whether to renew it: those that have changed most, until one costs more than is left.
 
-        The layers behind that one wait too, however cheap: otherwise the largest layers would wait for ever. As long as
-        the cost of no renewal is known (after the state of another rule) renewals count as free.
+        The following layers wait too, even if they cost less, so that large layers are renewed eventually. Renewals
+        count as free while their cost is unknown (after loading the state of another rule).
 
         Args:
-            changes: By how much each has changed.
-            work: The work of renewing it.
-            part: The part of the credit that is theirs.
+            changes: The change of each layer.
+            work: The work of renewing each layer.
+            part: The fraction of the credit for these layers.
         """
         left, chosen = self.credit * part, [False] * len(changes)
         rate = self.times.renewing / self.times.work if self.times.work else 0.0
@@ -124,16 +123,13 @@ class Budget:
         return chosen
 
     def settle(self, step: int) -> None:
-        """Capture and renew nothing from `step` on until the steps to come have earned what is overdrawn.
-
-        As long as the time of no step is known, this does nothing.
-        """
+        """Set `resume` to the step before which a negative credit is balanced; do nothing while times are unknown."""
         if self.credit < 0 and self.times.steps:
             wait = ceil(-self.credit / self.income) if self.income > 0 else _LONGEST
             self.resume = step + min(wait, _LONGEST)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the account as plain numbers."""
+        """Return the times and `resume` as plain numbers."""
         return {**asdict(self.times), "resume": self.resume}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Criteria by which layers are chosen where decompositions are due: `natgrad.TraceRule`, `DriftRule`, `BasisRule`."""
+"""Criteria that choose layers when decompositions are due: `natgrad.TraceRule`, `DriftRule`, `BasisRule`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from natgrad.schedule import check_number
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRule(RefreshRule):
-    """``Δ = |tr(F_k + λI) - tr(F_{k-1} + λI)| / tr(F_{k-1} + λI)``, k counting the checks of a layer (Chen 2021, THOR).
+    """Renew a layer by the relative change of the trace of its damped Fisher block since its last check.
 
-    Above `upper` a layer is renewed, between the two it keeps what it has, and below `lower` it does so for good: it is
-    neither captured, nor sent, nor decomposed any more. Where tr F has not changed at all, as where nothing was
-    captured since the last check (a step that a ``GradScaler`` left out, a longer interval of factors, a layer that was
-    not used), it is kept for now, whatever a scheduled λ has done to Δ.
+    ``Δ = |tr(F_k + λI) - tr(F_{k-1} + λI)| / tr(F_{k-1} + λI)``, where k counts the checks of the layer. If Δ is above
+    `upper`, the layer is renewed; if it is below `lower`, the layer is stopped: it is no longer captured, sent or
+    decomposed. Otherwise, and if tr F has not changed at all (for example without a capture since the last check), the
+    layer keeps its decompositions until the next check.
 
-    For K-FAC ``tr(F + λI) = tr A · tr G + λ d_A d_G``. F is made of the running averages, as what is decomposed is;
-    with ``factor_decay=0`` they are THOR's, of one batch.
+    For K-FAC ``tr(F + λI) = tr A · tr G + λ d_A d_G``. F is computed from running averages; in the source, which
+    ``factor_decay=0`` reproduces, from one batch.
+
+    Source: Chen 2021 (THOR).
 
     Attributes:
         upper: ω₁.
-        lower: ω₂; 0: no layer is ever stopped.
+        lower: ω₂. 0: no layer is stopped.
 
     Raises:
         ValueError: unless 0 <= lower <= upper, and upper > 0.
@@ -56,18 +58,20 @@ class TraceRule(RefreshRule):
 
     @override
     def remember(self, value: float, last: float | None, *, renewed: bool) -> float | None:
-        return value if isfinite(value) else last  # of every check, whether the layer is renewed or not
+        return value if isfinite(value) else last  # of every check, also if the layer is not renewed
 
 
 @dataclass(frozen=True)
 class DriftRule(RefreshRule):
-    """Renew a layer, or what reads a factor X of it, where ``‖X_t - X_last‖ / ‖X_last‖ >= threshold`` (Osawa 2019, 21).
+    """Renew a layer or the decompositions of a factor X if ``‖X_t - X_last‖ / ‖X_last‖ >= threshold``.
 
-    X_last is the running average that its last renewal was made of, in the Frobenius norm. It is kept: memory for the
-    factors once more, on the ranks that hold what is made of them. A layer goes by the factor that has moved most.
+    X_last is the running average at the last renewal; norms are Frobenius norms. The workers of a layer store a second
+    copy of its factors. A layer is renewed by its factor that has changed most.
+
+    Source: Osawa 2019, eq. 21.
 
     Attributes:
-        threshold: How far; about what one batch in twenty adds to a running average is 0.1.
+        threshold: The smallest relative change of a renewal.
 
     Raises:
         ValueError: unless `threshold` is a number > 0.
@@ -88,15 +92,14 @@ class DriftRule(RefreshRule):
 
 @dataclass(frozen=True)
 class BasisRule(RefreshRule):
-    """Renew a layer, or what reads a factor X of it, where ``‖offdiag(Qᵀ X Q)‖ / ‖X‖ >= tolerance``, Q being held.
+    """Renew a layer or the decomposition of a factor X if ``‖offdiag(Qᵀ X Q)‖ / ‖X‖ >= tolerance``.
 
-    The off-diagonal part is what the eigen form leaves out when it takes Q for eigenvectors. It is summed up directly,
-    in the Frobenius norm: a difference of squares would cancel. Eigenvalues that moved in an unmoved basis do not
-    count; `DriftRule` and `TraceRule` see them. It costs two products of matrices a factor. What has no eigenvectors
-    is renewed where due.
+    Q are the eigenvectors of the last renewal, and norms are Frobenius norms. The off-diagonal part is the error of the
+    eigenbasis. Changes of eigenvalues in the same eigenbasis do not count; use `DriftRule` or `TraceRule` for these.
+    Cost: two matrix products for each factor. Decompositions without eigenvectors are always renewed when due.
 
     Attributes:
-        tolerance: The share that may be left out.
+        tolerance: The smallest relative off-diagonal part of a renewal.
 
     Raises:
         ValueError: unless `tolerance` is a number > 0.

@@ -1,4 +1,4 @@
-"""Refresh rules: fixed and scheduled intervals, layers chosen by a criterion, a cap on time; and their names."""
+"""Refresh rules: fixed and scheduled intervals, layers chosen by a criterion, a limit on time; and their names."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from natgrad.schedule import Schedule, check_number, check_schedule, value_at
 
 @dataclass(frozen=True, kw_only=True)
 class Sides:
-    """Separate intervals for A and G: "the factor A fluctuates less than G" (Osawa 2019, section 5.4).
+    """Separate intervals for A and G, because "the factor A fluctuates less than G" (Osawa 2019, section 5.4).
 
     Attributes:
-        inputs: The interval of statistics of a layer's inputs alone (`Statistic.source`: A of K-FAC) and of their
+        inputs: The interval of statistics of a layer's inputs only (`Statistic.source`: A of K-FAC) and of their
             decompositions: a number of steps, or a callable of the step.
-        gradients: The interval of everything else.
+        gradients: The interval of all others.
 
     Raises:
         ValueError: if an interval is below 1.
@@ -81,10 +81,10 @@ class Refresh(RefreshRule):
 
 @dataclass(frozen=True)
 class Adaptive(RefreshRule):
-    """Renew the layers or factors that a rule chooses, in steps in which renewals are due; the first time all.
+    """Renew the layers or factors that a rule chooses when renewals are due. The first renewal includes all.
 
     Attributes:
-        rule: `natgrad.TraceRule`, `natgrad.DriftRule`, `natgrad.BasisRule`, or one of your own. Required.
+        rule: `natgrad.TraceRule`, `natgrad.DriftRule`, `natgrad.BasisRule` or your own `natgrad.RefreshRule`. Required.
         by: "layer": a layer is renewed as a whole, according to the factor that has changed most. "factor": each factor
             separately, for rules that measure factors. Decompositions that read a common statistic are still decided
             together, such as both inverses of K-FAC.
@@ -142,18 +142,20 @@ class Adaptive(RefreshRule):
 class Capped(RefreshRule):
     """Limit preconditioning to at most `share` of the training time, on top of another rule.
 
-    The limit includes capture, messages, renewals and solves, in host seconds summed over the ranks. When a renewal is
-    due, the layers that have changed most are renewed first, while there is credit (`natgrad.refresh.budget`); the
-    others wait. If the credit is overdrawn, nothing is captured or renewed until it is balanced. The first renewal is
-    always complete. Evaluations and checkpoints between steps are not training time
-    (`natgrad.refresh.budget.PauseFilter`). Renewals in the background count as if the steps waited for them.
+    The limit includes capture, messages, renewals and solves, in host seconds summed over the ranks. When renewals are
+    due, the layers that have changed most are renewed first, as far as the limit allows
+    (`natgrad.refresh.budget.Budget`); the others wait. After the limit has been exceeded, nothing is captured or
+    renewed until the average is below it again. The first renewal includes all layers. Evaluations and checkpoints
+    between steps are not training time (`natgrad.refresh.budget.PauseFilter`). Renewals in the background count as if
+    steps waited for them.
 
     Attributes:
         refresh: The rule with the intervals: `natgrad.Refresh`, `natgrad.Adaptive` or your own `natgrad.RefreshRule`.
         share: The share of the training time, in (0, 1).
 
     Raises:
-        ValueError: if `refresh` is not a refresh rule, or has `natgrad.Sides` or a cap; or if `share` is not in (0, 1).
+        ValueError: if `refresh` is not a refresh rule, or has `natgrad.Sides` or a limit on time; or if `share` is not
+            in (0, 1).
     """
 
     refresh: RefreshRule = field(default_factory=Refresh)
@@ -176,7 +178,7 @@ class Capped(RefreshRule):
     def by(self) -> By:  # type: ignore[override]
         return self.refresh.by
 
-    # Intervals are those of the rule, as if there were no cap.
+    # Intervals are those of the rule without a limit.
 
     @override
     def factor_interval(self, step: int, side: Side = "gradients") -> float:
@@ -220,15 +222,16 @@ class Capped(RefreshRule):
 
 @dataclass(frozen=True)
 class GrowingInterval:
-    """``min(20, 5 ⌊e/5⌋ + 1)`` in epoch e: every step before epoch 5, then every 6th, 11th, 16th, at last every 20th.
+    """``min(20, 5 ⌊e/5⌋ + 1)`` in epoch e: every step before epoch 5, then every 6th, 11th, 16th, finally every 20th.
 
-    Of the steps of 45 epochs 17 % are refreshes (Osawa 2019, eq. 22, section 5.4).
-    ``Refresh(inverses=GrowingInterval(78))``.
+    In 45 epochs, 17 % of the steps are refreshes. Example: ``Refresh(inverses=GrowingInterval(78))``.
+
+    Source: Osawa 2019, eq. 22, section 5.4.
 
     Attributes:
-        steps_per_epoch: Steps of an epoch: epochs are counted by it, whoever calls ``next_epoch()``. Where that is
-            called after fewer than half as many steps there is a warning.
-        epochs: After how many epochs it grows, and by how many steps.
+        steps_per_epoch: The steps of an epoch, which define epochs independently of ``next_epoch()``. If an epoch ends
+            by ``next_epoch()`` after fewer than half as many steps, there is a warning.
+        epochs: The number of epochs after which the interval grows, and of steps by which it grows.
         most: The longest interval.
 
     Raises:
@@ -252,7 +255,7 @@ class GrowingInterval:
 
 @dataclass(frozen=True)
 class DoublingInterval:
-    """Due at steps 0, 1, 2, 4, 8... until the interval is `most`: early in training curvature changes fastest.
+    """Due at steps 0, 1, 2, 4, 8... until the interval is `most`, because curvature changes fastest early in training.
 
     Attributes:
         most: The longest interval, in steps.
@@ -274,15 +277,17 @@ class DoublingInterval:
 
 @dataclass(frozen=True)
 class TwoPhaseInterval:
-    """1 before epoch 13, then 20: of the steps of 45 epochs 32 % are refreshes (Osawa 2019, eq. 23).
+    """1 before epoch 13, then 20. In 45 epochs, 32 % of the steps are refreshes.
+
+    Source: Osawa 2019, eq. 23.
 
     Attributes:
-        steps_per_epoch: Steps of an epoch.
-        epochs: How many epochs have a refresh at every step.
+        steps_per_epoch: The steps of an epoch.
+        epochs: The number of epochs with a refresh in every step.
         interval: The interval afterwards.
 
     Raises:
-        ValueError: unless all are whole numbers, `epochs` of at least 0 and the others of at least 1.
+        ValueError: unless all are whole numbers, `epochs` at least 0 and the others at least 1.
     """
 
     steps_per_epoch: int
@@ -302,17 +307,17 @@ class TwoPhaseInterval:
 
 @dataclass(frozen=True)
 class MultiStepInterval:
-    """The interval, times `factor` for each of `steps` that has passed (Pauloski 2022, section 5.3).
+    """Multiply the interval by `factor` at some steps, because running averages become more stable during training.
 
-    Running averages become more stable as training goes on, so that they are decomposed less often.
+    Source: Pauloski 2022, section 5.3.
 
     Attributes:
         interval: The first interval.
-        steps: After how many completed steps it is multiplied, rising.
-        factor: By what.
+        steps: The numbers of completed steps after which the interval is multiplied, increasing.
+        factor: The factor.
 
     Raises:
-        ValueError: if `interval` or `factor` is below 1, or `steps` are no rising whole numbers.
+        ValueError: if `interval` or `factor` is below 1, or `steps` are not increasing whole numbers.
     """
 
     interval: float
@@ -320,12 +325,12 @@ class MultiStepInterval:
     factor: float = 2.0
 
     def __post_init__(self) -> None:
-        """Check the numbers, and take any sequence of steps."""
+        """Check the numbers, and convert `steps` to a tuple."""
         check_number("interval", self.interval, INTERVAL, minimum=1)
         check_number("factor", self.factor, "a number >= 1", minimum=1)
         fits = isinstance(self.steps, (list, tuple)) and all(type(step) is int and step >= 0 for step in self.steps)
         fits = fits and all(step < after for step, after in zip(self.steps, self.steps[1:], strict=False))
-        require(fits, "steps", self.steps, "rising whole numbers")
+        require(fits, "steps", self.steps, "increasing whole numbers")
         object.__setattr__(self, "steps", tuple(self.steps))
 
     def __call__(self, step: int) -> float:
@@ -335,17 +340,19 @@ class MultiStepInterval:
 
 @dataclass(frozen=True)
 class ScaledInterval:
-    """``interval · reference / size``, at least 1: as many refreshes an epoch on any number of ranks.
+    """``interval · reference / size``, at least 1: equally many refreshes in an epoch for any number of ranks.
 
-    500 at 64 ranks becomes 2000 at 16 and 125 at 256 (Pauloski 2022, section 6.4.1).
+    For example, 500 for 64 ranks becomes 2000 for 16 and 125 for 256.
+
+    Source: Pauloski 2022, section 6.4.1.
 
     Attributes:
-        interval: The interval that is right for `reference`: a number, or a callable of the step.
+        interval: The interval for `reference`: a number, or a callable of the step.
         reference: A number of ranks, or of samples in the global batch.
-        size: That of this training.
+        size: The same number in this training.
 
     Raises:
-        ValueError: if `interval` is below 1, or a size no number above 0.
+        ValueError: if `interval` is below 1, or `reference` or `size` is not a number above 0.
     """
 
     interval: Schedule
@@ -364,15 +371,11 @@ class ScaledInterval:
         return max(1.0, interval * self.reference / self.size)
 
 
-def _interval(name: str, given: Schedule | Sides, reads: Reads, step: int) -> float:
-    """Return an interval after `step` completed steps; what reads both sides follows the shorter one.
-
-    Raises:
-        ValueError: if a callable returns something that is not an interval.
-    """
-    if not isinstance(given, Sides):
-        return value_at(name, given, step, INTERVAL, minimum=1)
-    by_side = {side: value_at(f"{name}.{side}", getattr(given, side), step, INTERVAL, minimum=1) for side in SIDES}
+def _interval(name: str, interval: Schedule | Sides, reads: Reads, step: int) -> float:
+    """Return an interval after `step` completed steps; for "both" the shorter one."""
+    if not isinstance(interval, Sides):
+        return value_at(name, interval, step, INTERVAL, minimum=1)
+    by_side = {side: value_at(f"{name}.{side}", getattr(interval, side), step, INTERVAL, minimum=1) for side in SIDES}
     return min(by_side.values()) if reads == "both" else by_side[reads]
 
 
@@ -388,13 +391,13 @@ _RULES: dict[str, Callable[[], RefreshRule]] = {
 
 
 def register_refresh(name: str, make: Callable[[], RefreshRule]) -> None:
-    """Register a rule, so that ``Preconditioner(model, refresh=name)`` takes it; an instance needs no registration.
+    """Register a rule, so that ``Preconditioner(model, refresh=name)`` accepts its name.
 
-    Every process that builds the preconditioner has to register it.
+    Register it in every process. Instances can be passed without registration.
 
     Args:
         name: The name.
-        make: Returns the rule when called without arguments, as a class does whose options have defaults.
+        make: A function without arguments that returns the rule, such as a class whose options have defaults.
 
     Raises:
         ValueError: if `name` is not text, or is taken, or `make` cannot be called.
@@ -406,13 +409,10 @@ def register_refresh(name: str, make: Callable[[], RefreshRule]) -> None:
 
 
 def resolve_refresh(refresh: object) -> RefreshRule:
-    """Return the rule that the argument `refresh` of `natgrad.Preconditioner` stands for.
-
-    Args:
-        refresh: The rule itself, or its registered name.
+    """Return the rule for the argument `refresh` of `natgrad.Preconditioner`, a rule or a registered name.
 
     Raises:
-        ValueError: if it is neither, or the rule has attributes that are not allowed.
+        ValueError: if `refresh` is neither, or attributes of the rule are not allowed.
     """
     allowed = "a natgrad.Refresh, natgrad.Adaptive or natgrad.Capped, another natgrad.RefreshRule, or one of the names "
     allowed += ", ".join(_RULES)

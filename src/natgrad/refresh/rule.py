@@ -1,8 +1,8 @@
-"""The contract of a refresh rule.
+"""The interface of refresh rules.
 
-A rule answers from counters and measured numbers alone. It knows no ranks, tensors or layer types. What it remembers of
-each layer is kept for it, sent to the other ranks and saved in checkpoints
-(`natgrad.preconditioner.renewal.scheduler`), so that all ranks decide equally.
+A rule decides by counters and measured numbers only. The number that it remembers for each layer is stored outside of
+the rule (`natgrad.preconditioner.renewal.scheduler`), sent to the other ranks and saved in checkpoints, so that all
+ranks decide equally.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeAlias, get_args
 from natgrad.errors import require, require_one_of
 from natgrad.schedule import check_number
 
-# What a statistic is computed from. "gradients" stands for everything that needs a backward pass.
+# The source of a statistic. "gradients": every source that needs a backward pass.
 Side: TypeAlias = Literal["inputs", "gradients"]
-# What a decomposition reads.
+# The sources of the statistics that a decomposition reads.
 Reads: TypeAlias = Literal["inputs", "gradients", "both"]
 
 SIDES: tuple[Side, ...] = ("inputs", "gradients")
@@ -27,26 +27,26 @@ Verdict: TypeAlias = Literal["renew", "keep", "stop"]
 Measure: TypeAlias = Literal["nothing", "trace", "norm", "drift", "basis"]
 By: TypeAlias = Literal["layer", "factor"]
 
-# What is measured of each factor; the other numbers describe the layer that the factors make up.
+# Measures of single factors. The others are measures of whole layers.
 OF_FACTORS: tuple[Measure, ...] = ("drift", "basis")
 
 INTERVAL = "a number of steps >= 1"
-"""What an interval must be, in the words of error messages."""
+"""The allowed values of intervals, for error messages."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layer, or one of its factors, whose decomposition is due, and what is known of it.
+    """A layer, or one of its factors, whose decomposition is due.
 
     Attributes:
         layer: The name of its module.
-        index: The position of the layer among all that are preconditioned, the same on all ranks.
-        statistics: The names of the statistics that would be decomposed, as "A" and "G".
-        step: Completed steps.
-        value: What was measured (`RefreshRule.measure`); nan where that is not possible.
-        last: What `RefreshRule.remember` returned for the layer last; None: nothing yet.
-        change: What `RefreshRule.change` makes of both.
-        work: The cost of decomposing it, in the unit of ``plan.weights``.
+        index: The position of the layer among all preconditioned layers, equal on all ranks.
+        statistics: The names of the statistics that would be decomposed, such as "A" and "G".
+        step: The number of completed steps.
+        value: The measured number (`RefreshRule.measure`); nan if it is not available.
+        last: The last result of `RefreshRule.remember` for the layer. None: there is none.
+        change: The result of `RefreshRule.change` for `value` and `last`.
+        work: The cost of the decomposition, in the unit of ``plan.weights``.
     """
 
     layer: str
@@ -120,9 +120,7 @@ class RefreshRule:
         return 10.0
 
     def intervals(self, step: int) -> dict[str, float]:
-        """Return the mean intervals "factors" and "inverses" after `step` completed steps.
-
-        Placement "auto" uses them.
+        """Return the mean intervals "factors" and "inverses" after `step` completed steps, for placement "auto".
 
         Raises:
             ValueError: if a schedule returns something that is not an interval.
@@ -199,27 +197,28 @@ class RefreshRule:
         return relative(value, last)
 
     def verdict(self, change: float) -> Verdict:
-        """Return whether what has changed so much is decomposed ("renew"), kept until the next decision, or for good.
+        """Return the verdict on a layer or factor with this `change`.
 
-        A layer that is stopped is neither captured, nor sent, nor decomposed any more.
+        "renew": it is decomposed. "keep": it is not, until the next decision. "stop": it is no longer captured, sent or
+        decomposed.
         """
         return "renew"
 
     def decide(self, candidates: Sequence[Candidate]) -> Sequence[Verdict]:
-        """Return the verdict on each of the candidates that are due in this step; by default by its change alone.
+        """Return the verdict on each candidate that is due in this step; by default `verdict` of its change.
 
-        Where each layer has fewer workers than there are ranks, each rank decides on those that it works for.
+        If layers have fewer workers than there are ranks, each rank decides only on layers of which it is a worker.
         """
         return [self.verdict(candidate.change) for candidate in candidates]
 
     def remember(self, value: float, last: float | None, *, renewed: bool) -> float | None:
-        """Return the number that is kept for a layer until its next decision, also in checkpoints.
+        """Return the number to store for a layer until its next decision, also in checkpoints.
 
-        By default a "trace" or "norm" is kept that of the last decomposition.
+        By default the "trace" or "norm" at the last decomposition.
 
         Args:
-            value: What was measured; of several factors the largest.
-            last: What this returned last; None: nothing yet.
+            value: The measured number; for several factors the largest.
+            last: The previous result. None: there is none.
             renewed: Whether the layer is decomposed.
         """
         if self.measure in OF_FACTORS:
@@ -229,22 +228,22 @@ class RefreshRule:
     # --- Checkpoints ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers that belong in checkpoints beside what `remember` returns; by default none.
+        """Return plain numbers for checkpoints, besides the results of `remember`; by default none.
 
-        For rules that learn something between steps, as the validation loss: the same on all ranks.
+        For rules with further state, such as a validation loss, which must be equal on all ranks.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; called only where a checkpoint has it."""
+        """Restore what `state_dict` returned; not called if a checkpoint has no such state."""
         return
 
 
 class NormRule(RefreshRule):
-    """Renew always, and first the layers whose norm has changed most since their last decomposition.
+    """Renew all layers, first those whose norm has changed most since their last decomposition.
 
-    A cap on time goes by it where there is no other criterion. By the triangle inequality the relative change of the
-    product of norms is a lower bound of that of a Kronecker product. It takes one number of memory a layer.
+    `natgrad.Capped` uses it if there is no other criterion. By the triangle inequality the relative change of the
+    product of norms is a lower bound of the relative change of a Kronecker product.
     """
 
     measure = "norm"
@@ -254,21 +253,21 @@ NORM = NormRule()
 
 
 def relative(value: float, last: float | None) -> float:
-    """Return ``|value - last| / |last|``; infinite where there is nothing to compare, or a number is not finite."""
+    """Return ``|value - last| / |last|``; infinite if `last` is None or 0, or a number is not finite."""
     if last is None or last == 0 or not (isfinite(value) and isfinite(last)):
         return inf
     return abs(value - last) / abs(last)
 
 
 def mean_interval(intervals: Sequence[float]) -> float:
-    """Return the interval at which as much would be done as at several, if each cost the same."""
+    """Return the harmonic mean of intervals: the interval with the same mean rate."""
     if len(set(intervals)) == 1:
         return float(intervals[0])
     return len(intervals) / sum(1 / interval for interval in intervals)
 
 
 def side_of(names: Collection[str], inputs: Collection[str]) -> Reads:
-    """Return which side some statistics are of, where those named `inputs` need no gradient."""
+    """Return the sources of the statistics `names`, where those in `inputs` need no gradient."""
     if names and all(name in inputs for name in names):
         return "inputs"
     return "both" if any(name in inputs for name in names) else "gradients"
@@ -278,11 +277,11 @@ def check_by(name: str, by: object, criterion: RefreshRule) -> None:
     """Check that a criterion can decide by "layer" or by "factor".
 
     Raises:
-        ValueError: if `by` is neither of these, or "factor" where a whole layer is measured.
+        ValueError: if `by` is neither, or is "factor" and the criterion measures whole layers.
     """
     require_one_of(name, by, *get_args(By))
     fits = by == "layer" or criterion.measure in (*OF_FACTORS, "nothing")
-    require(fits, name, by, f"'layer' with {criterion!r}, which measures no factor by itself")
+    require(fits, name, by, f"'layer' with {criterion!r}, which measures whole layers")
 
 
 def _due(interval: float, step: int, last: int | None) -> bool:

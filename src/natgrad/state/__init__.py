@@ -1,1 +1,1 @@
-"""Blocks of equal size stored as one tensor: their tensors, their rows under FSDP2, their state in checkpoints."""
+"""Blocks of equal size as stacked tensors, their rows under FSDP2, and their state in checkpoints."""

@@ -33,20 +33,20 @@ from natgrad.state.tensors import StateTensors, along, diagonals, packed_shape, 
 if TYPE_CHECKING:
     from natgrad.preconditioner.renewal.decisions import DecisionState
 
-# Bytes of gradients that are preconditioned at once, to bound the memory of intermediate results.
+# The bytes of gradients that are preconditioned together, which bounds the memory of intermediate results.
 _PIECE = 2**26
 
 
 @dataclass(frozen=True)
 class RankRole:
-    """What a rank does for some layers, all of which have the same workers.
+    """The role of a rank for layers with the same workers.
 
     Attributes:
-        seat: Their workers, and where their statistics are summed; without owners.
+        seat: The assignment of the layers, without owners.
         server: The worker that sends this rank the preconditioned gradients.
         is_gradient_worker: Whether this rank is a worker.
-        keeps_averages: Whether this rank receives the sums, and keeps their running averages.
-        captures: Whether the samples of this rank count in the sums.
+        keeps_averages: Whether this rank receives the sums and keeps their running averages.
+        captures: Whether the sums include the samples of this rank.
     """
 
     seat: Assignment
@@ -70,7 +70,7 @@ class RankRole:
 
 @dataclass(frozen=True)
 class LayerBlocks:
-    """The place of a layer in its block group: blocks ``start`` to ``stop``."""
+    """The position of a layer in its block group: blocks ``start`` to ``stop - 1``."""
 
     layer: Layer
     start: int
@@ -87,40 +87,40 @@ class BlockGroup:
 
     Attributes:
         curvature: Their curvature.
-        outputs: o.
-        inputs: i.
+        outputs: The number of outputs, o.
+        inputs: The number of inputs, i.
         members: The layers.
-        size: N.
-        averages: Running averages of the statistics ``[N, *shape]``; empty before the first factor refresh.
+        size: The number of blocks, N.
+        averages: Running averages of the statistics ``[N, *shape]``. Empty before the first factor refresh.
         weight: The bias correction ``1 - dᵏ`` of each block's running averages ``[N]``.
-        input_weight: That of the statistics of inputs alone, where these are `inputs_apart`.
-        inputs_apart: Whether statistics of inputs alone have an interval of their own.
-        decisions: The decisions of a refresh rule on the layers; None: there is no such rule.
-        results: The results of the tasks ``[N, *shape]``; empty before the first inverse refresh.
-        memory: The state that the curvature keeps from step to step ``[N, *shape]``; empty before it is first used.
-        fresh: Whether the last update of the averages changed each block ``[N]``, where a second pass over the batch
-            reads it; None: there was no update.
+        input_weight: The bias correction of statistics of inputs only ``[N]``, if these are `inputs_apart`.
+        inputs_apart: Whether statistics of inputs only have a separate interval.
+        decisions: The decisions of a refresh rule on the layers. None: there is no such rule.
+        results: The results of the tasks ``[N, *shape]``. Empty before the first inverse refresh.
+        memory: The state of the curvature ``[N, *shape]``. Empty before it is first used.
+        fresh: Whether the last update changed the averages of each block ``[N]``, for a second pass over the batch.
+            None: there was no update.
         good: For each task and block, whether `results` has a result.
         ready: For each layer, whether `results` is complete.
         failures: The failures of its blocks.
-        basis_version: For each block, how often its running averages have started again (`Task.restarts`).
+        basis_version: How often each block's running averages were restarted (`Task.restarts`).
         statistics: The statistics of the curvature that are summed.
-        gathered: The statistics whose rows are gathered; they are held with the results.
-        rows: The number of their rows (`natgrad.specs.ROWS`); 0 before the first renewal.
+        gathered: The statistics whose rows are gathered. They are stored in `results`.
+        rows: The number of gathered rows (`natgrad.specs.ROWS`). 0 before the first renewal.
         tasks: The tasks of the curvature.
         memory_specs: The specs of `memory`.
-        input_statistics: The names of the statistics of inputs alone.
-        replayed_statistics: The names of those that a second pass over the batch accumulates again.
-        computed_for_capture: The names of the results that accumulating statistics reads.
-        restarting: The names of the statistics whose running averages may start again.
-        role: What this rank does for the layers.
+        input_statistics: The names of the statistics of inputs only.
+        replayed_statistics: The names of the statistics that a second pass over the batch accumulates again.
+        computed_for_capture: The names of the results that are read when statistics are accumulated.
+        restarting: The names of the statistics whose running averages tasks may restart.
+        role: The role of this rank for the layers.
         factor: The factor on the damping γ for this group.
     """
 
     def __init__(
         self, curvature: Curvature, layers: list[Layer], precision: Precision, role: RankRole, factor: float = 1.0
     ) -> None:
-        """Lay out the blocks of `layers`, without allocating tensors."""
+        """Compute the layout of the blocks of `layers`, without allocating tensors."""
         self.role, self.factor = role, factor
         self.curvature = curvature
         self.outputs, self.inputs = layers[0].outputs, layers[0].inputs
@@ -151,11 +151,11 @@ class BlockGroup:
         self.failures = FailureState((task.name for task in self.tasks), self.size)
         self.basis_version = [0] * self.size
 
-    # Not cached: the model may be moved after this was built.
+    # Not cached, because the model may be moved.
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters; the host for the meta device, so that a state can be loaded before the data."""
+        """The device of the parameters; the host if they are on the meta device, so that a state can be loaded."""
         device = self._parameter.device
         return device if device.type != "meta" else torch.device("cpu")
 
@@ -182,7 +182,7 @@ class BlockGroup:
         return like
 
     def follow(self) -> bool:
-        """Move all tensors to where the parameters are; return whether they were elsewhere."""
+        """Move all tensors to the device and dtypes of the parameters, and return whether these have changed."""
         before, self._place = self._place, (self.device, self.dtype)
         if self._place == before:
             return False
@@ -236,9 +236,9 @@ class BlockGroup:
     def snapshot(
         self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Return copies of the bias-corrected running averages of some blocks, packed, in the dtype of tasks.
+        """Return copies of the bias-corrected running averages of some blocks, packed, in `work_dtype`.
 
-        Of `diagonal` statistics the diagonals are returned.
+        For statistics in `diagonal`, only diagonals are returned.
         """
         result = {}
         for spec in self.statistics:
@@ -253,18 +253,18 @@ class BlockGroup:
     def corrected(
         self, blocks: slice | Tensor, names: tuple[str, ...], diagonal: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Return what tasks read of some blocks: bias-corrected running averages, as whole matrices, and state."""
+        """Return the inputs of tasks for some blocks: bias-corrected running averages, unpacked, and state."""
         averages = unpacked(self.snapshot(blocks, names, diagonal), self.statistics, diagonal)
         return {**averages, **self.read_memory(blocks, names)}
 
     def read_memory(self, blocks: slice | Tensor, names: Collection[str]) -> dict[str, Tensor]:
-        """Return some tensors of the curvature's state for some blocks, in the dtype of gradients."""
-        own = [spec.name for spec in self.memory_specs if spec.name in names]
-        return {name: self.allocate_memory().read(name, blocks).to(self.work_dtype) for name in own}
+        """Return some tensors of the curvature's state for some blocks, in `work_dtype`."""
+        found = [spec.name for spec in self.memory_specs if spec.name in names]
+        return {name: self.allocate_memory().read(name, blocks).to(self.work_dtype) for name in found}
 
     def live_averages(self, blocks: slice | Tensor) -> dict[str, Tensor]:
         """Return the running averages of some blocks that preconditioning reads."""
-        names = tuple(one.name for one in self.statistics if one.used_by_precondition)
+        names = tuple(spec.name for spec in self.statistics if spec.used_by_precondition)
         return self.corrected(blocks, names) if names else {}
 
     def computed(self, blocks: slice | Tensor) -> dict[str, Tensor]:
@@ -272,7 +272,7 @@ class BlockGroup:
         return self._results_of(self.results, blocks, self.work_dtype)
 
     def read_for_capture(self, member: LayerBlocks) -> dict[str, Tensor] | None:
-        """Return the results that accumulating a layer's statistics reads; None: they are incomplete."""
+        """Return the results that are read when a layer's statistics are accumulated; None: they are incomplete."""
         if not self.ready[self.members.index(member)]:
             return None
         return self._results_of(self.computed_for_capture, member.blocks, self.dtype)
@@ -280,7 +280,7 @@ class BlockGroup:
     def _results_of(self, names: Iterable[str], blocks: slice | Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return some results for some blocks, in `dtype` unless the curvature accepts narrow ones."""
         results = {name: self.results.read(name, blocks) for name in names}
-        return results if self.curvature.takes_narrow else {name: own.to(dtype) for name, own in results.items()}
+        return results if self.curvature.takes_narrow else {name: result.to(dtype) for name, result in results.items()}
 
     def previous(self, task: Task, blocks: slice) -> dict[str, Tensor] | None:
         """Return the last results of a task for some blocks; None: it does not need them, or some are missing."""
@@ -303,16 +303,19 @@ class BlockGroup:
     # --- Preconditioning ----------------------------------------------------------------------------------------
 
     def solve(self, members: Sequence[LayerBlocks], W: Tensor, damping: float) -> Tensor:
-        """Return the preconditioned gradients of some layers, and update the curvature's state by the finite ones.
+        """Return the preconditioned gradients of some layers, and update the curvature's state by finite gradients.
 
-        Layers without curvature keep their gradients.
+        Args:
+            members: The layers.
+            W: Their gradients ``[n, o, i]``. Those of layers without complete results are returned unchanged.
+            damping: γ.
         """
         ready = self.are_ready(members)
         if not any(ready):
             return W
         if not all(ready):
             pairs = zip(members, ready, W.split([member.stop - member.start for member in members]), strict=True)
-            return torch.cat([self.solve([member], own, damping) if flag else own for member, flag, own in pairs])
+            return torch.cat([self.solve([member], part, damping) if flag else part for member, flag, part in pairs])
         blocks, step = self.blocks_of(members), max(1, _PIECE // max(1, W[:1].nbytes))
         V = W if step >= len(W) else torch.empty_like(W)
         for start in range(0, len(W), step):
@@ -333,13 +336,13 @@ class BlockGroup:
     def write_memory(
         self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor
     ) -> None:
-        """Write new tensors of the state for the blocks that are `fine`, also into `known`, the current values."""
+        """Write new state for the blocks that are `fine`, also into `known`, the current state."""
         for name, values in fresh.items():
             known[name] = torch.where(along(fine, values.ndim - 1), values, known[name])
             self.memory.write(name, blocks, known[name])
 
     def fisher_product(self, D: Tensor) -> Tensor:
-        """Return F D ``[N, o, i]``, without damping; zero where no usable result exists."""
+        """Return F D ``[N, o, i]`` without damping; zero for blocks without usable results."""
         names = self.curvature.fisher_product_reads
         if names is None or not any(self.ready):
             return torch.zeros_like(D)
@@ -365,21 +368,21 @@ class BlockGroup:
 
     # --- Bookkeeping --------------------------------------------------------------------------------------------
 
-    def note(self, blocks: slice, fine: Tensor) -> None:
-        """Record which of some blocks an update of the averages changed, where a second pass reads it."""
+    def record_update(self, blocks: slice, fine: Tensor) -> None:
+        """Record whether an update changed the averages of some blocks, if a second pass needs it."""
         if self.replayed_statistics:
             if self.fresh is None:
                 self.fresh = torch.zeros(self.size, dtype=torch.bool, device=self.device)
             self.fresh[blocks] = fine
 
     def with_statistics(self, names: tuple[str, ...]) -> BlockGroup:
-        """Return a shallow copy with some of the statistics only."""
+        """Return a shallow copy with only the statistics `names`."""
         other = copy(self)
         other.statistics = tuple(spec for spec in self.statistics if spec.name in names)
         return other
 
     def bytes_per_block(self) -> int:
-        """Return the bytes that this rank keeps for one block: running averages, results and state."""
+        """Return the bytes on this rank for one block: running averages, results and state."""
         factors, held = (f(self._parameter) for f in (self._precision.factor_dtype, self._precision.solve_dtype))
         kept = [
             *((packed_shape(spec), spec_dtype(spec, factors)) for spec in self.statistics if self.role.keeps_averages),
@@ -393,7 +396,7 @@ class BlockGroup:
         return compared + sum(prod(shape) * dtype.itemsize for shape, dtype in kept)
 
     def parameters(self, member: LayerBlocks) -> int:
-        """Return the number of entries of a layer's blocks."""
+        """Return the number of elements of a layer's blocks."""
         return (member.stop - member.start) * self.outputs * self.inputs
 
     def charge(self, members: Sequence[LayerBlocks], seconds: float) -> None:
@@ -403,7 +406,7 @@ class BlockGroup:
             member.layer.seconds += seconds * (member.stop - member.start) / blocks
 
     def restart(self, task: Task, start: int, success: Sequence[bool]) -> None:
-        """Start running averages again for the blocks from `start` on where a task that restarts them has succeeded."""
+        """Restart the averages in `Task.restarts` for the blocks from `start` on whose task has succeeded."""
         if not task.restarts:
             return
         blocks = [block for block, fine in enumerate(success, start=start) if fine]
@@ -413,14 +416,15 @@ class BlockGroup:
             self.averages[name][blocks] = 0
 
     def restarted_since(self, versions: Sequence[int], blocks: slice) -> Tensor | None:
-        """Return which of some blocks have started again since the given versions ``[n]``; None: none."""
+        """Return which of some blocks were restarted since `versions`, of all blocks, as bool ``[n]``; None: none."""
         changed = [before != now for before, now in zip(versions[blocks], self.basis_version[blocks], strict=True)]
         return tensor_on(self.device, changed) if any(changed) else None
 
     def renewed(self, part: str, start: int, success: list[bool], *, forget: bool = False) -> None:
-        """Record which results of a task exist for the blocks from `start` on.
+        """Record which decompositions of a task succeeded, for the blocks from `start` on.
 
-        After a failure the last good result stays in use. With `forget` (a loaded state), `success` alone decides.
+        After a failure the last good result stays in use. With `forget` (for a loaded state), earlier results are
+        ignored.
         """
         good = self.good[part]
         for block, fine in enumerate(success, start=start):
@@ -433,7 +437,7 @@ class BlockGroup:
 
     @property
     def _result_specs(self) -> list[TensorSpec]:
-        """The specs of `results`. Gathered rows come with their number of samples and their damping."""
+        """The specs of `results`. Gathered rows include their number of samples and their damping."""
         numbers = (TensorSpec("samples", ()), TensorSpec("damping", ())) if self.gathered else ()
         return [*self.gathered, *(spec for task in self.tasks for spec in task.writes), *numbers]
 
@@ -443,12 +447,12 @@ class BlockGroup:
 
     @property
     def sized_by_batch(self) -> dict[str, TensorSpec]:
-        """The specs of those tensors of `results` whose size the batch decides, by name."""
+        """The specs of the tensors of `results` whose size depends on the batch, by name."""
         return {spec.name: spec for spec in self._result_specs if spec.sized_by_batch}
 
-    def rows_of(self, own: Mapping[str, Tensor]) -> int:
+    def rows_of(self, state: Mapping[str, Tensor]) -> int:
         """Return the number of rows in the state of a layer."""
-        first = own.get(self.gathered[0].name) if self.gathered else None
+        first = state.get(self.gathered[0].name) if self.gathered else None
         return first.shape[1] if isinstance(first, Tensor) and first.ndim == 3 else 0
 
     def padded(self, name: str, values: Tensor, rows: int | None = None) -> Tensor:
@@ -457,10 +461,11 @@ class BlockGroup:
         if spec is None:
             return values
         missing = (self.rows if rows is None else rows) - values.shape[1]
-        return pad(values, [one for size in reversed(spec.shape) for one in (0, missing if size == ROWS else 0)])
+        padding = [(0, missing if size == ROWS else 0) for size in reversed(spec.shape)]
+        return pad(values, [number for pair in padding for number in pair])
 
     def resize(self, rows: int) -> None:
-        """Change the number of rows of `results`: cut them, or pad them with zeros."""
+        """Change the number of rows of `results`, by cutting or padding with zeros."""
         if rows == self.rows:
             return
         before, kept, whole = self.results, min(rows, self.rows), slice(None)
@@ -469,16 +474,16 @@ class BlockGroup:
             return
         fresh = self.allocate_results()
         for spec in self._result_specs:
-            own = whole, *(slice(kept) if size == ROWS else whole for size in spec.shape)
-            fresh.write(spec.name, whole, self.padded(spec.name, before.read(spec.name, whole)[own]))
+            index = whole, *(slice(kept) if size == ROWS else whole for size in spec.shape)
+            fresh.write(spec.name, whole, self.padded(spec.name, before.read(spec.name, whole)[index]))
 
     def install(self, fresh: StateTensors, rows: int, success: Mapping[LayerBlocks, list[bool]]) -> None:
-        """Replace `results` for the blocks that a renewal of gathered rows has succeeded for; the others keep theirs.
+        """Replace `results` for the blocks whose renewal of gathered rows has succeeded.
 
         Args:
-            fresh: The results, allocated by `draft`.
+            fresh: The new results, allocated by `draft`.
             rows: Their number of rows.
-            success: For each block of the renewed layers, whether it succeeded.
+            success: For each block of the renewed layers, whether its renewal succeeded.
         """
         good = [block for member, flags in success.items() for block, flag in enumerate(flags, member.start) if flag]
         if len(good) == self.size:
@@ -497,6 +502,6 @@ class BlockGroup:
 def unpacked(
     averages: Mapping[str, Tensor], statistics: Sequence[Statistic], diagonal: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Return the averages of `BlockGroup.snapshot` as whole matrices, and `diagonal` ones as they are."""
-    own = {spec.name: spec for spec in statistics if spec.name in averages}
-    return {name: averages[name] if name in diagonal else unpack(averages[name], spec) for name, spec in own.items()}
+    """Return the averages of `BlockGroup.snapshot` unpacked, except those in `diagonal`."""
+    specs = {spec.name: spec for spec in statistics if spec.name in averages}
+    return {name: averages[name] if name in diagonal else unpack(averages[name], spec) for name, spec in specs.items()}

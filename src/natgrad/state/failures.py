@@ -1,4 +1,4 @@
-"""Failures of the curvature of each block: how often its renewal failed, and what serves it meanwhile."""
+"""Failures of each block's renewals, and the fallback that preconditioned each layer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from natgrad.linalg import tensor_on
 
-# Which statistics a block had since its last renewal: 0 none, _BAD only non-finite ones, _FINE also finite ones.
+# The statistics of a block since its last renewal: 0 for none, _BAD for only non-finite ones, _FINE for finite ones.
 _BAD, _FINE = 1, 2
 
 _STATISTICS = "statistics"
 
 
 class Level(IntEnum):
-    """What preconditioned a layer in a step, the best first. `PLAIN`: the layer has had no curvature yet."""
+    """How a layer was preconditioned in a step, the best first. `PLAIN`: the layer has no curvature yet."""
 
     PLAIN = 0
     FRESH = 1
@@ -32,20 +32,20 @@ class Level(IntEnum):
 
 
 class FailureState:
-    """The failures of the N blocks of a group, kept by the workers of its layers.
+    """The failures of the N blocks of a group, on the workers of its layers.
 
     Attributes:
-        failed_refreshes: For each block, how many renewals in a row failed: the decomposition failed, or all statistics
-            since the renewal before were non-finite.
+        failed_refreshes: For each block, the number of failed renewals in a row. A renewal fails if its decomposition
+            fails, or if all statistics since the previous renewal were non-finite.
         norm: Running average of ‖V‖ ``[N]``, 0 before the first step. None: not allocated.
         invalid: Blocks whose current inverse gave a non-finite or non-descent direction ``[N]`` (bool). Cleared by the
             next successful decomposition. None: not allocated.
-        has_invalid: Whether the host has seen that a block is `invalid`.
+        has_invalid: Whether the host has read that a block is `invalid`.
         last: The keys of layers and their levels ``[m]`` in the last step. None: all were fresh.
     """
 
     def __init__(self, parts: Iterable[str], size: int) -> None:
-        """Begin without failures of tasks with these names, for N = `size` blocks."""
+        """Initialize without failures, for tasks named `parts` and N = `size` blocks."""
         self._failures = {part: [0] * size for part in (_STATISTICS, *parts)}
         self.failed_refreshes = [0] * size
         self.norm: Tensor | None = None
@@ -72,11 +72,11 @@ class FailureState:
     def conclude(self, blocks: Iterable[int]) -> None:
         """End a renewal of some blocks: update `failed_refreshes`."""
         if self._seen is not None:
-            own, failures = sorted(set(blocks)), self._failures[_STATISTICS]
-            for block, seen in zip(own, self._seen[own].tolist(), strict=True):
+            indices, failures = sorted(set(blocks)), self._failures[_STATISTICS]
+            for block, seen in zip(indices, self._seen[indices].tolist(), strict=True):
                 if seen:
                     failures[block] = failures[block] + 1 if seen == _BAD else 0
-            self._seen[own] = 0
+            self._seen[indices] = 0
         self._count()
 
     def _allocate_seen(self, device: torch.device) -> Tensor:
@@ -85,7 +85,7 @@ class FailureState:
         return self._seen
 
     def _count(self) -> None:
-        self.failed_refreshes = [max(own) for own in zip(*self._failures.values(), strict=True)]
+        self.failed_refreshes = [max(counts) for counts in zip(*self._failures.values(), strict=True)]
 
     # --- Steps --------------------------------------------------------------------------------------------------
 
@@ -104,11 +104,12 @@ class FailureState:
     def to(self, dtype: torch.dtype, device: torch.device) -> None:
         """Move all tensors."""
         self.norm = None if self.norm is None else self.norm.to(device, dtype)
-        self.invalid, self._seen = (None if own is None else own.to(device) for own in (self.invalid, self._seen))
+        self.invalid = None if self.invalid is None else self.invalid.to(device)
+        self._seen = None if self._seen is None else self._seen.to(device)
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """What served layers in the last step instead of fresh curvature: a description by layer key."""
+        """A description of the fallback of each layer that had no fresh curvature in the last step, by layer key."""
         if self.last is None:
             return {}
         keys, levels = self.last
@@ -124,12 +125,13 @@ class FailureState:
         """Return the state of some blocks for a checkpoint: `norm`, and everything else as integers."""
         count = len(self.failed_refreshes[blocks])
         norm, invalid, seen = (
-            torch.zeros(count, device="cpu") if own is None else own[blocks].cpu()
-            for own in (self.norm, self.invalid, self._seen)
+            torch.zeros(count, device="cpu") if tensor is None else tensor[blocks].cpu()
+            for tensor in (self.norm, self.invalid, self._seen)
         )
         known = torch.full((count,), self.has_invalid, device="cpu")
-        failures = (torch.tensor(own[blocks], device="cpu") for own in self._failures.values())
-        return {"norm": norm, "ladder": torch.stack([own.int() for own in (known, invalid, seen, *failures)], 1)}
+        failures = (torch.tensor(counts[blocks], device="cpu") for counts in self._failures.values())
+        columns = [column.int() for column in (known, invalid, seen, *failures)]
+        return {"norm": norm, "ladder": torch.stack(columns, 1)}
 
     def load(self, start: int, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         """Restore what `state` returned, for the blocks from `start` on; `norm` in this dtype."""
@@ -139,6 +141,6 @@ class FailureState:
         self.allocate_invalid(device)[blocks] = invalid.to(device, torch.bool)
         self._allocate_seen(device)[blocks] = seen.to(device, torch.int8)
         self.has_invalid = self.has_invalid or bool(known.any())
-        for own, counts in zip(self._failures.values(), failures, strict=True):
-            own[blocks] = counts.tolist()
+        for counts, loaded in zip(self._failures.values(), failures, strict=True):
+            counts[blocks] = loaded.tolist()
         self._count()

@@ -37,7 +37,7 @@ def read_by_tasks(group: BlockGroup) -> tuple[str, ...]:
 
 
 def units(group: BlockGroup, by: By) -> list[Unit]:
-    """Return the units of the layers of a group: one, or by "factor" one for all tasks that read common statistics."""
+    """Return the units of each layer: one, or by "factor" one for each set of tasks with common statistics."""
     found: list[Unit] = []
     for task in group.tasks:
         unit, others = Unit(frozenset({task.name}), frozenset(task.reads)), []
@@ -51,16 +51,16 @@ def units(group: BlockGroup, by: By) -> list[Unit]:
 
 
 def measurable(curvature: Curvature, statistics: Collection[Statistic], measure: Measure | None) -> bool:
-    """Return whether a measure is available for a curvature of such statistics: gathered ones have no averages."""
+    """Return whether a measure is available for a curvature; gathered statistics have no running averages."""
     needed = {"trace": curvature.trace_reads is not None, "basis": curvature.off_diagonal_reads}
     return not gathered(statistics) and bool(needed.get(measure or "nothing", True))
 
 
 def measured(group: BlockGroup, measure: Measure, by: By = "layer") -> Tensor:
-    """Return a measure of the running averages for each unit of each layer ``[U, M]``; nan where not available.
+    """Return a measure of the running averages for each unit of each layer ``[U, M]``; nan if not available.
 
-    The group has averages; "basis" also needs results of tasks, "drift" `BlockGroup.decisions`. A trace is without
-    damping.
+    Requires averages; "basis" also requires results of tasks, and "drift" `BlockGroup.decisions`. The trace does not
+    include damping.
     """
     group_units = units(group, by)
     return torch.stack([_MEASURES[measure](group, member.blocks, group_units) for member in group.members], 1)
@@ -96,7 +96,7 @@ def _basis(group: BlockGroup, blocks: slice, layer_units: Sequence[Unit]) -> Ten
     with full_products(group.device):
         results = {name: group.results.read(name, blocks).to(group.work_dtype) for name in group.results}
         pairs = group.curvature.off_diagonal(group.corrected(blocks, names), results)
-    # A factor made of several statistics is named by any of them: all are in one unit.
+    # A factor computed from several statistics has the name of one of them, because all are in one unit.
     return _largest(
         layer_units, {name: (off.sum() / whole.sum()).sqrt() for name, (off, whole) in zip(names, pairs, strict=False)}
     )
@@ -111,14 +111,14 @@ _MEASURES: Mapping[Measure, Callable[[BlockGroup, slice, Sequence[Unit]], Tensor
 
 
 def _largest(layer_units: Sequence[Unit], found: Mapping[str, Tensor]) -> Tensor:
-    """Return the largest value among the statistics of each unit ``[U]``; nan where there is none."""
-    nothing = torch.full_like(next(iter(found.values())), torch.nan)
+    """Return the largest value among the statistics of each unit ``[U]``; nan if there is none."""
+    nan = torch.full_like(next(iter(found.values())), torch.nan)
     values = [[found[name] for name in found if name in unit.statistics] for unit in layer_units]
-    return torch.stack([torch.stack(own).amax(0) if own else nothing for own in values])
+    return torch.stack([torch.stack(unit_values).amax(0) if unit_values else nan for unit_values in values])
 
 
 def _squares(group: BlockGroup, packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the squared Frobenius norm of each statistic; elements off the diagonal of a triangle count twice."""
+    """Return the squared Frobenius norm of each statistic; off-diagonal elements of a triangle count twice."""
     squares = {}
     for spec in group.statistics:
         if spec.name in packed:

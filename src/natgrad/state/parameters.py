@@ -1,9 +1,8 @@
-"""Parameters, and tensors shaped as they are, as the blocks of a group; also where FSDP2 shards them.
+"""Parameters, and tensors with their shapes, as the blocks of a group; also if FSDP2 shards them.
 
-Each rank then holds some rows of them. Sums over elements are computed on the ranks that hold the rows. All rows are
-gathered only for products with a Fisher block, on one rank for each layer (its accountant), and on the workers for a
-second pass over the batch. With several replicas of the model (HSDP), only the replica that the accountant belongs to
-counts in sums.
+Each rank then holds some rows. Sums over elements are computed on the ranks that hold the rows. All rows are gathered
+only for products with a Fisher block, on one rank for each layer (its accountant), and on the workers for a second pass
+over the batch. With several replicas of the model (HSDP), sums include only the accountant's replica.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ def has_shards(group: BlockGroup) -> bool:
 
 
 def stacked(group: BlockGroup, of: Callable[[Slot], Tensor | None]) -> Tensor:
-    """Return a tensor for each parameter of a block group as blocks ``[N, o, i]``, in the dtype of solves.
+    """Return tensors with the shapes of a group's parameters as blocks ``[N, o, i]``, in `BlockGroup.work_dtype`.
 
     Args:
         group: The block group.
-        of: Returns the tensor with all rows, shaped as the parameter; None counts as zero.
+        of: Returns the unsharded tensor of a parameter; None counts as zero.
     """
     B = torch.zeros(group.size, group.outputs, group.inputs, dtype=group.work_dtype, device=group.device)
     targets, sources = [], []
@@ -50,7 +49,7 @@ def stacked(group: BlockGroup, of: Callable[[Slot], Tensor | None]) -> Tensor:
 
 
 def places(members: list[LayerBlocks], stacked: Tensor) -> Iterator[tuple[Layer, Slot, Tensor]]:
-    """Yield each parameter of some layers with its columns of their blocks."""
+    """Yield each parameter of some layers with its columns ``[n, o, ...]`` of their blocks `stacked`."""
     start = 0
     for member in members:
         stop = start + member.stop - member.start
@@ -59,44 +58,39 @@ def places(members: list[LayerBlocks], stacked: Tensor) -> Iterator[tuple[Layer,
         start = stop
 
 
-class Rows:
-    """Which rank holds which rows of the parameters of some block groups."""
+class ParameterRows:
+    """The rows of parameters that ranks hold, and their conversion to blocks."""
 
     def __init__(self, runtime: Communicator) -> None:
-        """Start with an empty cache."""
+        """Initialize with an empty cache."""
         self._runtime, self._holders = runtime, Holders(runtime)
 
     def held(self, slot: Slot) -> range:
         """Return the rows of a parameter that this rank holds."""
         return self._holders.rows(slot, self._runtime.rank)
 
-    def counts(self, slot: Slot, accountant: int) -> bool:
-        """Return whether this rank's rows are of the copy that counts, which an `accountant` has a part of."""
+    def in_sum(self, slot: Slot, accountant: int) -> bool:
+        """Return whether sums include this rank's rows: those of the replica to which the `accountant` belongs."""
         if not is_sharded(slot.parameter):
             return accountant == self._runtime.rank
         return self._holders.share_replica(slot, accountant, self._runtime.rank)
 
-    def own(self, group: BlockGroup, values: Mapping[int, Tensor]) -> Tensor:
-        """Return the rows of this rank as blocks ``[N, o, i]``, zero elsewhere.
-
-        Args:
-            group: The block group.
-            values: The rows, by the ``id`` of the slot.
-        """
+    def local_blocks(self, group: BlockGroup, values: Mapping[int, Tensor]) -> Tensor:
+        """Return this rank's rows as blocks ``[N, o, i]``, zero elsewhere; `values` by the ``id`` of the slot."""
         found: dict[int, Tensor] = {}
         self._put(found, slots_of(group), values)
         return stacked(group, lambda slot: found[id(slot.parameter)])
 
-    def whole(
+    def gather_blocks(
         self, groups: Iterable[tuple[BlockGroup, Sequence[int]]], values: Mapping[int, Tensor], kind: str
     ) -> dict[int, Tensor]:
         """Gather the rows of all ranks on some of them; collective.
 
         Args:
             groups: Block groups, each with the ranks that receive all of its rows.
-            values: The rows of this rank in the dtype of the parameters, by the ``id`` of the slot; those of a replica
-                without a receiving rank may be left out.
-            kind: The kind that the bytes are counted as.
+            values: The rows of this rank in the dtype of the parameters, by the ``id`` of the slot. Those of a replica
+                without a receiving rank are not needed.
+            kind: The kind of the bytes in `Communicator.traffic`.
 
         Returns:
             Blocks ``[N, o, i]`` of the groups that this rank receives, by the ``id`` of the group.

@@ -1,4 +1,4 @@
-"""Tensors of blocks that are stored in a narrower dtype than they are computed in."""
+"""Tensors of blocks, which may be stored in a narrower dtype than they are computed in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from natgrad.linalg.narrow import power_of_two, round_stochastically
 from natgrad.linalg.precision import at_least_float32
 from natgrad.specs import TensorSpec
 
-# Float16 values are scaled below 2¹⁴: small values keep all of its range, and rounding up cannot overflow.
+# Float16 values are scaled below 2¹⁴, so that rounding up cannot overflow.
 _TOP = 14
 
 
@@ -42,23 +42,25 @@ class StateTensors(dict[str, Tensor]):
         self._specs, self._size = {spec.name: spec for spec in specs}, size
         self._scales: dict[str, Tensor] = {}
         for spec in specs:
-            own = spec_dtype(spec, dtype)
+            stored = spec_dtype(spec, dtype)
             shape = packed_shape(spec) if pack else spec.shape
-            self[spec.name] = torch.zeros(size, *shape, dtype=own, device=device)
-            if own == torch.float16:
+            self[spec.name] = torch.zeros(size, *shape, dtype=stored, device=device)
+            if stored == torch.float16:
                 self._scales[spec.name] = torch.ones(size, device=device)
 
     def read(self, name: str, blocks: slice | Tensor) -> Tensor:
         """Return some blocks of a tensor: float16 ones in float32, others as they are stored (views, for a slice)."""
-        own = self[name][blocks]
-        return own.float().mul_(along(self._scales[name][blocks], own.ndim - 1)) if name in self._scales else own
+        values = self[name][blocks]
+        if name not in self._scales:
+            return values
+        return values.float().mul_(along(self._scales[name][blocks], values.ndim - 1))
 
     def write(
         self, name: str, blocks: slice | Tensor, values: Tensor, generator: torch.Generator | None = None
     ) -> None:
         """Write finite values ``[n, *shape]`` into some blocks of a tensor, packed if the tensor is in `packed`.
 
-        With a `generator`, rounding to a narrow dtype is stochastic, else to nearest.
+        With a `generator`, rounding to a narrow dtype is stochastic, otherwise to nearest.
         """
         target = self[name]
         if name in self._scales:
@@ -70,16 +72,16 @@ class StateTensors(dict[str, Tensor]):
         target[blocks] = values.to(target.dtype)
 
     def whole(self, name: str, blocks: slice) -> Tensor:
-        """Return some blocks of a tensor ``[n, *shape]`` as `read` does, packed ones unpacked."""
-        own = self.read(name, blocks)
-        return unpack(own, self._specs[name]) if name in self.packed else own
+        """Return some blocks of a tensor unpacked, ``[n, *shape]``."""
+        values = self.read(name, blocks)
+        return unpack(values, self._specs[name]) if name in self.packed else values
 
     def write_whole(self, name: str, blocks: slice, values: Tensor) -> None:
-        """Write some blocks of a tensor from whole ``[n, *shape]``."""
+        """Write some blocks of a tensor from unpacked values ``[n, *shape]``."""
         self.write(name, blocks, pack(values, self._specs[name]) if name in self.packed else values)
 
     def narrow(self, name: str) -> bool:
-        """Return whether a tensor is kept in fewer than 32 bits."""
+        """Return whether a tensor is stored in fewer than 32 bits."""
         return self[name].dtype.itemsize < 4
 
     def to(self, dtype: torch.dtype, device: torch.device) -> StateTensors:
@@ -91,12 +93,12 @@ class StateTensors(dict[str, Tensor]):
 
 
 def packed_shape(spec: TensorSpec) -> tuple[int, ...]:
-    """Return the shape in which a block of `spec` is summed, sent and averaged: a symmetric matrix is a triangle."""
+    """Return the shape of a packed block of `spec`: that of a triangle for a symmetric matrix."""
     return (*spec.shape[:-2], triangle.length(spec.shape[-1])) if spec.symmetric else spec.shape
 
 
 def pack(whole: Tensor, spec: TensorSpec, out: Tensor | None = None) -> Tensor:
-    """Return blocks ``[n, *spec.shape]`` as ``[n, *packed_shape(spec)]``, reading lower triangles only."""
+    """Return blocks ``[n, *spec.shape]`` as ``[n, *packed_shape(spec)]``, from lower triangles of symmetric ones."""
     if not spec.symmetric:
         return whole if out is None else out.copy_(whole)
     flat = None if out is None else out.view(-1, out.shape[-1])
@@ -111,7 +113,7 @@ def unpack(packed: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def diagonals(packed: Tensor, spec: TensorSpec) -> Tensor:
-    """Return the diagonals ``[n, d]`` of packed symmetric matrices, in any order; of other tensors all elements."""
+    """Return the diagonals ``[n, d]`` of packed symmetric matrices, in any order, or all elements of other tensors."""
     if spec.symmetric:
         packed = triangle.diagonals(packed.reshape(-1, packed.shape[-1]), spec.shape[-1])
         return packed.view(-1, spec.numel // spec.shape[-1])
@@ -119,10 +121,10 @@ def diagonals(packed: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def spec_dtype(spec: TensorSpec, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the tensor of `spec` is stored among matrices in `dtype`."""
+    """Return the dtype in which the tensor of `spec` is stored if matrices are stored in `dtype`."""
     return dtype if len(spec.shape) > 1 and not spec.at_least_float32 else at_least_float32(dtype)
 
 
 def along(scale: Tensor, dims: int) -> Tensor:
-    """Return one number for each block ``[N]`` with `dims` more dimensions, to multiply tensors ``[N, ...]``."""
+    """Return `scale` ``[N]`` with `dims` more dimensions, to multiply tensors ``[N, ...]``."""
     return scale.view(-1, *[1] * dims)

@@ -32,7 +32,7 @@ def fold(sums: StatisticsBuffer, watch: FailureCounters, seed: int) -> Tensor | 
         counts = seen if sums.skip_step is None else seen & ~sums.skip_step.to(seen.device)
         fine = counts & finite
         group.allocate_averages()
-        group.note(blocks, fine)
+        group.record_update(blocks, fine)
         _average(piece, fine, sums.basis_version[id(group)], seed)
         _correct(piece, fine)
         group.failures.record_statistics(blocks, fine, counts & ~finite)

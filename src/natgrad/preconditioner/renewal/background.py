@@ -95,7 +95,7 @@ class Background:
 
         With `alone` nothing is sent: sums in a narrow dtype, which need a second message, are left as they are.
         """
-        if self._departed is None or (alone and not self._departed[0].arrives_alone):
+        if self._departed is None or (alone and not self._departed[0].completes_locally):
             return
         (departed, step), self._departed = self._departed, None
         fold(departed, watch, step)
