@@ -307,7 +307,7 @@ def differentiate_too_late():
         if last:
             with wrapped.no_sync():
                 wrapped(x).square().mean().backward()
-            with pytest.raises(natgrad.NatgradError, match="must be synchronised"):
+            with pytest.raises(natgrad.NatgradError, match="must be synchronized"):
                 preconditioner.step()
         else:
             preconditioner.step()
