@@ -54,7 +54,7 @@ def run(job: Job, hook: Callable[..., Any] | None = None) -> tuple[Result, Curve
     """
     world = World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device("cpu"))
     curve = Curve()
-    training = Training(job.resolved(), world, watch=curve, stop=lambda: False)
+    training = Training(job.resolved(), world, observer=curve, stop=lambda: False)
     if hook is not None:
         assert isinstance(training._replica, DistributedDataParallel)
         training._replica.register_comm_hook(None, hook)

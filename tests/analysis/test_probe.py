@@ -51,7 +51,7 @@ def per_sample(model, x, y):
 @pytest.mark.cpu
 def test_rows_of_a_layer_without_positions_make_its_per_sample_gradients(case):
     model, x, y = case
-    seen = Probe(build, F.cross_entropy).look(model.state_dict(), x, y)
+    seen = Probe(build, F.cross_entropy).observe(model.state_dict(), x, y)
     own = per_sample(model, x, y)["head.weight"]
     head = seen["head"]
     torch.testing.assert_close(torch.einsum("no,ni->noi", head.G[0], head.A[0]), own)
@@ -63,7 +63,7 @@ def test_rows_of_a_layer_without_positions_make_its_per_sample_gradients(case):
 @pytest.mark.cpu
 def test_a_convolutions_rows_are_mean_inputs_and_summed_gradients_block_by_block(case):
     model, x, y = case
-    first = Probe(build, F.cross_entropy).look(model.state_dict(), x, y)["first"]
+    first = Probe(build, F.cross_entropy).observe(model.state_dict(), x, y)["first"]
     own = per_sample(model, x, y)
     patches = F.unfold(x, 3).unflatten(1, (2, 9))  # [samples, blocks, 9, positions]
     constant = torch.cat([patches, torch.ones_like(patches[:, :, :1])], 2).movedim(1, 0)
@@ -78,7 +78,7 @@ def test_a_convolutions_rows_are_mean_inputs_and_summed_gradients_block_by_block
 @pytest.mark.cpu
 def test_uses_of_shared_weights_are_positions(case):
     model, x, y = case
-    shared = Probe(build, F.cross_entropy).look(model.state_dict(), x, y)["shared"]
+    shared = Probe(build, F.cross_entropy).observe(model.state_dict(), x, y)["shared"]
     before = model.first(x).tanh().flatten(1)
     inputs = torch.stack([before, model.shared(before).tanh()]).detach()
     inputs = torch.cat([inputs, torch.ones_like(inputs[..., :1])], -1)
@@ -95,8 +95,8 @@ def test_positions_of_a_token_loss_are_samples():
     def loss(outputs, targets):
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
-    tokens = Probe(build_it, loss, reduction="tokens").look(model.state_dict(), x, y)
-    flat = Probe(build_it, F.cross_entropy).look(model.state_dict(), x.flatten(0, 1), y.flatten())
+    tokens = Probe(build_it, loss, reduction="tokens").observe(model.state_dict(), x, y)
+    flat = Probe(build_it, F.cross_entropy).observe(model.state_dict(), x.flatten(0, 1), y.flatten())
     assert tokens["0"].A.shape == (1, 14, 4)
     for name in flat:
         for part in ("A", "G", "W"):
@@ -107,15 +107,15 @@ def test_positions_of_a_token_loss_are_samples():
 
 def test_sampled_labels_change_the_rows_and_not_the_gradient(case):
     model, x, y = case
-    true = Probe(build, F.cross_entropy).look(model.state_dict(), x, y)["head"]
+    true = Probe(build, F.cross_entropy).observe(model.state_dict(), x, y)["head"]
     probe = Probe(build, F.cross_entropy, likelihood="categorical")
-    drawn = probe.look(model.state_dict(), x, y)["head"]
+    drawn = probe.observe(model.state_dict(), x, y)["head"]
     torch.testing.assert_close(drawn.W, true.W)
     torch.testing.assert_close(drawn.A, true.A)
     assert not torch.allclose(drawn.G, true.G)
-    again = Probe(build, F.cross_entropy, likelihood="categorical").look(model.state_dict(), x, y)["head"]
+    again = Probe(build, F.cross_entropy, likelihood="categorical").observe(model.state_dict(), x, y)["head"]
     assert torch.equal(drawn.G, again.G)
-    assert not torch.equal(drawn.G, probe.look(model.state_dict(), x, y)["head"].G)  # drawn anew each time
+    assert not torch.equal(drawn.G, probe.observe(model.state_dict(), x, y)["head"].G)  # drawn anew each time
 
 
 def test_model_and_generators_stay_as_they_are(case):
@@ -124,7 +124,7 @@ def test_model_and_generators_stay_as_they_are(case):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     noise = torch.get_rng_state()
     Probe(build, F.cross_entropy)
-    probe.look(model.state_dict(), x, y)
+    probe.observe(model.state_dict(), x, y)
     assert torch.equal(torch.get_rng_state(), noise)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -134,9 +134,9 @@ def test_model_and_generators_stay_as_they_are(case):
 def test_looks_do_not_add_up(case):
     model, x, y = case
     probe = Probe(build, F.cross_entropy)
-    probe.look(model.state_dict(), x[:4], y[:4])
-    again = probe.look(model.state_dict(), x, y)["head"]
-    fresh = Probe(build, F.cross_entropy).look(model.state_dict(), x, y)["head"]
+    probe.observe(model.state_dict(), x[:4], y[:4])
+    again = probe.observe(model.state_dict(), x, y)["head"]
+    fresh = Probe(build, F.cross_entropy).observe(model.state_dict(), x, y)["head"]
     assert torch.equal(again.W, fresh.W)
     assert torch.equal(again.factors["A"], fresh.factors["A"])
     assert again.A.shape == (1, 6, 16)
@@ -156,7 +156,7 @@ def test_every_task_shows_its_layers(name):
     torch.manual_seed(0)
     model = task.model()
     probe = Probe(task.model, task.loss, reduction=task.reduction, likelihood=task.likelihood)
-    seen = probe.look(model.state_dict(), *task.datasets()[0][:12])
+    seen = probe.observe(model.state_dict(), *task.datasets()[0][:12])
     assert list(seen) == probe.layers
     for layer in seen.values():
         rows = 12 * 16 if name == "text" else 12

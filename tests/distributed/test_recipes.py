@@ -51,7 +51,7 @@ def run_by_recipe(folder, stop):
 
     with pytest.MonkeyPatch.context() as patch:  # only longer trainings mix and erase
         patch.setattr(sys.modules["natgrad.recipes.large_batch"], "_LEAST_EPOCHS_TO_MIX", 0)
-        run = Training(job, world, watch=Silent(), stop=lambda: stop, save=save)
+        run = Training(job, world, observer=Silent(), stop=lambda: stop, save=save)
     if checkpoint.latest(folder) is not None:
         run.load_state_dict(checkpoint.load(checkpoint.latest(folder)))
     status = run.run().status

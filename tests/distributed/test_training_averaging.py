@@ -21,7 +21,7 @@ OPTIONS = {"diloco": {"batches_between": 3}, "streaming-diloco": {"batches_betwe
 
 def training(job, **callbacks):
     world = World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device("cpu"))
-    return Training(job.resolved(), world, watch=Silent(), **{"stop": lambda: False, **callbacks})
+    return Training(job.resolved(), world, observer=Silent(), **{"stop": lambda: False, **callbacks})
 
 
 def parameters(run):

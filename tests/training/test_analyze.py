@@ -16,14 +16,14 @@ KFAC = {"curvature": "kfac", "form": "inverse", "damping": 0.03, "factors": 2, "
 
 
 def plain(job):
-    training = Training(job.resolved(), WORLD, watch=Silent(), stop=lambda: False)
+    training = Training(job.resolved(), WORLD, observer=Silent(), stop=lambda: False)
     training.run()
     return training
 
 
 def measured(stop=lambda: False, **options):
     measures = Measures()
-    training = Measured(Study(**options).resolved(), measures, world=WORLD, watch=Silent(), stop=stop)
+    training = Measured(Study(**options).resolved(), measures, world=WORLD, observer=Silent(), stop=stop)
     training.run()
     training.end_epoch()
     return training, measures
@@ -116,7 +116,7 @@ def test_hylo_switches_in_the_epochs_that_are_told():
     measures, options = Measures(), {"curvature": "hylo", "inverses": 1, "curvature_options": {"threshold": 0.3}}
     job = Job(task="tabular", optimizer="sgd", learning_rate=0.01, epochs=8, **options)
     study = Study(job=job, figures=("norms",), threshold=0.3).resolved()
-    training = Spy(study, measures, world=WORLD, watch=Silent(), stop=lambda: False)
+    training = Spy(study, measures, world=WORLD, observer=Silent(), stop=lambda: False)
     training.run()
     training.end_epoch()
     told = [each.critical for each in measures.norms if each.layer == ALL]
@@ -147,10 +147,10 @@ def test_drift_is_that_of_the_runs_own_batches():
 
     measures = Measures()
     study = Study(job=job, figures=("drift",), every=1).resolved()
-    Spy(study, measures, world=WORLD, watch=Silent(), stop=lambda: False).run()
+    Spy(study, measures, world=WORLD, observer=Silent(), stop=lambda: False).run()
     task = job.build_task()
     probe = Probe(task.model, task.loss)
-    first, second = (probe.look(*each)["2"].factors["G"] for each in seen[1:])
+    first, second = (probe.observe(*each)["2"].factors["G"] for each in seen[1:])
     (found,) = (each.drift for each in measures.drift if (each.step, each.layer, each.factor) == (2, "2", "G"))
     assert found == pytest.approx(float((second - first).norm() / first.norm()))
 

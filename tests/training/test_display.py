@@ -33,7 +33,7 @@ def test_the_progress_of_a_run_fits_eighty_columns(task):
     job = Job(task=task, optimizer="adadelta", curvature="kfac", steps=2)
     console = Console(width=80, file=io.StringIO(), force_terminal=True)
     with TwoLines(console) as progress:
-        Training(job.resolved(), ALONE, watch=Widest(Bar(progress)), stop=lambda: False).run()
+        Training(job.resolved(), ALONE, observer=Widest(Bar(progress)), stop=lambda: False).run()
     lines = re.sub(r"\x1b\[[0-9;?]*m|\r", "", console.file.getvalue())
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", lines).splitlines()
     assert max(map(len, lines)) <= 80

@@ -13,7 +13,7 @@ KFAC = {"optimizer": "sgd", "options": {"momentum": 0.9}, "curvature": "kfac", "
 
 
 def training(job, *, stop=lambda: False, save=None, save_seconds=1e9):
-    return Training(job.resolved(), ALONE, watch=Silent(), stop=stop, save=save, save_seconds=save_seconds)
+    return Training(job.resolved(), ALONE, observer=Silent(), stop=stop, save=save, save_seconds=save_seconds)
 
 
 def stop_after(steps):

@@ -28,7 +28,7 @@ def _mixes(monkeypatch):
 
 
 def training(job, *, stop=lambda: False, save=None):
-    return Training(job.resolved(), ALONE, watch=Silent(), stop=stop, save=save, save_seconds=1e9)
+    return Training(job.resolved(), ALONE, observer=Silent(), stop=stop, save=save, save_seconds=1e9)
 
 
 def parameters(model):

@@ -1,4 +1,4 @@
-"""A training that is measured while it runs, and goes on bit by bit as it would without."""
+"""A training run with measurements, which do not change the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from natgrad import SNGD
 from natgrad.errors import require
-from natgrad.training.analysis import FIGURES, Measures, Probe, Seen
+from natgrad.training.analysis import FIGURES, Measures, Observation, Probe
 from natgrad.training.analysis.drift import drifts
 from natgrad.training.analysis.error import errors
 from natgrad.training.analysis.norms import ALL, THRESHOLD, EpochGradients
@@ -29,29 +29,31 @@ from .world import join, launched, stop_requests
 
 Labels = Literal["true", "sampled"]
 
-# Of a direction's rows and of a kernel's, unless sizes are given: more take minutes.
+# The largest number of rows of a direction, and the default sizes of kernels relative to the batch (at most
+# _MOST_ROWS): more rows take minutes.
 _MOST_ROWS, _SIZES = 512, (1 / 2, 1, 2, 4)
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-_LOOKS = 50  # about how many drifts a run has
+_DRIFTS = 50  # about how many drifts are measured in a run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What is measured of which run.
+    """A run and its measurements.
 
-    A batch size here counts samples as natgrad does: of a loss over tokens each position is one.
+    Batch sizes count samples as natgrad does: for a loss over tokens each position is a sample.
 
     Attributes:
-        job: The run; on one rank.
+        job: The run, on one rank.
         figures: Some of `natgrad.training.analysis.FIGURES`.
-        layers: fnmatch patterns of the layers; the switch goes by all parameters all the same.
-        labels: Whose gradients the rows hold: those of the "true" labels (as in the papers) or of "sampled" ones. The
-            gradient that is preconditioned is that of the true ones in any case.
-        every: Steps between drifts; None: some 50 over the run.
-        snapshots: At how many steps rank, error and spectra are measured: the first and the last, and between.
-        batch_sizes: Of the kernels; None: half of the run's batch (or of 512), the batch, twice and four times it.
-        ranks: r of KID and KIS; None: shares of the batch from 1 % to all of it.
-        kernel_damping: α of the directions; None: the job's damping, or without a curvature SNGD's own.
+        layers: fnmatch patterns of the layers. The switch between KID and KIS always uses all parameters.
+        labels: The labels of the gradients in the rows, "true" (as in the papers) or "sampled". The preconditioned
+            gradient is always that of the true labels.
+        every: Steps between drifts; None: about 50 drifts in the run.
+        snapshots: The number of evenly spaced steps at which rank, error and spectra are measured, including the first
+            and the last.
+        batch_sizes: The batch sizes of the kernels; None: 1/2, 1, 2 and 4 times the run's batch (at most 512).
+        ranks: r of KID and KIS; None: shares of the batch from 1 % to 100 %.
+        kernel_damping: α of the directions; None: the job's damping, or without a curvature SNGD's default.
         threshold: η of the switch.
     """
 
@@ -70,7 +72,7 @@ class Study:
         """Check the options.
 
         Raises:
-            ValueError: One is not allowed; the message names it, its value and what is allowed.
+            ValueError: An option is not allowed.
         """
         wrong = [name for name in self.figures if name not in FIGURES]
         text = ",".join(self.figures)
@@ -83,7 +85,7 @@ class Study:
             require(fits, name, value, f"a whole number of at least {least}")
         for name in ("batch_sizes", "ranks"):
             values = getattr(self, name)
-            fits = values is None or (values and all(type(each) is int and each >= 1 for each in values))
+            fits = values is None or (values and all(type(value) is int and value >= 1 for value in values))
             require(fits, name, values, "whole numbers of at least 1, separated by commas")
         for name in ("kernel_damping", "threshold"):
             value = getattr(self, name)
@@ -116,26 +118,26 @@ class Study:
         return replace(
             self,
             job=job,
-            every=self.every or max(1, job.total_steps // _LOOKS),
+            every=self.every or max(1, job.total_steps // _DRIFTS),
             batch_sizes=tuple(sorted(sizes)),
-            ranks=tuple(sorted({min(each, rows) for each in counts})),
+            ranks=tuple(sorted({min(count, rows) for count in counts})),
             kernel_damping=self.kernel_damping or _number(job.damping),
         )
 
     @property
     def terms(self) -> int:
-        """How many terms of the loss a sample of the data has: 1, or its positions."""
+        """The number of terms of the loss per sample of the data: 1, or the number of positions."""
         task = self.job.build_task()
         return task.datasets()[0][:1][1].numel() if task.reduction == "tokens" else 1
 
     @property
     def samples(self) -> int:
-        """How many samples of the data are behind a direction: the run's batch, or fewer of very many positions."""
+        """The number of samples of a direction: the run's batch, or fewer if they have many positions."""
         return min(self.job.global_batch, max(1, _MOST_ROWS // self.terms))
 
     @property
     def rows(self) -> int:
-        """How many rows those are."""
+        """The number of rows of a direction."""
         return self.samples * self.terms
 
     @property
@@ -167,11 +169,11 @@ class Study:
 
 
 def analyze(study: Study, measures: Measures, *, show: bool = False) -> Result:
-    """Train the study's job and add what is measured to `measures`, as it comes.
+    """Train the study's job and append the measurements to `measures`.
 
     Args:
-        study: What to measure.
-        measures: Where to; what was measured before a stop or an error stays.
+        study: The run and its measurements.
+        measures: Filled during the run; a stop or an error keeps the entries so far.
         show: Whether to show the run on the terminal.
 
     Raises:
@@ -180,23 +182,23 @@ def analyze(study: Study, measures: Measures, *, show: bool = False) -> Result:
     study = study.resolved()
     require(not launched(), "workers", "several", "1: an analysis runs on one process, without a launcher")
     with stop_requests() as stop, join(study.job.device) as world, display(show) as view:
-        training = Measured(study, measures, world=world, watch=view, stop=stop)
+        training = Measured(study, measures, world=world, observer=view, stop=stop)
         result = training.run()
         training.end_epoch()
     return result
 
 
 class Measured(Training):
-    """A training that is measured before its steps.
+    """A training run with measurements before its steps.
 
     Args:
-        study: What to measure, resolved.
-        measures: Where to.
-        **options: Of `Training`.
+        study: The measurements, resolved.
+        measures: Filled during the run.
+        **options: Arguments of `Training`.
     """
 
     def __init__(self, study: Study, measures: Measures, **options: Any) -> None:
-        """Build the training, and its probe beside it."""
+        """Build the training and its probe."""
         super().__init__(study.job, **options)
         self._study, self._measures = study, measures
         self._probe = study.probe(self.world.device)
@@ -209,22 +211,23 @@ class Measured(Training):
             self._sum_gradients()
 
     def end_epoch(self) -> None:
-        """Note the norms of the epoch that has just ended, if one has."""
+        """Record the norms of an epoch, if one has just ended."""
         if self.position.batch == 0 and self.position.step > 0 and self._sums:
-            own = {layer: list(sums.values()) for layer, sums in self._sums.items()}
+            sums_of_layers = {layer: list(sums.values()) for layer, sums in self._sums.items()}
             wanted = {ALL, *self._probe.layers}
-            self._measures.norms += [each for each in self._epochs.close(own, self._rate) if each.layer in wanted]
-            torch._foreach_zero_([each for sums in self._sums.values() for each in sums.values()])
+            norms = self._epochs.close(sums_of_layers, self._rate)
+            self._measures.norms += [norm for norm in norms if norm.layer in wanted]
+            torch._foreach_zero_([total for sums in self._sums.values() for total in sums.values()])
 
     def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         started = perf_counter()
         self._measure(inputs, targets)
-        # Measuring is no training: the speed that is shown is that of the run itself.
+        # The reported speed does not include measurements.
         self.position.seconds -= perf_counter() - started
         return super()._step(inputs, targets)
 
     def _measure(self, inputs: Tensor, targets: Tensor) -> None:
-        """Measure what is due before a step, on its own batch (drift) or the same one throughout (all else)."""
+        """Measure what is due before a step: drift on its batch, all else on the same batch in all steps."""
         study, step = self._study, self.position.step
         if self.position.batch == 0:
             self.end_epoch()
@@ -235,13 +238,13 @@ class Measured(Training):
             self._take_snapshot(step)
 
     def _follow_factors(self, step: int, inputs: Tensor, targets: Tensor) -> None:
-        """Look at the batches of each step whose drift is wanted, and of the one before."""
+        """Compute the factors of the batch if the drift of this step or the next is due."""
         assert self._study.every is not None
-        due, next_due = (each > 0 and each % self._study.every == 0 for each in (step, step + 1))
+        due, next_due = (number > 0 and number % self._study.every == 0 for number in (step, step + 1))
         if not (due or next_due):
             return
-        seen = self._probe.look(self.model.state_dict(), inputs, targets)
-        now = {layer: each.factors for layer, each in seen.items()}
+        observations = self._probe.observe(self.model.state_dict(), inputs, targets)
+        now = {layer: observation.factors for layer, observation in observations.items()}
         if due and self._before is not None and self._before[0] == step - 1:
             self._measures.drift += drifts(step, self._before[1], now)
         self._before = step, now
@@ -252,33 +255,39 @@ class Measured(Training):
         assert study.batch_sizes is not None
         assert study.kernel_damping is not None
         if {"error", "spectra"} & set(study.figures):
-            seen = self._look(state, self._order[: study.samples])
-            for layer, each in seen.items():
+            for layer, observed in self._observe(state, self._order[: study.samples]).items():
                 if self._stop():  # a snapshot may take long
                     return
                 if "error" in study.figures:
                     measures.error += errors(
-                        step, layer, each.A, each.G, each.W, study.ranks, study.kernel_damping, seed=study.job.seed
+                        step,
+                        layer,
+                        observed.A,
+                        observed.G,
+                        observed.W,
+                        study.ranks,
+                        study.kernel_damping,
+                        seed=study.job.seed,
                     )
                 if "spectra" in study.figures:
-                    for name, factor in each.factors.items():
+                    for name, factor in observed.factors.items():
                         measures.spectra += spectra(step, layer, name, factor)
         if "rank" in study.figures:
             samples = -(-study.batch_sizes[-1] // study.terms)
-            pieces = -(-samples // study.job.global_batch)  # of about the run's batch, as ranks would take them
+            pieces = -(-samples // study.job.global_batch)  # of about the run's batch
             indices = [part.tolist() for part in torch.tensor(self._order[:samples]).tensor_split(pieces)]
-            looks = [self._look(state, own) for own in indices]
-            for layer in looks[0]:
+            parts = [self._observe(state, part) for part in indices]
+            for layer in parts[0]:
                 if self._stop():
                     return
-                A, G = (torch.cat([getattr(look[layer], side) for look in looks], 1) for side in "AG")
+                A, G = (torch.cat([getattr(part[layer], side) for part in parts], 1) for side in "AG")
                 measures.rank += ranks(step, layer, A, G, study.batch_sizes)
 
-    def _look(self, state: Mapping[str, Tensor], indices: list[int]) -> dict[str, Seen]:
-        return self._probe.look(state, *self._train[indices])
+    def _observe(self, state: Mapping[str, Tensor], indices: list[int]) -> dict[str, Observation]:
+        return self._probe.observe(state, *self._train[indices])
 
     def _sum_gradients(self) -> None:
-        """Have each parameter add its gradients up, as they come."""
+        """Add a hook to each parameter that sums its gradients."""
         for name, parameter in self.model.named_parameters():
             layer, _, leaf = name.rpartition(".")
             if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""Any way of averaging over nodes by its name and the options of its constructor."""
+"""Averagers over nodes by name."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _CLASSES: dict[str, Callable[..., Averager]] = {
     "classic": Classic,
 }
 
-# What the run decides.
-_APART = ("model", "optimizer", "mesh", "nodes", "epochs", "steps_per_epoch", "preconditioner", "scaler")
-# Whether the averager is told of the curvature, whose factors nodes then average too.
+# Arguments that the run sets.
+_EXCLUDED = ("model", "optimizer", "mesh", "nodes", "epochs", "steps_per_epoch", "preconditioner", "scaler")
+# The option that passes the preconditioner, so that nodes also average its factors.
 _FACTORS = "average_factors"
 _WIRED = ("wire", "cycling_wire")  # options that are dtypes
 _WIRES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,17 +40,17 @@ def names() -> list[str]:
 
 
 def options_of(name: str) -> list[str]:
-    """Return the options that one takes."""
+    """Return the options of an averager."""
     parameters = inspect.signature(_CLASSES[name]).parameters
-    own = [_FACTORS] if "preconditioner" in parameters else []
-    return [option for option in parameters if option not in _APART] + own
+    factors = [_FACTORS] if "preconditioner" in parameters else []
+    return [option for option in parameters if option not in _EXCLUDED] + factors
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
-    """Check that there is such a way of averaging, and that it has such options.
+    """Check the name of an averager, and the names of its options.
 
     Raises:
-        ValueError: There is not, or it has not.
+        ValueError: A name is unknown.
     """
     require(name in _CLASSES, "averaging", name, f"one of none, {', '.join(_CLASSES)}")
     allowed = options_of(name)
@@ -63,7 +63,7 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 
 
 def wraps(name: str) -> bool:
-    """Return whether the model is to be wrapped over the ranks of its node."""
+    """Return whether the model must be wrapped over the ranks of its node."""
     return name != "classic"
 
 
@@ -82,13 +82,13 @@ def build(
 
     Args:
         name: One of `names()`.
-        options: Those of its constructor; dtypes by their names.
-        model: As `natgrad.averaging.Averager` takes it.
-        optimizer: Of the model's parameters.
-        mesh: Of dimensions ("node", "local"); None: this process alone.
-        preconditioner: What is before the optimizer, if anything is.
-        epochs: Of the whole run.
-        steps_per_epoch: Of the run.
+        options: Options of its constructor; dtypes by their names.
+        model: The model, as for `natgrad.averaging.Averager`.
+        optimizer: The optimizer of the model's parameters.
+        mesh: A mesh with dimensions ("node", "local"); None for a single process.
+        preconditioner: The preconditioner, if there is one.
+        epochs: The length of the run.
+        steps_per_epoch: The steps per epoch.
 
     Raises:
         ValueError: An option's value is not allowed.

@@ -1,4 +1,4 @@
-"""The job's optimizer and preconditioner."""
+"""Building the optimizer, preconditioner, scheduler and averager of a job."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from natgrad.averaging.local_sgd import levels_of
 from natgrad.damping import Damping
 from natgrad.tasks import Task
 
-from . import averagers, clocks, curvatures, optimizers, recipe
+from . import averagers, curvatures, optimizers, recipe, refresh_rules
 from .job import Job
 from .naming import options_named
 from .world import check_devices
 
 
 def build_optimizer(job: Job, task: Task, model: nn.Module) -> tuple[Optimizer, Preconditioner | None]:
-    """Return the job's optimizer, and what preconditions its gradients: None in a first-order run.
+    """Return the job's optimizer and preconditioner (None in a first-order run).
 
     Args:
         job: The job.
@@ -34,13 +34,13 @@ def build_optimizer(job: Job, task: Task, model: nn.Module) -> tuple[Optimizer, 
     """
     learning_rate = job.learning_rate or optimizers.default_learning_rate(job.optimizer)
     optimizer = optimizers.build(job.optimizer, model, learning_rate, job.options)
-    if isinstance(optimizer, PreconditionedOptimizer):  # natural Muon: the loop steps its two parts
+    if isinstance(optimizer, PreconditionedOptimizer):  # natural Muon: the loop calls `step` of both parts
         return optimizer.optimizer, optimizer.preconditioner
     return optimizer, _preconditioner(job, task, model, optimizer)
 
 
 def build_scheduler(job: Job, optimizer: Optimizer) -> LRScheduler:
-    """Return what changes the learning rate over the job's steps."""
+    """Return the scheduler of the learning rate."""
     if job.recipe != "none":
         return recipe.row(job).build_scheduler(optimizer)
     return optimizers.schedule(optimizer, job.schedule, warmup=job.warmup, steps=job.total_steps)
@@ -58,7 +58,9 @@ def _preconditioner(job: Job, task: Task, model: nn.Module, optimizer: Optimizer
         damping=_damping(job),
         kl_clip=job.kl_clip,
         reduction=task.reduction,
-        refresh=clocks.build(job.refresh, factors=job.factors, inverses=job.inverses, by=job.by, share=job.share),
+        refresh=refresh_rules.build(
+            job.refresh, factors=job.factors, inverses=job.inverses, by=job.by, share=job.share
+        ),
         placement=job.placement,
         seed=job.seed,
     )
@@ -72,7 +74,7 @@ def build_averager(
     mesh: DeviceMesh | None,
     steps_per_epoch: int,
 ) -> Averager | None:
-    """Return what the job puts in the place of the optimizer's step, or None for gradients averaged over all ranks.
+    """Return the job's averager, which replaces the optimizer's step; None if all ranks average gradients.
 
     Raises:
         ValueError: An option's value is not allowed.
@@ -98,15 +100,15 @@ def _damping(job: Job) -> Damping | None:
 
 
 def rehearse(job: Job) -> None:
-    """Build all this for the smallest model, so that a wrong value is found before anything is touched.
+    """Build everything for a tiny model, to find wrong values before the run.
 
     Raises:
-        ValueError: A setting is not allowed, or the machine lacks what it asks for.
+        ValueError: A setting is not allowed, or the machine lacks a device.
     """
     check_devices(job.device, job.workers)
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     optimizer, preconditioner = build_optimizer(job, job.build_task(), model)
-    # Levels of ranks are those of the whole run, where here there is one.
+    # Levels of ranks belong to the whole run, but there is one rank here.
     options = dict(job.averaging_options)
     if options.get("periods") is not None:
         with options_named("averaging option", job.averaging_options):
@@ -116,5 +118,5 @@ def rehearse(job: Job) -> None:
 
 
 def seconds_spent(preconditioner: Preconditioner) -> float:
-    """Return the host seconds that a preconditioner has used in this process."""
+    """Return the host seconds spent in a preconditioner in this process."""
     return sum(float(value) for name, value in preconditioner.metrics().items() if name.startswith("seconds/"))

@@ -1,4 +1,4 @@
-"""Checkpoints by `torch.distributed.checkpoint`: whole or absent, never in between."""
+"""Atomic checkpoints, written by `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from natgrad.errors import NatgradError
 
 _STEP, _PARTIAL = "step-", ".partial"
 
-# Stands for an empty mapping, which DCP would drop.
+# A placeholder for an empty mapping, which DCP would drop.
 _EMPTY = "empty mapping"
 
 
@@ -30,23 +30,23 @@ class CheckpointError(NatgradError):
 
 
 def save(folder: Path, step: int, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint, then remove the older ones; every rank calls this.
+    """Write a checkpoint, then remove older ones. Collective.
 
-    What the ranks share is written once; `state["ranks"]` holds what is a rank's own, under its number.
+    State shared by all ranks is written once; `state["ranks"]` holds the state of each rank, under its number.
 
     Args:
-        folder: Holds one subfolder a checkpoint.
+        folder: The folder of checkpoints, each in a subfolder.
         step: Completed steps, the checkpoint's name.
         state: Nested mappings of tensors and plain values.
 
     Raises:
-        CheckpointError: It could not be written; the older one is still there.
+        CheckpointError: It could not be written; the older one is kept.
     """
     complete = _name(folder, step)
     partial = complete.with_name(complete.name + _PARTIAL)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a single process needs no process group
+            warnings.simplefilter("ignore")  # about the missing process group of a single process
             save_distributed(_filled(state), checkpoint_id=partial)
         if not dist.is_initialized() or dist.get_rank() == 0:
             if complete.exists():  # a run that resumed and had nothing left to do
@@ -62,7 +62,7 @@ def save(folder: Path, step: int, state: Mapping[str, Any]) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove what a killed run left half-written."""
+    """Remove incomplete checkpoints of a killed run."""
     for partial in folder.glob(f"*{_PARTIAL}"):
         shutil.rmtree(partial)
 
@@ -79,19 +79,18 @@ def step_of(path: Path) -> int:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; every rank calls this and gets what is shared and what is its own.
+    """Read a checkpoint. Collective.
 
     Returns:
-        The state that was saved, mappings with text keys; `["ranks"]` holds this rank's own part, or nothing where it
-        was saved by fewer ranks.
+        The saved state; `["ranks"]` holds the state of this rank, or nothing if fewer ranks saved it.
 
     Raises:
         CheckpointError: The checkpoint is damaged or incomplete.
     """
-    own = str(dist.get_rank()) if dist.is_initialized() else "0"
+    rank = str(dist.get_rank()) if dist.is_initialized() else "0"
     try:
         metadata = FileSystemReader(path).read_metadata()
-        paths = {key: place for key, place in metadata.planner_data.items() if place[0] != "ranks" or place[1] == own}
+        paths = {key: place for key, place in metadata.planner_data.items() if place[0] != "ranks" or place[1] == rank}
         entries = {key: metadata.state_dict_metadata[key] for key in paths}
         flat: dict[str, Any] = {
             key: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -115,17 +114,17 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _filled(value: Any) -> Any:
-    """Mark empty mappings."""
+    """Replace empty mappings by a placeholder."""
     if not isinstance(value, Mapping):
         return value
-    return {key: _filled(each) for key, each in value.items()} or _EMPTY
+    return {key: _filled(inner) for key, inner in value.items()} or _EMPTY
 
 
 def _restored(value: Any) -> Any:
-    """Undo `_filled`, and turn mappings with whole numbers as keys, which is how lists are stored, back into lists."""
+    """Undo `_filled`, and turn mappings with integer keys, which DCP makes of lists, into lists."""
     if not isinstance(value, dict):
         return {} if isinstance(value, str) and value == _EMPTY else value
-    inner = {key: _restored(each) for key, each in value.items()}
+    inner = {key: _restored(part) for key, part in value.items()}
     return [inner[key] for key in sorted(inner)] if all(isinstance(key, int) for key in inner) else inner
 
 
@@ -138,7 +137,7 @@ def _complete(folder: Path) -> list[Path]:
 
 
 def _sync(folder: Path) -> None:
-    """Make a renaming outlive a power failure."""
+    """Flush renames in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The same tasks and seeds under several optimizers."""
+"""Comparisons of optimizers on the same tasks and seeds."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from .run import Output, train
 from .summary import Quantity, Row, summarise, targets
 from .tuned import Tuned
 
-# Says which run is under way, how many are done, of how many, and whether nothing was said of this one yet.
-Tell = Callable[[str, int, int, bool], None]
+# Called with a description of the run, the numbers of finished and of all runs, and whether the run starts now.
+ReportProgress = Callable[[str, int, int, bool], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What is compared.
+    """The settings of a comparison.
 
     Attributes:
-        task_names: Tasks, one after the other.
+        task_names: The names of the tasks.
         task_options: Options of every task.
-        optimizers: Contenders.
-        seeds: Runs a contender, each on a seed of its own.
-        first_seed: The least of the seeds; the others follow it.
-        workers: Ranks a run.
-        epochs: Length of a run by task; a task left out takes its own.
-        steps: Length of a run in place of `epochs`.
-        batch_size: None takes the task's own.
-        schedule: Of the learning rate, for all.
-        trials: Runs that a search may spend on each contender beforehand; 0 starts from tuned values.
-        objective: What a search goes by.
-        overrides: For each contender fields of its job that neither search nor tuned values change.
-        tuned: Folder of tuned values.
-        device: Where to train.
+        optimizers: The names of the contenders.
+        seeds: Runs per contender, each with another seed.
+        first_seed: The first seed; the others follow it.
+        workers: Ranks per run.
+        epochs: Length of a run by task; default: the task's.
+        steps: Length of a run, instead of `epochs`.
+        batch_size: Global batch size; None: the task's.
+        schedule: The learning rate schedule of all contenders.
+        trials: Runs of a search per contender before the comparison; 0: use tuned values.
+        objective: The objective of the search.
+        overrides: For each contender, fields of its job that replace searched and tuned values.
+        tuned: The folder of tuned values.
+        device: The device to train on.
     """
 
     task_names: tuple[str, ...]
@@ -82,15 +82,15 @@ class Comparison:
         require(self.optimizers, "optimizers", self.optimizers, f"some of {', '.join(contenders.NAMES)}")
         require(self.seeds >= 1, "seeds", self.seeds, "at least 1")
         require(self.first_seed >= 0, "first_seed", self.first_seed, "at least 0")
-        apart = search.SEED not in self.seed_range
-        require(apart, "first_seed", self.first_seed, f"such that no seed is {search.SEED}, which searches use")
+        fits = search.SEED not in self.seed_range
+        require(fits, "first_seed", self.first_seed, f"such that no seed is {search.SEED}, which searches use")
         require(self.trials >= 0, "search", self.trials, "a number of trials, or 0 for none")
         search.check_objective(self.objective)
         for name, settings in self.overrides.items():
             require(name in self.optimizers, "override", name, f"one of {', '.join(self.optimizers)}")
-            for each in settings:
-                allowed = [one.name for one in fields(Job) if one.name not in _SHARED]
-                require(each in allowed, f"override {name}", each, f"one of {', '.join(allowed)}")
+            for setting in settings:
+                allowed = [job_field.name for job_field in fields(Job) if job_field.name not in _SHARED]
+                require(setting in allowed, f"override {name}", setting, f"one of {', '.join(allowed)}")
         for task in self.task_names:
             known = tuned.read(task, self.tuned)
             for name in self.optimizers:
@@ -103,21 +103,21 @@ class Comparison:
 
     @property
     def runs(self) -> int:
-        """How many runs the comparison takes."""
+        """The number of runs, including those of searches."""
         return len(self.task_names) * len(self.optimizers) * (self.trials + self.seeds)
 
     def contender(self, name: str, known: Tuned | None) -> Contender:
-        """Return a contender with the best settings known, and what the user fixed fixed."""
+        """Return a contender with tuned settings and overrides; overridden fields are not searched."""
         contender, fixed = contenders.get(name), self.overrides.get(name, {})
         best = known.settings.get(name, {}) if known else {}
         return replace(
             contender,
             settings={**contender.settings, **best, **fixed},
-            ranges={each: limits for each, limits in contender.ranges.items() if each not in fixed},
+            ranges={setting: limits for setting, limits in contender.ranges.items() if setting not in fixed},
         )
 
     def job(self, task: str, settings: Mapping[str, Any], *, seed: int) -> Job:
-        """Return one run's job."""
+        """Return the job of a run."""
         return Job(
             task=task,
             task_options=self.task_options,
@@ -138,16 +138,16 @@ _SHARED = ("task", "task_options", "workers", "seed", "epochs", "steps", "batch_
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One task's comparison.
+    """The result of a comparison on one task.
 
     Attributes:
         task: The task.
-        results: For each contender its runs, one a seed.
-        rows: For each contender its line in a table.
+        results: For each contender the results of its runs, one per seed.
+        rows: For each contender a row of the table.
         target: Loss and metric to reach; empty without the reference contender.
-        target_origin: Where the target comes from.
-        known: What was tuned before, or by this comparison's search.
-        job: What all runs share: the first run's job.
+        target_origin: A description of the origin of the target.
+        known: The tuned values, from before or from this comparison's search.
+        job: The job of the first run, for the fields that all runs share.
     """
 
     task: tasks.Task
@@ -159,7 +159,7 @@ class Outcome:
     job: Job
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as plain JSON values; what was never reached is null."""
+        """Return everything as plain JSON values; infinite numbers become null."""
         values = {
             "task": self.task.name,
             "metric": asdict(self.task.metric),
@@ -168,59 +168,60 @@ class Outcome:
             "target": dict(self.target),
             "target_origin": self.target_origin,
             "rows": [asdict(row) for row in self.rows],
-            "runs": {name: [each.to_json() for each in results] for name, results in self.results.items()},
+            "runs": {name: [result.to_json() for result in results] for name, results in self.results.items()},
         }
         plain: dict[str, Any] = _finite(values)
         return plain
 
 
-def compare(comparison: Comparison, out: Path, tell: Tell) -> list[Outcome]:
+def compare(comparison: Comparison, out: Path, report_progress: ReportProgress) -> list[Outcome]:
     """Run a comparison and return an outcome for each task.
 
-    Every finished run is kept in `out`, where the same comparison finds it again; a search writes its tuned values to
-    `out`/tuned.
+    Finished runs are stored in `out`, and reused if the same comparison runs again. A search writes its tuned values
+    to `out`/tuned.
 
     Raises:
         StoppedError: A signal ended it.
         RankError: A run failed.
     """
-    runner = _Runner(Journal(out / "runs.jsonl"), comparison, tell)
+    runner = _Runner(Journal(out / "runs.jsonl"), comparison, report_progress)
     return [_compare_task(comparison, task, runner, out / "tuned") for task in comparison.task_names]
 
 
 class _Runner:
-    """Does runs, or finds them done."""
+    """Runs jobs, or finds their results in the journal."""
 
-    def __init__(self, journal: Journal, comparison: Comparison, tell: Tell) -> None:
-        self._journal, self._tell, self._total, self._done = journal, tell, comparison.runs, 0
+    def __init__(self, journal: Journal, comparison: Comparison, report_progress: ReportProgress) -> None:
+        self._journal, self._report = journal, report_progress
+        self._total, self._done = comparison.runs, 0
 
-    def run(self, job: Job, what: str) -> Result:
+    def run(self, job: Job, description: str) -> Result:
         job = job.resolved()
         result = self._journal.find(job)
-        known, what = result is not None, f"{job.task}: {what}"
+        known, description = result is not None, f"{job.task}: {description}"
         if result is None:
-            self._tell(what, self._done, self._total, True)
+            self._report(description, self._done, self._total, True)
             result = train(job, Output(), own_process=True)
             if result.status == "stopped":
                 raise StoppedError("a rank was stopped")
             self._journal.add(job, result)
         self._done += 1
-        self._tell(what, self._done, self._total, known)
+        self._report(description, self._done, self._total, known)
         return result
 
 
-def _compare_task(comparison: Comparison, name: str, runner: _Runner, out: Path) -> Outcome:
-    known = tuned.read(name, comparison.tuned)
+def _compare_task(comparison: Comparison, task_name: str, runner: _Runner, out: Path) -> Outcome:
+    known = tuned.read(task_name, comparison.tuned)
     if comparison.trials:
-        known = _search(comparison, name, runner, known)
+        known = _search(comparison, task_name, runner, known)
         tuned.write(known, out)
-    settings = {each: comparison.contender(each, known).settings for each in comparison.optimizers}
-    results: dict[str, list[Result]] = {each: [] for each in comparison.optimizers}
-    for seed in comparison.seed_range:  # contenders take turns, so that what disturbs the machine disturbs all
-        for each in comparison.optimizers:
-            job = comparison.job(name, settings[each], seed=seed)
-            results[each].append(runner.run(job, f"{each}, seed {seed}"))
-    shared = comparison.job(name, settings[comparison.optimizers[0]], seed=comparison.first_seed).resolved()
+    settings = {name: comparison.contender(name, known).settings for name in comparison.optimizers}
+    results: dict[str, list[Result]] = {name: [] for name in comparison.optimizers}
+    for seed in comparison.seed_range:  # in turn, so that disturbances of the machine affect all contenders
+        for name in comparison.optimizers:
+            job = comparison.job(task_name, settings[name], seed=seed)
+            results[name].append(runner.run(job, f"{name}, seed {seed}"))
+    shared = comparison.job(task_name, settings[comparison.optimizers[0]], seed=comparison.first_seed).resolved()
     terms = _terms(shared)
     if known and known.target and known.target_terms == terms:
         target = known.target
@@ -232,32 +233,32 @@ def _compare_task(comparison: Comparison, name: str, runner: _Runner, out: Path)
             known = replace(known, target=target, target_terms=terms)
             tuned.write(known, out)
     task = shared.build_task()
-    rows = [summarise(each, settings[each], results[each], task.metric, target) for each in comparison.optimizers]
+    rows = [summarise(name, settings[name], results[name], task.metric, target) for name in comparison.optimizers]
     return Outcome(task=task, results=results, rows=rows, target=target, target_origin=origin, known=known, job=shared)
 
 
-def _search(comparison: Comparison, name: str, runner: _Runner, known: Tuned | None) -> Tuned:
-    """Search every contender anew and return what is now known of the task."""
-    known = known or Tuned(task=name, settings={})
-    for each in comparison.optimizers:
-        contender = comparison.contender(each, known)
+def _search(comparison: Comparison, task: str, runner: _Runner, known: Tuned | None) -> Tuned:
+    """Search the settings of every contender and return the updated tuned values."""
+    known = known or Tuned(task=task, settings={})
+    for name in comparison.optimizers:
+        contender = comparison.contender(name, known)
         found = search.search(
             contender,
             comparison.trials,
             objective=comparison.objective,
-            higher_is_better=comparison.job(name, contender.settings, seed=0).build_task().metric.better == "higher",
-            job=partial(_trial, comparison, name, contender),
-            execute=partial(runner.run, what=f"searching {each}"),
+            higher_is_better=comparison.job(task, contender.settings, seed=0).build_task().metric.better == "higher",
+            job=partial(_trial, comparison, task, contender),
+            execute=partial(runner.run, description=f"searching {name}"),
         )
-        terms = {**_terms(_trial(comparison, name, contender, {}).resolved()), "workers": comparison.workers}
+        terms = {**_terms(_trial(comparison, task, contender, {}).resolved()), "workers": comparison.workers}
         entry = {"trials": comparison.trials, "objective": comparison.objective, "seed": search.SEED, **terms}
         known = replace(
             known,
-            settings={**known.settings, each: {**contender.settings, **found.best}},
-            search={**known.search, each: {**entry, "log": found.log}},
+            settings={**known.settings, name: {**contender.settings, **found.best}},
+            search={**known.search, name: {**entry, "log": found.log}},
             environment=environment.describe(),
         )
-        if each == REFERENCE:  # what it reaches is to be measured anew
+        if name == REFERENCE:  # its final values must be measured again
             known = replace(known, target={}, target_terms={})
     return known
 
@@ -267,7 +268,7 @@ def _trial(comparison: Comparison, task: str, contender: Contender, point: Mappi
 
 
 def _terms(job: Job) -> dict[str, Any]:
-    """Return what a target depends on beside the reference contender's settings."""
+    """Return the settings that a target depends on, besides those of the reference contender."""
     return {
         name: value
         for name, value in job.to_json().items()
@@ -276,9 +277,9 @@ def _terms(job: Job) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Replace numbers that JSON lacks by None."""
+    """Replace infinite numbers and NaN, which JSON lacks, by None."""
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not isfinite(value) else value

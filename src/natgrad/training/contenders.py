@@ -1,4 +1,4 @@
-"""Who takes part in a comparison, and what a search may vary."""
+"""The optimizers of a comparison, and the ranges of their search."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Contender:
     """An optimizer in a comparison.
 
     Attributes:
-        name: What tables call it.
-        settings: Fields of its `Job`; a search or a tuned file replaces some.
-        ranges: The least and the greatest value that a search tries of a field.
+        name: The name in tables.
+        settings: Fields of its `Job`; a search or tuned values replace some.
+        ranges: For each searched field its smallest and largest value.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Contender:
 
 
 def _natural(name: str, curvature: str, *, damping: tuple[float, float] = (1e-3, 1e-1), **settings: Any) -> Contender:
-    """Return SGD with a curvature before it: a start, and ranges, that are the same for all but what is given."""
+    """Return SGD with a curvature; `settings` replace the common defaults."""
     start = {
         "optimizer": "sgd",
         "options": {"momentum": 0.9},
@@ -66,13 +66,13 @@ _KNOWN = {
             settings={"optimizer": "muon", "learning_rate": 3e-3},
             ranges={"learning_rate": (1e-4, 1e-1)},
         ),
-        # The other curvatures, each with the intervals that it is meant for.
+        # The other curvatures, with suitable intervals.
         _natural("ekfac", "ekfac", fisher="sampled"),
         _natural("iterative", "kfac", form="iterative", fisher="sampled", inverses=2),
         _natural("foof", "kfac", form="inverse", fisher="empirical", curvature_options={"sides": "a"}),
         _natural("rank-one", "rank-one", factors=1, inverses=1),
         _natural("kbfgs", "kbfgs", fisher="sampled", factors=1, inverses=1, options={"momentum": 0.0}),
-        # The Fisher of one batch, of low rank: what it does not show is left to the damping alone.
+        # The Fisher of one batch has low rank, so that these need more damping.
         _natural("sngd", "sngd", fisher="empirical", inverses=5, kl_clip=1e-2, damping=(1e-2, 1.0)),
         _natural("hylo", "hylo", fisher="empirical", inverses=5, kl_clip=1e-2, damping=(1e-2, 1.0)),
     )
@@ -84,7 +84,7 @@ REFERENCE = "adamw"
 
 
 def current_name(name: str) -> str:
-    """Return the name of a contender; "natgrad" is what K-FAC was called before there was natural Muon."""
+    """Return the current name of a contender; "natgrad" is the old name of "kfac"."""
     return "kfac" if name == "natgrad" else name
 
 
@@ -92,10 +92,10 @@ def get(name: str) -> Contender:
     """Return a contender by its name.
 
     Args:
-        name: One of `NAMES` or `CURVATURES`, or any other optimizer, which starts from its own defaults.
+        name: One of `NAMES` or `CURVATURES`, or any other optimizer, with its default settings.
 
     Raises:
-        ValueError: No such contender.
+        ValueError: The contender is unknown.
     """
     name = current_name(name)
     if name in _KNOWN:

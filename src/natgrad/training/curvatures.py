@@ -1,4 +1,4 @@
-"""Any curvature by its name and the options of its constructor."""
+"""Curvatures by name."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _CLASSES: dict[str, Callable[..., Curvature]] = {
     "rank-one": RankOne,
 }
 
-# What the job has a field of, or the task decides.
-_APART = ("fisher", "likelihood")
+# Options that are fields of the job, or set by the task.
+_EXCLUDED = ("fisher", "likelihood")
 
 
 def names() -> list[str]:
@@ -31,21 +31,21 @@ def names() -> list[str]:
 
 
 def options_of(name: str) -> list[str]:
-    """Return the options that a curvature takes beside the Fisher's."""
-    return [option for option in inspect.signature(_CLASSES[name]).parameters if option not in _APART]
+    """Return the options of a curvature, without those of the Fisher."""
+    return [option for option in inspect.signature(_CLASSES[name]).parameters if option not in _EXCLUDED]
 
 
 def default_damping(name: str) -> float:
-    """Return the damping that a curvature has of its own."""
+    """Return the default damping of a curvature."""
     kind: Any = _CLASSES[name]
     return float(kind.default_damping)
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
-    """Check that a curvature has such options.
+    """Check the name of a curvature, and the names of its options.
 
     Raises:
-        ValueError: It has not, or there is no such curvature.
+        ValueError: A name is unknown.
     """
     require(name in _CLASSES, "curvature", name, f"one of none, {', '.join(_CLASSES)}")
     allowed = options_of(name)
@@ -59,9 +59,9 @@ def build(name: str, options: Mapping[str, Any], *, fisher: str | None, likeliho
 
     Args:
         name: One of `names()`.
-        options: Those of its constructor.
-        fisher: "empirical" or "sampled"; None: the latter, where the curvature has the choice.
-        likelihood: What sampled labels are drawn from.
+        options: Options of its constructor.
+        fisher: "empirical" or "sampled"; None: "sampled" if the curvature supports it.
+        likelihood: The distribution that labels are sampled from.
 
     Raises:
         ValueError: An option's value is not allowed.

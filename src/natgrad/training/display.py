@@ -1,4 +1,4 @@
-"""What the user sees of a run: a progress bar on a terminal, else one plain line an evaluation."""
+"""Progress of a run: a progress bar on a terminal, otherwise one line per evaluation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .loop import Training, Watch
+from .loop import Observer, Training
 from .nodes import describe
 from .result import Point
 
-# What the papers call the batches between two messages and between a message and its use.
-_RHYTHM = {"batches_between": "B", "batches_to_wait": "S"}
+# The papers' symbols for these intervals.
+_SYMBOLS = {"batches_between": "B", "batches_to_wait": "S"}
 
 
 class Silent:
@@ -27,7 +27,7 @@ class Silent:
 
 
 class Lines:
-    """Prints one line an evaluation."""
+    """Prints one line per evaluation."""
 
     def step(self, training: Training, loss: float) -> None:
         """Ignore a step."""
@@ -40,10 +40,10 @@ class Lines:
 
 
 class TwoLines(Progress):
-    """A bar for the eye, and under it a line of numbers, as both side by side are too wide for a terminal.
+    """A progress bar with a line of numbers below it.
 
     Args:
-        console: Where to show it.
+        console: The console.
     """
 
     def __init__(self, console: Console) -> None:
@@ -70,7 +70,7 @@ class Bar:
         self._bar = progress.add_task("starting", total=None, text="")
 
     def step(self, training: Training, loss: float) -> None:
-        """Move on by a step."""
+        """Advance the bar."""
         job, last = training.job, training.points[-1] if training.points else None
         self._progress.update(
             self._bar,
@@ -86,8 +86,8 @@ class Bar:
 
 
 @contextmanager
-def display(shown: bool) -> Iterator[Watch]:
-    """Open the display that suits standard output, or none."""
+def display(shown: bool) -> Iterator[Observer]:
+    """Open a display for standard output; without `shown` one that shows nothing."""
     console = Console()
     if not shown:
         yield Silent()
@@ -99,13 +99,13 @@ def display(shown: bool) -> Iterator[Watch]:
 
 
 def _averaging(training: Training) -> str:
-    """Return how nodes average, and whether they are real ones."""
+    """Return a description of the averaging over nodes."""
     job, averager = training.job, training.averager
     if averager is None:
         return ""
     metrics = averager.metrics()
-    rhythm = [f"{sign} {metrics[name]}" for name, sign in _RHYTHM.items() if name in metrics]
-    return "  " + ", ".join([f"{job.averaging} on {describe(job.nodes or 1, job.workers)}", *rhythm])
+    intervals = [f"{symbol} {metrics[name]}" for name, symbol in _SYMBOLS.items() if name in metrics]
+    return "  " + ", ".join([f"{job.averaging} on {describe(job.nodes or 1, job.workers)}", *intervals])
 
 
 def _describe(training: Training, point: Point) -> str:

@@ -1,4 +1,4 @@
-"""Where results were measured."""
+"""The machine and the versions of software."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def describe() -> dict[str, str]:
-    """Return processor, cores, operating system and the versions that matter."""
+    """Return processor, cores, operating system and versions of software."""
     return {
         "processor": _processor(),
         "cores": str(os.cpu_count()),

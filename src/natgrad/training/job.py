@@ -1,4 +1,4 @@
-"""Everything that defines a training run, as one value that goes to JSON and back."""
+"""The settings of a training run, convertible to and from JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from natgrad import tasks
 from natgrad.errors import ArgumentError, require
 from natgrad.refresh.rule import By
 
-from . import averagers, clocks, curvatures, optimizers, recipe
+from . import averagers, curvatures, optimizers, recipe, refresh_rules
 from .nodes import machines
 
 Fisher = Literal["empirical", "sampled"]
@@ -21,45 +21,42 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training run. Equal jobs on equal machines do the same arithmetic.
+    """The settings of a training run. Equal jobs on equal machines compute the same numbers.
 
     Attributes:
-        task: Name of a task, one of `natgrad.tasks.names()`.
+        task: The name of a task, one of `natgrad.tasks.names()`.
         task_options: Options of the task.
-        recipe: "large-batch" (Osawa 2019) decides, once the job is resolved, all from `optimizer` to `kl_clip` but the
-            learning rate, `form`, `fisher`, `sharing` and `placement` where these are given.
-        optimizer: Name of an optimizer of `torch.optim`, in any case, "heavyball" or "naturalmuon"; "auto": natural
-            Muon, or AdamW with a curvature.
-        options: Options of its constructor, other than the learning rate.
-        learning_rate: Peak learning rate; None takes the optimizer's own default.
-        schedule: How the learning rate falls after the warm-up.
+        recipe: "large-batch" (Osawa 2019) sets in `resolved` all fields from `optimizer` to `kl_clip`, except
+            `sharing` and `placement`, and except `learning_rate`, `form` and `fisher` where given.
+        optimizer: The name of an optimizer of `torch.optim` (case-insensitive), "heavyball" or "naturalmuon"; "auto":
+            natural Muon, or AdamW with a curvature.
+        options: Options of its constructor, without the learning rate.
+        learning_rate: Peak learning rate; None: the optimizer's default.
+        schedule: The learning rate schedule after the warm-up.
         warmup: Steps over which the learning rate rises linearly from zero.
-        curvature: What preconditions the gradients: "none", or one of `curvatures.names()`.
-        curvature_options: Options of its constructor; those that have a field of their own may stand there instead.
-        form: How K-FAC solves; None takes the curvature's own default, as with all that follow.
-        fisher: Whether the curvature takes the data's labels or draws them from the model; None: "sampled", where it
-            has the choice.
-        sharing: How K-FAC treats shared weights.
-        placement: Where the curvature's work is done.
+        curvature: "none", or one of `curvatures.names()`.
+        curvature_options: Options of its constructor; `form` and `sharing` are fields of the job, too.
+        form: The form of K-FAC; None: the curvature's default.
+        fisher: "empirical" or "sampled"; None: "sampled" if the curvature supports it.
+        sharing: How K-FAC combines positions of shared weights; None: the curvature's default.
+        placement: The placement of the curvature's work.
         factors: Steps between updates of the factors.
         inverses: Steps between decompositions.
-        refresh: "fixed", or the rule by which each of these is decided, as `clocks.build` takes it.
-        by: What such a rule decides on as one, "layer" or "factor".
-        share: The share of the time that the curvature may take; None: any.
-        damping: Added to the curvature; "auto": `natgrad.Autopilot`; None: the curvature's own.
-        kl_clip: Bound of the KL clip; None, as which 0 is taken too: off.
-        epochs: Passes over the training set; None, with `steps` None too, takes the task's own.
-        steps: Optimizer steps, in place of `epochs`.
-        batch_size: Samples a step over all ranks; None takes the task's own.
-        accumulate: Backward passes a step.
-        workers: Ranks.
-        averaging: How nodes average what they learn: "none" for gradients averaged over all ranks at each step, or one
-            of `averagers.names()`.
+        refresh: "fixed", or a rule that decides on each refresh (see `refresh_rules.build`).
+        by: The unit of a rule's decisions, "layer" or "factor".
+        share: The largest share of the time for preconditioning; None: no limit.
+        damping: The damping; "auto": `natgrad.Autopilot`; None: the curvature's default.
+        kl_clip: The bound of the KL clip; None or 0: off.
+        epochs: Passes over the training set; None, if `steps` is None too: the task's default.
+        steps: Optimizer steps, instead of `epochs`.
+        batch_size: Samples per step over all ranks; None: the task's default.
+        accumulate: Backward passes per step.
+        workers: The number of ranks.
+        averaging: "none" to average gradients over all ranks at each step, or one of `averagers.names()`.
         averaging_options: Options of its constructor; dtypes by their names.
-        nodes: Into how many nodes the ranks are divided, with `averaging`; None: as the launcher has started them. More
-            than there are machines are emulated.
-        seed: Of the initial parameters, the order of the data and all noise.
-        device: Where to train; "auto" takes a GPU where there is one.
+        nodes: The number of nodes, with `averaging`; None: the launcher's. More nodes than machines are emulated.
+        seed: The seed of the initial parameters, the order of the data and all random numbers.
+        device: The device to train on; "auto": a GPU if there is one.
     """
 
     task: str
@@ -98,7 +95,7 @@ class Job:
         """Check every field that can be checked without loading data.
 
         Raises:
-            ValueError: One is not allowed; the message names it, its value and what is allowed.
+            ValueError: A field is not allowed.
         """
         for name in ("task_options", "options", "curvature_options", "averaging_options"):
             object.__setattr__(self, name, _plain(name, getattr(self, name)))
@@ -126,7 +123,7 @@ class Job:
         if self.fisher is not None:
             _check_choice("fisher", self.fisher, get_args(Fisher))
         optimizers.check(self.optimizer, self.options)
-        clocks.build(self.refresh, factors=self.factors, inverses=self.inverses, by=self.by, share=self.share)
+        refresh_rules.build(self.refresh, factors=self.factors, inverses=self.inverses, by=self.by, share=self.share)
         if self.curvature != "none":
             curvatures.check(self.curvature, self.all_curvature_options)
         require(
@@ -163,7 +160,7 @@ class Job:
         return tasks.get(self.task, **self.task_options)
 
     def resolved(self) -> Job:
-        """Return the job with every default of task and optimizer filled in, checked against the task's data.
+        """Return the job with all defaults filled in, checked against the task's data.
 
         Raises:
             ValueError: The batch does not divide over ranks and backward passes, or exceeds the training set.
@@ -198,18 +195,18 @@ class Job:
 
     @property
     def all_curvature_options(self) -> dict[str, Any]:
-        """Options of the curvature's constructor, those with a field of their own too."""
-        own = {name: value for name in ("form", "sharing") if (value := getattr(self, name)) is not None}
-        return {**self.curvature_options, **own}
+        """All options of the curvature's constructor, including `form` and `sharing`."""
+        chosen = {name: value for name in ("form", "sharing") if (value := getattr(self, name)) is not None}
+        return {**self.curvature_options, **chosen}
 
     @property
     def global_batch(self) -> int:
-        """Samples a step over all ranks."""
+        """Samples per step over all ranks."""
         return self.batch_size or self.build_task().batch_size
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run; on any number of ranks the last batch of a pass may be smaller."""
+        """Optimizer steps of the run; the last batch of an epoch may be smaller."""
         if self.steps:
             return self.steps
         return self.steps_per_epoch * (self.epochs or self.build_task().epochs)
@@ -225,12 +222,12 @@ class Job:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Job:
-        """Build the job that `to_json` described.
+        """Build a job from the value of `to_json`.
 
         Raises:
             ValueError: A field is unknown, missing or not allowed.
         """
-        allowed = [each.name for each in fields(cls)]
+        allowed = [job_field.name for job_field in fields(cls)]
         for name, value in values.items():
             require(name in allowed, name, value, f"a field of a job: {', '.join(allowed)}")
         require("task" in values, "task", None, f"one of {', '.join(tasks.names())}")
@@ -238,7 +235,7 @@ class Job:
 
 
 def _plain(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as JSON would: tuples become lists, so that a round trip changes nothing."""
+    """Return options after a round trip through JSON, which turns tuples into lists."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(dict(options), allow_nan=False))
     except (TypeError, ValueError) as error:

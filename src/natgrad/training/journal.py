@@ -1,4 +1,4 @@
-"""The finished runs of a search or comparison, kept so that none is lost and none done twice."""
+"""A file of finished runs of a search or comparison, so that no run is repeated."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .result import Result
 
 
 class Journal:
-    """A file of JSON lines, one a finished run, found again by its job.
+    """A file of JSON lines, one per finished run, looked up by job.
 
     Args:
-        path: Of the file; what it holds is read, and its folder made.
+        path: The file; it is read if it exists, and its folder is created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,7 +34,7 @@ class Journal:
         return self._results.get(_key(job))
 
     def add(self, job: Job, result: Result) -> None:
-        """Keep a result."""
+        """Add a result."""
         self._results[_key(job)] = result
         with self._path.open("a") as file:
             file.write(json.dumps({"job": job.to_json(), "result": result.to_json()}) + "\n")

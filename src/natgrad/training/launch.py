@@ -1,4 +1,4 @@
-"""Start the ranks of a run by torch's own elastic launcher."""
+"""Starting the ranks of a run with torch's elastic launcher."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .world import launched
 
 T = TypeVar("T")
 
-# How long a signalled rank may take to save its checkpoint before it is killed.
+# The time for a signalled rank to save its checkpoint before it is killed.
 _STOP_SECONDS = 300
 
-# How often the launcher looks after its ranks, and how long a rank that lost another waits before it fails too.
-_LOOK_SECONDS, _LOST_SECONDS = 0.05, 0.5
+# The interval at which the launcher checks its ranks, and the delay before a rank fails because another has failed.
+_MONITOR_SECONDS, _LOST_SECONDS = 0.05, 0.5
 
-# The exit code of a process that a signal ended in good order, as shells know it.
+# The exit code of a process that a signal has stopped, as in shells.
 INTERRUPTED = 130
 
 
@@ -37,23 +37,23 @@ class RankError(NatgradError):
 
 
 class StoppedError(NatgradError):
-    """A signal ended the launcher, once its ranks had ended."""
+    """A signal stopped the launcher and its ranks."""
 
 
 def launch(function: Callable[..., T], *arguments: object, workers: int, own_process: bool = False) -> T:
-    """Run a function on every rank and return what rank 0 returned.
+    """Run a function on every rank and return the value of rank 0.
 
-    Under an outer launcher such as torchrun this process is a rank already and just calls the function.
+    Under an outer launcher such as torchrun this process is already a rank and calls the function directly.
 
     Args:
-        function: Importable by its name, as are its arguments by pickle.
+        function: The function; it must be picklable, as must its arguments.
         *arguments: Passed to every rank.
-        workers: Number of ranks on this machine, one thread each.
-        own_process: Start a process for a single rank too, so that its memory is its own.
+        workers: The number of ranks on this machine, with one thread each.
+        own_process: Start a new process for a single rank, too, so that its memory is measured separately.
 
     Raises:
-        RankError: A rank raised, or died.
-        StoppedError: A signal arrived; every rank has got it too and has ended.
+        RankError: A rank failed.
+        StoppedError: A signal stopped the ranks.
     """
     if launched() or (workers == 1 and not own_process):
         return function(*arguments)
@@ -68,12 +68,12 @@ def launch(function: Callable[..., T], *arguments: object, workers: int, own_pro
         local_addr="localhost",
         start_method="forkserver",
         max_restarts=0,
-        monitor_interval=_LOOK_SECONDS,
+        monitor_interval=_MONITOR_SECONDS,
         shutdown_timeout=_STOP_SECONDS,
     )
-    with _own_signals(), _quiet_launcher():
+    with _restored_signals(), _silenced_logging():
         try:
-            returned: dict[int, T] = elastic_launch(config, _be_rank)(function, *arguments)
+            returned: dict[int, T] = elastic_launch(config, _run_rank)(function, *arguments)
         except SignalException as error:
             raise StoppedError(f"stopped by {error.sigval.name}") from error
         except ChildFailedError as error:
@@ -83,8 +83,8 @@ def launch(function: Callable[..., T], *arguments: object, workers: int, own_pro
     return returned[0]
 
 
-def _be_rank(function: Callable[..., T], *arguments: object) -> T:
-    """Call a function; a rank that lost another fails after it, so that the launcher sees the cause first."""
+def _run_rank(function: Callable[..., T], *arguments: object) -> T:
+    """Call a function; if another rank has failed, wait before failing, so that the launcher reports the cause."""
     try:
         return function(*arguments)
     except RuntimeError as error:
@@ -94,28 +94,29 @@ def _be_rank(function: Callable[..., T], *arguments: object) -> T:
 
 
 def _describe(error: ChildFailedError) -> str:
-    """Say which rank failed first, and why."""
+    """Return which rank failed first, and why."""
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0:
         return f"rank {rank} was killed by {failure.signal_name()}"
-    message: Any = failure.message  # of a rank that raised, with its traceback beside it
+    message: Any = failure.message  # with a traceback if the rank raised
     return f"rank {rank} failed: {message['message'] if isinstance(message, dict) else message}"
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
-    """Undo the signal handlers that the launcher installs and leaves."""
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+def _restored_signals() -> Iterator[None]:
+    """Restore the signal handlers that the launcher replaces."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in signals}
     try:
         yield
     finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
-def _quiet_launcher() -> Iterator[None]:
-    """Leave telling the user of failures to us."""
+def _silenced_logging() -> Iterator[None]:
+    """Suppress the launcher's logging, because natgrad reports failures."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

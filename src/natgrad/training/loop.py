@@ -1,4 +1,4 @@
-"""One rank's training: batches, steps, evaluations, checkpoints."""
+"""The training loop of one rank: batches, steps, evaluations, checkpoints."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from .job import Job
 from .nodes import describe, node_mesh
 from .recipe import additions
 from .result import Point, Result, Status
-from .world import Beat, Pulse, World
+from .world import StepMessages, StepSummary, World
 
 _EVALUATION_BATCH = 512
 
 
-class Watch(Protocol):
-    """Who follows a run; called on the leading rank alone."""
+class Observer(Protocol):
+    """Receives the progress of a run, on rank 0."""
 
     def step(self, training: Training, loss: float) -> None:
-        """See a step whose mean loss has become known."""
+        """Receive the mean loss of a step."""
 
     def point(self, training: Training, point: Point) -> None:
-        """See an evaluation."""
+        """Receive an evaluation."""
 
 
 @dataclass(kw_only=True)
 class Position:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
-        step: Optimizer steps so far.
-        epoch: Whole passes over the training set so far.
-        batch: Steps into the present pass.
-        seconds: Spent on training so far.
-        loss_sum: Sum of the losses known since the last point, each times its samples.
-        samples: Samples behind `loss_sum`.
+        step: Completed optimizer steps.
+        epoch: Completed passes over the training set.
+        batch: Completed steps of the current pass.
+        seconds: Training time so far.
+        loss_sum: Sum of the losses since the last point, each times its number of samples.
+        samples: Number of samples in `loss_sum`.
         point_seconds: `seconds` at the last point.
         preconditioner_seconds: The part of `seconds` that earlier processes of this run spent in the preconditioner.
     """
@@ -66,15 +66,15 @@ class Position:
 
 
 class Training:
-    """A job on one rank.
+    """The training of a job on one rank.
 
     Args:
         job: A resolved job.
         world: The ranks.
-        watch: Who follows the run.
-        stop: Asked after each step whether this rank was told to stop.
-        save: Called by every rank when a checkpoint is due; None for a run without checkpoints.
-        save_seconds: Least time between two checkpoints; the end and a stop save in any case.
+        observer: Receives the progress of the run.
+        stop: Called after each step; returns whether this rank should stop.
+        save: Called by every rank when a checkpoint is due; None for no checkpoints.
+        save_seconds: The least time between two checkpoints; the end of the run and a stop always save.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class Training:
         job: Job,
         world: World,
         *,
-        watch: Watch,
+        observer: Observer,
         stop: Callable[[], bool],
         save: Callable[[Training], None] | None = None,
         save_seconds: float = 30.0,
     ) -> None:
-        """Build data, model, optimizer and preconditioner, all from the job's seed."""
+        """Build data, model, optimizer and preconditioner from the job's seed."""
         self.job, self.world, self.task = job, world, job.build_task()
         self.position, self.points = Position(), list[Point]()
-        self._watch, self._stop, self._save, self._save_seconds = watch, stop, save, save_seconds
+        self._observer, self._stop, self._save, self._save_seconds = observer, stop, save, save_seconds
         self._saved_at = perf_counter()
 
         self._train, self._test = self.task.datasets()
@@ -113,11 +113,11 @@ class Training:
         self.averager = build_averager(
             job, self._replica, self.optimizer, self.preconditioner, mesh, len(self._batches)
         )
-        # From here on the ranks' noise, such as dropout, differs.
+        # From here on random numbers, such as those of dropout, differ between ranks.
         torch.manual_seed((job.seed << 16) + world.rank)
 
     def run(self) -> Result:
-        """Train to the end, to a stop or to a divergence."""
+        """Train until the end, a stop or a divergence."""
         status: Status = "finished"
         while status == "finished" and self.position.step < self.total_steps:
             status = self._pass()
@@ -133,11 +133,11 @@ class Training:
         )
 
     def share(self) -> float:
-        """Return the preconditioner's part of the training time up to the last point."""
+        """Return the preconditioner's share of the training time."""
         return self._preconditioner_seconds() / max(self.position.seconds, 1e-9)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that resuming needs; collective."""
+        """Return the state for resuming. Collective."""
         own: dict[str, Any] = {"cpu": torch.get_rng_state(), "recipe": self._additions.state_dict()}
         if self.world.device.type == "cuda":
             own["cuda"] = torch.cuda.get_rng_state()
@@ -152,20 +152,20 @@ class Training:
             trained["preconditioner"] = self.preconditioner.state_dict(gather=True)
         shared = {
             "scheduler": self.scheduler.state_dict(),
-            # Times differ from rank to rank, and a checkpoint keeps only one copy.
+            # Times differ between ranks, but a checkpoint has one copy of shared state.
             "progress": self.world.agree(json.dumps([asdict(position), [asdict(point) for point in self.points]])),
         }
-        if self.averager is not None:  # each node has its own
+        if self.averager is not None:  # nodes have different states
             return {**shared, "ranks": {str(self.world.rank): {**own, **trained}}}
         return {**shared, **trained, "ranks": {str(self.world.rank): own}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned in an earlier process."""
+        """Restore a state from `state_dict`."""
         own = state.get("ranks", {}).get(str(self.world.rank))
         trained = state if self.averager is None else own
         self.model.load_state_dict(trained["model"])
         optimizer = trained["optimizer"]
-        optimizer["state"] = {int(index): each for index, each in optimizer["state"].items()}
+        optimizer["state"] = {int(index): state for index, state in optimizer["state"].items()}
         self.optimizer.load_state_dict(optimizer)
         self.scheduler.load_state_dict(state["scheduler"])
         if self.preconditioner is not None:
@@ -175,14 +175,14 @@ class Training:
         position, points = json.loads(state["progress"])
         self.position, self.points = Position(**position), [Point(**point) for point in points]
         self._additions.load_state_dict(self.position.step, own and own.get("recipe"))
-        if own is not None:  # a rank more than before keeps its fresh noise
+        if own is not None:  # an additional rank keeps its new random state
             torch.set_rng_state(own["cpu"])
             if self.world.device.type == "cuda" and "cuda" in own:
                 torch.cuda.set_rng_state(own["cuda"])
 
     def _pass(self) -> Status:
-        """Train to the end of the pass over the training set, of the run, or until something ends it sooner."""
-        position, pulse = self.position, Pulse(self.world)
+        """Train until the end of the pass over the training set or of the run, a stop or a divergence."""
+        position, messages = self.position, StepMessages(self.world)
         started = perf_counter()
         self._sampler.set_epoch(position.epoch)
         self._replica.train()
@@ -195,13 +195,13 @@ class Training:
                 break
             position.step += 1
             position.batch += 1
-            status = self._hear(pulse.exchange(loss, len(indices) * self.world.size, self._stop()))
+            status = self._receive(messages.exchange(loss, len(indices) * self.world.size, self._stop()))
             if status != "finished":
                 break
-        status = max(status, self._hear(pulse.flush()), key=_SEVERITY.index)
+        status = max(status, self._receive(messages.flush()), key=_SEVERITY.index)
         ended = position.batch == len(self._batches) or position.step == self.total_steps
         if self.averager is not None and ended and status != "diverged":
-            # Evaluations see equal ranks, in the middle of a pass too.
+            # All ranks must have equal parameters in an evaluation.
             try:
                 self.averager.next_epoch() if position.batch == len(self._batches) else self.averager.synchronize()
             except DivergedError:
@@ -215,15 +215,15 @@ class Training:
                 self.preconditioner.next_epoch()
         return self._evaluate(status) if ended and status != "diverged" else status
 
-    def _hear(self, beat: Beat | None) -> Status:
-        """Take in what is known of a step: its loss, and whether to stop after it."""
-        if beat is None:
+    def _receive(self, summary: StepSummary | None) -> Status:
+        """Record the loss of a step, and return whether to go on."""
+        if summary is None:
             return "finished"
-        self.position.loss_sum += beat.loss * beat.samples
-        self.position.samples += beat.samples
-        if self.world.leads:
-            self._watch.step(self, beat.loss)
-        return "diverged" if not isfinite(beat.loss) else "stopped" if beat.stop else "finished"
+        self.position.loss_sum += summary.loss * summary.samples
+        self.position.samples += summary.samples
+        if self.world.is_leader:
+            self._observer.step(self, summary.loss)
+        return "diverged" if not isfinite(summary.loss) else "stopped" if summary.stop else "finished"
 
     def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Take one optimizer step and return this rank's mean loss."""
@@ -269,12 +269,12 @@ class Training:
         return replica.no_sync() if isinstance(replica, DistributedDataParallel) else nullcontext()
 
     def _evaluate(self, status: Status) -> Status:
-        """Add a point, and save where it is time."""
+        """Evaluate the model, and save a checkpoint if one is due."""
         position = self.position
         metric = self._metric()
         if not isfinite(metric):
             return "diverged"
-        due = self.world.leads and perf_counter() - self._saved_at >= self._save_seconds
+        due = self.world.is_leader and perf_counter() - self._saved_at >= self._save_seconds
         peak, due_anywhere = self.world.maxima(memory.peak_bytes(self.world.device), due)
         point = Point(
             epoch=position.epoch,
@@ -290,15 +290,15 @@ class Training:
         )
         self.points.append(point)
         position.loss_sum, position.samples, position.point_seconds = 0.0, 0, position.seconds
-        if self.world.leads:
-            self._watch.point(self, point)
+        if self.world.is_leader:
+            self._observer.point(self, point)
         if due_anywhere and status == "finished" and self._save is not None:
             self._save(self)
             self._saved_at = perf_counter()
         return status
 
     def _averaging(self) -> dict[str, float | str]:
-        """Return what is to be told of the averager; collective."""
+        """Return the averager's metrics and traffic. Collective."""
         if self.averager is None:
             return {}
         sent = self.averager.traffic()
@@ -309,18 +309,18 @@ class Training:
             "nodes": describe(self.averager.grid.nodes, self.world.size),
             **phase,
             **_plain(self.averager.metrics()),
-            **{f"bytes/{link}": each for link, each in zip(links, total, strict=True)},
+            **{f"bytes/{link}": count for link, count in zip(links, total, strict=True)},
         }
 
     @torch.no_grad()
     def _metric(self) -> float:
-        """Return the task's metric on the test set, each rank having read its part of it."""
+        """Return the task's metric on the test set; each rank evaluates a part of it."""
         self.world.share_buffers(self.model.buffers())
         self.model.eval()
         evaluator = self.task.evaluator()
-        own = range(self.world.rank, len(self._test), self.world.size)
-        for start in range(0, len(own), _EVALUATION_BATCH):
-            inputs, targets = self._test[list(own[start : start + _EVALUATION_BATCH])]
+        indices = range(self.world.rank, len(self._test), self.world.size)
+        for start in range(0, len(indices), _EVALUATION_BATCH):
+            inputs, targets = self._test[list(indices[start : start + _EVALUATION_BATCH])]
             evaluator.update(self.model(inputs.to(self.world.device)).cpu(), targets)
         return float(evaluator.compute())
 

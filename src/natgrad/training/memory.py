@@ -1,4 +1,4 @@
-"""How much memory this process has needed."""
+"""Peak memory of this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the largest memory so far: allocated on a GPU, resident for a CPU."""
+    """Return the peak memory in bytes: allocated on a GPU, resident for a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts in KiB, macOS in bytes.

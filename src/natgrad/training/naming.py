@@ -1,4 +1,4 @@
-"""Errors about options that were passed on: by whose option it is, for a bare name may be anything's."""
+"""Errors about options passed to constructors, which name the kind of option."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from natgrad.errors import ArgumentError
 
 @contextmanager
 def options_named(kind: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Have an error about one of `options` name it by their kind, such as "averaging option patience"."""
+    """Add the kind of option to errors about one of `options`, as in "averaging option patience"."""
     try:
         yield
     except ArgumentError as error:

@@ -1,4 +1,4 @@
-"""Any optimizer of `torch.optim` or natgrad by its name, and the schedule of the learning rate."""
+"""Optimizers of `torch.optim` and natgrad by name, and learning rate schedules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from natgrad.recipes import HeavyBall
 
 ScheduleName = Literal["constant", "cosine", "step"]
 
-# SparseAdam takes no dense gradient.
+# SparseAdam takes only sparse gradients.
 _CLASSES: dict[str, type[Optimizer]] = {
     name.lower(): value
     for name, value in vars(torch.optim).items()
@@ -30,13 +30,12 @@ _CLASSES: dict[str, type[Optimizer]] = {
 class MuonWithAdamW(Optimizer):
     """`torch.optim.Muon` for the hidden matrices and AdamW for everything else, as one optimizer.
 
-    Muon orthogonalises updates of matrices inside a network. Embeddings, the last linear layer, convolutions (torch's
-    Muon takes two dimensions alone), norms and biases go to AdamW (Jordan et al. 2024, "Muon: an optimizer for hidden
-    layers in neural networks"). Muon's step is scaled as `match_rms_adamw` does (Liu et al. 2025), so that one learning
-    rate suits both parts.
+    Embeddings, the last linear layer, convolutions (torch's Muon takes only two dimensions), norms and biases use AdamW
+    (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"). Muon's step is scaled by
+    `match_rms_adamw` (Liu et al. 2025), so that one learning rate suits both parts.
 
     Args:
-        model: Whose parameters to train.
+        model: The model.
         lr: Learning rate of both parts.
         weight_decay: Decoupled weight decay of both parts.
         **options: Other options of `torch.optim.Muon`.
@@ -72,19 +71,19 @@ class MuonWithAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for part, group in zip(self._parts, self.param_groups, strict=True):
-            # Linked anew each step: loading a state replaces both containers.
+            # Set at each step, because loading a state replaces both containers.
             part.param_groups, part.state = [group], self.state
             part.step()
         return loss
 
 
 def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return (weights of all linear layers but the last, every other parameter), each once, those to be trained."""
+    """Return (the weights of all linear layers but the last, all other parameters), only trainable ones."""
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     chosen = {module.weight for module in linear[:-1]} - embeddings - {module.weight for module in linear[-1:]}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [each for each in trained if each in chosen], [each for each in trained if each not in chosen]
+    return [weight for weight in trained if weight in chosen], [other for other in trained if other not in chosen]
 
 
 def names() -> list[str]:
@@ -96,26 +95,26 @@ def check(name: str, options: Mapping[str, Any]) -> None:
     """Check an optimizer's name and the names of its options.
 
     Raises:
-        ValueError: No such optimizer, or it has no such option.
+        ValueError: A name is unknown.
     """
     require(name.lower() in _CLASSES, "optimizer", name, f"one of {', '.join(names())}")
     require("lr" not in options, "option lr", options.get("lr"), "given as the learning rate")
-    allowed = [each for each in _parameters(name) if each not in ("self", "params", "model", "lr")]
+    allowed = [option for option in _parameters(name) if option not in ("self", "params", "model", "lr")]
     for option, value in options.items():
         require(option in allowed, f"option {option}", value, f"one of {name}'s: {', '.join(allowed)}")
 
 
 def default_learning_rate(name: str) -> float:
-    """Return the learning rate that the optimizer's constructor takes unasked."""
+    """Return the default learning rate of the optimizer's constructor."""
     return float(_parameters(name)["lr"].default)
 
 
 def build(name: str, model: nn.Module, learning_rate: float, options: Mapping[str, Any]) -> Optimizer:
-    """Build an optimizer of all the model's parameters that are to be trained.
+    """Build an optimizer of all trainable parameters of the model.
 
     Args:
         name: One of `names()`.
-        model: The model, with its wrapper: natural Muon computes on the wrapper's ranks.
+        model: The model, with its wrapper, which natural Muon needs.
         learning_rate: The learning rate.
         options: Other options of the constructor.
 
@@ -136,11 +135,11 @@ def build(name: str, model: nn.Module, learning_rate: float, options: Mapping[st
 
 
 def parse(assignments: Iterable[str], what: str = "option") -> dict[str, Any]:
-    """Read `name=value` pairs; a value is a Python literal, or a bare word taken as text.
+    """Read `name=value` pairs; a value is a Python literal or a word.
 
     Args:
-        assignments: Such as `["momentum=0.9", "betas=(0.9, 0.95)", "adjust_lr_fn=original"]`.
-        what: What the pairs are called in an error.
+        assignments: For example `["momentum=0.9", "betas=(0.9, 0.95)", "adjust_lr_fn=original"]`.
+        what: The name of the pairs in error messages.
 
     Raises:
         ValueError: A pair without `=`, a name given twice, or a value that is neither literal nor word.
@@ -163,11 +162,11 @@ def schedule(optimizer: Optimizer, name: ScheduleName, *, warmup: int, steps: in
     """Return the scheduler of the learning rate over a run.
 
     Args:
-        optimizer: Whose learning rate is the peak.
-        name: "constant"; "cosine", which falls to zero; or "step", a tenth after half of the steps and again after
-            three quarters.
-        warmup: Steps of linear rise before, the first of them at 1/`warmup` of the peak.
-        steps: Steps of the whole run.
+        optimizer: The optimizer; its learning rate is the peak.
+        name: "constant"; "cosine", which falls to zero; or "step", which divides by 10 after 1/2 and after 3/4 of the
+            steps.
+        warmup: Steps of a linear warm-up, starting at 1/`warmup` of the peak.
+        steps: Steps of the run, including the warm-up.
     """
     require(name in get_args(ScheduleName), "schedule", name, f"one of {', '.join(get_args(ScheduleName))}")
 

@@ -1,9 +1,9 @@
-"""What a rank imports, in one module: the fork server imports it once, and every rank is forked with it done."""
+"""The imports of a rank. The fork server imports this module once, before ranks are forked."""
 
 import gc
 
 import sklearn.datasets  # noqa: F401
-import torch._dynamo  # DistributedDataParallel imports it when it is first built, for a second or more
+import torch._dynamo  # DistributedDataParallel's first instance imports it, which takes a second or more
 import torch.distributed.checkpoint  # noqa: F401
 import torchmetrics  # noqa: F401
 
@@ -13,6 +13,6 @@ from natgrad.training import run  # noqa: F401
 for name in tasks.names():
     tasks.kind(name)
 
-# What is there now stays: collections in the ranks need not walk through it, nor copy the pages that it lies on.
+# Exclude existing objects from garbage collection in the ranks, which would copy their memory pages.
 gc.collect()
 gc.freeze()

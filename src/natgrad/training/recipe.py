@@ -1,4 +1,4 @@
-"""What a recipe changes in a job, and what it adds to the steps of its training."""
+"""The fields of a job that a recipe sets, and the operations that it adds to each step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ RecipeName = Literal["none", "large-batch"]
 
 
 def check(job: Job) -> None:
-    """Check the job's task, and that it is one for the job's recipe.
+    """Check the job's task, and that its recipe supports the task.
 
     Raises:
-        ValueError: No such task or option, or no recipe for it.
+        ValueError: The task or an option is unknown, or the recipe does not support the task.
     """
     task = job.build_task()
     fits = job.recipe == "none" or task.image_classes is not None
@@ -30,14 +30,14 @@ def check(job: Job) -> None:
 
 
 def row(job: Job) -> recipes.LargeBatch:
-    """Return the recipe at the job's batch size and length."""
+    """Return the large-batch recipe for the job's batch size and length."""
     samples = len(job.build_task().datasets()[0])
     epochs = job.epochs or job.total_steps / math.ceil(samples / job.global_batch)
     return recipes.large_batch(job.global_batch, samples=samples, epochs=epochs)
 
 
 def filled(job: Job) -> Job:
-    """Return a job with what its recipe decides; a learning rate, form, Fisher and placement that are given stay."""
+    """Return a job with the fields that its recipe sets; a given learning rate, form and Fisher are kept."""
     if job.recipe == "none":
         return job
     values = row(job)
@@ -60,22 +60,21 @@ def filled(job: Job) -> Job:
 
 
 def passes(job: Job) -> int:
-    """Return the fewest backward passes a step in which a rank sees at most the task's own batch at once.
+    """Return the fewest backward passes per step with at most the task's default batch per rank and pass.
 
-    As the paper does for batches beyond its memory (section 5.1); batch norm sees the samples of one pass. It is 1 for
-    a batch that the ranks cannot share.
+    The paper does so for batches that do not fit in memory (section 5.1). 1 if the ranks do not divide the batch.
     """
-    own, most = job.global_batch // job.workers, job.build_task().batch_size
+    samples, most = job.global_batch // job.workers, job.build_task().batch_size
     if job.global_batch % job.workers:
         return 1
-    return next(count for count in range(1, own + 1) if own % count == 0 and own // count <= most)
+    return next(count for count in range(1, samples + 1) if samples % count == 0 and samples // count <= most)
 
 
 class Additions:
-    """What happens in a step besides forward, backward and the optimizer; without a recipe nothing."""
+    """Operations of a step besides forward, backward and optimizer. This base class does nothing."""
 
     def augment(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the batch that is trained on."""
+        """Return the batch to train on."""
         return inputs, targets
 
     def change_gradients(self) -> None:
@@ -85,11 +84,11 @@ class Additions:
         """Change the weights after the optimizer's step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is this rank's own."""
+        """Return the state of this rank."""
         return {}
 
     def load_state_dict(self, step: int, own: Mapping[str, Any] | None) -> None:
-        """Go on after `step` steps, with this rank's own state, or without where it has none."""
+        """Restore the state of this rank after `step` steps; None: a new rank."""
 
 
 class LargeBatchAdditions(Additions):
@@ -97,8 +96,8 @@ class LargeBatchAdditions(Additions):
 
     Args:
         job: A resolved job.
-        model: What is trained.
-        rank: Of this process.
+        model: The model.
+        rank: The rank of this process.
     """
 
     def __init__(self, job: Job, model: nn.Module, rank: int) -> None:
@@ -115,19 +114,19 @@ class LargeBatchAdditions(Additions):
         return self._erasing(mixed), shares
 
     def change_gradients(self) -> None:
-        """Decay."""
+        """Add weight decay."""
         self._decay.step()
 
     def change_weights(self) -> None:
-        """Rescale."""
+        """Rescale the weights."""
         self._rescaling.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mixture; all else is known by the step."""
+        """Return the state of the mixup; the rest follows from the step."""
         return self._mixup.state_dict()
 
     def load_state_dict(self, step: int, own: Mapping[str, Any] | None) -> None:
-        """Go on; a rank that is new begins a mixture."""
+        """Restore the mixture; a new rank starts without one."""
         fresh = {"steps": step, "inputs": None, "targets": None}
         self._mixup.load_state_dict(fresh if own is None else dict(own))
         for part in (self._erasing, self._decay):
@@ -135,5 +134,5 @@ class LargeBatchAdditions(Additions):
 
 
 def additions(job: Job, model: nn.Module, rank: int) -> Additions:
-    """Return what the job's recipe adds."""
+    """Return the additions of the job's recipe."""
     return Additions() if job.recipe == "none" else LargeBatchAdditions(job, model, rank)

@@ -1,4 +1,4 @@
-"""What a run leaves behind: one point an evaluation, and how it ended."""
+"""The result of a run: one point per evaluation, and how the run ended."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Point:
     """One evaluation.
 
     Attributes:
-        epoch: Passes over the training set so far.
-        step: Optimizer steps so far.
-        seconds: Spent on training so far, evaluation and start-up left out.
+        epoch: Completed passes over the training set.
+        step: Completed optimizer steps.
+        seconds: Training time so far, without evaluations and start-up.
         loss: Mean training loss since the previous point.
         metric: The task's metric on the test set.
-        learning_rate: At the last step.
-        samples_per_second: Training speed since the previous point, all ranks together.
-        share: The preconditioner's part of the training time so far.
-        peak_bytes: Largest memory of any rank so far: resident on a CPU, allocated on a GPU.
-        averaging: How nodes average, where they do: the averager's phase and metrics on the leading rank, and the bytes
-            that the averagers of all ranks have sent so far, inside nodes and between them.
+        learning_rate: The learning rate of the next step.
+        samples_per_second: Training speed of all ranks since the previous point.
+        share: The preconditioner's share of the training time so far.
+        peak_bytes: The largest memory of any rank so far: resident on a CPU, allocated on a GPU.
+        averaging: With averaging over nodes, the averager's phase and metrics on rank 0, and the bytes that all ranks
+            have sent so far, inside nodes and between them.
     """
 
     epoch: int
@@ -43,13 +43,13 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A run's end.
+    """The result of a run.
 
     Attributes:
-        status: "finished", "stopped" by a signal, or "diverged" to a loss or metric that is no number.
-        points: Every evaluation; a diverged run keeps those before.
-        preconditioner: The preconditioner's own counts at the end.
-        traffic: Bytes that the leading rank's preconditioner sent, by kind.
+        status: "finished", "stopped" by a signal, or "diverged" to a loss or metric that is not finite.
+        points: All evaluations; for a diverged run those before the divergence.
+        preconditioner: The preconditioner's metrics at the end.
+        traffic: Bytes sent by the preconditioner on rank 0, by kind.
     """
 
     status: Status
@@ -63,12 +63,12 @@ class Result:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Result:
-        """Build the result that `to_json` described."""
+        """Build a result from the value of `to_json`."""
         return cls(**{**values, "points": [Point(**point) for point in values["points"]]})
 
 
 def write_points(path: Path, points: Iterable[Point]) -> None:
-    """Write points as JSON lines in place of what the file held."""
+    """Replace a file by points as JSON lines."""
     replace_text(path, "".join(_line(point) for point in points))
 
 
@@ -84,7 +84,7 @@ def read_points(path: Path) -> list[Point]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file in one piece: whoever reads it sees the old text or the new one, never a part."""
+    """Replace the text of a file atomically."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)

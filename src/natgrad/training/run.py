@@ -1,4 +1,4 @@
-"""A run from its job to its result: folder, ranks, display, checkpoints."""
+"""Running a job: folder, ranks, display, checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .build import rehearse
 from .display import display
 from .job import Job
 from .launch import INTERRUPTED, launch
-from .loop import Training, Watch
+from .loop import Observer, Training
 from .result import Point, Result, append_point, replace_text, write_points
 from .world import World, join, launched, stop_requests
 
@@ -31,15 +31,15 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Where and what a run writes.
+    """The output of a run.
 
     Attributes:
-        folder: Of the configuration, metrics and checkpoints; None writes nothing.
-        save_seconds: Least time between two checkpoints.
+        folder: The folder of configuration, metrics and checkpoints; None: no files.
+        save_seconds: The least time between two checkpoints.
         show: Whether to show the run on the terminal.
 
     Raises:
-        ValueError: if `save_seconds` is below 0, or no number.
+        ValueError: if `save_seconds` is below 0.
     """
 
     folder: Path | None = None
@@ -52,19 +52,19 @@ class Output:
 
 
 def train(job: Job, output: Output, *, resume: bool = False, own_process: bool = False) -> Result:
-    """Train a job with its ranks and return how it went.
+    """Train a job on its ranks and return the result.
 
     Args:
-        job: What to train.
-        output: What to write and show.
+        job: The job.
+        output: The output.
         resume: Continue from the newest checkpoint in the folder.
-        own_process: Start a process for a single rank too.
+        own_process: Start a new process for a single rank, too.
 
     Raises:
-        ValueError: A setting is not allowed, the job does not fit the task's data, or the folder holds another run;
-            nothing was touched.
-        RankError: A rank failed; the newest checkpoint is still there.
-        StoppedError: A signal ended the ranks of our own launcher; they saved a checkpoint before.
+        ValueError: A setting is not allowed, the job does not fit the task's data, or the folder holds another run. No
+            file has changed.
+        RankError: A rank failed; the newest checkpoint is kept.
+        StoppedError: A signal stopped the ranks started here, after they saved a checkpoint.
     """
     job = job.resolved()
     rehearse(job)
@@ -87,7 +87,7 @@ def read_job(folder: Path) -> Job:
 
 
 def saved_step(folder: Path) -> int | None:
-    """Return the step of a run's newest complete checkpoint, or None where there is none."""
+    """Return the step of a run's newest complete checkpoint, or None if there is none."""
     path = checkpoint.latest(folder / CHECKPOINTS)
     return checkpoint.step_of(path) if path else None
 
@@ -112,24 +112,22 @@ def _prepare(folder: Path, job: Job, *, resume: bool) -> None:
 
 
 def _run_rank(job: Job, output: Output, resume: bool) -> Result:
-    """Be one rank of a run."""
+    """Run one rank."""
     if launched():
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    with stop_requests() as stop, join(job.device) as world, display(output.show and world.leads) as view:
+    with stop_requests() as stop, join(job.device) as world, display(output.show and world.is_leader) as view:
         result = _train(job, world, output, view, stop, resume=resume)
     if result.status == "stopped" and multiprocessing.parent_process() is not None:
-        raise SystemExit(
-            INTERRUPTED
-        )  # once signalled, our launcher waits for its ranks to exit, not for what they return
+        raise SystemExit(INTERRUPTED)  # after a signal the launcher ignores the values of its ranks
     return result
 
 
-def _train(job: Job, world: World, output: Output, view: Watch, stop: Callable[[], bool], *, resume: bool) -> Result:
+def _train(job: Job, world: World, output: Output, view: Observer, stop: Callable[[], bool], *, resume: bool) -> Result:
     folder = world.agree(output.folder)
     training = Training(
         job,
         world,
-        watch=_Recorder(folder, view),
+        observer=_Recorder(folder, view),
         stop=stop,
         save=partial(_save, folder, world) if folder else None,
         save_seconds=output.save_seconds,
@@ -140,35 +138,30 @@ def _train(job: Job, world: World, output: Output, view: Watch, stop: Callable[[
 
 
 def _save(folder: Path, world: World, training: Training) -> None:
-    """Write a checkpoint; a full disk costs the checkpoint, not the run."""
+    """Write a checkpoint; warn if that fails."""
     try:
         checkpoint.save(folder / CHECKPOINTS, training.position.step, training.state_dict())
     except checkpoint.CheckpointError as error:
-        if world.leads:
+        if world.is_leader:
             older = saved_step(folder)
             stays = "without a checkpoint" if older is None else f"and the checkpoint of step {older} stays"
             warnings.warn(f"{error}; the run goes on, {stays}", NatgradWarning, stacklevel=2)
 
 
 def _restore(training: Training, folder: Path, world: World) -> None:
-    """Take over the newest checkpoint, and cut the metrics back to it."""
+    """Load the newest checkpoint, and remove later points from the metrics."""
     path = checkpoint.latest(folder / CHECKPOINTS)
     if path is None:
         raise checkpoint.CheckpointError(f"no complete checkpoint in {folder / CHECKPOINTS}")
     training.load_state_dict(checkpoint.load(path))
-    if world.leads:
+    if world.is_leader:
         write_points(folder / METRICS, training.points)
 
 
 class _Recorder:
-    """Passes a run on to the display, and its points to a file.
+    """Passes progress on to the display, and writes points to a file in `folder`, if there is one."""
 
-    Args:
-        folder: Of the file; None keeps nothing.
-        view: The display.
-    """
-
-    def __init__(self, folder: Path | None, view: Watch) -> None:
+    def __init__(self, folder: Path | None, view: Observer) -> None:
         self._folder, self._view, self._missing = folder, view, False
 
     def step(self, training: Training, loss: float) -> None:

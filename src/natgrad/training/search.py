@@ -1,4 +1,4 @@
-"""A search for hyper-parameters on a log grid, with as many trials for every contender."""
+"""A search for hyper-parameters on a logarithmic grid, with the same number of trials for every contender."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .summary import final_value
 
 Objective = Literal["loss", "metric"]
 
-# No seed of a comparison, so that nothing is tuned to the seeds it is judged by.
+# Comparisons must not use this seed, so that settings are not tuned to their seeds.
 SEED = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a search found for one contender.
+class SearchResult:
+    """The result of a search for one contender.
 
     Attributes:
-        best: The varied fields at the best trial.
-        log: Every trial: varied fields, status, final loss and metric, seconds.
+        best: The searched fields of the best trial.
+        log: For every trial the searched fields, status, final loss and metric, and seconds.
     """
 
     best: dict[str, float]
@@ -38,16 +38,16 @@ def check_objective(objective: str) -> None:
     """Check the name of an objective.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The name is unknown.
     """
     require(objective in get_args(Objective), "objective", objective, f"one of {', '.join(get_args(Objective))}")
 
 
 def grid(ranges: Mapping[str, tuple[float, float]], trials: int) -> list[dict[str, float]]:
-    """Return `trials` points, evenly spaced in the logarithm, both ends included.
+    """Return `trials` points, evenly spaced in the logarithm, including both ends.
 
-    With two fields the grid is as near to a square as the divisors of `trials` allow, the first field having the finer
-    side; a side of one point is the geometric middle.
+    With two fields the grid is as square as the divisors of `trials` allow, with more points for the first field. A
+    single point is the geometric mean of the ends.
 
     Raises:
         ValueError: `trials` is below 1.
@@ -68,15 +68,15 @@ def search(
     higher_is_better: bool,
     job: Callable[[Mapping[str, float]], Job],
     execute: Callable[[Job], Result],
-) -> Found:
-    """Try a grid and return the best point and the log.
+) -> SearchResult:
+    """Run the trials of a grid and return the best point and the log.
 
     Args:
-        contender: Whose ranges to search.
-        trials: Number of runs.
-        objective: What is compared: the final training loss, or the final metric and, where equal, the loss.
-        higher_is_better: Of the metric.
-        job: Makes the job of a grid point.
+        contender: The contender.
+        trials: The number of runs.
+        objective: The final training loss, or the final metric (if equal, the loss).
+        higher_is_better: Whether a higher metric is better.
+        job: Returns the job of a grid point.
         execute: Runs a job.
 
     Raises:
@@ -88,11 +88,11 @@ def search(
     if not finished:
         raise ValueError(f"search={trials} found nothing for {contender.name}: every trial diverged")
     best = min(finished, key=lambda index: _rank(log[index], objective=objective, higher_is_better=higher_is_better))
-    return Found(best=tried[best][0], log=log)
+    return SearchResult(best=tried[best][0], log=log)
 
 
 def _rank(entry: Mapping[str, Any], *, objective: Objective, higher_is_better: bool) -> tuple[float, ...]:
-    """Return a key that is least for the best trial."""
+    """Return a key that is smallest for the best trial."""
     loss, metric = float(entry["loss"]), float(entry["metric"])
     return (loss,) if objective == "loss" else (-metric if higher_is_better else metric, loss)
 
@@ -109,7 +109,7 @@ def _outcome(result: Result) -> dict[str, Any]:
 
 
 def _spaced(low: float, high: float, count: int) -> list[float]:
-    """Return values from `low` to `high`, rounded to what a reader can take in."""
+    """Return values from `low` to `high`, rounded to three digits."""
     if count == 1:
         return [_rounded(math.sqrt(low * high))]
     return [_rounded(low * (high / low) ** (index / (count - 1))) for index in range(count)]

@@ -1,4 +1,4 @@
-"""What the runs of a comparison come to: medians and spreads over seeds, and the way to the target."""
+"""Summaries of the runs of a comparison: medians and ranges over seeds, and the cost to reach a target."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ QUANTITIES: tuple[Quantity, ...] = ("loss", "metric")
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A value over seeds; infinite where a seed never got there.
+    """A value over seeds; infinite for a seed that did not reach the target.
 
     Attributes:
-        median: The middle.
-        low: The least.
-        high: The greatest.
+        median: The median.
+        low: The smallest value.
+        high: The largest value.
     """
 
     median: float
@@ -34,13 +34,13 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """The way to a target.
+    """The cost to reach a target.
 
     Attributes:
-        reached: How many seeds got there.
-        steps: Optimizer steps to it.
-        seconds: Of training to it.
-        peak_bytes: Memory needed up to it.
+        reached: The number of seeds that reached it.
+        steps: Optimizer steps.
+        seconds: Training time.
+        peak_bytes: Peak memory.
     """
 
     reached: int
@@ -51,17 +51,17 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One contender's line in a table.
+    """The row of a contender in a table.
 
     Attributes:
         name: The contender.
         settings: Its fields of the job.
-        seeds: How many runs it had.
-        diverged: How many of them diverged.
-        crossings: By quantity, the way to the target, where there is one.
-        final: By quantity, the final value of the runs that finished; None where none did.
-        milliseconds: A step, of runs that finished.
-        share: The preconditioner's part of the time.
+        seeds: The number of runs.
+        diverged: The number of diverged runs.
+        crossings: By quantity, the cost to reach the target, if there is one.
+        final: By quantity, the final value of finished runs; None if there are none.
+        milliseconds: Milliseconds per step of finished runs.
+        share: The preconditioner's share of the time.
     """
 
     name: str
@@ -81,7 +81,7 @@ def final_value(result: Result, quantity: Quantity) -> float:
 
 
 def targets(results: Mapping[str, Sequence[Result]]) -> Mapping[Quantity, float]:
-    """Return the reference contender's median final loss and metric; empty where it has no finished run."""
+    """Return the reference contender's median final loss and metric; empty if it has no finished run."""
     finished = [result for result in results.get(REFERENCE, ()) if result.status == "finished"]
     if not finished:
         return {}
@@ -95,13 +95,13 @@ def summarise(
     metric: Metric,
     target: Mapping[Quantity, float],
 ) -> Row:
-    """Return a contender's line.
+    """Return the row of a contender.
 
     Args:
         name: The contender.
         settings: Its fields of the job.
-        results: One a seed.
-        metric: The task's.
+        results: One per seed.
+        metric: The task's metric.
         target: Loss and metric to reach; may be empty.
     """
     finished = [result for result in results if result.status == "finished"]
@@ -122,12 +122,12 @@ def summarise(
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return middle and ends of values."""
+    """Return median, minimum and maximum of values."""
     return Spread(median=median(values), low=min(values), high=max(values))
 
 
 def ratio(value: Spread, reference: Spread) -> float | None:
-    """Return the ratio of medians, or None where one of them is infinite."""
+    """Return the ratio of medians, or None if one of them is infinite."""
     return None if isinf(value.median) or isinf(reference.median) else value.median / reference.median
 
 

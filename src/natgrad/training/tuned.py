@@ -1,4 +1,4 @@
-"""The tuned hyper-parameters of a task, the target they set, and the log of the search that found them."""
+"""Files of tuned hyper-parameters, with the target that they set and the log of the search."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ COMMITTED = Path(tasks.__file__).parent / "tuned"
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """One task's file.
+    """The tuned values of a task.
 
     Attributes:
-        task: Its name.
+        task: The task's name.
         settings: For each contender the fields of its job.
-        target: Final loss and metric of the tuned reference contender; empty before a comparison has set it.
-        target_terms: What the target holds for: length, batch, task options, and how it came about.
-        search: How the search went: its terms, and the log of every trial by contender.
+        target: Final loss and metric of the tuned reference contender; empty before a comparison has measured them.
+        target_terms: The settings that the target applies to: length, batch, schedule and task options.
+        search: For each contender the settings and the log of its search.
         environment: Machine and versions of the search.
     """
 
@@ -39,10 +39,10 @@ class Tuned:
 
 
 def read(task: str, folder: Path = COMMITTED) -> Tuned | None:
-    """Return what is known of a task, or None.
+    """Return the tuned values of a task, or None.
 
     Raises:
-        ValueError: The file is no such file.
+        ValueError: The file is not a file of tuned values.
     """
     path = folder / f"{task}.json"
     if not path.exists():

@@ -1,4 +1,4 @@
-"""The process from which ranks are forked, its imports done once."""
+"""The process from which ranks are forked, after its imports."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from multiprocessing import forkserver
 
 
 def start_fork_server(*modules: str) -> None:
-    """Start it, if it does not run yet: a rank forked from it is there in a fraction of a second.
+    """Start the fork server, if it does not run yet, so that ranks start in a fraction of a second.
 
-    It imports while the caller goes on. Ranks have one thread each unless `OMP_NUM_THREADS` says otherwise.
+    Its imports run in parallel with the caller. Ranks have one thread each unless `OMP_NUM_THREADS` is set.
 
     Args:
-        *modules: What the main script imports, as each rank runs its imports again.
+        *modules: The modules that the main script imports, which each rank would import again.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     multiprocessing.set_forkserver_preload([*modules, "natgrad.training.preload"])

@@ -1,4 +1,4 @@
-"""The ranks of a run: who am I, how many are we, what do we tell each other."""
+"""The ranks of a run and their communication."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This rank among its fellows.
+    """The rank of this process, and collectives over all ranks.
 
     Attributes:
-        rank: Own number, from 0.
-        size: Number of ranks.
-        device: Where this rank computes.
+        rank: The rank of this process.
+        size: The number of ranks.
+        device: The device of this rank.
     """
 
     rank: int
@@ -38,12 +38,12 @@ class World:
     device: torch.device
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank writes files and talks to the user."""
+    def is_leader(self) -> bool:
+        """Whether this is rank 0, which writes files and shows progress."""
         return self.rank == 0
 
     def maxima(self, *values: float) -> list[float]:
-        """Return the largest of each value over the ranks."""
+        """Return the maximum of each value over the ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
@@ -57,14 +57,14 @@ class World:
         return tensor.tolist()
 
     def agree(self, value: T) -> T:
-        """Return the leader's value on every rank."""
+        """Return rank 0's value on every rank."""
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, 0)
         return values[0]
 
     def share_buffers(self, buffers: Iterator[Tensor]) -> None:
-        """Give every rank the leader's buffers, such as running means, which differ between ranks after a forward."""
+        """Broadcast rank 0's buffers, such as running means, which differ between ranks after a forward pass."""
         if self.size > 1:
             for buffer in buffers:
                 dist.broadcast(buffer, 0)
@@ -74,7 +74,7 @@ def check_devices(device: Device, workers: int) -> None:
     """Check that this machine has a device for each of its ranks.
 
     Raises:
-        ValueError: It has no GPU, or fewer than ranks.
+        ValueError: There is no GPU, or there are fewer GPUs than ranks.
     """
     require(device != "cuda" or torch.cuda.is_available(), "device", device, "cpu or auto: torch finds no GPU here")
     if _uses_gpu(device):
@@ -88,37 +88,37 @@ def _uses_gpu(device: Device) -> bool:
 
 @contextmanager
 def join(device: Device) -> Iterator[World]:
-    """Join the process group that a launcher announced in the environment, if any, and leave it at the end."""
+    """Join the process group of a launcher, if there is one, and destroy it at the end."""
     use_gpu = _uses_gpu(device)
-    own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_gpu else torch.device("cpu")
+    chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_gpu else torch.device("cpu")
     if use_gpu:
-        torch.cuda.set_device(own)
+        torch.cuda.set_device(chosen)
     if not launched():
-        yield World(rank=0, size=1, device=own)
+        yield World(rank=0, size=1, device=chosen)
         return
     dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpu else "gloo")
     try:
-        yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=own)
+        yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=chosen)
     finally:
-        # DistributedDataParallel must go first: the last owner of a gloo group frees it and joins its threads, and
-        # unlike `destroy_process_group` it holds the interpreter's lock meanwhile, for which those threads may wait.
+        # Delete DistributedDataParallel first: the last owner of a gloo group joins its threads, and unlike
+        # `destroy_process_group` it holds the interpreter lock, so that threads that wait for the lock would deadlock.
         gc.collect()
         dist.destroy_process_group()
 
 
 def launched() -> bool:
-    """Return whether a launcher (torchrun, or our own) started this process as one of its ranks."""
+    """Return whether a launcher, such as torchrun, started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
-    """What all ranks know of one step.
+class StepSummary:
+    """One step, summed up over all ranks.
 
     Attributes:
-        loss: Mean over the ranks.
-        samples: Of all ranks.
-        stop: Whether any rank was told to stop.
+        loss: Mean loss over the ranks.
+        samples: Samples of all ranks.
+        stop: Whether any rank should stop.
     """
 
     loss: float
@@ -126,36 +126,36 @@ class Beat:
     stop: bool
 
 
-class Pulse:
-    """One small message a step, read a step after it was sent: no rank waits for it, and all read the same."""
+class StepMessages:
+    """One small asynchronous all-reduce per step, whose result is read one step later."""
 
     def __init__(self, world: World) -> None:
-        """Start with nothing under way."""
+        """Start without a message."""
         self._world = world
         self._sent: tuple[Tensor, Any, int] | None = None
 
-    def exchange(self, loss: Tensor, samples: int, stop: bool) -> Beat | None:
-        """Send this step's loss on this rank and return what was sent before, or None where nothing was."""
+    def exchange(self, loss: Tensor, samples: int, stop: bool) -> StepSummary | None:
+        """Send this rank's loss and return the summary of the previous step, or None before the second step."""
         received = self.flush()
         message = torch.stack([loss.detach().double() / self._world.size, loss.new_tensor(stop, dtype=torch.float64)])
         work = dist.all_reduce(message, async_op=True) if self._world.size > 1 else None
         self._sent = message, work, samples
         return received
 
-    def flush(self) -> Beat | None:
-        """Return what was sent last and is not yet received, or None."""
+    def flush(self) -> StepSummary | None:
+        """Return the summary of the last message, or None if there is none to receive."""
         if self._sent is None:
             return None
         (message, work, samples), self._sent = self._sent, None
         if work is not None:
             work.wait()
         loss, stop = message.tolist()
-        return Beat(loss=loss, samples=samples, stop=stop > 0)
+        return StepSummary(loss=loss, samples=samples, stop=stop > 0)
 
 
 @contextmanager
 def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Turn SIGINT, SIGTERM and the launcher's death into a question that the loop asks after each step."""
+    """Yield a function that returns whether SIGINT or SIGTERM has arrived or the launcher has died."""
     asked = False
     # A forked rank's parent is the fork server, which outlives the launcher.
     parent, launcher = os.getppid(), multiprocessing.parent_process()
@@ -164,9 +164,9 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
         nonlocal asked
         asked = True
 
-    previous = {each: signal.signal(each, remember) for each in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: asked or os.getppid() != parent or (launcher is not None and not launcher.is_alive())
     finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

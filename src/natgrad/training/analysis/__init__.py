@@ -1,9 +1,9 @@
-"""What the papers plot, measured: one file a figure, each plain functions of rows, factors or gradients.
+"""The measurements of the papers' figures, one file per figure, as functions of rows, factors or gradients.
 
-`probe.py` shows what the layers of a model see of a batch, without touching the model.
+`probe.py` computes these for the layers of a model, on a copy of the model.
 """
 
 from natgrad.training.analysis.measures import FIGURES, Measures
-from natgrad.training.analysis.probe import Probe, Seen
+from natgrad.training.analysis.probe import Observation, Probe
 
-__all__ = ["FIGURES", "Measures", "Probe", "Seen"]
+__all__ = ["FIGURES", "Measures", "Observation", "Probe"]

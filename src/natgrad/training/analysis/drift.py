@@ -1,4 +1,4 @@
-"""How far the Kronecker factors move from one step to the next (Osawa 2019, eq. 21 and figure 5)."""
+"""The relative change of the Kronecker factors from one step to the next (Osawa 2019, eq. 21 and figure 5)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Drift:
 
 
 def drift(before: Tensor, now: Tensor) -> float:
-    """Return ``‖X_t - X_{t-1}‖_F / ‖X_{t-1}‖_F``; infinite where the factor was zero and is not."""
+    """Return ``‖X_t - X_{t-1}‖_F / ‖X_{t-1}‖_F``; infinite if only X_{t-1} is zero."""
     before, now = before.double(), now.double()
     moved, size = float((now - before).norm()), float(before.norm())
     if size == 0:
@@ -37,12 +37,12 @@ def drift(before: Tensor, now: Tensor) -> float:
 def drifts(
     step: int, before: Mapping[str, Mapping[str, Tensor]], now: Mapping[str, Mapping[str, Tensor]]
 ) -> list[Drift]:
-    """Return the drift of each factor of each layer that is in both.
+    """Return the drift of each factor of the layers in both mappings.
 
     Args:
         step: t.
-        before: By layer and factor the X_{t-1} ``[n, d, d]``.
-        now: The X_t.
+        before: X_{t-1} ``[n, d, d]`` by layer and factor.
+        now: X_t likewise.
     """
     return [
         Drift(step=step, layer=layer, factor=name, drift=drift(before[layer][name], factor))

@@ -14,23 +14,23 @@ from natgrad.curvature import kernel
 
 METHODS = ("kid", "kis")
 DRAWS = 8
-"""How often KIS draws its rows, as one drawing is luck."""
+"""The number of draws of KIS, whose errors vary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DirectionError:
-    """How far an approximate direction of one layer is from the exact one, ``‖ĝ - g‖ / ‖g‖``.
+    """The error of an approximate direction of one layer, ``‖ĝ - g‖ / ‖g‖``.
 
     Attributes:
         step: Optimizer steps before.
         layer: The layer's name.
         method: "kid" or "kis".
-        rank: r, the rows that stand for all.
-        batch_size: m, all rows.
+        rank: r, the number of selected rows.
+        batch_size: m, the number of all rows.
         damping: α of the direction.
-        error: Of KIS the mean over the drawings.
-        least: Of the drawings.
-        greatest: Of the drawings.
+        error: The error, for KIS the mean over its draws.
+        least: The smallest error of the draws.
+        greatest: The largest error of the draws.
     """
 
     step: int
@@ -61,7 +61,7 @@ def exact(A: Tensor, G: Tensor, W: Tensor, damping: float) -> Tensor:
 def approximate(
     method: str, A: Tensor, G: Tensor, W: Tensor, rank: int, damping: float, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Return the direction of KID or KIS with `rank` rows, on one worker, shaped as `exact`'s."""
+    """Return the direction of KID or KIS with `rank` rows, on one worker, shaped like that of `exact`."""
     rows = A.shape[1]
     if method == "kid":
         chosen = kernel.interpolate(A, G, rank, samples=rows, damping=damping)
@@ -84,20 +84,20 @@ def errors(
         A: Rows of inputs ``[n, m, i]``.
         G: Rows of output gradients ``[n, m, o]``.
         W: The gradient ``[n, o, i]``.
-        ranks: Each at least 1; those beyond m count as m.
+        ranks: The ranks r >= 1; those beyond m count as m.
         damping: α.
-        seed: Of KIS's drawings.
+        seed: The seed of the draws of KIS.
 
     Returns:
-        An entry for each method and rank; none where the gradient is zero or something is not finite.
+        An entry for each method and rank; none if the gradient is zero or an argument is not finite.
     """
     A, G, W = A.double(), G.double(), W.double()
     rows = A.shape[1]
-    if not all(bool(each.isfinite().all()) for each in (A, G, W)) or not bool(W.any()):
+    if not all(bool(tensor.isfinite().all()) for tensor in (A, G, W)) or not bool(W.any()):
         return []
     right = exact(A, G, W, damping)
     generator, found = torch.Generator().manual_seed(seed), []
-    for rank in sorted({min(each, rows) for each in ranks}):
+    for rank in sorted({min(count, rows) for count in ranks}):
         for method in METHODS:
             drawn = [
                 float((approximate(method, A, G, W, rank, damping, generator) - right).norm() / right.norm())

@@ -1,4 +1,4 @@
-"""Everything that an analysis has measured."""
+"""The measurements of an analysis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIGURES = ("rank", "error", "norms", "drift", "spectra")
 
 @dataclass(kw_only=True)
 class Measures:
-    """The numbers behind each figure, in the order in which they were measured.
+    """The entries of each figure, in the order of measurement.
 
     Attributes:
         rank: Numerical ranks of kernels.

@@ -11,10 +11,10 @@ from torch import Tensor
 from natgrad.preconditioner.epochs import Epochs
 
 THRESHOLD = 0.5
-"""η where none is given: the paper gives none, Accordion, which it cites, has this."""
+"""The default of η, from Accordion, which the paper cites; the paper has no value."""
 
 ALL = "(all)"
-"""Stands for all parameters together, by whose norm HyLo switches."""
+"""The name of the entry for all parameters, whose norm decides on HyLo's switch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +22,12 @@ class EpochNorm:
     """The gradient summed over one epoch.
 
     Attributes:
-        epoch: From 0.
+        epoch: e, from 0.
         layer: The module's name, or `ALL`.
         norm: ``‖Δ_e‖``.
         change: ``|‖Δ_e‖ - ‖Δ_{e-1}‖| / ‖Δ_{e-1}‖``; None for epoch 0.
         critical: Whether the switch would choose KID in this epoch.
-        learning_rate: At the first step.
+        learning_rate: The learning rate at the first step of the epoch.
     """
 
     epoch: int
@@ -39,7 +39,7 @@ class EpochNorm:
 
 
 def change(norms: Sequence[float], epoch: int) -> float | None:
-    """Return the relative change of an epoch's norm against that of the one before; None where there is none."""
+    """Return the relative change of an epoch's norm from the previous epoch; None for epoch 0."""
     if epoch < 1:
         return None
     before, now = norms[epoch - 1], norms[epoch]
@@ -49,14 +49,14 @@ def change(norms: Sequence[float], epoch: int) -> float | None:
 
 
 def critical(norms: Sequence[float], rates: Sequence[float], epoch: int, threshold: float = THRESHOLD) -> bool:
-    """Return whether an epoch is critical, by what is known at its beginning.
+    """Return whether an epoch is critical, from values known at its start.
 
-    Epochs 0 and 1 are; so is one at which the learning rate falls to half or less, and one before which the norm
-    changed by the share η or more: ``|‖Δ_{e-1}‖ - ‖Δ_{e-2}‖| / ‖Δ_{e-2}‖ ≥ η``.
+    Epochs 0 and 1 are critical, and so are epochs at which the learning rate falls to half or less, and those with
+    ``|‖Δ_{e-1}‖ - ‖Δ_{e-2}‖| / ‖Δ_{e-2}‖ ≥ η``.
 
     Args:
-        norms: ``‖Δ‖`` of the epochs before this one, or of more.
-        rates: The learning rate of each epoch, this one included.
+        norms: ``‖Δ‖`` of at least all epochs before this one.
+        rates: The learning rate of each epoch, including this one.
         epoch: e, from 0.
         threshold: η.
     """
@@ -65,14 +65,14 @@ def critical(norms: Sequence[float], rates: Sequence[float], epoch: int, thresho
 
 
 class EpochGradients:
-    """Sums gradients up, epoch by epoch.
+    """Computes the norms of the gradients summed over each epoch.
 
     Args:
         threshold: η.
     """
 
     def __init__(self, threshold: float = THRESHOLD) -> None:
-        """Begin before epoch 0."""
+        """Start before epoch 0."""
         self._threshold = threshold
         self._norms: dict[str, list[float]] = {}
         self._rates: list[float] = []
@@ -81,10 +81,10 @@ class EpochGradients:
         """Return the entries of an epoch that has ended.
 
         Args:
-            sums: The gradients summed over it: of each layer those of its parameters.
-            learning_rate: At its first step.
+            sums: For each layer the gradients of its parameters, summed over the epoch.
+            learning_rate: The learning rate at its first step.
         """
-        squares = {name: sum(float(each.double().square().sum()) for each in own) for name, own in sums.items()}
+        squares = {name: sum(float(total.double().square().sum()) for total in totals) for name, totals in sums.items()}
         squares[ALL] = sum(squares.values())
         epoch = len(self._rates)
         self._rates.append(learning_rate)

@@ -1,7 +1,6 @@
-"""What the layers of a model see of a batch, taken on a twin of the model.
+"""The inputs, gradients and factors of a model's layers for a batch, computed on a copy of the model.
 
-The model itself bears no hook, runs no pass and draws no random number for it: a training that is looked at goes on
-bit by bit as one that is not.
+The model gets no hooks, and its random numbers do not change, so that measurements do not change the training.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from natgrad.errors import NatgradWarning, require
 from natgrad.layers import Layer, Rows
 from natgrad.specs import Statistic, Task
 
-_WIDEST = 8192  # factors of wider sides would not fit
+_WIDEST = 8192  # larger factors would not fit in memory
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What a layer of n blocks ``[o, i]`` saw of a batch, on the host.
+class Observation:
+    """The inputs, gradients and factors of a layer with n blocks ``[o, i]`` for a batch, on the CPU.
 
     Attributes:
         A: Inputs, the mean over positions ``[n, m, i]``.
         G: Output gradients of per-sample losses, summed over positions ``[n, m, o]``.
         W: The mean gradient of the batch ``[n, o, i]``.
-        factors: K-FAC's "A" ``[n, i, i]`` and "G" ``[n, o, o]`` of this batch alone (expand).
+        factors: K-FAC's "A" ``[n, i, i]`` and "G" ``[n, o, o]`` of this batch (sharing="expand").
     """
 
     A: Tensor
@@ -44,19 +43,19 @@ class Seen:
 
 
 class Probe:
-    """Shows batches to a twin of a model.
+    """Runs batches through a copy of a model.
 
     Args:
-        build: Builds the twin.
-        loss: The loss of (outputs, targets), a mean as `reduction` says.
-        reduction: "mean" over samples, or over all their positions ("tokens"), which then are samples.
-        likelihood: What sampled labels are drawn from; None: the true labels give the gradients in the rows.
-        layers: fnmatch patterns of the layers to look at.
-        device: Where to compute.
-        seed: Of what is random in a pass, such as dropout and sampled labels.
+        build: Builds the copy.
+        loss: The loss of (outputs, targets), averaged according to `reduction`.
+        reduction: "mean" over samples, or "tokens" over all their positions, which then are samples.
+        likelihood: The distribution that labels are sampled from; None: the true labels.
+        layers: fnmatch patterns of the layers to observe.
+        device: The device to compute on.
+        seed: The seed of random numbers in a pass, such as dropout and sampled labels.
 
     Raises:
-        ValueError: No layer that is a matrix has such a name.
+        ValueError: The patterns match no layer with a weight matrix.
     """
 
     def __init__(
@@ -70,58 +69,58 @@ class Probe:
         device: torch.device | None = None,
         seed: int = 0,
     ) -> None:
-        """Build the twin and set hooks on it."""
+        """Build the copy and add hooks to it."""
         self._loss, self._seed = loss, seed
         self._device = torch.device("cpu") if device is None else device
-        with self._own_noise():
-            self._twin = build().to(self._device)
+        with self._separate_random_state():
+            self._copy = build().to(self._device)
         drawn = None if likelihood is None else resolve(likelihood)
         recorder = _Recorder(layers, drawn)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NatgradWarning)  # that no layer is covered is an error here
-            self._preconditioner = Preconditioner(self._twin, recorder, reduction=reduction, seed=seed)
+            warnings.simplefilter("ignore", NatgradWarning)  # an error below if no layer is covered
+            self._preconditioner = Preconditioner(self._copy, recorder, reduction=reduction, seed=seed)
         self._records = recorder.records
         allowed = f"patterns of some of {', '.join(recorder.names)}"
         require(self._records, "layers", ",".join(layers), allowed)
 
     @property
     def layers(self) -> list[str]:
-        """The names of the layers that are looked at, in the order of the model."""
+        """The names of the observed layers, in the order of the model."""
         return list(self._records)
 
-    def look(self, state: Mapping[str, Tensor], inputs: Tensor, targets: Tensor) -> dict[str, Seen]:
-        """Show one batch to the twin, with the parameters and buffers of `state`, in training mode.
+    def observe(self, state: Mapping[str, Tensor], inputs: Tensor, targets: Tensor) -> dict[str, Observation]:
+        """Run one batch through the copy, with the parameters and buffers of `state`, in training mode.
 
         Args:
             state: The ``state_dict`` of the model.
-            inputs: Samples first.
-            targets: What `loss` takes.
+            inputs: A batch, with samples first.
+            targets: The targets for `loss`.
 
         Returns:
-            What each layer saw; a layer that was not used is left out.
+            An observation for each layer that was used.
         """
-        self._twin.load_state_dict(state)
-        self._twin.train()
-        self._twin.zero_grad()
+        self._copy.load_state_dict(state)
+        self._copy.train()
+        self._copy.zero_grad()
         for record in self._records.values():
             record.clear()
-        with self._own_noise():
-            outputs = self._twin(inputs.to(self._device))
+        with self._separate_random_state():
+            outputs = self._copy(inputs.to(self._device))
             self._preconditioner.backward(self._loss(outputs, targets.to(self._device)), outputs)
-        self._preconditioner.discard()  # no step: what was recorded is all
-        return {name: record.seen() for name, record in self._records.items() if record.used}
+        self._preconditioner.discard()  # no step follows
+        return {name: record.observation() for name, record in self._records.items() if record.used}
 
     @contextmanager
-    def _own_noise(self) -> Iterator[None]:
-        """Leave torch's generators as they are."""
+    def _separate_random_state(self) -> Iterator[None]:
+        """Seed torch's random number generators, and restore their state at the end."""
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(self._seed)
             yield
 
 
-class _Silent(Curvature):
-    """Is shown everything and makes nothing of it: neither averages nor anything to solve with."""
+class _NoCurvature(Curvature):
+    """A curvature without statistics and preconditioning."""
 
     factor_decay = 0.0
 
@@ -151,29 +150,29 @@ class _Silent(Curvature):
         return gradient
 
 
-class _Recorder(_Silent):
-    """Gives each layer that is asked for a record of its own."""
+class _Recorder(_NoCurvature):
+    """Creates a record for each layer that matches a pattern."""
 
     def __init__(self, patterns: Sequence[str], likelihood: Likelihood | None) -> None:
         super().__init__(likelihood)
         self.records: dict[str, _Record] = {}
-        self.names: list[str] = []  # those that may be asked for
+        self.names: list[str] = []  # of all layers that could be observed
         self._patterns = patterns
 
     def variant_for(self, layer: Layer) -> Curvature | str:
         if layer.form != "matrix" or layer.others or max(layer.outputs, layer.inputs) > _WIDEST:
-            return "no matrix of its own, or too wide"
+            return "not a separate matrix, or too large"
         if layer.name not in self.names:
             self.names.append(layer.name)
         if not any(fnmatchcase(layer.name, pattern) for pattern in self._patterns):
-            return "not asked for"
+            return "not observed"
         if layer.name not in self.records:
             self.records[layer.name] = _Record(layer, self.likelihood)
         return self.records[layer.name]
 
 
-class _Record(_Silent):
-    """What one layer has shown in one backward pass."""
+class _Record(_NoCurvature):
+    """Records one layer in one backward pass."""
 
     def __init__(self, layer: Layer, likelihood: Likelihood | None) -> None:
         super().__init__(likelihood)
@@ -181,7 +180,7 @@ class _Record(_Silent):
         self.clear()
 
     def clear(self) -> None:
-        self._uses: list[tuple[Tensor, Tensor, int]] = []  # a and g summed over positions, and how many those are
+        self._uses: list[tuple[Tensor, Tensor, int]] = []  # a and g summed over positions, and the number of positions
         self._sums: dict[str, Tensor] = {}
 
     @property
@@ -206,19 +205,19 @@ class _Record(_Silent):
                 self._sums[name] = sums["nothing"].new_zeros(self._layer.blocks, size, size)
             rows.add_gram_(self._sums[name], scale=factor)
 
-    def seen(self) -> Seen:
-        """Return everything as natgrad's curvatures count it (A is a mean over samples, G over all rows)."""
+    def observation(self) -> Observation:
+        """Return the observation; A is a mean over samples, G over all rows, as in K-FAC."""
         A, G = self._rows()
-        shown = sum(a.shape[1] * positions for a, _, positions in self._uses)
+        rows = sum(a.shape[1] * positions for a, _, positions in self._uses)
         sums = {name: _whole(lower.double().cpu()) for name, lower in self._sums.items()}
-        return Seen(A=A, G=G, W=self._gradient(), factors={"A": sums["A"] / A.shape[1], "G": sums["G"] / shown})
+        return Observation(A=A, G=G, W=self._gradient(), factors={"A": sums["A"] / A.shape[1], "G": sums["G"] / rows})
 
     def _rows(self) -> tuple[Tensor, Tensor]:
-        if len({a.shape[1] for a, _, _ in self._uses}) > 1:  # each shows samples of its own
+        if len({a.shape[1] for a, _, _ in self._uses}) > 1:  # different samples
             return torch.cat([a / n for a, _, n in self._uses], 1), torch.cat([g for _, g, _ in self._uses], 1)
-        # Several uses show the same samples (shared weights): they are positions too.
+        # Several uses of the same samples (shared weights) are positions, too.
         positions = sum(n for *_, n in self._uses)
-        A, G = (torch.stack(each).sum(0) for each in ([a for a, *_ in self._uses], [g for _, g, _ in self._uses]))
+        A, G = (torch.stack(uses).sum(0) for uses in ([a for a, *_ in self._uses], [g for _, g, _ in self._uses]))
         return A / positions, G
 
     def _gradient(self) -> Tensor:

@@ -22,8 +22,8 @@ class KernelRank:
         step: Optimizer steps before.
         layer: The layer's name.
         batch_size: Rows of the kernel.
-        rank: Its numerical rank, the mean over the layer's blocks; not a number where the kernel is none.
-        share: The rank over the batch size.
+        rank: Its numerical rank, the mean over the layer's blocks; NaN if the kernel is not finite.
+        share: The rank divided by the batch size.
     """
 
     step: int
@@ -34,39 +34,39 @@ class KernelRank:
 
 
 def leading(eigenvalues: Tensor, share: float = SHARE) -> Tensor:
-    """Return how many of the largest eigenvalues it takes to reach a share of their sum.
+    """Return the number of largest eigenvalues that make up a share of the sum.
 
     Args:
-        eigenvalues: ``[..., d]`` in any order; what rounding made negative counts as zero.
-        share: In (0, 1].
+        eigenvalues: ``[..., d]`` in any order; negative ones count as zero.
+        share: The share, in (0, 1].
 
     Returns:
-        Whole numbers ``[...]``; 0 where all eigenvalues are.
+        Integers ``[...]``; 0 where all eigenvalues are 0.
     """
     values = eigenvalues.clamp(min=0).sort(-1, descending=True).values
     sums = values.cumsum(-1)
     total = sums[..., -1:]
-    # The last sum is the total itself, so that one place always reaches it.
+    # The last sum equals the total, so that there is always one that reaches the share.
     return torch.where(total[..., 0] > 0, (sums < share * total).sum(-1) + 1, 0)
 
 
 def numerical_rank(K: Tensor, share: float = SHARE) -> Tensor:
-    """Return the numerical ranks of symmetric positive semi-definite matrices ``[..., m, m]``, as whole numbers."""
+    """Return the numerical ranks of symmetric positive semi-definite matrices ``[..., m, m]``, as integers."""
     return leading(torch.linalg.eigvalsh(K), share)
 
 
 def ranks(step: int, layer: str, A: Tensor, G: Tensor, batch_sizes: Iterable[int]) -> list[KernelRank]:
-    """Measure the kernel ``(A Aᵀ) ∘ (G Gᵀ)`` of the first rows, as many as each batch size says.
+    """Measure the kernel ``(A Aᵀ) ∘ (G Gᵀ)`` of the first rows, for each batch size.
 
     Args:
         step: Optimizer steps before.
         layer: The layer's name.
         A: Rows of inputs ``[n, m, i]``.
         G: Rows of output gradients ``[n, m, o]``.
-        batch_sizes: Those beyond m are left out.
+        batch_sizes: The numbers of rows; those beyond m are left out.
 
     Returns:
-        One entry a batch size.
+        One entry per batch size.
     """
     K = kernel.gram(A.double(), G.double())
     found = []

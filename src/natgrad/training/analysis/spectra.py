@@ -16,7 +16,7 @@ class Eigenvalue:
         step: Optimizer steps before.
         layer: The layer's name.
         factor: "A" or "G".
-        index: From 0, the largest first.
+        index: Its index in descending order, from 0.
         eigenvalue: Its value, at least 0.
     """
 
@@ -28,16 +28,16 @@ class Eigenvalue:
 
 
 def spectrum(X: Tensor) -> Tensor:
-    """Return the eigenvalues of a layer's blocks ``[n, d, d]``, all together, the largest first ``[n d]``, in float64.
+    """Return the eigenvalues of all blocks ``[n, d, d]`` of a layer in descending order ``[n d]``, in float64.
 
-    What rounding made negative is zero.
+    Negative ones, from rounding, are set to zero.
     """
     values: Tensor = torch.linalg.eigvalsh(X.double()).flatten().clamp(min=0).sort(descending=True).values
     return values
 
 
 def spectra(step: int, layer: str, factor: str, X: Tensor) -> list[Eigenvalue]:
-    """Return the eigenvalues of a factor ``[n, d, d]``; none where it is not finite."""
+    """Return the eigenvalues of a factor ``[n, d, d]``; none if it is not finite."""
     if not bool(X.isfinite().all()):
         return []
     return [

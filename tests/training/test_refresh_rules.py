@@ -1,9 +1,9 @@
-"""The words of a job for clocks."""
+"""Refresh rules by name."""
 
 import pytest
 
 import natgrad
-from natgrad.training import clocks
+from natgrad.training import refresh_rules
 from natgrad.training.job import Job
 
 
@@ -18,12 +18,12 @@ from natgrad.training.job import Job
     ],
 )
 def test_rules_by_their_names(words, rule):
-    assert clocks.build(words, factors=2, inverses=3) == natgrad.Adaptive(rule, factors=2, inverses=3)
+    assert refresh_rules.build(words, factors=2, inverses=3) == natgrad.Adaptive(rule, factors=2, inverses=3)
 
 
 def test_what_a_rule_decides_on():
     apart = natgrad.Adaptive(natgrad.DriftRule(0.3), by="factor", factors=2, inverses=3)
-    assert clocks.build("drift:0.3", factors=2, inverses=3, by="factor") == apart
+    assert refresh_rules.build("drift:0.3", factors=2, inverses=3, by="factor") == apart
     for refresh, by in (("trace", "factor"), ("fixed", "factor"), ("drift", "side")):
         with pytest.raises(ValueError, match=f"^by='{by}' is not allowed"):
             Job(task="digits", curvature="kfac", refresh=refresh, by=by)
@@ -31,8 +31,8 @@ def test_what_a_rule_decides_on():
 
 def test_a_share_caps_any_of_them():
     fixed = natgrad.Refresh(factors=2, inverses=3)
-    assert clocks.build("fixed", factors=2, inverses=3) == fixed
-    assert clocks.build("fixed", factors=2, inverses=3, share=0.1) == natgrad.Capped(refresh=fixed, share=0.1)
+    assert refresh_rules.build("fixed", factors=2, inverses=3) == fixed
+    assert refresh_rules.build("fixed", factors=2, inverses=3, share=0.1) == natgrad.Capped(refresh=fixed, share=0.1)
 
 
 @pytest.mark.parametrize("words", ["often", "drift:a", "drift:0.1,0.2", "drift:-1", "fixed:3", "trace:0.1,0.2"])

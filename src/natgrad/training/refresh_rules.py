@@ -1,4 +1,4 @@
-"""Refresh rules by the words that a job has for them."""
+"""Refresh rules by name."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def build(refresh: str, *, factors: int, inverses: int, by: By = "layer", share:
     """Return the refresh rule of a run.
 
     Args:
-        refresh: "fixed", or the rule that decides, with its bounds behind a colon.
+        refresh: "fixed", or the name of a rule, optionally with a colon and its bounds.
         factors: Steps between updates of the factors.
-        inverses: Steps between decompositions, or between decisions.
-        by: What the rule decides on as one, "layer" or "factor".
-        share: The share of the time that preconditioning may take; None: any.
+        inverses: Steps between decompositions, or with a rule between its decisions.
+        by: The unit of a rule's decisions, "layer" or "factor".
+        share: The largest share of the time for preconditioning; None: no limit.
 
     Raises:
-        ValueError: No such rule, or a bound of it, `by` or the share is not allowed.
+        ValueError: The rule is unknown, or a bound, `by` or the share is not allowed.
     """
     name, _, given = refresh.partition(":")
     policy: RefreshRule = Refresh(factors=factors, inverses=inverses)
@@ -39,10 +39,10 @@ def build(refresh: str, *, factors: int, inverses: int, by: By = "layer", share:
         names = [field.name for field in fields(rule)]
         require(len(bounds) <= len(names), "refresh", refresh, ALLOWED)
         try:
-            decides = rule(**{bound: float(value) for bound, value in zip(names, bounds, strict=False)})
+            chosen = rule(**{bound: float(value) for bound, value in zip(names, bounds, strict=False)})
         except ArgumentError as error:
             raise ArgumentError("refresh", refresh, f"{ALLOWED}, where {error.name} is {error.allowed}") from None
         except ValueError:
             raise ArgumentError("refresh", refresh, ALLOWED) from None
-        policy = Adaptive(decides, by=by, factors=factors, inverses=inverses)
+        policy = Adaptive(chosen, by=by, factors=factors, inverses=inverses)
     return policy if share is None else Capped(refresh=policy, share=share)
