@@ -23,8 +23,8 @@ from benchmarks.scoreboard.tasks import TASKS
 OURS = "natural-muon"
 VARIANTS = (
     "Before this board some 70 variants of natural Muon were tried on a tanh autoencoder, a character GPT and a "
-    "convolutional net on glyphs, against few of the rivals'. Tasks of the same three kinds are on the board. Four choices "
-    "for the last layer were then tried on three tasks that are not (`benchmarks/open_questions.py`)."
+    "convolutional net on glyphs, against few of the rivals'. Tasks of the same three kinds are on the board. "
+    "Four choices for the last layer were then tried on three tasks that are not (`benchmarks/open_questions.py`)."
 )
 """How many variants of ours were tried. Whoever tries more changes this text."""
 
