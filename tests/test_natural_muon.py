@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.functional import cross_entropy
 
 import natgrad
@@ -101,7 +102,7 @@ def test_a_scheduler_sets_the_rate_of_all_parameters():
 
 
 @pytest.mark.parametrize("head", [None, "adamw", natgrad.Spectral(power=0.5, steps=0)])
-def test_adamw_moves_the_last_layer_unless_told_otherwise(head):
+def test_adamw_moves_the_last_layer_by_default(head):
     model = Network()
     optimizer = natgrad.NaturalMuon(model) if head is None else natgrad.NaturalMuon(model, head=head)
     plan = {row.parameter: row for row in optimizer.preconditioner.explain().rows}
@@ -201,6 +202,9 @@ def test_a_step_of_nan_moves_no_matrix():
         ({"betas": (0.9, 1.0)}, "betas"),
         ({"head": "sgd"}, "head"),
         ({"heads": "head"}, "heads"),
+        ({"head": natgrad.KFAC()}, "head"),
+        ({"adamw": ["conv*"], "groups": {"conv*": 2}}, "pattern"),
+        ({"groups": {"*": 1}, "heads": ["*"]}, "pattern"),
         ({"adamw": "head"}, "adamw"),
         ({"weight_decay": -1}, "weight_decay"),
         ({"groups": {"head": 3}, "head": "spectral"}, "groups"),
@@ -226,3 +230,41 @@ def test_a_layer_that_is_too_wide_is_left_to_adamw():
     assert names(model, optimizer.param_groups[0]) == {"0.weight"}
     (left,) = (row for row in optimizer.preconditioner.explain().rows if row.parameter == "2.weight")
     assert "max_factor_size=8192" in str(left)
+
+
+def test_a_layer_with_zero_gradients_does_not_move():
+    model = Network()
+    optimizer = natgrad.NaturalMuon(model)
+    train(model, optimizer, 0, 3)
+    before = model.convolution.weight.detach().clone()
+    optimizer.zero_grad()
+    x, y = batch(3)
+    (cross_entropy(model(x), y) * 0).backward()
+    optimizer.step()
+    assert torch.equal(model.convolution.weight, before)
+
+
+def test_torch_restores_the_state_into_a_new_optimizer():
+    model, other = Network(), Network()
+    optimizer, restored = natgrad.NaturalMuon(model, weight_decay=0.1), natgrad.NaturalMuon(other)
+    train(model, optimizer, 0, 3)
+    other.load_state_dict(model.state_dict())
+    restored.preconditioner.load_state_dict(optimizer.preconditioner.state_dict())
+    set_optimizer_state_dict(other, restored, get_optimizer_state_dict(model, optimizer))
+    assert [group["spectral"] for group in restored.param_groups] == [True, False]
+    assert [group["weight_decay"] for group in restored.param_groups] == [0.1, 0.1]
+    for each, own in ((model, optimizer), (other, restored)):
+        train(each, own, 3, 6)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_model_without_other_parameters_has_an_empty_second_group():
+    optimizer = natgrad.NaturalMuon(nn.Sequential(nn.Linear(3, 3, bias=False)), head="spectral")
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
+
+
+def test_layers_that_are_all_too_wide_are_refused():
+    model = nn.Sequential(nn.Linear(3, 9000), nn.Linear(9000, 2))
+    with pytest.warns(natgrad.NatgradWarning, match="no layer"), pytest.raises(ValueError, match="model"):
+        natgrad.NaturalMuon(model)
+    assert not any(module._forward_hooks for module in model.modules())

@@ -21,7 +21,7 @@ from natgrad.specs import Statistic, Task, TensorSpec
 
 # The root mean square of the update's elements, typical of Adam's updates (Liu 2025, section 2.2).
 _SIZE = 0.2
-# The cost of an inverse root in Cholesky inverses: eigenvectors, and one product.
+# Cost of an inverse root (eigendecomposition and one product), relative to a Cholesky inverse.
 _ROOT = 6.0
 
 
@@ -61,8 +61,8 @@ class Spectral(Curvature):
 
         Args:
             power: p, the exponent of the inverse roots, in [0, 1].
-            steps: Newton-Schulz steps of the polar factor. None: the exact polar factor, by singular values. 0: no
-                polar factor, ``U = G_δ^-p M̂ A_δ^-p``; with p = 1/2 that is Shampoo's exponent on K-FAC's factors.
+            steps: Newton-Schulz steps of the polar factor, at most 6. None: the exact polar factor, by singular values.
+                0: no polar factor, ``U = G_δ^-p M̂ A_δ^-p``; with p = 1/2 that is Shampoo's exponent on K-FAC's factors.
             momentum: μ in [0, 1).
             fisher: As in `KFAC`.
             factor_decay: The weight of the old value in the running averages, in [0, 1), for factors that are due about
@@ -78,7 +78,7 @@ class Spectral(Curvature):
         """
         require(is_number(power) and 0 <= power <= 1, "power", power, "a number in [0, 1]")
         if steps is not None:
-            check_whole("steps", steps, 0)
+            check_whole("steps", steps, 0, 6)
         require(is_number(momentum) and 0 <= momentum < 1, "momentum", momentum, "a number in [0, 1)")
         self.power, self.steps, self.momentum, self.fisher = float(power), steps, float(momentum), fisher
         if max_factor_size is not None:
@@ -180,8 +180,8 @@ class Spectral(Curvature):
         update = self._spectral(update, computed) if self.steps else self._direct(update, computed)
         norm = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True)
         size = _SIZE * prod(update.shape[1:]) ** 0.5
-        update.mul_(size / torch.where(norm > 0, norm, 1))
-        return update.view_as(gradient)
+        update = update.mul_(size / torch.where(norm > 0, norm, 1)).view_as(gradient)
+        return update.mul_(gradient.flatten(1).any(1)[:, None, None])  # without a gradient a layer does not move
 
     def _direct(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
         """Return ``X = left A_δ^-p`` or, with the exact polar factor, ``polar(X) A_δ^-p``."""

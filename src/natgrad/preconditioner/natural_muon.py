@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any, Literal
@@ -58,7 +58,7 @@ class NaturalMuon(PreconditionedOptimizer):
         steps: int | None = 4,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
-        head: Literal["spectral", "adamw"] | Curvature = "adamw",
+        head: Literal["spectral", "adamw"] | Spectral = "adamw",
         heads: Sequence[str] | None = None,
         adamw: Sequence[str] = (),
         groups: Mapping[str, int] | None = None,
@@ -85,12 +85,13 @@ class NaturalMuon(PreconditionedOptimizer):
             interval: Steps between two refreshes of factors and roots. Early refreshes come at steps 0, 1, 2, 4, 8...
                 (`natgrad.DoublingInterval`).
             steps: Newton-Schulz steps of the polar factor (`natgrad.Spectral`).
-            betas: Of AdamW.
-            eps: Of AdamW.
-            head: What moves the layer nearest to the loss: "adamw", "spectral" as all others, or a `natgrad.Curvature`
-                such as ``natgrad.Spectral(power=0.25, steps=0)``.
+            betas: AdamW's β₁ and β₂.
+            eps: AdamW's ε.
+            head: What moves the layer nearest to the loss: "adamw", "spectral" as all others, or another
+                `natgrad.Spectral`, such as ``natgrad.Spectral(power=0.25, steps=0)``.
             heads: The fnmatch patterns of the names of these layers. None: the last layer of the model with a weight
-                matrix, in the order of ``model.named_modules()``.
+                matrix, in the order of ``model.named_modules()``. Name them if the head is registered earlier, or if
+                there are several.
             adamw: The fnmatch patterns of the names of layers that AdamW moves.
             groups: For fnmatch patterns of names of layers, the number of their equal groups of outputs that are
                 matrices of their own: ``{"*.qkv": 3}`` for queries, keys and values that one layer computes.
@@ -114,28 +115,29 @@ class NaturalMuon(PreconditionedOptimizer):
         check_number("interval", interval, "a number of steps >= 1", minimum=1)
         fits = isinstance(betas, Sequence) and len(betas) == 2 and all(is_number(one) and 0 <= one < 1 for one in betas)
         require(fits, "betas", betas, "two numbers in [0, 1)")
-        fits = isinstance(head, Curvature) or (isinstance(head, str) and head in ("spectral", "adamw"))
-        require(fits, "head", head, "'spectral', 'adamw' or a natgrad.Curvature")
+        fits = isinstance(head, Spectral) or (isinstance(head, str) and head in ("spectral", "adamw"))
+        require(fits, "head", head, "'spectral', 'adamw' or a natgrad.Spectral")
         for name, patterns in (("heads", heads or ()), ("adamw", adamw)):
             fits = not isinstance(patterns, str) and all(isinstance(pattern, str) for pattern in patterns)
             require(fits, name, patterns, "a sequence of fnmatch patterns")
         fits = groups is None or (isinstance(groups, Mapping) and all(isinstance(name, str) for name in groups))
         require(fits, "groups", groups, "a mapping from fnmatch patterns to numbers")
-        spectral = Spectral(power=power, steps=steps, momentum=momentum)
         matrices = _matrices(unwrap(model))
         require(matrices, "model", type(model).__name__, "a model with linear layers or convolutions")
-        chosen = {"spectral": spectral, "adamw": None}[head] if isinstance(head, str) else head
+
+        def spectral(count: int = 1) -> Spectral:
+            return Spectral(power=power, steps=steps, momentum=momentum, groups=count)
+
         curvature: dict[str, Curvature | None] = dict.fromkeys(adamw)
-        if chosen is not spectral:
-            curvature |= dict.fromkeys([escape(matrices[-1])] if heads is None else heads, chosen)
-        left = [pattern for pattern, one in curvature.items() if one is None]
-        hidden = [name for name in matrices if not any(fnmatchcase(name, pattern) for pattern in left)]
-        named = ", ".join(name or "its own" for name in matrices)
-        allowed = f"a model with more weight matrices than {named}, which AdamW moves (unless head='spectral')"
-        require(hidden, "model", type(model).__name__, allowed)
-        for pattern, count in (groups or {}).items():
-            curvature[pattern] = Spectral(power=power, steps=steps, momentum=momentum, groups=count)
-        curvature["*"] = spectral
+        if head != "spectral":
+            moved_by = head if isinstance(head, Spectral) else None
+            _add(curvature, dict.fromkeys([escape(matrices[-1])] if heads is None else heads, moved_by))
+        _add(curvature, {pattern: spectral(count) for pattern, count in (groups or {}).items()})
+        if any(_first_match(name, curvature) is None for name in matrices):
+            _add(curvature, {"*": spectral()})
+        by_adamw = [name for name in matrices if curvature[str(_first_match(name, curvature))] is None]
+        allowed = f"a model with other weight matrices than {', '.join(map(repr, by_adamw))}, which AdamW moves"
+        require(len(by_adamw) < len(matrices), "model", type(model).__name__, allowed)
         interval_rule = DoublingInterval(interval)
         preconditioner = Preconditioner(
             model,
@@ -155,6 +157,9 @@ class NaturalMuon(PreconditionedOptimizer):
         )
         covered = {id(parameter): parameter for parameter in preconditioner.parameters()}  # attention's appears thrice
         others = [p for p in model.parameters() if p.requires_grad and id(p) not in covered]
+        if not covered:
+            preconditioner.detach()
+        require(covered, "model", type(model).__name__, "a model with a trained weight matrix that is not too wide")
         update = _Update(list(covered.values()), others, lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps)
         super().__init__(update, preconditioner)
 
@@ -167,11 +172,11 @@ class _Update(Optimizer):
     """Moves matrices against natgrad's updates, and other parameters by AdamW."""
 
     def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], **options: Any) -> None:
-        """Make a group of each that is not empty; `options` are those of AdamW."""
+        """Make a group of each; `options` are those of AdamW."""
         defaults = AdamW([*matrices, *others], **options).defaults
         groups = ((matrices, True), (others, False))
         super().__init__(
-            [{"params": parameters, "spectral": spectral} for parameters, spectral in groups if parameters],
+            [{"params": parameters, "spectral": spectral} for parameters, spectral in groups],
             {**defaults, "spectral": False},
         )
 
@@ -188,6 +193,8 @@ class _Update(Optimizer):
             ]
             if parameters and group["weight_decay"]:
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            for parameter in parameters:  # what loads checkpoints expects a state of each parameter that has moved
+                self.state[parameter].setdefault("step", torch.zeros(()))
             if parameters:
                 torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
         self._by_adamw().step()
@@ -200,6 +207,22 @@ class _Update(Optimizer):
         self._adamw.param_groups = [group for group in self.param_groups if not group["spectral"]]
         self._adamw.state = self.state
         return self._adamw
+
+
+def _add(curvature: dict[str, Curvature | None], others: Mapping[str, Curvature | None]) -> None:
+    """Add `others` to a mapping from patterns.
+
+    Raises:
+        ValueError: if a pattern is there already.
+    """
+    for pattern, one in others.items():
+        require(pattern not in curvature, "pattern", pattern, "given once, in one of adamw, heads and groups")
+        curvature[pattern] = one
+
+
+def _first_match(name: str, patterns: Iterable[str]) -> str | None:
+    """Return the first pattern that matches a name. None: none does."""
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
 
 
 def _matrices(model: nn.Module) -> list[str]:

@@ -107,6 +107,9 @@ def rehearse(job: Job) -> None:
     """
     check_devices(job.device, job.workers)
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    if job.optimizer == "naturalmuon":  # these name layers of the task's model
+        options = {name: value for name, value in job.options.items() if name not in ("heads", "adamw", "groups")}
+        job = replace(job, options=options)
     optimizer, preconditioner = build_optimizer(job, job.build_task(), model)
     # Levels of ranks belong to the whole run, but there is one rank here.
     options = dict(job.averaging_options)
