@@ -250,7 +250,8 @@ def test_torch_restores_the_state_into_a_new_optimizer():
     train(model, optimizer, 0, 3)
     other.load_state_dict(model.state_dict())
     restored.preconditioner.load_state_dict(optimizer.preconditioner.state_dict())
-    set_optimizer_state_dict(other, restored, get_optimizer_state_dict(model, optimizer))
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))  # loading does not copy
+    set_optimizer_state_dict(other, restored, state)
     assert [group["spectral"] for group in restored.param_groups] == [True, False]
     assert [group["weight_decay"] for group in restored.param_groups] == [0.1, 0.1]
     for each, own in ((model, optimizer), (other, restored)):
