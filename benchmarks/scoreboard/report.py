@@ -38,7 +38,7 @@ class IncompleteError(Exception):
 
 
 def collect(board: Board, horizons: Sequence[int]) -> dict[str, Any]:
-    """Gather what the journal has into one result.
+    """Gather what the journal has into one result, without the runs of one setting if any of them is missing.
 
     Raises:
         IncompleteError: Something is missing.
@@ -68,6 +68,7 @@ def collect(board: Board, horizons: Sequence[int]) -> dict[str, Any]:
         methods = list(board.scale.methods) if horizon == 1 else board.long_methods()
         one = {method: board.one_setting(method, horizon) for method in methods}
         modes: dict[str, dict[str, Any]] = {mode: {} for mode in MODES}
+        lacking: set[str] = set()
         for task in board.scale.tasks:
             for mode in MODES:
                 modes[mode][task] = {}
@@ -75,13 +76,15 @@ def collect(board: Board, horizons: Sequence[int]) -> dict[str, Any]:
                     setting = board.best(task, method, horizon) if mode == "tuned" else one[method]
                     results = board.fresh(task, method, horizon, setting)
                     if len(results) < len(board.scale.seeds):
-                        raise IncompleteError(f"{method} on {task}, {horizon}N")
+                        if mode == "tuned":
+                            raise IncompleteError(f"{method} on {task}, {horizon}N")
+                        lacking.add(mode)
                     modes[mode][task][method] = {"setting": setting, "runs": [_compact(each) for each in results]}
             for method in methods:
                 searched = board.searched(task, method, horizon)
                 tried = [[*setting, _short(result.final)] for setting, result in searched.items()]
                 modes["tuned"][task][method]["searched"] = tried
-        found["horizons"][str(horizon)] = modes
+        found["horizons"][str(horizon)] = {mode: own for mode, own in modes.items() if mode not in lacking}
     return found
 
 
@@ -262,12 +265,20 @@ def details(data: Mapping[str, Any], horizon: str, mode: str, scores: Scores, ti
     return lines
 
 
+def _parts(data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the horizons and modes that were run: horizon, mode and what to call the mode."""
+    return [
+        (horizon, mode, MODES[mode]) for horizon, modes in data["horizons"].items() for mode in MODES if mode in modes
+    ]
+
+
 def _missing(data: Mapping[str, Any]) -> list[str]:
     """Return a line that names what a part of the board has left out."""
     methods = [METHODS[name].title for name in METHODS if name not in data["methods"]]
     tasks = [f"`{name}`" for name in TASKS if name not in data["tasks"]]
     horizon = [] if str(LONG_HORIZON) in data["horizons"] else [f"the horizon of {LONG_HORIZON}N"]
-    parts = [*methods, *tasks, *horizon]
+    modes = [what for mode, what in MODES.items() if any(mode not in own for own in data["horizons"].values())]
+    parts = [*methods, *tasks, *modes, *horizon]
     return [f"- Not run yet: {', '.join(parts)}."] if parts else []
 
 
@@ -314,24 +325,23 @@ def page(data: Mapping[str, Any], images: str) -> str:
         f"Variants of ours that were tried: {data.get('variants', VARIANTS)}",
         "",
     ]
-    for horizon in data["horizons"]:
-        for mode, what in MODES.items():
-            scores = scores_of(data, horizon, mode)
-            name = "N" if horizon == "1" else f"{horizon}N"
-            lines += [f"## {name} steps, {what}", "", headline(scores, titles), beside_rivals(scores, kinds, titles)]
-            if mode == "one":
-                own = scores_of(data, horizon, mode, target_mode="one")
-                lines += [
-                    "With targets by the same rule from the runs with one setting:",
-                    "",
-                    headline(own, titles),
-                    beside_rivals(own, kinds, titles),
-                ]
-            lines += [*defeats(scores, kinds, titles, data["reference"]), ""]
-            lines += [f"![Performance profile]({images}/scoreboard-profile-{horizon}-{mode}.png)", ""]
-            if mode == "tuned":
-                lines += [f"![Validation curves]({images}/scoreboard-curves-{horizon}.png)", ""]
-            lines += details(data, horizon, mode, scores, titles)
+    for horizon, mode, what in _parts(data):
+        scores = scores_of(data, horizon, mode)
+        name = "N" if horizon == "1" else f"{horizon}N"
+        lines += [f"## {name} steps, {what}", "", headline(scores, titles), beside_rivals(scores, kinds, titles)]
+        if mode == "one":
+            own = scores_of(data, horizon, mode, target_mode="one")
+            lines += [
+                "With targets by the same rule from the runs with one setting:",
+                "",
+                headline(own, titles),
+                beside_rivals(own, kinds, titles),
+            ]
+        lines += [*defeats(scores, kinds, titles, data["reference"]), ""]
+        lines += [f"![Performance profile]({images}/scoreboard-profile-{horizon}-{mode}.png)", ""]
+        if mode == "tuned":
+            lines += [f"![Validation curves]({images}/scoreboard-curves-{horizon}.png)", ""]
+        lines += details(data, horizon, mode, scores, titles)
     return "\n".join(lines)
 
 
@@ -374,6 +384,8 @@ def plot_curves(data: Mapping[str, Any], scores: Scores, title: str, path: Path)
     looks, columns = style(data), min(4, len(scores))
     rows = math.ceil(len(scores) / columns)
     figure, axes = plt.subplots(rows, columns, figsize=(3.6 * columns, 3 * rows), squeeze=False)
+    for axis in axes.flat[len(scores) :]:
+        axis.set_visible(False)
     for axis, (task, own) in zip(axes.flat, scores.items(), strict=False):
         finals = [each.final for each in own.values() if math.isfinite(each.final)]
         for name, each in own.items():
@@ -394,14 +406,12 @@ def plot_curves(data: Mapping[str, Any], scores: Scores, title: str, path: Path)
 def write(data: Mapping[str, Any], path: Path, images: Path) -> None:
     """Write the page and its plots."""
     images.mkdir(parents=True, exist_ok=True)
-    for horizon in data["horizons"]:
-        length = "N" if horizon == "1" else f"{horizon}N"
-        for mode, what in MODES.items():
-            title = f"{length} steps, {what}"
-            scores = scores_of(data, horizon, mode)
-            plot_profile(data, scores, title, images / f"scoreboard-profile-{horizon}-{mode}.png")
-            if mode == "tuned":
-                plot_curves(data, scores, title, images / f"scoreboard-curves-{horizon}.png")
+    for horizon, mode, what in _parts(data):
+        title = f"{'N' if horizon == '1' else f'{horizon}N'} steps, {what}"
+        scores = scores_of(data, horizon, mode)
+        plot_profile(data, scores, title, images / f"scoreboard-profile-{horizon}-{mode}.png")
+        if mode == "tuned":
+            plot_curves(data, scores, title, images / f"scoreboard-curves-{horizon}.png")
     relative = images.relative_to(path.parent) if images.is_relative_to(path.parent) else images
     path.write_text(page(data, str(relative)))
 
@@ -409,17 +419,14 @@ def write(data: Mapping[str, Any], path: Path, images: Path) -> None:
 def summary(data: Mapping[str, Any]) -> str:
     """Return the headline of natural Muon in a few lines."""
     lines = []
-    for horizon in data["horizons"]:
-        for mode, what in MODES.items():
-            scores = scores_of(data, horizon, mode)
-            if OURS not in next(iter(scores.values())):
-                continue
-            parts = []
-            for unit in ("steps", "seconds"):
-                values = [v for v, _ in shares_of_best_rival(scores, data["methods"], OURS, unit, "second").values()]
-                parts.append(f"{unit} worst {max(values):.2f}, geometric mean {geometric(values):.2f}")
-            ranks = mean(
-                sorted(each.final for each in own.values()).index(own[OURS].final) + 1 for own in scores.values()
-            )
-            lines.append(f"{horizon}N, {what}: over the best rival's to T2: {'; '.join(parts)}; mean rank {ranks:.1f}")
+    for horizon, mode, what in _parts(data):
+        scores = scores_of(data, horizon, mode)
+        if OURS not in next(iter(scores.values())):
+            continue
+        parts = []
+        for unit in ("steps", "seconds"):
+            values = [v for v, _ in shares_of_best_rival(scores, data["methods"], OURS, unit, "second").values()]
+            parts.append(f"{unit} worst {max(values):.2f}, geometric mean {geometric(values):.2f}")
+        ranks = mean(sorted(each.final for each in own.values()).index(own[OURS].final) + 1 for own in scores.values())
+        lines.append(f"{horizon}N, {what}: over the best rival's to T2: {'; '.join(parts)}; mean rank {ranks:.1f}")
     return "\n".join(lines)
