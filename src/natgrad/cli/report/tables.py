@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.table import Table
 from .sheet import Sheet
 
 _WIDTH = 100
+_NAME = 16  # columns that names of rows are given at least
 
 
 def wide_console() -> Console:
@@ -29,8 +31,10 @@ def table(sheet: Sheet) -> Table:
         box=box.SIMPLE_HEAD,
     )
     for index, heading in enumerate(sheet.headings):
-        # In a narrow terminal cells wrap instead of being cut off.
-        shown.add_column(heading, justify="left" if sheet.prose or index == 0 else "right", overflow="fold")
+        # In a narrow terminal cells wrap instead of being cut off, but for names, if they are short.
+        names = max((len(row[0]) for row in sheet.rows), default=0) if index == 0 else 0
+        justify: Literal["left", "right"] = "left" if sheet.prose or index == 0 else "right"
+        shown.add_column(heading, justify=justify, overflow="fold", min_width=min(names, _NAME))
     for row in sheet.rows:
         shown.add_row(*row)
     return shown
