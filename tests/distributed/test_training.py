@@ -172,6 +172,20 @@ def test_the_rank_that_failed_first_is_named_with_its_reason():
         launch(fail_on_the_last_rank, workers=2)
 
 
+def kill_the_last_rank():
+    with join("cpu") as world:
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.maxima(1.0)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_the_cause_even_if_the_launcher_looks_late(monkeypatch):
+    monkeypatch.setattr("natgrad.training.launch._MONITOR_SECONDS", 3.0)
+    with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL$"):
+        launch(kill_the_last_rank, workers=2)
+
+
 def test_a_killed_rank_loses_no_finished_work(tmp_path):
     folder = tmp_path / "run"
     with started(folder, *LONG, "--workers", "2") as (process, log):

@@ -25,8 +25,12 @@ T = TypeVar("T")
 # The time for a signalled rank to save its checkpoint before it is killed.
 _STOP_SECONDS = 300
 
-# The interval at which the launcher checks its ranks, and the delay before a rank fails because another has failed.
-_MONITOR_SECONDS, _LOST_SECONDS = 0.05, 0.5
+# The interval at which the launcher checks its ranks.
+_MONITOR_SECONDS = 0.05
+
+# How long a rank that lost its connection waits to be stopped before it fails. The launcher reports the first failure
+# that it sees, and the cause is another rank's; a busy machine may delay its check by seconds.
+_LOST_SECONDS = 10.0
 
 # The exit code of a process that a signal has stopped, as in shells.
 INTERRUPTED = 130
@@ -84,7 +88,7 @@ def launch(function: Callable[..., T], *arguments: object, workers: int, own_pro
 
 
 def _run_rank(function: Callable[..., T], *arguments: object) -> T:
-    """Call a function; if another rank has failed, wait before failing, so that the launcher reports the cause."""
+    """Call a function; if its connection is lost, wait, so that the launcher sees the cause first."""
     try:
         return function(*arguments)
     except RuntimeError as error:
