@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.capture.model_hooks import ForwardPass
+from natgrad.linalg.device import accelerators
 
 # The largest number of recorded passes; there may be passes without a following step.
 _MOST = 1024
@@ -75,10 +76,16 @@ class Repetition:
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Restore all state that passes change, including torch's generators, and send nothing to other ranks."""
+    with restored_random_state(model), restored(model), _unsynchronised(model):
+        yield
+
+
+@contextmanager
+def restored_random_state(model: nn.Module) -> Iterator[None]:
+    """Restore torch's default generators, on the host and where the model is, at the end."""
     random_state = RandomState(accelerators(model))
     try:
-        with restored(model), _unsynchronised(model):
-            yield
+        yield
     finally:
         random_state.restore()
 
@@ -131,8 +138,3 @@ def _settle_buckets(wrapper: DistributedDataParallel) -> None:
     """
     if wrapper.reducer._rebuild_buckets():
         wrapper._has_rebuilt_buckets = True
-
-
-def accelerators(model: nn.Module) -> list[torch.device]:
-    """Return the accelerators that hold the model's parameters."""
-    return sorted({p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}, key=str)

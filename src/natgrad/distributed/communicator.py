@@ -19,6 +19,7 @@ from natgrad.distributed import groups
 from natgrad.distributed.slices import Slices
 from natgrad.distributed.wire import WireFormat, cut, narrower
 from natgrad.errors import NatgradError
+from natgrad.linalg.device import on_host
 
 # The numbers of one owner: values, which may be sent in a narrow dtype, and counters, which may not.
 Owned = tuple[Tensor, Tensor]
@@ -319,7 +320,7 @@ class Communicator:
         Gloo's reduce-scatter sends as many bytes as an all-reduce, and every reduce-scatter sums in the dtype that it
         sends. On the host and for narrow dtypes, an all-to-all is used instead, and each rank sums its slice.
         """
-        if layout.lossless and rows.device.type == "cuda":
+        if layout.lossless and not on_host(rows):
             summed = torch.empty_like(rows[:1])
             with self.collective():
                 _sum_rows(summed.view(layout.dtype), rows.view(layout.dtype), self.group)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def on_host(place: Tensor | torch.device) -> bool:
     """Return whether the host can read tensors on this device without a synchronization."""
     device = place.device if isinstance(place, Tensor) else place
     return device.type == "cpu"
+
+
+def accelerators(model: nn.Module) -> list[torch.device]:
+    """Return the accelerators that hold a model's parameters."""
+    return sorted({p.device for p in model.parameters() if not (p.is_meta or on_host(p))}, key=str)
 
 
 def known_all(mask: Tensor) -> bool:

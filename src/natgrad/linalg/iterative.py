@@ -29,8 +29,8 @@ _SMALL, _MIDDLE, _MANY = 256, 320, 8
 # _TOGETHER columns in all (`natgrad.linalg.cusolver`).
 _FEW, _TOGETHER = 256, 512
 _ALONE = 1  # the number of iterations of a single matrix that is faster there than a decomposition
-# On these devices the leading vectors, one in _TESTED, are tested first, which is much cheaper than testing all.
-_STEPWISE, _TESTED = ("cpu",), 16
+# On a CPU the leading vectors, one in _TESTED, are tested first, which is much cheaper than testing all.
+_TESTED = 16
 # The residual of the leading vectors, in tolerances, from which on two iterations are needed, which cost as much as a
 # decomposition there.
 _LEADING = 3.0
@@ -223,7 +223,7 @@ def _tested(F: Tensor, Q: Tensor, reach: Tensor, far: Tensor) -> tuple[list[Tens
         far: The allowed residual for bases that are not orthogonal because of rounding ``[N]``.
     """
     size = F.shape[-1]
-    if F.device.type not in _STEPWISE:
+    if not on_host(F):
         Y = product(F, Q)
         return [Y], *_rayleigh(Q, Y), torch.zeros_like(reach)
     rest = size - max(1, size // _TESTED)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from natgrad.linalg.device import on_host
+
 _FULL = ("none", "ieee")  # neither TF32 nor bfloat16 inside
 
 
@@ -21,10 +23,7 @@ def full_products(device: torch.device) -> Iterator[None]:
     for place, name, value in narrowed:
         setattr(place, name, False if value is True else "ieee")
     try:
-        if torch.is_autocast_enabled(device.type):
-            with torch.autocast(device.type, enabled=False):
-                yield
-        else:
+        with torch.autocast(device.type, enabled=False):
             yield
     finally:
         for place, name, value in narrowed:
@@ -34,7 +33,7 @@ def full_products(device: torch.device) -> Iterator[None]:
 def _settings(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
     """Yield the object, attribute and value of each torch setting for float32 products on `device`."""
     backends: Any = torch.backends
-    if device.type == "cpu":
+    if on_host(device):
         places = [getattr(backends.mkldnn, kind, None) for kind in ("matmul", "conv")]
     else:
         places = [backends.cuda.matmul, getattr(backends.cudnn, "conv", backends.cudnn)]

@@ -1,19 +1,13 @@
 """The packed lower triangle of symmetric matrices, a rectangle of d (d + 1) / 2 elements.
 
 The left half of the columns is stored unchanged; the corner above its diagonal holds the triangle of the right half,
-transposed (rectangular full packed format: Gustavson et al. 2010, ACM TOMS 37-2). Packing copies rectangles, without
-indices.
+transposed (rectangular full packed format: Gustavson et al. 2010, ACM TOMS 37-2). Packing copies rectangles.
 """
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-
-_INDEXED = 724  # the largest number of columns with cached indices, which take a MiB
 
 
 def length(size: int) -> int:
@@ -25,9 +19,6 @@ def pack(matrices: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the packed lower triangles ``[N, length(d)]`` of matrices ``[N, d, d]``, written to `out` if given."""
     size = matrices.shape[-1]
     packed = matrices.new_empty(len(matrices), length(size)) if out is None else out
-    if matrices.device.type == "cuda" and size <= _INDEXED and matrices[:1].is_contiguous():
-        # One kernel launch instead of five.
-        return torch.index_select(matrices.flatten(1), 1, _places(size, matrices.device), out=packed)
     left, corner = _halves(packed, size)
     half = size - corner.shape[-1]
     left.copy_(matrices[:, :, :half])
@@ -35,14 +26,6 @@ def pack(matrices: Tensor, out: Tensor | None = None) -> Tensor:
     below = torch.ones(corner.shape[1:], dtype=torch.bool, device=packed.device).tril_(-1)
     corner.copy_(torch.where(below, corner, matrices[:, half:, half:].mT))
     return packed
-
-
-@cache
-def _places(size: int, device: torch.device) -> Tensor:
-    """Return the index in a flat matrix ``[size, size]`` of each packed element."""
-    with _disable_current_modes():
-        places = pack(torch.arange(size * size, dtype=torch.int32, device="cpu").view(1, size, size))[0]
-        return places.to(device, non_blocking=True)
 
 
 def unpack(packed: Tensor, size: int) -> Tensor:

@@ -20,7 +20,7 @@ from natgrad.capture.audit import GradientAudit
 from natgrad.capture.labels import LabelSampler
 from natgrad.capture.model_hooks import Hooks
 from natgrad.capture.reductions import Reductions
-from natgrad.capture.repetition import restored
+from natgrad.capture.repetition import restored, restored_random_state
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.distributed import Communicator, Placement
 from natgrad.distributed.fsdp import plain_copy, reshard, whole
@@ -150,8 +150,7 @@ def verify(
     original, written = preconditioner.parts, preconditioner.call_order.written
     root, runtime, untouched = original.structure.root, original.runtime, written.untouched()
     reshard(root.modules())
-    accelerators = sorted({p.device.index for p in root.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=accelerators):
+    with restored_random_state(root):
         with _without_chance(root):
             placed = _placed_parts(original)
             outcome, scores = _step_placed(placed, batch, loss_fn)

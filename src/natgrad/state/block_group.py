@@ -156,8 +156,7 @@ class BlockGroup:
     @property
     def device(self) -> torch.device:
         """The device of the parameters; the host if they are on the meta device, so that a state can be loaded."""
-        device = self._parameter.device
-        return device if device.type != "meta" else torch.device("cpu")
+        return torch.device("cpu") if self._parameter.is_meta else self._parameter.device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -217,7 +217,7 @@ class Background:
             waited += perf_counter() - started
             seconds += spent
             for tensor in (*written.values(), fine):
-                if tensor.device.type == "cuda":
+                if tensor.device in self._streams:
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
             place = group.device, group.work_dtype  # the model may have been moved since
             job.keep(blocks, {name: tensor.to(*place) for name, tensor in written.items()}, fine.to(group.device))
