@@ -23,7 +23,7 @@ def build(memory):
         made = natgrad.Preconditioner(wide(), placement=natgrad.Placement(memory=memory), gradients="reduce")
     except ValueError as error:
         return str(error)
-    return made.plan.placement, made.plan.seats, made.plan.note, made.explain().note, made.traffic()
+    return made.plan.placement, made.plan.assignments, made.plan.note, made.explain().note, made.traffic()
 
 
 def test_all_ranks_choose_alike_without_a_message(ranks):
@@ -71,7 +71,9 @@ def thaw():
         model.zero_grad()
         cross_entropy(wrapped(x), y).backward()
         made.step()
-        seen.append((made.plan.placement, {key: seat.workers for key, seat in made.plan.seats.items()}))
+        seen.append(
+            (made.plan.placement, {key: assignment.workers for key, assignment in made.plan.assignments.items()})
+        )
     return seen, [parameter.grad.clone() for parameter in model.parameters()]
 
 

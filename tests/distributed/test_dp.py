@@ -114,10 +114,13 @@ def train(case):
             preconditioner.step()
             optimizer.step()
     plan = preconditioner.parts.structure.plan
-    seats = {key: seat.workers[0] if seat.sums == "alone" else None for key, seat in plan.seats.items()}
+    assignments = {
+        key: assignment.workers[0] if assignment.sums == "alone" else None
+        for key, assignment in plan.assignments.items()
+    }
     names = {id(p): name for name, p in model.named_parameters()}
     owners = [
-        ((names[id(slot.parameter)], slot.rows or slice(None)), seats[layer.key])
+        ((names[id(slot.parameter)], slot.rows or slice(None)), assignments[layer.key])
         for layer, _ in preconditioner.parts.structure.coverage.layers
         for slot in layer.slots
     ]

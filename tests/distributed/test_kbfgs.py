@@ -185,7 +185,9 @@ def train_owned(steps, reduce, idle):
         preconditioner.step(lambda x=x, y=y: cross_entropy(wrapped(x), y))
         found.append(dense.gradients(model))
         optimizer.step()
-    workers = {key.rpartition(".")[0]: seat.workers[0] for key, seat in preconditioner.plan.seats.items()}
+    workers = {
+        key.rpartition(".")[0]: assignment.workers[0] for key, assignment in preconditioner.plan.assignments.items()
+    }
     return found, workers, preconditioner.traffic()
 
 

@@ -68,10 +68,12 @@ def plan_of(placement, ranks):
 
 def test_the_plan_follows():
     plan = plan_of(ByDepth(), 4)
-    assert [seat.workers[0] for seat in plan.seats.values()] == sorted(index * 4 // 54 for index in range(54))
-    assert {seat.sums for seat in plan.seats.values()} == {"worker"}
+    assert [assignment.workers[0] for assignment in plan.assignments.values()] == sorted(
+        index * 4 // 54 for index in range(54)
+    )
+    assert {assignment.sums for assignment in plan.assignments.values()} == {"worker"}
     assert "by-depth" in str(plan)
-    assert list(plan_of(Pairs(), 4).seats.values())[-1].workers == (1, 3)
+    assert list(plan_of(Pairs(), 4).assignments.values())[-1].workers == (1, 3)
 
 
 class Wrong(natgrad.PlacementRule):

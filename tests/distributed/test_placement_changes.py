@@ -164,7 +164,7 @@ def train_where_the_owner_rests(owners):
     """Under dp an owner without samples in a step keeps its factors; nobody complains."""
     scene = Scene("dp", refresh=(1, 1))
     plan = scene.preconditioner.parts.structure.plan
-    resting = plan.seats["layers.0.weight"].workers[0]
+    resting = plan.assignments["layers.0.weight"].workers[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if owners == "first":

@@ -174,7 +174,9 @@ def take_owned(curvature):
     x, y = (tensor.split(SPLITS[place()[1], False])[rank] for tensor in batch())
     cross_entropy(wrapped(x), y).backward()
     preconditioner.step()
-    workers = {key.rpartition(".")[0]: seat.workers[0] for key, seat in preconditioner.plan.seats.items()}
+    workers = {
+        key.rpartition(".")[0]: assignment.workers[0] for key, assignment in preconditioner.plan.assignments.items()
+    }
     return dense.gradients(model), workers, preconditioner.traffic(), preconditioner.state_dict(gather=True)
 
 

@@ -162,7 +162,7 @@ def step_without_refresh(case):
     after = training.preconditioner.traffic()
     plan = training.preconditioner.parts.structure.plan
     workers = {
-        slot.name: plan.seats[layer.key].workers
+        slot.name: plan.assignments[layer.key].workers
         for layer, _ in training.preconditioner.parts.structure.coverage.layers
         for slot in layer.slots
     }

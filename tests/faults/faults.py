@@ -494,11 +494,15 @@ _add(
     "dp_all_data",
     "With data-parallel factors that belong to one owner each, the owner's factors see the samples of all ranks.",
     "distributed/test_dp.py::test_dp_is_its_definition",
-    ("distributed.plan:Plan.captures", 'self.seats[key].sums != "alone" or self.is_gradient_worker(key, rank)', "True"),
+    (
+        "distributed.plan:Plan.accumulates",
+        'self.assignments[key].sums != "alone" or self.is_gradient_worker(key, rank)',
+        "True",
+    ),
     (
         "capture.sums:StatisticsBuffer.reduce",
-        'bucket.role.seat.sums == "worker"',
-        'bucket.role.seat.sums in ("worker", "alone")',
+        'bucket.role.assignment.sums == "worker"',
+        'bucket.role.assignment.sums in ("worker", "alone")',
     ),
 )
 _add(

@@ -70,7 +70,7 @@ def test_auto_decides_alike_whatever_the_order_of_layers(P, works, link, random)
     random.shuffle(shuffled)
     one, other = make_plan(Placement(link=link), works, P), make_plan(Placement(link=link), dict(shuffled), P)
     assert one.placement == other.placement
-    assert one.seats == other.seats
+    assert one.assignments == other.assignments
 
 
 def test_alone_there_is_no_choice():
@@ -111,11 +111,13 @@ def test_options_outlive_the_choice():
     assert all(getattr(plan.placement, name) == value for name, value in options.items())
 
 
-def test_seated_layers_keep_their_workers_and_memory_is_no_matter_then():
+def test_assigned_layers_keep_their_workers_and_memory_is_no_matter_then():
     works = resnet50()
-    seated = make_plan(resolve("mem-opt"), works, 4).seats
-    plan = make_plan(Placement(name="mem-opt", memory=1), works, 4, seated)
-    assert {key: seat.workers for key, seat in plan.seats.items()} == {k: s.workers for k, s in seated.items()}
+    previous = make_plan(resolve("mem-opt"), works, 4).assignments
+    plan = make_plan(Placement(name="mem-opt", memory=1), works, 4, previous)
+    assert {key: assignment.workers for key, assignment in plan.assignments.items()} == {
+        k: s.workers for k, s in previous.items()
+    }
 
 
 def test_bad_cycles():
@@ -171,7 +173,7 @@ def test_seconds_with_gradients_that_are_reduced_here():
 def test_seconds_on_ranks_of_uneven_speed():
     placement = Placement(name="mem-opt", link=LINK, speeds=(1.0, 4.0))
     plan = make_plan(placement, WORKS, 2)
-    assert plan.seats["large"].workers == (1,)
+    assert plan.assignments["large"].workers == (1,)
     never = Cycle(factors=10**9, inverses=1)
     assert step_seconds(plan, never) == pytest.approx(max(90 / 4, 30) / 10 + max(800 / 4, 100) / 100 + 1000 + 48)
     # Measured costs share the work out; what it takes is still the model's.
@@ -194,7 +196,7 @@ def test_links_within_nodes(P, works, link, inside, cycle, random):
     for placement in candidates(P):
         flat = make_plan(replace(placement, link=link), works, P)
         deep = make_plan(replace(placement, link=link, nodes=nodes, inside=inside), works, P)
-        assert deep.seats == flat.seats
+        assert deep.assignments == flat.assignments
         sizes = [0] * flat.columns
         for key, work in works.items():
             sizes[flat.column_of(key)] += work.gradients * work.itemsize

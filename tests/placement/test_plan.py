@@ -32,13 +32,13 @@ def test_a_layer_has_a_column_of_workers_and_every_rank_one_server_in_its_row(op
     n = plan.placement.workers(P)
     assert P % n == 0
     assert plan.columns == P // n
-    assert list(plan.seats) == list(works)
-    for key, seat in plan.seats.items():
-        column = seat.workers[0]
-        assert seat.workers == tuple(range(column, P, P // n))
-        assert len(seat.workers) == n
-        assert seat.owners.keys() == works[key].parts.keys()
-        assert all(owner is None or owner in seat.workers for owner in seat.owners.values())
+    assert list(plan.assignments) == list(works)
+    for key, assignment in plan.assignments.items():
+        column = assignment.workers[0]
+        assert assignment.workers == tuple(range(column, P, P // n))
+        assert len(assignment.workers) == n
+        assert assignment.owners.keys() == works[key].parts.keys()
+        assert all(owner is None or owner in assignment.workers for owner in assignment.owners.values())
         for rank in some(P):
             row = plan.row(rank)
             assert rank in row
@@ -47,7 +47,7 @@ def test_a_layer_has_a_column_of_workers_and_every_rank_one_server_in_its_row(op
             assert [other for other in row if other in range(column, P, P // n)] == [server]
             assert plan.is_gradient_worker(key, rank) == (server == rank) == (rank in range(column, P, P // n))
             if server == rank:
-                assert tuple(plan.column(rank)) == seat.workers
+                assert tuple(plan.column(rank)) == assignment.workers
 
 
 @pure
@@ -60,7 +60,7 @@ def test_who_captures_and_who_receives(options, works):
         for rank in some(P):
             works_for = plan.is_gradient_worker(key, rank)
             own = name == "dp" and work.alone
-            assert plan.captures(key, rank) == (works_for or not own)
+            assert plan.accumulates(key, rank) == (works_for or not own)
             assert plan.keeps_averages(key, rank) == (works_for or name not in ("reduce-scatter", "dp"))
 
 
@@ -136,9 +136,9 @@ def test_dp_balances_what_builds_factors_too(batch, cycle):
     layers, positions = resnet50(), resnet50_positions(batch)
     plan = make_plan(Placement(name="dp", positions=positions), layers, 16, cycle=cycle)
     work = [0.0] * 16
-    for key, seat in plan.seats.items():
+    for key, assignment in plan.assignments.items():
         construction = layers[key].sums * positions[key] / cycle.factors
-        work[seat.workers[0]] += construction + layers[key].cost / cycle.inverses
+        work[assignment.workers[0]] += construction + layers[key].cost / cycle.inverses
     largest = max(
         layers[key].sums * positions[key] / cycle.factors + layers[key].cost / cycle.inverses for key in layers
     )
@@ -167,7 +167,7 @@ def test_no_rank_could_be_done_sooner_with_its_last_piece(options, works):
         for key, work in works.items()
         for part in work.parts
     }
-    where = {piece: plan.seats[piece[0]].owners[piece[-1] if apart else "A"] for piece in pieces}
+    where = {piece: plan.assignments[piece[0]].owners[piece[-1] if apart else "A"] for piece in pieces}
     last = max(where.values(), key=lambda rank: plan.renewal(rank) / speeds[rank])
     span = plan.renewal(last) / speeds[last]
     least = min(cost for piece, cost in pieces.items() if where[piece] == last)
@@ -177,10 +177,12 @@ def test_no_rank_could_be_done_sooner_with_its_last_piece(options, works):
 
 def test_more_ranks_than_layers():
     plan = make_plan(resolve("mem-opt"), resnet50(), 4096)
-    owners = {seat.workers[0] for seat in plan.seats.values()}
+    owners = {assignment.workers[0] for assignment in plan.assignments.values()}
     assert len(owners) == 54  # each its own
     plan = make_plan(resolve("comm-opt"), resnet50(), 4096)
-    assert len({owner for seat in plan.seats.values() for owner in seat.owners.values()}) == 108  # A and G apart
+    assert (
+        len({owner for assignment in plan.assignments.values() for owner in assignment.owners.values()}) == 108
+    )  # A and G apart
 
 
 def test_a_fast_rank_gets_more():
@@ -194,9 +196,19 @@ def test_a_fast_rank_gets_more():
 def test_round_robin_takes_turns():
     works = {name: kfac(9 - index, 4) for index, name in enumerate("abcdefg")}
     plan = make_plan(Placement(name="mem-opt", owners="round-robin"), works, 3)
-    assert [seat.workers for seat in plan.seats.values()] == [(0,), (1,), (2,), (0,), (1,), (2,), (0,)]
+    assert [assignment.workers for assignment in plan.assignments.values()] == [
+        (0,),
+        (1,),
+        (2,),
+        (0,),
+        (1,),
+        (2,),
+        (0,),
+    ]
     plan = make_plan(Placement(name="comm-opt", owners="round-robin"), works, 3)
-    assert [rank for seat in plan.seats.values() for rank in seat.owners.values()] == [*range(3)] * 4 + [0, 1]
+    assert [rank for assignment in plan.assignments.values() for rank in assignment.owners.values()] == [
+        *range(3)
+    ] * 4 + [0, 1]
 
 
 # --- What it depends on ---------------------------------------------------------------------------------------------
@@ -211,22 +223,22 @@ def test_the_order_of_layers_does_not_matter_where_costs_differ(options, costs, 
     shuffled = list(works.items())
     random.shuffle(shuffled)
     plan, other = make_plan(placement, works, P), make_plan(placement, dict(shuffled), P)
-    assert plan.seats == other.seats
+    assert plan.assignments == other.assignments
     assert plan.placement == other.placement
     assert make_plan(placement, dict(works), P) == plan
 
 
 def test_measured_costs_override_modelled_ones():
     works = {"small": kfac(2, 2), "large": kfac(50, 50), "other": kfac(50, 50)}
-    assert make_plan(resolve("mem-opt"), works, 2).seats["small"].workers == (0,)  # beside one large one
+    assert make_plan(resolve("mem-opt"), works, 2).assignments["small"].workers == (0,)  # beside one large one
     costs = {"small": 3.0, "large": 1.0, "other": 1.0}
     plan = make_plan(Placement(name="mem-opt", costs=costs), works, 2)
-    assert [seat.workers for seat in plan.seats.values()] == [(0,), (1,), (1,)]
+    assert [assignment.workers for assignment in plan.assignments.values()] == [(0,), (1,), (1,)]
     assert plan.renewal(0) == 3.0
     with pytest.raises(ValueError, match="gone"):
         make_plan(Placement(name="mem-opt", costs={**costs, "gone": 9.0}), works, 2)
     del works["other"]  # as when a layer is frozen later
-    assert make_plan(Placement(name="mem-opt", costs=costs), works, 2, plan.seats).renewal(0) == 3.0
+    assert make_plan(Placement(name="mem-opt", costs=costs), works, 2, plan.assignments).renewal(0) == 3.0
 
 
 def test_what_is_not_measured_is_modelled_in_the_same_unit():
@@ -237,27 +249,27 @@ def test_what_is_not_measured_is_modelled_in_the_same_unit():
 
 @pure
 @given(placements(names=("mem-opt", "hybrid", "reduce-scatter", "dp")), models, models)
-def test_layers_that_are_seated_keep_their_workers(options, works, more):
+def test_assigned_layers_keep_their_workers(options, works, more):
     P, placement = options
-    seated = make_plan(placement, works, P).seats
-    plan = make_plan(placement, {f"new{key}": work for key, work in more.items()} | works, P, seated)
-    assert all(plan.seats[key].workers == seat.workers for key, seat in seated.items())
-    assert len(plan.seats) == len(works) + len(more)
+    previous = make_plan(placement, works, P).assignments
+    plan = make_plan(placement, {f"new{key}": work for key, work in more.items()} | works, P, previous)
+    assert all(plan.assignments[key].workers == assignment.workers for key, assignment in previous.items())
+    assert len(plan.assignments) == len(works) + len(more)
 
 
-def test_new_layers_go_where_seated_ones_leave_room():
+def test_new_layers_go_where_assigned_ones_leave_room():
     works = chain([5, 4, 3])
-    seated = {0: Assignment((1,), {}), 9: Assignment((0,), {})}  # the latter is gone
-    plan = make_plan(resolve("mem-opt"), works, 2, seated)
-    assert {key: seat.workers for key, seat in plan.seats.items()} == {0: (1,), 1: (0,), 2: (0,)}
+    previous = {0: Assignment((1,), {}), 9: Assignment((0,), {})}  # the latter is gone
+    plan = make_plan(resolve("mem-opt"), works, 2, previous)
+    assert {key: assignment.workers for key, assignment in plan.assignments.items()} == {0: (1,), 1: (0,), 2: (0,)}
 
 
 def test_pipelined_decomposes_small_factors_everywhere():
     link = Link(latency=1e-3, bandwidth=1e9, speed=1e9)
     works = {"small": kfac(8, 64), "large": kfac(8, 512)}
     plan = make_plan(Placement(name="pipelined", link=link), works, 4)
-    assert plan.seats["small"].owners == {"A": None, "G": None}
-    assert plan.seats["large"].owners == {"A": 0, "G": None}
+    assert plan.assignments["small"].owners == {"A": None, "G": None}
+    assert plan.assignments["large"].owners == {"A": 0, "G": None}
     assert plan.renewal(1) == 8**3 + 64**3 + 8**3
     assert plan.traffic()["inverses"] == {"inverses": shared(512**2 + 512), "counters": shared(1)}
 
@@ -351,7 +363,7 @@ def test_samples_that_are_none(samples):
 def test_tables_under_dp_travel_as_in_reduce_scatter():
     works = {"table": kfac(20, 4, alone=False), "head": kfac(3, 4)}
     plan = make_plan(resolve("dp"), works, 4)
-    assert [seat.sums for seat in plan.seats.values()] == ["worker", "alone"]
+    assert [assignment.sums for assignment in plan.assignments.values()] == ["worker", "alone"]
     assert plan.traffic()["factors"] == {"factors": shared(works["table"].sums), "counters": shared(2)}
 
 

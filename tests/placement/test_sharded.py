@@ -54,7 +54,7 @@ def test_volumes_by_hand(P, works, copies):
         plan = make_plan(placement, sharded, P)
         expected = 0
         for key, work in sharded.items():
-            workers = plan.seats[key].workers
+            workers = plan.assignments[key].workers
             if not work.shards and plan.columns > 1 and not any(own.shards for own in sharded.values()):
                 return  # `test_plan` tells of those
             if not work.shards:

@@ -355,7 +355,7 @@ def describe_factors(preconditioner: Preconditioner | None) -> str | None:
 def is_replicated(preconditioner: Preconditioner, ranks: int) -> bool:
     """Return whether each of the `ranks` ranks of a node keeps the running averages of all layers."""
     plan = preconditioner.plan
-    return all(plan.keeps_averages(key, rank) for key in plan.seats for rank in range(ranks))
+    return all(plan.keeps_averages(key, rank) for key in plan.assignments for rank in range(ranks))
 
 
 def check_owners(preconditioner: Preconditioner, grid: Grid) -> None:

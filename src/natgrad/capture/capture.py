@@ -94,7 +94,7 @@ class Capture:
         for group in groups:
             for member in group.members:
                 self._members[member.layer.name] = (group, member)
-                if group.role.captures:
+                if group.role.accumulates:
                     self.captured.add(member.layer.name)
                     self._replayed |= {member.layer.name} if group.replayed_statistics else set()
         self.audit.attach([member.layer for _, member in self._members.values()])

@@ -290,7 +290,7 @@ class StatisticsBuffer:
             fused: Whether layers share buckets.
             kind: The kind of the sums in `Communicator.traffic`.
         """
-        self._groups = [group for group in groups if group.role.captures or group.role.keeps_averages]
+        self._groups = [group for group in groups if group.role.accumulates or group.role.keeps_averages]
         self._fused, self._kind = fused, kind
         self.skip_step: Tensor | None = None
         self._members = {member.layer.name: (group, member) for group in self._groups for member in group.members}
@@ -317,9 +317,9 @@ class StatisticsBuffer:
         for name, statistics in specs.items():
             group, member = self._members[name]
             if self._fused:
-                seat = group.role.seat
-                destination = None if seat.sums == "all" else seat.workers
-                key: object = (group.dtype, group.device, seat.sums, destination)
+                assignment = group.role.assignment
+                destination = None if assignment.sums == "all" else assignment.workers
+                key: object = (group.dtype, group.device, assignment.sums, destination)
             else:
                 key = name if on_host(group.device) else id(group)
             buckets.setdefault(key, []).append((group, member, statistics))
@@ -374,10 +374,10 @@ class StatisticsBuffer:
         """Sum the closed buckets over the ranks in place, sent in the dtype `wire` if it is narrower."""
         to_workers: dict[object, list[Bucket]] = {}
         for bucket in self._buckets:
-            if bucket.role.seat.sums == "all":
+            if bucket.role.assignment.sums == "all":
                 bucket.post(runtime, wire, runtime.group)
                 bucket.wait()
-            elif bucket.role.seat.sums == "worker" and runtime.ranks > 1:
+            elif bucket.role.assignment.sums == "worker" and runtime.ranks > 1:
                 buffer = bucket.allocate()
                 to_workers.setdefault((buffer.dtype, buffer.device), []).append(bucket)
         for buckets in to_workers.values():

@@ -167,7 +167,7 @@ class QuadraticModel:
 
 def accountants(groups: Sequence[BlockGroup]) -> list[int]:
     """Return the rank that evaluates each group in sums over all parameters: one of its workers, in turn."""
-    workers = [group.role.seat.workers for group in groups]
+    workers = [group.role.assignment.workers for group in groups]
     return [ranks[index % len(ranks)] for index, ranks in enumerate(workers)]
 
 

@@ -22,32 +22,39 @@ def assign(
     placement: Placement,
     works: Mapping[Key, LayerDemand],
     ranks: int,
-    seated: Mapping[Key, Assignment],
+    previous: Mapping[Key, Assignment],
     cycle: Cycle,
 ) -> Plan[Key]:
     """Return the plan of one placement other than "auto", as `natgrad.distributed.make_plan` describes."""
     speeds = placement.speed_of(ranks)
     columns = ranks // placement.workers(ranks)
     workers = [tuple(range(column, ranks, columns)) for column in range(columns)]
-    seats = {key: Assignment((), {}, _sums(placement, work, ranks // columns)) for key, work in works.items()}
+    assignments = {key: Assignment((), {}, _sums(placement, work, ranks // columns)) for key, work in works.items()}
     note = f"placement {placement}"
-    plan: Plan[Key] = Plan(placement, ranks, columns, seats, works, weigh(placement, works, seats, cycle), note)
-    column_of = _columns(plan, workers, speeds, seated)
+    plan: Plan[Key] = Plan(
+        placement, ranks, columns, assignments, works, weigh(placement, works, assignments, cycle), note
+    )
+    column_of = _columns(plan, workers, speeds, previous)
     owners = _owners(plan, column_of, workers, speeds)
     return replace(
         plan,
-        seats={key: replace(seat, workers=workers[column_of[key]], owners=owners[key]) for key, seat in seats.items()},
+        seats={
+            key: replace(assignment, workers=workers[column_of[key]], owners=owners[key])
+            for key, assignment in assignments.items()
+        },
     )
 
 
 def weigh(
-    placement: Placement, works: Mapping[Key, LayerDemand], seats: Mapping[Key, Assignment], cycle: Cycle
+    placement: Placement, works: Mapping[Key, LayerDemand], assignments: Mapping[Key, Assignment], cycle: Cycle
 ) -> dict[Key, float]:
     """Return the work of each layer between two inverse refreshes: the measured cost, otherwise the modelled one.
 
     Modelled costs are scaled to the unit of the measured ones.
     """
-    modelled = {key: work.cost + _construction(placement, key, work, seats[key], cycle) for key, work in works.items()}
+    modelled = {
+        key: work.cost + _construction(placement, key, work, assignments[key], cycle) for key, work in works.items()
+    }
     costs = placement.costs or {}
     measured = {key: costs[str(key)] for key in works if str(key) in costs}
     total = sum(modelled[key] for key in measured)
@@ -55,12 +62,12 @@ def weigh(
     return {key: measured.get(key, work * unit) for key, work in modelled.items()}
 
 
-def _construction(placement: Placement, key: Key, work: LayerDemand, seat: Assignment, cycle: Cycle) -> float:
+def _construction(placement: Placement, key: Key, work: LayerDemand, assignment: Assignment, cycle: Cycle) -> float:
     """Return the work of building a layer's factors, in multiply-adds of decompositions.
 
     It is 0 if all ranks build them, because each then has the same share, or if positions are unknown.
     """
-    if placement.positions is None or seat.sums != "alone":
+    if placement.positions is None or assignment.sums != "alone":
         return 0.0
     products = work.sums * placement.positions.get(str(key), 0.0) * cycle.inverses / cycle.factors
     return products * placement.link.speed / placement.link.products
@@ -76,21 +83,25 @@ def _sums(placement: Placement, work: LayerDemand, workers: int) -> Destination:
 
 
 def _columns(
-    plan: Plan[Key], workers: Sequence[Sequence[int]], speeds: Sequence[float], seated: Mapping[Key, Assignment]
+    plan: Plan[Key], workers: Sequence[Sequence[int]], speeds: Sequence[float], previous: Mapping[Key, Assignment]
 ) -> dict[Key, int]:
     """Return the column of each layer: the previous one, that of the rule, the next in turn, or the least loaded."""
     known = {tuple(ranks): column for column, ranks in enumerate(workers)}
-    kept = {key: known[seated[key].workers] for key in plan.seats if key in seated and seated[key].workers in known}
+    kept = {
+        key: known[previous[key].workers]
+        for key in plan.assignments
+        if key in previous and previous[key].workers in known
+    }
     rule = plan.placement.rule
     chosen = rule.columns({str(key): work for key, work in plan.layers.items()}, len(workers))
-    for key in plan.seats:
+    for key in plan.assignments:
         if key not in kept and str(key) in chosen:
             column = chosen[str(key)]
             fits = isinstance(column, int) and 0 <= column < len(workers)
             require(fits, f"{rule.name}.columns()[{key!r}]", column, f"a whole number below {len(workers)}")
             kept[key] = column
     if plan.placement.owners == "round-robin":
-        return {key: kept.get(key, index % len(workers)) for index, key in enumerate(plan.seats)}
+        return {key: kept.get(key, index % len(workers)) for index, key in enumerate(plan.assignments)}
     column_of, weights = dict(kept), plan.weights
     load = _Load(range(len(workers)), [sum(speeds[rank] for rank in ranks) for ranks in workers])
     # Sorted, because floating-point sums depend on the order, and the order of layers may differ.

@@ -24,7 +24,7 @@ def make_plan(
     placement: Placement,
     works: Mapping[Key, LayerDemand],
     ranks: int,
-    seated: Mapping[Key, Assignment] | None = None,
+    previous: Mapping[Key, Assignment] | None = None,
     cycle: Cycle | None = None,
 ) -> Plan[Key]:
     """Assign the layers to ranks.
@@ -39,7 +39,7 @@ def make_plan(
         placement: The options.
         works: The demand of each layer, in the order of the model; equal on all ranks.
         ranks: The number of ranks, P >= 1.
-        seated: The assignments of layers that keep their workers.
+        previous: The assignments of layers that keep their workers.
         cycle: The intervals of factors and inverses, for "auto" and the balance of "dp".
 
     Returns:
@@ -57,12 +57,12 @@ def make_plan(
     require(ranks % nodes == 0, "nodes", nodes, f"a number that divides the {ranks} ranks")
     for name in ("costs", "positions"):
         unknown = set(getattr(placement, name) or ()) - set(map(str, works))
-        require(bool(seated) or not unknown, name, sorted(unknown)[:5], "numbers by the keys of the model's layers")
+        require(bool(previous) or not unknown, name, sorted(unknown)[:5], "numbers by the keys of the model's layers")
     cycle = cycle or Cycle()
     if placement.name == "auto":
-        return _cheapest(placement, works, ranks, seated or {}, cycle)
-    plan = assign(placement, works, ranks, seated or {}, cycle)
-    _check_memory(placement, [] if seated else [plan])  # a layer added during training raises no error
+        return _cheapest(placement, works, ranks, previous or {}, cycle)
+    plan = assign(placement, works, ranks, previous or {}, cycle)
+    _check_memory(placement, [] if previous else [plan])  # a layer added during training raises no error
     return plan
 
 
@@ -104,7 +104,7 @@ def _products(plan: Plan[Key]) -> float:
     """Return the seconds of preconditioning on the rank that finishes last."""
     speeds = plan.placement.speed_of(plan.ranks)
     work = [0.0] * plan.columns
-    for key in plan.seats:
+    for key in plan.assignments:
         work[plan.column_of(key)] += plan.layers[key].solve
     return max(work[rank % plan.columns] / speeds[rank] for rank in range(plan.ranks)) / plan.placement.link.products
 
@@ -152,12 +152,12 @@ def _reduction(plan: Plan[Key], cycle: Cycle) -> float:
 
 
 def _cheapest(
-    placement: Placement, works: Mapping[Key, LayerDemand], ranks: int, seated: Mapping[Key, Assignment], cycle: Cycle
+    placement: Placement, works: Mapping[Key, LayerDemand], ranks: int, previous: Mapping[Key, Assignment], cycle: Cycle
 ) -> Plan[Key]:
     """Return the plan of the cheapest placement that fits the memory and leaves the results unchanged."""
-    plans = [assign(candidate, works, ranks, seated, cycle) for candidate in _candidates(placement, ranks)]
+    plans = [assign(candidate, works, ranks, previous, cycle) for candidate in _candidates(placement, ranks)]
     if len(plans) == 1:
-        _check_memory(placement, [] if seated else plans)
+        _check_memory(placement, [] if previous else plans)
         return plans[0]
     fitting = [plan for plan in plans if placement.memory is None or _most_held(plan) <= placement.memory]
     _check_memory(placement, [] if fitting else plans)

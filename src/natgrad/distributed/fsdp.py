@@ -367,7 +367,7 @@ class RowSharding:
 
 
 # For each rank the index of its shard, and the replica that it belongs to.
-Seats = list[tuple[int, tuple[int, ...]]]
+RankPlaces = list[tuple[int, tuple[int, ...]]]
 
 
 class Holders:
@@ -379,49 +379,51 @@ class Holders:
     def __init__(self, runtime: Communicator) -> None:
         """Initialize an empty cache, which is valid while the meshes of parameters do not change."""
         self._runtime = runtime
-        self._known: dict[int, tuple[RowSharding, Seats]] = {}
-        self._seats: dict[tuple[int, int | None], Seats] = {}
+        self._known: dict[int, tuple[RowSharding, RankPlaces]] = {}
+        self._places: dict[tuple[int, int | None], RankPlaces] = {}
 
     def rows(self, slot: Slot, rank: int) -> range:
         """Return the rows that `rank` holds of a parameter, or of the part of it that belongs to the layer."""
         whole = slot_rows(slot)
         if not is_sharded(slot.parameter):
             return whole
-        sharding, seats = self._find(slot)
-        shard, _ = seats[rank]
+        sharding, places = self._find(slot)
+        shard, _ = places[rank]
         start = max(whole.start, sharding.start(shard))
         return range(start, max(start, min(whole.stop, sharding.start(shard + 1))))
 
     def peers(self, slot: Slot, rank: int) -> list[int]:
         """Return the ranks of the same replica of a sharded parameter as `rank`, in the order of their rows."""
-        _, seats = self._find(slot)
-        return sorted((peer for peer in range(len(seats)) if seats[peer][1] == seats[rank][1]), key=seats.__getitem__)
+        _, places = self._find(slot)
+        return sorted(
+            (peer for peer in range(len(places)) if places[peer][1] == places[rank][1]), key=places.__getitem__
+        )
 
     def share_replica(self, slot: Slot, rank: int, other: int) -> bool:
         """Return whether two ranks hold parts of the same replica of a sharded parameter."""
-        _, seats = self._find(slot)
-        return seats[rank][1] == seats[other][1]
+        _, places = self._find(slot)
+        return places[rank][1] == places[other][1]
 
-    def _find(self, slot: Slot) -> tuple[RowSharding, Seats]:
+    def _find(self, slot: Slot) -> tuple[RowSharding, RankPlaces]:
         key = id(slot.parameter)
         if key not in self._known:
             assert is_sharded(slot.parameter)
             sharding = RowSharding.of(slot.name, slot.parameter)
             form = id(sharding.mesh), sharding.axis
-            if form not in self._seats:
-                self._seats[form] = self._seated(sharding.mesh, sharding.axis)
-            self._known[key] = sharding, self._seats[form]
+            if form not in self._places:
+                self._places[form] = self._find_places(sharding.mesh, sharding.axis)
+            self._known[key] = sharding, self._places[form]
         return self._known[key]
 
-    def _seated(self, mesh: DeviceMesh, axis: int | None) -> Seats:
+    def _find_places(self, mesh: DeviceMesh, axis: int | None) -> RankPlaces:
         group = self._runtime.group
         assert group is not None
-        seats = []
+        places = []
         for rank in range(self._runtime.ranks):
             place = (mesh.mesh == dist.get_global_rank(group, rank)).nonzero()[0].tolist()
             replica = tuple(index for dimension, index in enumerate(place) if dimension != axis)
-            seats.append((0 if axis is None else place[axis], replica))
-        return seats
+            places.append((0 if axis is None else place[axis], replica))
+        return places
 
 
 def collect_rows(

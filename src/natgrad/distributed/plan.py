@@ -167,7 +167,7 @@ class Plan(Printed, Generic[Key]):
         placement: The placement, or the choice of "auto".
         ranks: The number of ranks, P.
         columns: The number of columns, q.
-        seats: The assignment of each layer.
+        seats: The assignment of each layer, also named `assignments`.
         layers: The demand of each layer.
         weights: The work of each layer, measured or modelled.
         note: The name of the placement, and the reason if "auto" has chosen it.
@@ -180,6 +180,11 @@ class Plan(Printed, Generic[Key]):
     layers: Mapping[Key, LayerDemand]
     weights: Mapping[Key, float]
     note: str = ""
+
+    @property
+    def assignments(self) -> Mapping[Key, Assignment]:
+        """The assignment of each layer."""
+        return self.seats
 
     def row(self, rank: int) -> range:
         """Return the ranks of the row of `rank`."""
@@ -196,7 +201,7 @@ class Plan(Printed, Generic[Key]):
 
     def column_of(self, key: Key) -> int:
         """Return the column of a layer."""
-        return self.seats[key].workers[0] % self.columns
+        return self.assignments[key].workers[0] % self.columns
 
     def is_gradient_worker(self, key: Key, rank: int) -> bool:
         """Return whether `rank` is a worker of a layer."""
@@ -204,11 +209,11 @@ class Plan(Printed, Generic[Key]):
 
     def keeps_averages(self, key: Key, rank: int) -> bool:
         """Return whether `rank` receives the sums of a layer and keeps their running averages."""
-        return self.seats[key].sums == "all" or self.is_gradient_worker(key, rank)
+        return self.assignments[key].sums == "all" or self.is_gradient_worker(key, rank)
 
-    def captures(self, key: Key, rank: int) -> bool:
+    def accumulates(self, key: Key, rank: int) -> bool:
         """Return whether the sums of a layer include the samples of `rank`."""
-        return self.seats[key].sums != "alone" or self.is_gradient_worker(key, rank)
+        return self.assignments[key].sums != "alone" or self.is_gradient_worker(key, rank)
 
     def traffic(self, samples: int | Sequence[int] | None = None) -> dict[Moment, dict[str, int]]:
         """Return the number of elements sent by all ranks, by moment and kind of message.
@@ -246,7 +251,7 @@ class Plan(Printed, Generic[Key]):
                 found["step"]["counters"] += self._served * (layer.blocks + 2)
                 if layer.replayed and layer.shards:  # the weights before and after the optimizer's step
                     copies = {"all": 2 * (self.ranks - 1), "worker": self.ranks - 1, "alone": 0}
-                    found["factors"]["replay"] += 2 * self._lacked(key) * bool(copies[self.seats[key].sums])
+                    found["factors"]["replay"] += 2 * self._lacked(key) * bool(copies[self.assignments[key].sums])
         return found
 
     def exchanges(
@@ -291,7 +296,7 @@ class Plan(Printed, Generic[Key]):
         everywhere, layers = 0, 0
         owned, counters = [0] * self.ranks, [0] * self.ranks
         for key, size in sizes.items() if self.ranks > 1 else ():
-            where = self.seats[key].sums if size else "alone"
+            where = self.assignments[key].sums if size else "alone"
             if where == "all":
                 everywhere, layers = everywhere + size, layers + 1
             elif where == "worker":
@@ -312,10 +317,10 @@ class Plan(Printed, Generic[Key]):
         `gathers`: for layers whose statistics are gathered; otherwise for all others.
         """
         sizes, flags = [0] * self.ranks, [0] * self.ranks
-        for key, seat in self.seats.items():
+        for key, assignment in self.assignments.items():
             layer = self.layers[key]
             kernel = layer.blocks * (self.ranks * self._selected(key, local)) ** 2
-            for part, owner in seat.owners.items() if gathers == (layer.rows is not None) else ():
+            for part, owner in assignment.owners.items() if gathers == (layer.rows is not None) else ():
                 if owner is not None:
                     sizes[owner] += (layer.results.get(part, 0) + kernel) * widths[key]
                     flags[owner] += layer.blocks
@@ -324,7 +329,7 @@ class Plan(Printed, Generic[Key]):
     def _selected(self, key: Key, local: Sequence[int]) -> int:
         """Return the number of rows of a layer that each rank sends; 0 if none are sent or samples are unknown."""
         rows = self.layers[key].rows
-        if rows is None or not local or self.seats[key].sums == "alone":
+        if rows is None or not local or self.assignments[key].sums == "alone":
             return 0
         return rows.share(float(sum(local)), max(local), self.ranks)
 
@@ -345,7 +350,7 @@ class Plan(Printed, Generic[Key]):
         P, n = self.ranks, self.ranks // self.columns
         found: dict[str, int] = {}
         for key, layer in self.layers.items():
-            if layer.rows is None or self.seats[key].sums == "alone":
+            if layer.rows is None or self.assignments[key].sums == "alone":
                 continue
             # All ranks receive the numbers of rows and samples, and workers whether each block is finite.
             found["counters"] = found.get("counters", 0) + P * (P - 1) * 2 + n * (P - 1) * layer.blocks
@@ -367,14 +372,14 @@ class Plan(Printed, Generic[Key]):
 
     def _shards_sent(self, key: Key) -> int:
         """Return the elements that a step sends for a sharded layer, to its workers and back."""
-        layer, served = self.layers[key], set(range(self.ranks)) - set(self.seats[key].workers)
+        layer, served = self.layers[key], set(range(self.ranks)) - set(self.assignments[key].workers)
         S = len(layer.shards)
         return self._lacked(key) + sum(layer.shards[rank % S] + layer.replicated for rank in served)
 
     def _lacked(self, key: Key) -> int:
         """Return the elements of a layer's sharded parameters that its workers do not hold, summed over workers."""
         shards = self.layers[key].shards
-        return sum(sum(shards) - shards[worker % len(shards)] for worker in self.seats[key].workers)
+        return sum(sum(shards) - shards[worker % len(shards)] for worker in self.assignments[key].workers)
 
     def held(self, rank: int) -> int:
         """Return the bytes of running averages and decompositions on `rank`."""
@@ -383,9 +388,11 @@ class Plan(Printed, Generic[Key]):
     @cached_property
     def _held(self) -> list[int]:
         """The bytes of running averages and decompositions on each rank of a column."""
-        held = [sum(self.layers[key].averages for key, seat in self.seats.items() if seat.sums == "all")] * self.columns
-        for key, seat in self.seats.items():
-            received = 0 if seat.sums == "all" else self.layers[key].averages
+        held = [
+            sum(self.layers[key].averages for key, assignment in self.assignments.items() if assignment.sums == "all")
+        ] * self.columns
+        for key, assignment in self.assignments.items():
+            received = 0 if assignment.sums == "all" else self.layers[key].averages
             held[self.column_of(key)] += received + self.layers[key].held
         return held
 
@@ -396,8 +403,8 @@ class Plan(Printed, Generic[Key]):
     @cached_property
     def _renewals(self) -> list[float]:
         renewals, everywhere = [0.0] * self.ranks, [0.0] * self.columns
-        for key, seat in self.seats.items():
-            for part, owner in seat.owners.items():
+        for key, assignment in self.assignments.items():
+            for part, owner in assignment.owners.items():
                 if owner is None:
                     everywhere[self.column_of(key)] += self.weight(key, part)
                     continue
@@ -414,4 +421,4 @@ class Plan(Printed, Generic[Key]):
 
     def __repr__(self) -> str:
         """Return the placement and the numbers of layers and ranks."""
-        return f"<Plan {self.placement}: {len(self.seats)} layers on {self.ranks} ranks>"
+        return f"<Plan {self.placement}: {len(self.assignments)} layers on {self.ranks} ranks>"

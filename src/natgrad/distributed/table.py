@@ -28,7 +28,7 @@ def render(plan: Plan[Any]) -> Table:
 
 def _ranks(plan: Plan[Any]) -> Table:
     rows = plan.ranks // plan.columns
-    title = f"{plan.placement}: {len(plan.seats)} layers on {plan.ranks} ranks ({rows} x {plan.columns})"
+    title = f"{plan.placement}: {len(plan.assignments)} layers on {plan.ranks} ranks ({rows} x {plan.columns})"
     table = Table(title=escape(title), caption=escape(plan.note) or None)
     table.add_column("rank")
     table.add_column("works for", justify="right")
@@ -37,7 +37,7 @@ def _ranks(plan: Plan[Any]) -> Table:
     table.add_column("holds", justify="right")
     total = sum(plan.weights.values()) or 1.0
     layers = [0] * plan.columns
-    for key in plan.seats:
+    for key in plan.assignments:
         layers[plan.column_of(key)] += 1
     tasks, shares = _tasks(plan), [plan.renewal(rank) / total for rank in range(plan.ranks)]
     if plan.ranks <= _RANKS:
@@ -59,9 +59,9 @@ def _ranks(plan: Plan[Any]) -> Table:
 def _tasks(plan: Plan[Any]) -> list[list[str]]:
     """Return the names of the tasks of each rank."""
     tasks: list[list[str]] = [[] for _ in range(plan.ranks)]
-    for key, seat in plan.seats.items():
-        for part in seat.owners:
-            for rank in seat.renewers(part):
+    for key, assignment in plan.assignments.items():
+        for part in assignment.owners:
+            for rank in assignment.renewers(part):
                 tasks[rank].append(f"{key}:{part}")
     return tasks
 
@@ -76,7 +76,7 @@ def _messages(plan: Plan[Any]) -> Table:
         sent = [elements.get(kind, 0) for elements in traffic.values()]
         if kind != "replay" or any(sent):
             table.add_row(kind, *(f"{elements:,}" if elements else "" for elements in sent))
-    if any(layer.rows and plan.seats[key].sums != "alone" for key, layer in plan.layers.items()):
+    if any(layer.rows and plan.assignments[key].sums != "alone" for key, layer in plan.layers.items()):
         table.caption = "and rows: plan.traffic(samples=...)"
     return table
 

@@ -83,7 +83,7 @@ class Epochs:
                     square += float(total.square().sum(dtype=torch.float64))
                     total.zero_()
             # Each of a layer's workers adds its share: all ranks go by the very same number.
-            workers = len(groups[0].role.seat.workers)
+            workers = len(groups[0].role.assignment.workers)
             self.norms = [*self.norms, runtime.totals([square / workers], "counters")[0] ** 0.5][-2:]
         self.epoch += 1
         self.before, self.rates, self.decayed = self.rates or self.before, [], False

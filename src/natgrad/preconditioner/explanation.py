@@ -126,7 +126,7 @@ def explain(parts: Parts) -> Explanation:
                         shape=slot.shape,
                         curvature=repr(group.curvature),
                         verdict="" if group.decisions is None else group.decisions.describe(layer),
-                        owners=dict(structure.plan.seats[layer.key].owners) if first else None,
+                        owners=dict(structure.plan.assignments[layer.key].owners) if first else None,
                         share=work * layer.blocks / total if first else 0.0,
                         time=layer.seconds / seconds if first and seconds else None,
                         bytes=group.bytes_per_block() * layer.blocks if first else 0,

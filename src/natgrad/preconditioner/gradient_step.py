@@ -103,7 +103,7 @@ class GradientStep:
             The rows by the parameter's ``id``, without plain parameters.
         """
         wanted = [
-            (slot, entry.group.role.seat.workers)
+            (slot, entry.group.role.assignment.workers)
             for entry in bucket
             for member in entry.members
             for slot in member.layer.slots

@@ -298,7 +298,7 @@ def _weights(groups: Sequence[BlockGroup], runtime: Communicator) -> dict[int, T
     """Return the parameters of the groups that this rank is a worker of ``[N, o, i]``, by the group's ``id``."""
     rows, slots = ParameterRows(runtime), [slot for group in groups for slot in slots_of(group)]
     held = {id(slot): rows_of(slot.name, slot.parameter.detach(), rows.held(slot)) for slot in slots}
-    return rows.gather_blocks([(group, group.role.seat.workers) for group in groups], held, "replay")
+    return rows.gather_blocks([(group, group.role.assignment.workers) for group in groups], held, "replay")
 
 
 def _whole_layers(flags: Sequence[tuple[BlockGroup, slice, Tensor]]) -> set[str]:

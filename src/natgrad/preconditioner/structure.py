@@ -61,7 +61,7 @@ class Structure:
         self._placement, self._rank, self._ranks = placement, rank, ranks
         self._refresh, self._reduces, self._factor = refresh, reduces, factor
         self._sharded = reshard(root.modules())
-        self._seated: dict[str, Assignment] = {}
+        self._assignments: dict[str, Assignment] = {}
         self._build()
         if refresh is not None:
             check_use(refresh, self.coverage.layers)
@@ -71,7 +71,7 @@ class Structure:
         self._signature = self.coverage.signature()
         self.plan = self._planned()
         check_combinations(self.coverage.layers, self.plan.placement, self._refresh, None, self._ranks)
-        self._seated.update(self.plan.seats)
+        self._assignments.update(self.plan.assignments)
         self.groups = group_layers(self.coverage.layers, self.precision, self.plan, self._rank, self._factor)
         if self._refresh is not None:
             self._prepare_refresh(self._refresh)
@@ -95,7 +95,7 @@ class Structure:
             for group in self.groups
             for member in group.members
         ]
-        return crc32(repr((str(self.plan.placement), self.plan.seats, sizes)).encode())
+        return crc32(repr((str(self.plan.placement), self.plan.assignments, sizes)).encode())
 
     def _planned(self) -> Plan[str]:
         works = {layer.key: demand_of(layer, curvature, self.precision) for layer, curvature in self.coverage.layers}
@@ -113,7 +113,7 @@ class Structure:
         looks = looks or (self._refresh is not None and self._refresh.share is not None)
         if placement.name == "auto" and (looks or (placement.link == Link() and _is_accelerated(self.coverage.layers))):
             placement = replace(placement, name="comm-opt")  # the costs known are those of a processor core
-        plan = make_plan(placement, works, self._ranks, self._seated, cycle)
+        plan = make_plan(placement, works, self._ranks, self._assignments, cycle)
         self._placement = plan.placement
         return plan
 
@@ -132,14 +132,14 @@ class Structure:
         if not self.is_outdated:
             return self
         other = copy(self)
-        other._seated = dict(self._seated)
+        other._assignments = dict(self._assignments)
         other.rebuild()
         return other
 
     def without_state(self) -> Structure:
         """Return one of the same layers, on the same ranks, whose blocks have no tensors yet."""
         other = copy(self)
-        other._seated = dict(self._seated)
+        other._assignments = dict(self._assignments)
         other._build()
         return other
 
@@ -171,7 +171,7 @@ def group_layers(
     groups: dict[tuple[object, ...], tuple[Curvature, list[Layer], RankRole, float]] = {}
     for layer, curvature in layers:
         parameter, role, own = layer.slots[0].parameter, RankRole.of(plan, layer.key, rank), factor(layer)
-        place = parameter.dtype, parameter.device, role.seat.workers, role.seat.sums
+        place = parameter.dtype, parameter.device, role.assignment.workers, role.assignment.sums
         key = (id(curvature), layer.outputs, layer.inputs, *place, own)
         groups.setdefault(key, (curvature, [], role, own))[1].append(layer)
     return [

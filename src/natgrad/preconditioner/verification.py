@@ -231,7 +231,7 @@ def _captured_by_owners(parts: Parts) -> list[set[str]]:
     """Return the layers whose statistics each rank captures. Empty: all ranks capture those of all."""
     plan, layers = parts.structure.plan, [layer for layer, _ in parts.structure.coverage.layers]
     captured = [
-        {layer.name for layer in layers if plan.captures(layer.key, rank)} for rank in range(parts.runtime.ranks)
+        {layer.name for layer in layers if plan.accumulates(layer.key, rank)} for rank in range(parts.runtime.ranks)
     ]
     return captured if any(len(names) < len(layers) for names in captured) else []
 

@@ -42,29 +42,29 @@ class RankRole:
     """The role of a rank for layers with the same workers.
 
     Attributes:
-        seat: The assignment of the layers, without owners.
+        assignment: The assignment of the layers, without owners.
         server: The worker that sends this rank the preconditioned gradients.
         is_gradient_worker: Whether this rank is a worker.
         keeps_averages: Whether this rank receives the sums and keeps their running averages.
-        captures: Whether the sums include the samples of this rank.
+        accumulates: Whether the sums include the samples of this rank.
     """
 
-    seat: Assignment
+    assignment: Assignment
     server: int
     is_gradient_worker: bool
     keeps_averages: bool
-    captures: bool
+    accumulates: bool
 
     @classmethod
     def of(cls, plan: Plan[str], key: str, rank: int) -> RankRole:
         """Return the role of a rank for a layer of a plan."""
-        seat = plan.seats[key]
+        assignment = plan.assignments[key]
         return cls(
-            seat=Assignment(seat.workers, {}, seat.sums),
+            assignment=Assignment(assignment.workers, {}, assignment.sums),
             server=plan.server(key, rank),
             is_gradient_worker=plan.is_gradient_worker(key, rank),
             keeps_averages=plan.keeps_averages(key, rank),
-            captures=plan.captures(key, rank),
+            accumulates=plan.accumulates(key, rank),
         )
 
 

@@ -77,7 +77,9 @@ class Inspection:
         """
         if captured and not self._has_changed:
             # A rank that only uses its own samples may have gradients of samples that it has not captured.
-            complete = (group for group in groups if group.role.keeps_averages and group.role.seat.sums != "alone")
+            complete = (
+                group for group in groups if group.role.keeps_averages and group.role.assignment.sums != "alone"
+            )
             received = (member.layer for group in complete for member in group.members)
             unseen = (layer for layer in received if layer.key not in seen)
             self._uncalled = {layer.key for layer in unseen if _has_gradient(layer)}

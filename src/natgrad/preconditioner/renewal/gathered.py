@@ -102,7 +102,7 @@ class RowRenewal:
             Whether any block of this rank's layers was renewed.
         """
         gathers = rows.origin.pools_ranks and self.runtime.ranks > 1
-        batches = self._batches([group for group in groups if group.role.captures], rows, shares, gathers=gathers)
+        batches = self._batches([group for group in groups if group.role.accumulates], rows, shares, gathers=gathers)
         if not batches:
             return False
         for batch in batches:
@@ -141,7 +141,7 @@ class RowRenewal:
             counts = [int(numbers[index]) for numbers in found]
             if samples <= 0 or max(counts) == 0:
                 continue
-            origin, owner = rows.origin, self.plan.seats[member.layer.key].owners["M"]
+            origin, owner = rows.origin, self.plan.assignments[member.layer.key].owners["M"]
             # A worker that uses only its own rows selects as many as if all ranks had as many samples.
             every = samples * (1 if origin.pools_ranks else origin.ranks)
             share = group.curvature.rows_per_rank(every, max(counts), origin.ranks)

@@ -220,7 +220,7 @@ def jobs_of(
                 due = member.layer.key in keys and (member.layer.key, task.name) not in kept
                 if not due or begun != replayed:
                     continue
-                owner, last = plan.seats[member.layer.key].owners[task.name], jobs[-1] if jobs else None
+                owner, last = plan.assignments[member.layer.key].owners[task.name], jobs[-1] if jobs else None
                 place = owner, group, task, member.start
                 if last is not None and (last.owner, last.group, last.task, last.stop) == place:
                     last.stop = member.stop

@@ -141,7 +141,7 @@ class RefreshScheduler:
         """Record the end of the renewal of the layers that `select_layers` returned."""
         for layer in layer_decisions(groups, keys):
             work = self._work_shares.get(layer.key, 1.0) * plan.weights[layer.key]
-            self._local_times.work += work / len(plan.seats[layer.key].workers)
+            self._local_times.work += work / len(plan.assignments[layer.key].workers)
             layer.state.end_renewal(layer.index, failed=any(layer.group.failures.failed_refreshes[layer.member.blocks]))
 
     def find_stopped(self, groups: Sequence[BlockGroup]) -> None:
@@ -271,7 +271,7 @@ def _share_decisions(groups: Sequence[BlockGroup], runtime: Communicator) -> Non
     if not decided:
         return
     numbers = [
-        state.numbers if group.role.seat.workers[0] == runtime.rank else torch.zeros_like(state.numbers)
+        state.numbers if group.role.assignment.workers[0] == runtime.rank else torch.zeros_like(state.numbers)
         for group, state in decided
     ]
     message = torch.cat(numbers).flatten().to(groups[0].device)
