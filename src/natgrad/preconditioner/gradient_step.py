@@ -11,6 +11,7 @@ from torch import Tensor
 from natgrad.capture.reductions import Count
 from natgrad.distributed.fsdp import collect_rows, held_rows
 from natgrad.layers import Slot
+from natgrad.linalg.device import known_all
 from natgrad.linalg.joined import joined, parted, together
 from natgrad.preconditioner.epochs import add_gradients
 from natgrad.preconditioner.gradients.sharing import share
@@ -114,9 +115,11 @@ class GradientStep:
         """Make gradients that are not finite zero, and count them and the layers that fell back."""
         for some in together(entries, lambda entry: (entry.inner.device, None)):
             inner = [entry.inner for entry in some]
-            for entry, finite in zip(some, parted(joined(inner).isfinite(), inner), strict=True):
-                entry.finite = finite
-                entry.clear_(~finite)
+            finite = joined(inner).isfinite()
+            for entry, values in zip(some, parted(finite, inner), strict=True):
+                entry.finite = values
+            for entry in () if known_all(finite) else some:
+                entry.clear_(~entry.finite)
         self._parts.watch.saw_gradients([Trouble(entry.group, entry.blocks, ~entry.finite) for entry in entries])
         self._parts.watch.saw_levels([(entry.group, entry.members, entry.layer_levels) for entry in entries])
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.linalg import tensor_on
+from natgrad.linalg.device import on_host
 
 # The statistics of a block since its last renewal: 0 for none, _BAD for only non-finite ones, _FINE for finite ones.
 _BAD, _FINE = 1, 2
@@ -40,7 +41,7 @@ class FailureState:
         norm: Running average of ‖V‖ ``[N]``, 0 before the first step. None: not allocated.
         invalid: Blocks whose current inverse gave a non-finite or non-descent direction ``[N]`` (bool). Cleared by the
             next successful decomposition. None: not allocated.
-        has_invalid: Whether the host has read that a block is `invalid`.
+        has_invalid: Whether the host has read that a block is `invalid`; on a CPU, whether one may be.
         last: The keys of layers and their levels ``[m]`` in the last step. None: all were fresh.
     """
 
@@ -140,7 +141,7 @@ class FailureState:
         self.allocate_norm(torch.empty(0, dtype=dtype, device=device))[blocks] = norm.to(device, dtype)
         self.allocate_invalid(device)[blocks] = invalid.to(device, torch.bool)
         self._allocate_seen(device)[blocks] = seen.to(device, torch.int8)
-        self.has_invalid = self.has_invalid or bool(known.any())
+        self.has_invalid = self.has_invalid or bool((known | invalid if on_host(device) else known).any())
         for counts, loaded in zip(self._failures.values(), failures, strict=True):
             counts[blocks] = loaded.tolist()
         self._count()

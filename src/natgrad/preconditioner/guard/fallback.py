@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from natgrad.linalg import tensor_on
-from natgrad.linalg.device import on_host
+from natgrad.linalg.device import known_all, on_host
 from natgrad.linalg.joined import joined, parted, write_
 from natgrad.preconditioner.guard.guard import Guard
 from natgrad.state.failures import FailureState, Level
@@ -71,14 +71,17 @@ class FallbackPolicy:
         inner, levels = joined(inners), joined([entry.levels for entry in entries])
         square = joined([dots(entry.W, entry.W) for entry in entries])
         finite = square < math.inf
+        sound = _is_sound(inner, square, definite=entries[0].group.curvature.positive_definite)
         natural = finite & ((levels == Level.FRESH) | (levels == Level.STALE))
-        for entry in entries:
-            entry.group.failures.has_invalid = self._knows_of_invalid(entry.group.failures, waits=waits)
+        any_invalid = any(entry.group.failures.has_invalid for entry in entries)
+        if not self.measures and not any_invalid and known_all(natural & sound):
+            return
         known = [(entry.group.failures.allocate_invalid(inner.device), entry.blocks) for entry in entries]
         invalid = joined([flags[blocks] for flags, blocks in known])
-        definite = entries[0].group.curvature.positive_definite
-        invalid = invalid | (natural & ~_is_sound(inner, square, definite=definite))
+        invalid = invalid | (natural & ~sound)
         write_(known, invalid)
+        for entry in entries:
+            entry.group.failures.has_invalid = self._knows_of_invalid(entry.group.failures, waits=waits)
         if self.measures:
             self._measure(entries, natural & ~invalid)
         lost = (natural & invalid) | (finite & (levels == Level.DIAGONAL))
