@@ -1,21 +1,27 @@
 """Runs of the program on real gloo ranks, started by torch's elastic launcher."""
 
+import ipaddress
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from natgrad.training import checkpoint
+from natgrad.training.display import Silent
 from natgrad.training.job import Job
 from natgrad.training.launch import RankError, launch
+from natgrad.training.loop import Training
 from natgrad.training.result import read_points
 from natgrad.training.run import Output, train
 from natgrad.training.world import join
@@ -86,6 +92,63 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
     result = train(replace(job, epochs=2), Output(folder=tmp_path), resume=True)
     assert [point.step for point in result.points] == [7, 14]
     assert result.preconditioner["step"] == 14
+
+
+def listening(process):
+    """Return the addresses that a process listens on."""
+    links = [os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir() if path.is_symlink()]
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            local, state, inode = (line.split()[column] for column in (1, 3, 9))
+            if state == "0A" and f"socket:[{inode}]" in links:
+                words = bytes.fromhex(local.partition(":")[0])  # in the byte order of the machine
+                numbers = struct.unpack(f"={len(words) // 4}I", words)
+                found.append(ipaddress.ip_address(struct.pack(f">{len(numbers)}I", *numbers)))
+    return found
+
+
+def addresses_of_a_run(job, launcher):
+    """Run a job as a rank; return the addresses on which its rank and launcher listen, and the network interface."""
+    with join("cpu") as world:
+        training = Training(job, world, observer=Silent(), stop=lambda: False)
+        training.run()
+        found = listening(os.getpid()), listening(launcher)
+        world.agree(0)
+    return *found, os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def test_a_run_listens_on_the_loopback_address_only():
+    """Global group, groups of nodes and store; `0.0.0.0` would be every interface."""
+    job = Job(task="tabular", steps=2, workers=2, averaging="daso", nodes=2).resolved()
+    rank, launcher, interface = launch(addresses_of_a_run, job, os.getpid(), workers=2)
+    assert rank
+    assert launcher
+    assert all(address.is_loopback for address in [*rank, *launcher])
+    assert interface in ("lo", "lo0")
+
+
+def interface_of_a_rank():
+    return os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def test_another_interface_is_used_where_it_is_named():
+    name = socket.if_nameindex()[-1][1]
+    assert launch(interface_of_a_rank, workers=2, interface=name) == name
+
+
+def steps_of_checkpoints(job):
+    with join("cpu") as world, mock.patch("natgrad.training.loop._LONGEST_WITHOUT_CHECKPOINT", 0.0):
+        saved = []
+        Training(
+            job, world, observer=Silent(), stop=lambda: False, save=lambda run: saved.append(run.position.step)
+        ).run()
+        return world.totals(*saved)
+
+
+def test_all_ranks_agree_on_a_checkpoint_within_a_pass():
+    """Whose time is rank 0's."""
+    assert launch(steps_of_checkpoints, Job(task="tabular", epochs=1, workers=2).resolved(), workers=2) == [4, 14]
 
 
 @contextmanager

@@ -1,4 +1,5 @@
 import itertools
+from copy import deepcopy
 
 import pytest
 import torch
@@ -134,3 +135,24 @@ def test_checkpoints_are_spaced_in_time_and_the_end_has_one():
     training(Job(task="tabular", epochs=3), save=lambda run: frequent.append(run.position.step), save_seconds=0).run()
     assert rare == [21]
     assert frequent == [7, 14, 21, 21]
+
+
+def test_a_long_pass_is_interrupted_for_a_first_checkpoint_that_changes_nothing(monkeypatch):
+    """Later ones keep the distance of the user's, here never."""
+    job = Job(task="tabular", epochs=2, **KFAC)
+    straight = training(job)
+    expected = straight.run()
+    monkeypatch.setattr("natgrad.training.loop._LONGEST_WITHOUT_CHECKPOINT", 0.0)
+    states = []
+    run = training(job, save=lambda run: states.append((run.position.step, deepcopy(run.state_dict()))))
+    result = run.run()
+    assert [step for step, _ in states] == [2, 14]  # heard a step later, and at the end
+    assert [point.loss for point in result.points] == [point.loss for point in expected.points]
+    assert torch.equal(parameters(run), parameters(straight))
+
+    resumed = training(job)
+    state = states[0][1]
+    state["optimizer"]["state"] = {str(key): value for key, value in state["optimizer"]["state"].items()}
+    resumed.load_state_dict(state)
+    assert [point.loss for point in resumed.run().points] == [point.loss for point in expected.points]
+    assert torch.equal(parameters(resumed), parameters(straight))

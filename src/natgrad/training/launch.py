@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from torch.distributed import DistError
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from natgrad.errors import NatgradError
+from natgrad.errors import NatgradError, require
 
 from .warm import start_fork_server
 from .world import launched
@@ -32,6 +42,9 @@ _MONITOR_SECONDS = 0.05
 # that it sees, and the cause is another rank's; a busy machine may delay its check by seconds.
 _LOST_SECONDS = 10.0
 
+# The address of the store that the ranks of one machine meet at. Torch's own rendezvous listens on all interfaces.
+_LOOPBACK = "127.0.0.1"
+
 # The exit code of a process that a signal has stopped, as in shells.
 INTERRUPTED = 130
 
@@ -44,7 +57,29 @@ class StoppedError(NatgradError):
     """A signal stopped the launcher and its ranks."""
 
 
-def launch(function: Callable[..., T], *arguments: object, workers: int, own_process: bool = False) -> T:
+def loopback_interface() -> str:
+    """Return the name of the network interface that does not leave this machine."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def check_interface(name: str) -> None:
+    """Check the name of a network interface.
+
+    Raises:
+        ValueError: This machine has no such interface, or an outer launcher has chosen one.
+    """
+    require(not launched(), "interface", name, "left out under an outer launcher such as torchrun")
+    names = [known for _, known in socket.if_nameindex()]
+    require(name in names, "interface", name, f"one of {', '.join(names)}")
+
+
+def launch(
+    function: Callable[..., T],
+    *arguments: object,
+    workers: int,
+    own_process: bool = False,
+    interface: str | None = None,
+) -> T:
     """Run a function on every rank and return the value of rank 0.
 
     Under an outer launcher such as torchrun this process is already a rank and calls the function directly.
@@ -54,6 +89,7 @@ def launch(function: Callable[..., T], *arguments: object, workers: int, own_pro
         *arguments: Passed to every rank.
         workers: The number of ranks on this machine, with one thread each.
         own_process: Start a new process for a single rank, too, so that its memory is measured separately.
+        interface: The network interface of the connections between ranks; None: the loopback interface.
 
     Raises:
         RankError: A rank failed.
@@ -67,9 +103,8 @@ def launch(function: Callable[..., T], *arguments: object, workers: int, own_pro
         max_nodes=1,
         nproc_per_node=workers,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        rdzv_backend=_Rendezvous.NAME,
+        local_addr=_LOOPBACK,
         start_method="forkserver",
         max_restarts=0,
         monitor_interval=_MONITOR_SECONDS,
@@ -77,7 +112,9 @@ def launch(function: Callable[..., T], *arguments: object, workers: int, own_pro
     )
     with _restored_signals(), _silenced_logging():
         try:
-            returned: dict[int, T] = elastic_launch(config, _run_rank)(function, *arguments)
+            returned: dict[int, T] = elastic_launch(config, _run_rank)(
+                interface or loopback_interface(), function, *arguments
+            )
         except SignalException as error:
             raise StoppedError(f"stopped by {error.sigval.name}") from error
         except ChildFailedError as error:
@@ -87,14 +124,67 @@ def launch(function: Callable[..., T], *arguments: object, workers: int, own_pro
     return returned[0]
 
 
-def _run_rank(function: Callable[..., T], *arguments: object) -> T:
+def _run_rank(interface: str, function: Callable[..., T], *arguments: object) -> T:
     """Call a function; if its connection is lost, wait, so that the launcher sees the cause first."""
+    for backend in ("GLOO", "NCCL"):
+        os.environ[f"{backend}_SOCKET_IFNAME"] = interface
     try:
         return function(*arguments)
     except RuntimeError as error:
         if isinstance(error, DistError) or "gloo" in str(error):
             time.sleep(_LOST_SECONDS)
         raise
+
+
+class _Rendezvous(RendezvousHandler):
+    """The rendezvous of a single launcher: a store on the loopback address, which its ranks use too."""
+
+    NAME = "natgrad-loopback"
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        """Open the store on a free port."""
+        self._run_id = parameters.run_id
+        listener = socket.create_server((_LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self._address = RendezvousStoreInfo(_LOOPBACK, port)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether ranks connect to this store."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return the name of this kind of rendezvous."""
+        return self.NAME
+
+    def get_run_id(self) -> str:
+        """Return the identifier of the launch."""
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return the store; the launcher is alone."""
+        return RendezvousInfo(self._store, 0, 1, self._address)
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: no other launcher joins."""
+        return 0
+
+    def is_closed(self) -> bool:
+        """Return whether the rendezvous has ended."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: no other launcher joins."""
+
+    def shutdown(self) -> bool:
+        """Return whether everything is closed."""
+        return True
+
+
+rendezvous_handler_registry.register(_Rendezvous.NAME, _Rendezvous)
 
 
 def _describe(error: ChildFailedError) -> str:

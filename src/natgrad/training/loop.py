@@ -29,6 +29,10 @@ from .world import StepMessages, StepSummary, World
 
 _EVALUATION_BATCH = 512
 
+# The time without a checkpoint after which a pass is interrupted to save one. It leaves a minute to the step under way
+# and to writing, so that there is a first checkpoint after five minutes.
+_LONGEST_WITHOUT_CHECKPOINT = 240.0
+
 
 class Observer(Protocol):
     """Receives the progress of a run, on rank 0."""
@@ -74,7 +78,8 @@ class Training:
         observer: Receives the progress of the run.
         stop: Called after each step; returns whether this rank should stop.
         save: Called by every rank when a checkpoint is due; None for no checkpoints.
-        save_seconds: The least time between two checkpoints; the end of the run and a stop always save.
+        save_seconds: The least time between two checkpoints; the end of the run and a stop always save. Within a pass
+            a checkpoint is saved if there has been none for four minutes; after the first, for `save_seconds` too.
     """
 
     def __init__(
@@ -91,7 +96,7 @@ class Training:
         self.job, self.world, self.task = job, world, job.build_task()
         self.position, self.points = Position(), list[Point]()
         self._observer, self._stop, self._save, self._save_seconds = observer, stop, save, save_seconds
-        self._saved_at = perf_counter()
+        self._saved_at, self._unsaved_seconds = perf_counter(), _LONGEST_WITHOUT_CHECKPOINT
 
         self._train, self._test = self.task.datasets()
         self._sampler: DistributedSampler[Any] = DistributedSampler(
@@ -195,11 +200,19 @@ class Training:
                 break
             position.step += 1
             position.batch += 1
-            status = self._receive(messages.exchange(loss, len(indices) * self.world.size, self._stop()))
+            save = self._is_due(self._unsaved_seconds)
+            summary = messages.exchange(loss, len(indices) * self.world.size, stop=self._stop(), save=save)
+            status = self._receive(summary)
+            if status == "finished" and summary and summary.save and not self._pass_ended():
+                status = self._receive(messages.flush())
+                if status == "finished":
+                    position.seconds += perf_counter() - started
+                    self._save_checkpoint()
+                    started = perf_counter()
             if status != "finished":
                 break
         status = max(status, self._receive(messages.flush()), key=_SEVERITY.index)
-        ended = position.batch == len(self._batches) or position.step == self.total_steps
+        ended = self._pass_ended()
         if self.averager is not None and ended and status != "diverged":
             # All ranks must have equal parameters in an evaluation.
             try:
@@ -214,6 +227,21 @@ class Training:
             if self.preconditioner is not None:
                 self.preconditioner.next_epoch()
         return self._evaluate(status) if ended and status != "diverged" else status
+
+    def _pass_ended(self) -> bool:
+        """Return whether the pass over the training set or the run is complete."""
+        return self.position.batch == len(self._batches) or self.position.step == self.total_steps
+
+    def _is_due(self, seconds: float) -> bool:
+        """Return whether this is rank 0 and the last checkpoint is older than that."""
+        return self._save is not None and self.world.is_leader and perf_counter() - self._saved_at >= seconds
+
+    def _save_checkpoint(self) -> None:
+        """Save a checkpoint. Collective."""
+        assert self._save is not None
+        self._save(self)
+        self._saved_at = perf_counter()
+        self._unsaved_seconds = max(self._save_seconds, _LONGEST_WITHOUT_CHECKPOINT)
 
     def _receive(self, summary: StepSummary | None) -> Status:
         """Record the loss of a step, and return whether to go on."""
@@ -274,7 +302,7 @@ class Training:
         metric = self._metric()
         if not isfinite(metric):
             return "diverged"
-        due = self.world.is_leader and perf_counter() - self._saved_at >= self._save_seconds
+        due = self._is_due(self._save_seconds)
         peak, due_anywhere = self.world.maxima(memory.peak_bytes(self.world.device), due)
         point = Point(
             epoch=position.epoch,
@@ -292,9 +320,8 @@ class Training:
         position.loss_sum, position.samples, position.point_seconds = 0.0, 0, position.seconds
         if self.world.is_leader:
             self._observer.point(self, point)
-        if due_anywhere and status == "finished" and self._save is not None:
-            self._save(self)
-            self._saved_at = perf_counter()
+        if due_anywhere and status == "finished":
+            self._save_checkpoint()
         return status
 
     def _averaging(self) -> dict[str, float | str]:

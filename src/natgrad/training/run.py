@@ -19,7 +19,7 @@ from . import checkpoint
 from .build import rehearse
 from .display import display
 from .job import Job
-from .launch import INTERRUPTED, launch
+from .launch import INTERRUPTED, check_interface, launch
 from .loop import Observer, Training
 from .result import Point, Result, append_point, replace_text, write_points
 from .world import World, join, launched, stop_requests
@@ -35,7 +35,7 @@ class Output:
 
     Attributes:
         folder: The folder of configuration, metrics and checkpoints; None: no files.
-        save_seconds: The least time between two checkpoints.
+        save_seconds: The least time between two checkpoints; the first comes within five minutes.
         show: Whether to show the run on the terminal.
 
     Raises:
@@ -51,7 +51,9 @@ class Output:
         require(self.save_seconds >= 0, "save_seconds", self.save_seconds, "a number >= 0")
 
 
-def train(job: Job, output: Output, *, resume: bool = False, own_process: bool = False) -> Result:
+def train(
+    job: Job, output: Output, *, resume: bool = False, own_process: bool = False, interface: str | None = None
+) -> Result:
     """Train a job on its ranks and return the result.
 
     Args:
@@ -59,6 +61,8 @@ def train(job: Job, output: Output, *, resume: bool = False, own_process: bool =
         output: The output.
         resume: Continue from the newest checkpoint in the folder.
         own_process: Start a new process for a single rank, too.
+        interface: The network interface of the connections between ranks of this machine; None: the loopback interface,
+            which other machines cannot reach. Ranks of an outer launcher use what that launcher sets.
 
     Raises:
         ValueError: A setting is not allowed, the job does not fit the task's data, or the folder holds another run. No
@@ -66,11 +70,13 @@ def train(job: Job, output: Output, *, resume: bool = False, own_process: bool =
         RankError: A rank failed; the newest checkpoint is kept.
         StoppedError: A signal stopped the ranks started here, after they saved a checkpoint.
     """
+    if interface is not None:
+        check_interface(interface)
     job = job.resolved()
     rehearse(job)
     if output.folder is not None and int(os.environ.get("RANK", 0)) == 0:
         _prepare(output.folder, job, resume=resume)
-    return launch(_run_rank, job, output, resume, workers=job.workers, own_process=own_process)
+    return launch(_run_rank, job, output, resume, workers=job.workers, own_process=own_process, interface=interface)
 
 
 def read_job(folder: Path) -> Job:

@@ -119,11 +119,13 @@ class StepSummary:
         loss: Mean loss over the ranks.
         samples: Samples of all ranks.
         stop: Whether any rank should stop.
+        save: Whether a checkpoint is due.
     """
 
     loss: float
     samples: int
     stop: bool
+    save: bool
 
 
 class StepMessages:
@@ -134,10 +136,18 @@ class StepMessages:
         self._world = world
         self._sent: tuple[Tensor, Any, int] | None = None
 
-    def exchange(self, loss: Tensor, samples: int, stop: bool) -> StepSummary | None:
-        """Send this rank's loss and return the summary of the previous step, or None before the second step."""
+    def exchange(self, loss: Tensor, samples: int, *, stop: bool, save: bool) -> StepSummary | None:
+        """Send this rank's loss and return the summary of the previous step, or None before the second step.
+
+        Args:
+            loss: The mean loss of this rank.
+            samples: Samples of all ranks.
+            stop: Whether this rank should stop.
+            save: Whether this rank finds that a checkpoint is due.
+        """
         received = self.flush()
-        message = torch.stack([loss.detach().double() / self._world.size, loss.new_tensor(stop, dtype=torch.float64)])
+        flags = loss.new_tensor([stop, save], dtype=torch.float64)
+        message = torch.cat([loss.detach().double().view(1) / self._world.size, flags])
         work = dist.all_reduce(message, async_op=True) if self._world.size > 1 else None
         self._sent = message, work, samples
         return received
@@ -149,8 +159,8 @@ class StepMessages:
         (message, work, samples), self._sent = self._sent, None
         if work is not None:
             work.wait()
-        loss, stop = message.tolist()
-        return StepSummary(loss=loss, samples=samples, stop=stop > 0)
+        loss, stop, save = message.tolist()
+        return StepSummary(loss=loss, samples=samples, stop=stop > 0, save=save > 0)
 
 
 @contextmanager
