@@ -1,11 +1,15 @@
 import subprocess
 import sys
+import warnings
+from math import inf, isnan, nan
 
 import pytest
 import torch
 
+from natgrad import NatgradWarning
 from natgrad.training import checkpoint
 from natgrad.training.checkpoint import CheckpointError
+from tests.training import old_format
 
 STATE = {
     "model": {"layer.weight": torch.arange(6.0).view(2, 3), "scale": torch.tensor(3)},
@@ -19,43 +23,186 @@ STATE = {
 def same(first, second):
     if isinstance(first, torch.Tensor):
         return torch.equal(first, second) and first.dtype == second.dtype
+    if type(first) is not type(second):
+        return False
     if isinstance(first, dict):
-        return [str(key) for key in first] == list(second) and all(same(first[key], second[str(key)]) for key in first)
+        return list(first) == list(second) and all(same(first[key], second[key]) for key in first)
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(same, first, second))
     return first == second
 
 
+def saved(folder, step=1, state=STATE):
+    checkpoint.save(folder, step, state)
+    return checkpoint.latest(folder)
+
+
+def flip_a_bit(file, place=-1):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
 def test_what_was_saved_is_read_again(tmp_path):
-    checkpoint.save(tmp_path, 3, STATE)
-    loaded = checkpoint.load(checkpoint.latest(tmp_path))
-    assert same({key: STATE[key] for key in sorted(STATE)}, {key: loaded[key] for key in sorted(loaded)})
+    assert same(STATE, checkpoint.load(saved(tmp_path)))
 
 
-def test_only_the_newest_stays_and_half_written_ones_do_not_count(tmp_path):
-    for step in (2, 10):
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 3, -(2**70), 0.1, inf, -inf, "ü \n", "", [], (), {}, [1, (2.0, [None])], {0: "a", "0": "b"},
+        {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(2)},
+        {3: torch.ones(()), "3": torch.zeros(())},
+        torch.ones(2, 0, 3), torch.arange(6).view(2, 3).T, torch.tensor([nan, 1.0]).nan_to_num(nan=inf),
+        torch.tensor([1 + 2j]).conj(),
+        *(torch.tensor([0, 1, 1]).to(dtype) for dtype in (
+            torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool
+        )),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_kind_of_value_comes_back(tmp_path, value):
+    assert same(value, checkpoint.load(saved(tmp_path, state={"value": value}))["value"])
+
+
+def test_a_number_that_is_none_comes_back(tmp_path):
+    assert isnan(checkpoint.load(saved(tmp_path, state={"value": nan}))["value"])
+
+
+def test_tensors_that_share_memory_are_saved_apart(tmp_path):
+    whole = torch.arange(4.0)
+    state = {"whole": whole, "again": whole, "part": whole[1:3]}
+    assert same(state, {key: checkpoint.load(saved(tmp_path, state=state))[key] for key in state})
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({1, 2}, "value is a set"),
+        (b"bytes", "value is a bytes"),
+        ([1, object()], "value.1 is a object"),
+        ({"inner": print}, "value.inner is a builtin_function_or_method"),
+        ({1.5: 2}, "value has the key 1.5"),
+        ({True: 2}, "value has the key True"),
+        (torch.ones(2, dtype=torch.complex128), "value is a Tensor of torch.complex128"),
+        (torch.eye(2).to_sparse(), "torch.sparse_coo"),
+    ],
+    ids=str,
+)
+def test_other_values_are_a_clear_error_and_the_older_one_stays(tmp_path, value, named):
+    older = saved(tmp_path)
+    with pytest.raises(CheckpointError, match=f"step-000000002 could not be written: TypeError: .*{named}"):
+        checkpoint.save(tmp_path, 2, {"value": value})
+    assert list(tmp_path.iterdir()) == [older]
+
+
+def test_the_newest_two_stay_and_half_written_ones_do_not_count(tmp_path):
+    for step in (2, 8, 10):
         checkpoint.save(tmp_path, step, STATE)
     killed = tmp_path / "step-000000011.partial"
     killed.mkdir()
-    (killed / "__0_0.distcp").write_bytes(b"half of it")
+    (killed / "shared.safetensors").write_bytes(b"half of it")
     assert checkpoint.latest(tmp_path).name == "step-000000010"
     checkpoint.clean(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000000010"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000008", "step-000000010"]
 
 
 def test_there_may_be_none(tmp_path):
     assert checkpoint.latest(tmp_path) is None
     assert checkpoint.latest(tmp_path / "nowhere") is None
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        checkpoint.load_latest(tmp_path)
+
+
+FILES = ["shared.safetensors", "rank-0.safetensors", "SHA256SUMS"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("keep", [0.0, 0.5, None])
+def test_a_truncated_or_missing_file_is_a_clear_error(tmp_path, name, keep):
+    path = saved(tmp_path)
+    file = path / name
+    content = file.read_bytes()
+    file.unlink()
+    if keep is not None:
+        file.write_bytes(content[: int(keep * len(content))])
+    with pytest.raises(CheckpointError, match=f"step-000000001 is damaged or incomplete: .*{name}"):
+        checkpoint.load(path)
+
+
+def test_a_list_of_digests_that_lost_a_line_is_damaged(tmp_path):
+    path = saved(tmp_path)
+    file = path / "SHA256SUMS"
+    file.write_text("".join(line for line in file.read_text().splitlines(keepends=True) if "rank-0" not in line))
+    with pytest.raises(CheckpointError, match="SHA256SUMS is damaged"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("place", [2, -1])
+def test_one_flipped_bit_falls_back_to_the_checkpoint_before(tmp_path, name, place):
+    before = saved(tmp_path, 1, {**STATE, "progress": "before"})
+    path = saved(tmp_path, 2)
+    flip_a_bit(path / name, place - (name == "SHA256SUMS" and place < 0))  # not the end of the line
+    assert checkpoint.latest(tmp_path) == before
+    with pytest.warns(NatgradWarning, match=rf"step-000000002 is damaged .*{name}.* goes on from .* step 1$"):
+        state = checkpoint.load_latest(tmp_path)
+    assert state["progress"] == "before"
+
+
+def test_every_file_is_checked_even_if_no_rank_reads_it(tmp_path):
+    path = saved(tmp_path, state={**STATE, "ranks": {"0": {}, "7": {"seed": torch.ones(3)}}})
+    flip_a_bit(path / "rank-7.safetensors")
+    with pytest.raises(CheckpointError, match=r"rank-7\.safetensors is damaged"):
+        checkpoint.load(path)
+
+
+def test_if_all_are_damaged_the_error_names_each(tmp_path):
+    for step in (1, 2):
+        flip_a_bit(saved(tmp_path, step) / "shared.safetensors")
+    assert checkpoint.latest(tmp_path) is None
+    with pytest.raises(CheckpointError, match=r"step-000000002 is damaged .*step-000000001 is damaged"):
+        checkpoint.load_latest(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_replaced_by_that_of_a_run_that_went_on_from_the_one_before(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, STATE)
+    flip_a_bit(tmp_path / "step-000000003" / "shared.safetensors")
+    checkpoint.save(tmp_path, 3, {**STATE, "progress": "again"})
+    assert checkpoint.load(checkpoint.latest(tmp_path))["progress"] == "again"
+    flip_a_bit(tmp_path / "step-000000003" / "shared.safetensors")
+    checkpoint.save(tmp_path, 2, STATE)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000002"]
+
+
+def test_digests_are_those_of_sha256sum(tmp_path):
+    path = saved(tmp_path)
+    done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=path, capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == ["OK", "OK", "rank-0.safetensors:", "shared.safetensors:"]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path):
+    path = old_format.save(tmp_path, 4, STATE)
+    assert checkpoint.latest(tmp_path) == path
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = checkpoint.load_latest(tmp_path)
+    state = {**STATE, "optimizer": {**STATE["optimizer"], "state": {"0": STATE["optimizer"]["state"][0]}}}
+    assert same({key: state[key] for key in sorted(state)}, {key: loaded[key] for key in sorted(loaded)})
+    checkpoint.save(tmp_path, 5, loaded)
+    checkpoint.save(tmp_path, 6, loaded)
+    assert [checkpoint.step_of(each) for each in sorted(tmp_path.iterdir())] == [5, 6]
 
 
 @pytest.mark.parametrize("pattern", [".metadata", "*.distcp"])
 @pytest.mark.parametrize("keep", [0.0, 0.5])
-def test_a_truncated_one_is_a_clear_error(tmp_path, pattern, keep):
-    checkpoint.save(tmp_path, 1, STATE)
-    path = checkpoint.latest(tmp_path)
+def test_a_truncated_file_of_an_earlier_version_is_a_clear_error(tmp_path, pattern, keep):
+    path = old_format.save(tmp_path, 1, STATE)
     (file,) = path.glob(pattern)
     content = file.read_bytes()
     file.write_bytes(content[: int(keep * len(content))])
+    assert checkpoint.latest(tmp_path) is None
     with pytest.raises(CheckpointError, match="step-000000001 is damaged or incomplete"):
         checkpoint.load(path)
 

@@ -1,28 +1,33 @@
-"""Atomic checkpoints, written by `torch.distributed.checkpoint`."""
+"""Atomic checkpoints: a folder of safetensors files and their digests. Reading one runs no code from it."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from natgrad.errors import NatgradError
+from natgrad.errors import NatgradError, NatgradWarning
+
+from . import old_checkpoint, tensor_file
 
 _STEP, _PARTIAL = "step-", ".partial"
+_COMPLETE = re.compile(rf"{_STEP}\d{{9,}}")
 
-# A placeholder for an empty mapping, which DCP would drop.
-_EMPTY = "empty mapping"
+# The files of a checkpoint: the state that is the same on all ranks, the state of each rank, and the digests of both in
+# the format of `sha256sum`, after a line with their number.
+_SHARED, _RANK, _DIGESTS = "shared.safetensors", "rank-{}.safetensors", "SHA256SUMS"
+_COUNT = re.compile(r"# (\d+) files of a natgrad checkpoint")
+_DIGEST = re.compile(r"([0-9a-f]{64})  (shared|rank-\d+)\.safetensors")
+
+# The checkpoints that are kept: the newest, and the one before in case it is damaged.
+_KEPT = 2
 
 
 class CheckpointError(NatgradError):
@@ -30,35 +35,48 @@ class CheckpointError(NatgradError):
 
 
 def save(folder: Path, step: int, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint, then remove older ones. Collective.
+    """Write a checkpoint, then remove all others but the one before. Collective.
 
-    State shared by all ranks is written once; `state["ranks"]` holds the state of each rank, under its number.
+    State shared by all ranks is written by rank 0; `state["ranks"]` holds the state of this rank, under its number.
 
     Args:
         folder: The folder of checkpoints, each in a subfolder.
         step: Completed steps, the checkpoint's name.
-        state: Nested mappings of tensors and plain values.
+        state: What `tensor_file.write` takes.
 
     Raises:
-        CheckpointError: It could not be written; the older one is kept.
+        CheckpointError: It could not be written; older ones are kept. Raised on all ranks.
     """
     complete = _name(folder, step)
     partial = complete.with_name(complete.name + _PARTIAL)
+    rank, _ = _place()
+    parts = {_RANK.format(number): own for number, own in state.get("ranks", {}).items()}
+    if rank == 0:
+        parts[_SHARED] = {key: value for key, value in state.items() if key != "ranks"}
+    digests: dict[str, str] = {}
+    problem = None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the missing process group of a single process
-            save_distributed(_filled(state), checkpoint_id=partial)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            if complete.exists():  # a run that resumed and had nothing left to do
-                shutil.rmtree(partial)
-            else:
-                partial.replace(complete)
-            _sync(folder)
-            for older in _complete(folder)[:-1]:
-                shutil.rmtree(older)
-    except (CheckpointException, OSError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"checkpoint {complete} could not be written: {_reason(error)}") from error
+        partial.mkdir(parents=True, exist_ok=True)
+        for name, part in parts.items():
+            tensor_file.write(partial / name, part)
+            _sync(partial / name)
+            digests[name] = _digest(partial / name)
+    except Exception as error:  # all ranks must know
+        problem = _described(error)
+    answers = _gathered((digests, problem))
+    problem = next((problem for _, problem in answers if problem), None)
+    if rank == 0:
+        try:
+            if problem is None:
+                _write_digests(partial, {name: each for digests, _ in answers for name, each in digests.items()})
+                _complete(partial, complete)
+        except OSError as error:
+            problem = _described(error)
+        if problem is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+    problem = _gathered(problem)[0]
+    if problem is not None:
+        raise CheckpointError(f"checkpoint {complete} could not be written: {problem}")
 
 
 def clean(folder: Path) -> None:
@@ -68,9 +86,17 @@ def clean(folder: Path) -> None:
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in a folder, or None."""
-    complete = _complete(folder)
-    return complete[-1] if complete else None
+    """Return the newest checkpoint in a folder that is not damaged, or None. Reads all its files."""
+    for path in reversed(_all(folder)):
+        try:
+            if _is_old(path):
+                old_checkpoint.read(path, rank=0)
+            else:
+                _check(path, rank=0, ranks=1)
+        except Exception:  # a damaged file can raise anything
+            continue
+        return path
+    return None
 
 
 def step_of(path: Path) -> int:
@@ -79,75 +105,168 @@ def step_of(path: Path) -> int:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint. Collective.
+    """Read a checkpoint, after checking the digests of all its files. Collective.
 
     Returns:
         The saved state; `["ranks"]` holds the state of this rank, or nothing if fewer ranks saved it.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or incomplete.
+        CheckpointError: The checkpoint is damaged or incomplete. Raised on all ranks.
     """
-    rank = str(dist.get_rank()) if dist.is_initialized() else "0"
+    state, problem = dict[str, Any](), None
     try:
-        metadata = FileSystemReader(path).read_metadata()
-        paths = {key: place for key, place in metadata.planner_data.items() if place[0] != "ranks" or place[1] == rank}
-        entries = {key: metadata.state_dict_metadata[key] for key in paths}
-        flat: dict[str, Any] = {
-            key: torch.empty(entry.size, dtype=entry.properties.dtype)
-            if isinstance(entry, TensorStorageMetadata)
-            else None
-            for key, entry in entries.items()
-        }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            load_distributed(flat, checkpoint_id=path)
-    except (CheckpointException, Exception) as error:  # a damaged file can raise anything
-        raise CheckpointError(f"checkpoint {path} is damaged or incomplete: {_reason(error)}") from error
-    nested: dict[Any, Any] = {}
-    for key, place in paths.items():
-        inner = nested
-        for part in place[:-1]:
-            inner = inner.setdefault(part, {})
-        inner[place[-1]] = flat[key]
-    state: dict[str, Any] = _restored(nested)
+        state = _read(path, *_place())
+    except Exception as error:  # a damaged file can raise anything
+        problem = _described(error)
+    problem = next((each for each in _gathered(problem) if each), None)
+    if problem is not None:
+        raise CheckpointError(f"checkpoint {path} is damaged or incomplete: {problem}")
     return state
 
 
-def _filled(value: Any) -> Any:
-    """Replace empty mappings by a placeholder."""
-    if not isinstance(value, Mapping):
-        return value
-    return {key: _filled(inner) for key, inner in value.items()} or _EMPTY
+def load_latest(folder: Path) -> dict[str, Any]:
+    """Read the newest checkpoint in a folder that is not damaged. Collective.
+
+    Raises:
+        CheckpointError: There is none. Raised on all ranks.
+
+    Warns:
+        NatgradWarning: On rank 0, of each newer checkpoint that is damaged.
+    """
+    paths = _gathered(_all(folder))[0]
+    problems = []
+    for path in reversed(paths):
+        try:
+            state = load(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if _place()[0] == 0:
+            for problem in problems:
+                warnings.warn(
+                    f"{problem}; the run goes on from the checkpoint of step {step_of(path)}",
+                    NatgradWarning,
+                    stacklevel=2,
+                )
+        return state
+    raise CheckpointError("; ".join(problems) or f"no complete checkpoint in {folder}")
 
 
-def _restored(value: Any) -> Any:
-    """Undo `_filled`, and turn mappings with integer keys, which DCP makes of lists, into lists."""
-    if not isinstance(value, dict):
-        return {} if isinstance(value, str) and value == _EMPTY else value
-    inner = {key: _restored(part) for key, part in value.items()}
-    return [inner[key] for key in sorted(inner)] if all(isinstance(key, int) for key in inner) else inner
+# --- Files ----------------------------------------------------------------------------------------------------------
+
+
+def _is_old(path: Path) -> bool:
+    return not (path / _DIGESTS).exists() and (path / old_checkpoint.METADATA).exists()
+
+
+def _read(path: Path, rank: int, ranks: int) -> dict[str, Any]:
+    """Return the state of a rank in a checkpoint, after checking its digests."""
+    if _is_old(path):
+        return old_checkpoint.read(path, rank)
+    own = _RANK.format(rank)
+    is_saved = own in _check(path, rank, ranks)
+    state = tensor_file.read(path / _SHARED)
+    return state | {"ranks": {str(rank): tensor_file.read(path / own)} if is_saved else {}}
+
+
+def _check(path: Path, rank: int, ranks: int) -> dict[str, str]:
+    """Check the digests of the files that a rank reads, and of its share of the others; return all digests.
+
+    Raises:
+        ValueError: A file is damaged.
+    """
+    digests = _read_digests(path)
+    names = sorted(digests)
+    for name in {_SHARED, *(name for name in names if name == _RANK.format(rank)), *names[rank::ranks]}:
+        if _digest(path / name) != digests[name]:
+            raise ValueError(f"{name} is damaged: its digest is not the one in {_DIGESTS}")
+    return digests
+
+
+def _write_digests(partial: Path, digests: Mapping[str, str]) -> None:
+    for name in digests:
+        if not (partial / name).exists():
+            raise FileNotFoundError(f"rank 0 does not see {name}: all ranks must write to the same folder")
+    lines = [f"# {len(digests)} files of a natgrad checkpoint"]
+    lines += [f"{digest}  {name}" for name, digest in sorted(digests.items())]
+    (partial / _DIGESTS).write_text("\n".join(lines) + "\n")
+    _sync(partial / _DIGESTS)
+    _sync(partial)
+
+
+def _read_digests(path: Path) -> dict[str, str]:
+    """Return the digests of the files of a checkpoint.
+
+    Raises:
+        ValueError: The list is damaged.
+    """
+    first, *lines = (path / _DIGESTS).read_text().splitlines() or [""]
+    count, found = _COUNT.fullmatch(first), [_DIGEST.fullmatch(line) for line in lines]
+    digests = {f"{match[2]}.safetensors": match[1] for match in found if match}
+    if count is None or not int(count[1]) == len(lines) == len(digests) or _SHARED not in digests:
+        raise ValueError(f"{_DIGESTS} is damaged")
+    return digests
+
+
+def _complete(partial: Path, complete: Path) -> None:
+    """Give a checkpoint its name, and remove all others but the one before."""
+    if complete.exists():  # it is damaged, or the run resumed and had nothing left to do
+        replaced = complete.with_name(f"{complete.name}.replaced{_PARTIAL}")
+        complete.rename(replaced)
+        partial.rename(complete)
+        shutil.rmtree(replaced)
+    else:
+        partial.rename(complete)
+    _sync(complete.parent)
+    names = _all(complete.parent)
+    kept = [path for path in names if path <= complete][-_KEPT:]
+    for other in names:  # later ones were damaged, so that the run went on from an earlier one
+        if other not in kept:
+            shutil.rmtree(other)
+
+
+def _digest(path: Path) -> str:
+    digest = sha256()
+    with path.open("rb") as file:
+        while piece := file.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _name(folder: Path, step: int) -> Path:
     return folder / f"{_STEP}{step:09d}"
 
 
-def _complete(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob(f"{_STEP}*") if path.suffix != _PARTIAL)
+def _all(folder: Path) -> list[Path]:
+    """Return the complete checkpoints, the newest last."""
+    return sorted(path for path in folder.glob(f"{_STEP}*") if _COMPLETE.fullmatch(path.name) and path.is_dir())
 
 
-def _sync(folder: Path) -> None:
-    """Flush renames in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _reason(error: BaseException) -> str:
-    """Return the first cause, without the traceback that a `CheckpointException` carries."""
-    if isinstance(error, CheckpointException) and error.failures:
-        cause = next(iter(error.failures.values()))[0]
-        return f"{type(cause).__name__}: {cause}"
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+# --- Ranks ----------------------------------------------------------------------------------------------------------
+
+
+def _place() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _gathered(value: Any) -> list[Any]:
+    """Return the values of all ranks. Collective."""
+    ranks = _place()[1]
+    values = [value] * ranks
+    if ranks > 1:
+        dist.all_gather_object(values, value)
+    return values

@@ -170,6 +170,7 @@ class Training:
         trained = state if self.averager is None else own
         self.model.load_state_dict(trained["model"])
         optimizer = trained["optimizer"]
+        # Earlier versions saved integer keys as strings.
         optimizer["state"] = {int(index): state for index, state in optimizer["state"].items()}
         self.optimizer.load_state_dict(optimizer)
         self.scheduler.load_state_dict(state["scheduler"])

@@ -3,8 +3,7 @@
 import gc
 
 import sklearn.datasets  # noqa: F401
-import torch._dynamo  # DistributedDataParallel's first instance imports it, which takes a second or more
-import torch.distributed.checkpoint  # noqa: F401
+import torch._dynamo  # noqa: F401  # DistributedDataParallel imports it, which takes a second or more
 import torchmetrics  # noqa: F401
 
 from natgrad import tasks

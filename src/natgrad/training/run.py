@@ -93,7 +93,7 @@ def read_job(folder: Path) -> Job:
 
 
 def saved_step(folder: Path) -> int | None:
-    """Return the step of a run's newest complete checkpoint, or None if there is none."""
+    """Return the step of a run's newest checkpoint that is not damaged, or None if there is none."""
     path = checkpoint.latest(folder / CHECKPOINTS)
     return checkpoint.step_of(path) if path else None
 
@@ -155,11 +155,8 @@ def _save(folder: Path, world: World, training: Training) -> None:
 
 
 def _restore(training: Training, folder: Path, world: World) -> None:
-    """Load the newest checkpoint, and remove later points from the metrics."""
-    path = checkpoint.latest(folder / CHECKPOINTS)
-    if path is None:
-        raise checkpoint.CheckpointError(f"no complete checkpoint in {folder / CHECKPOINTS}")
-    training.load_state_dict(checkpoint.load(path))
+    """Load the newest checkpoint that is not damaged, and remove later points from the metrics."""
+    training.load_state_dict(checkpoint.load_latest(folder / CHECKPOINTS))
     if world.is_leader:
         write_points(folder / METRICS, training.points)
 
