@@ -248,7 +248,7 @@ def interrupt(case, at):
             training.preconditioner.state_dict(gather=True)
             before = {key: own["S"].clone() for key, own in training.preconditioner.state_dict()["blocks"].items()}
             training.preconditioner.step()
-            training.preconditioner.parts.background.fold(training.preconditioner.parts.watch)
+            training.preconditioner.parts.background.fold(training.preconditioner.parts.failure_counters)
             after = training.preconditioner.state_dict()["blocks"]
             unchanged = all(torch.equal(after[key]["S"], 0 * S) and not S.any() for key, S in before.items())
             training.optimizer.step()

@@ -82,7 +82,7 @@ def _settings(parts: Parts, damping: float) -> dict[str, str]:
         "scaling": parts.scaling.describe(),
         "refresh": str(parts.scheduler.rule.settings(progress.step)),
         "precision": str(parts.structure.precision),
-        "guard": str(parts.watch.guard),
+        "guard": str(parts.failure_counters.guard),
     }
 
 

@@ -29,7 +29,12 @@ class Decompositions:
         with parts.scheduler.timed("renewing", parts.spent), parts.progress.phase("renew", parts.runtime):
             try:
                 parts.background.collect(
-                    plan, parts.runtime, parts.watch, parts.progress, parts.structure.precision.wire, at_once=at_once
+                    plan,
+                    parts.runtime,
+                    parts.failure_counters,
+                    parts.progress,
+                    parts.structure.precision.wire,
+                    at_once=at_once,
                 )
             finally:
                 if not parts.background.keys:
@@ -88,7 +93,7 @@ class Decompositions:
                 if not parts.background.begin(*work, parts.progress) and decided:
                     parts.progress.renewed_inverses(reads)
                 return
-            updated = renew(*work, parts.watch, parts.structure.precision.wire, reads=reads)
+            updated = renew(*work, parts.failure_counters, parts.structure.precision.wire, reads=reads)
             scheduler.end_renewal(parts.groups, plan, keys)
             decided = decided or updated or rows_updated
             if parts.agreed(decided) if begins else decided or parts.shares_work:
@@ -106,7 +111,7 @@ class Decompositions:
             plan=parts.structure.plan,
             runtime=parts.runtime,
             epochs=parts.epochs,
-            watch=parts.watch,
+            failure_counters=parts.failure_counters,
             damping=damping,
             seed=parts.sampler.seed,
             step=parts.progress.step,

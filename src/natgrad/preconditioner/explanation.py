@@ -108,7 +108,7 @@ def explain(parts: Parts) -> Explanation:
     """Describe all parameters of a model."""
     structure, reductions, progress = parts.structure, parts.scaling.reductions, parts.progress
     seconds, reasons = progress.ended - progress.began, parts.inspection.reasons
-    preconditioned = parts.watch.preconditioned()
+    preconditioned = parts.failure_counters.preconditioned()
     total = sum(task.cost * group.size for group in structure.groups for task in group.tasks) or 1.0
     rows = [Row(parameter=left.parameter, shape=left.shape, reason=left.reason) for left in structure.coverage.left]
     for group in structure.groups:

@@ -17,7 +17,7 @@ from natgrad.preconditioner.epochs import add_gradients
 from natgrad.preconditioner.gradients.sharing import share
 from natgrad.preconditioner.gradients.stacked import GroupGradients
 from natgrad.preconditioner.guard.fallback import FallbackPolicy
-from natgrad.preconditioner.guard.guard import Trouble
+from natgrad.preconditioner.guard.guard import BlockFailures
 from natgrad.preconditioner.parts import Parts
 
 # Bytes of sharded gradients that are gathered at once: enough to hide the latency of a message.
@@ -68,7 +68,7 @@ class GradientStep:
                     fallback.replace_unsound(entries, damping)
                 del received  # before the next ones are collected
             if parts.shares_work:
-                share(everything, parts.structure.plan, parts.runtime, parts.watch)
+                share(everything, parts.structure.plan, parts.runtime, parts.failure_counters)
             self._clear_nonfinite(everything)
             parts.clip.apply(
                 everything, scale, parts.runtime, shares_work=parts.shares_work, layer_scale=parts.scaling.of_layer
@@ -79,7 +79,7 @@ class GradientStep:
         parts, progress = self._parts, self._parts.progress
         measures = progress.step == (progress.last_factors if parts.summed else progress.last_inverses)
         skips = parts.capture.sums.skip_step
-        return FallbackPolicy(parts.watch.guard, measures=measures, skip_step=skips, step=progress.step)
+        return FallbackPolicy(parts.failure_counters.guard, measures=measures, skip_step=skips, step=progress.step)
 
     def _collect(self) -> list[GroupGradients]:
         """Return the layers with a ``.grad``; all layers if results are exchanged, so that ranks agree."""
@@ -120,8 +120,9 @@ class GradientStep:
                 entry.finite = values
             for entry in () if known_all(finite) else some:
                 entry.clear_(~entry.finite)
-        self._parts.watch.saw_gradients([Trouble(entry.group, entry.blocks, ~entry.finite) for entry in entries])
-        self._parts.watch.saw_levels([(entry.group, entry.members, entry.layer_levels) for entry in entries])
+        counters = self._parts.failure_counters
+        counters.count_skipped_gradients([BlockFailures(entry.group, entry.blocks, ~entry.finite) for entry in entries])
+        counters.record_levels([(entry.group, entry.members, entry.layer_levels) for entry in entries])
 
     def _write(self, entries: Sequence[GroupGradients]) -> None:
         """Write the preconditioned gradients into ``.grad``, in place."""

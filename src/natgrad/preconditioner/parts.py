@@ -41,7 +41,7 @@ class Parts:
         scheduler: Applies the refresh rule.
         background: Decompositions in the background.
         clip: The KL clip.
-        watch: Counts failures.
+        failure_counters: Counts failures.
         inspection: Finds layers that are used in unexpected ways.
         progress: Counts steps.
         epochs: The epochs, for HyLo.
@@ -58,7 +58,7 @@ class Parts:
     scheduler: RefreshScheduler
     background: Background
     clip: Clip
-    watch: FailureCounters
+    failure_counters: FailureCounters
     inspection: Inspection
     progress: StepCounters
     epochs: Epochs

@@ -199,7 +199,7 @@ class Preconditioner:
             scheduler=RefreshScheduler(refresh),
             background=Background(),
             clip=Clip(optimizer, kl_clip, covered),
-            watch=FailureCounters(Guard() if guard is None else guard),
+            failure_counters=FailureCounters(Guard() if guard is None else guard),
             inspection=Inspection(),
             progress=StepCounters(),
             epochs=Epochs(),
@@ -297,7 +297,7 @@ class Preconditioner:
         self._statistics.choose_next()
         progress.ended = perf_counter()
         parts.inspection.report()
-        parts.watch.check()
+        parts.failure_counters.check()
         self._epoch_warnings.step_ended(progress.step, parts.epochs.epoch, parts.groups)
 
     def _check_step(self, count: Count | None, closure: Closure | None) -> None:
@@ -371,16 +371,16 @@ class Preconditioner:
                 parts.structure.root, [member.layer for group in parts.groups for member in group.members]
             )
         parts.scheduler.find_stopped(parts.groups)
-        parts.watch.forget()
+        parts.failure_counters.forget()
         parts.progress.began = parts.progress.ended = 0.0
 
     def _follow_model(self) -> None:
         """Adapt to parameters that were moved, frozen or replaced since the last step."""
         parts = self.parts
         if parts.structure.move():
-            parts.watch.forget()
+            parts.failure_counters.forget()
         with parts.progress.phase("renew", parts.runtime):
-            parts.background.fold(parts.watch)
+            parts.background.fold(parts.failure_counters)
         if parts.structure.is_outdated:
             self._decompositions.collect(at_once=True)
             parts.structure.rebuild()
@@ -419,7 +419,7 @@ class Preconditioner:
         return self.parts.progress.has_curvature
 
     @property
-    def saw_backward(self) -> bool:
+    def has_pending_backward(self) -> bool:
         """Whether the hooks saw a backward pass on this rank since the last step. Not all steps need one."""
         return bool(self.parts.capture.backwards)
 
@@ -433,7 +433,7 @@ class Preconditioner:
             **self.parts.progress.metrics(self.parts.capture.seconds),
             **self.parts.damping.metrics(self.parts.progress.damping),
             "kl_scale": self.parts.clip.last,
-            **self.parts.watch.metrics(),
+            **self.parts.failure_counters.metrics(),
             **self.parts.scheduler.metrics(self.parts.groups),
             **self.parts.epochs.metrics(self.parts.groups),
             "plain_layers": len(self.parts.inspection.reasons),
@@ -507,10 +507,10 @@ class Preconditioner:
         Returns:
             Nested dicts of numbers and tensors. Tensors whose size depends on the batch (rows) are in tuples.
         """
-        self.parts.background.fold(self.parts.watch, alone=not gather)
+        self.parts.background.fold(self.parts.failure_counters, alone=not gather)
         if gather:
             self._decompositions.end()
-        blocks, counted = states.snapshot(self.parts.structure.ahead().groups), self.parts.watch.state_dict()
+        blocks, counted = states.snapshot(self.parts.structure.ahead().groups), self.parts.failure_counters.state_dict()
         if gather and self.parts.shares_work:
             blocks, counted = states.union(blocks, counted, self.parts.runtime)
         return {
@@ -539,7 +539,7 @@ class Preconditioner:
         restarted: list[str] = []
         if partial:
             state, restarted = states.completed(state, parts.groups, parts.runtime if parts.shares_work else None)
-        counters = {"updates": parts.progress.updates, "watch": parts.watch.state_dict()}
+        counters = {"updates": parts.progress.updates, "watch": parts.failure_counters.state_dict()}
         state = states.checked(state, parts.groups, counters)
         parts.scheduler.check_state(state)
         parts.epochs, parts.damping = (
@@ -549,7 +549,7 @@ class Preconditioner:
         states.restore(state["blocks"], parts.groups)
         parts.background.drop(parts.progress)
         parts.progress.load_state_dict(state)
-        parts.watch.load_state_dict(state["watch"])
+        parts.failure_counters.load_state_dict(state["watch"])
         parts.scheduler.load_state_dict(state, parts.progress, parts.groups)
         if restarted:  # so that the next step captures and decomposes everything
             parts.progress.captured, parts.progress.renewed = {}, {}

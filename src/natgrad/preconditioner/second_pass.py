@@ -211,7 +211,7 @@ class SecondPass:
             keys = self._learn(batch, sums, groups, views)
             if batch.damping is not None:
                 plan, wire = parts.structure.plan, parts.structure.precision.wire
-                renew(groups, plan, parts.runtime, keys, (), batch.damping, parts.watch, wire, replayed=True)
+                renew(groups, plan, parts.runtime, keys, (), batch.damping, parts.failure_counters, wire, replayed=True)
 
     def _sums(self, batch: _Batch, views: list[BlockGroup]) -> StatisticsBuffer:
         """Run the second pass, and return the sums over all ranks of groups with the replayed statistics.
@@ -279,7 +279,7 @@ class SecondPass:
             memory = group.allocate_memory()
             known = {spec.name: memory.read(spec.name, blocks) for spec in group.memory_specs}
             group.write_memory(blocks, known, group.curvature.replay_update(known, before, after), seen & finite)
-            self._parts.watch.saw_replays(group, blocks, seen & ~finite)
+            self._parts.failure_counters.count_skipped_replays(group, blocks, seen & ~finite)
             flags.append((group, blocks, seen & finite))
         return _whole_layers(flags)
 

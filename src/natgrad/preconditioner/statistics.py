@@ -85,7 +85,7 @@ class Statistics:
             if "gradients" in sides:
                 parts.inspection.look(parts.groups, sums, parts.runtime)
         with parts.progress.phase("renew", parts.runtime):
-            updated = fold(sums, parts.watch, parts.progress.step)
+            updated = fold(sums, parts.failure_counters, parts.progress.step)
             # The answer is waited for only before the first update: a checkpoint loader may step before any forward,
             # and a first batch may be poisoned.
             first = parts.progress.last_factors is None

@@ -143,7 +143,7 @@ def verify(
     _check_batch(batch)
     fits = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
     require(fits, "dtype", dtype, "None or a floating dtype")
-    pending = preconditioner.saw_backward
+    pending = preconditioner.has_pending_backward
     require(not pending, "verify()", "called between backward and step", "called when no step is under way")
     if preconditioner.parts.structure.is_outdated:  # hooks are set on the layers as they were
         preconditioner._follow_model()
@@ -352,7 +352,7 @@ def _fresh(parts: Parts) -> dict[str, Any]:
     """Return counters at the present step, and no background decompositions."""
     return {
         "background": Background(),
-        "watch": FailureCounters(Guard(limit=None)),
+        "failure_counters": FailureCounters(Guard(limit=None)),
         "inspection": Inspection(),
         "progress": StepCounters(step=parts.progress.step),
     }

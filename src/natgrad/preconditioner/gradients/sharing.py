@@ -22,7 +22,7 @@ def share(
     entries: Sequence[GroupGradients],
     plan: Plan[str],
     runtime: Communicator,
-    watch: FailureCounters,
+    failure_counters: FailureCounters,
 ) -> None:
     """Send the preconditioned gradients of all layers to every rank, or the rows that it holds (FSDP2).
 
@@ -37,13 +37,13 @@ def share(
     for (device, dtype), bucket in buckets.items():
         empty = torch.empty(0, dtype=dtype, device=device)
         workers = [entry for entry in bucket if entry.group.role.is_gradient_worker]
-        sent = [_counters(entry, watch) for entry in workers]
+        sent = [_counters(entry, failure_counters) for entry in workers]
         if any(has_shards(entry.group) for entry in bucket):
-            _share_rows(bucket, torch.cat([empty, *sent]), row, runtime, holders, watch)
+            _share_rows(bucket, torch.cat([empty, *sent]), row, runtime, holders, failure_counters)
         else:
-            _share_whole(bucket, torch.cat([empty, *sent]), row, runtime, watch)
+            _share_whole(bucket, torch.cat([empty, *sent]), row, runtime, failure_counters)
         for entry, numbers in zip(workers, sent, strict=True):
-            _receive_counters(entry, numbers, watch)
+            _receive_counters(entry, numbers, failure_counters)
 
 
 def _share_whole(
@@ -51,7 +51,7 @@ def _share_whole(
     counters: Tensor,
     row: Sequence[int],
     runtime: Communicator,
-    watch: FailureCounters,
+    failure_counters: FailureCounters,
 ) -> None:
     """Exchange whole gradients."""
     entries = {rank: [entry for entry in bucket if entry.group.role.server == rank] for rank in row}
@@ -66,7 +66,7 @@ def _share_whole(
         pieces = zip(entries[rank], vectors.split(sizes[rank]), numbers.split(counts[rank]), strict=True)
         for entry, V, received in pieces:
             entry.V = V.view(entry.group.size, entry.group.outputs, entry.group.inputs)
-            _receive_counters(entry, received, watch)
+            _receive_counters(entry, received, failure_counters)
 
 
 def _share_rows(
@@ -75,7 +75,7 @@ def _share_rows(
     row: Sequence[int],
     runtime: Communicator,
     holders: Holders,
-    watch: FailureCounters,
+    failure_counters: FailureCounters,
 ) -> None:
     """Send each rank of the row the rows that it holds (FSDP2)."""
     workers = [entry for entry in entries if entry.group.role.is_gradient_worker]
@@ -112,7 +112,7 @@ def _share_rows(
                 ]
             else:
                 entry.V = next(values).view(entry.group.size, entry.group.outputs, entry.group.inputs)
-            _receive_counters(entry, numbers, watch)
+            _receive_counters(entry, numbers, failure_counters)
 
 
 def _held_slots(rank: int, entry: GroupGradients, holders: Holders) -> list[tuple[LayerBlocks, Slot, range]]:
@@ -151,15 +151,15 @@ def _counter_count(entry: GroupGradients) -> int:
     return entry.group.size + 2 * len(entry.group.members)
 
 
-def _counters(entry: GroupGradients, watch: FailureCounters) -> Tensor:
+def _counters(entry: GroupGradients, failure_counters: FailureCounters) -> Tensor:
     """Return ⟨V, W⟩ of each block, and the level and the failures of each layer."""
-    return torch.cat([entry.inner, entry.layer_levels, watch.renewal_failures(entry.group).to(entry.inner)])
+    return torch.cat([entry.inner, entry.layer_levels, failure_counters.renewal_failures(entry.group).to(entry.inner)])
 
 
-def _receive_counters(entry: GroupGradients, counters: Tensor, watch: FailureCounters) -> None:
+def _receive_counters(entry: GroupGradients, counters: Tensor, failure_counters: FailureCounters) -> None:
     """Apply the counters that a worker sent, also on the worker itself, so that all ranks decide alike."""
     group, layers = entry.group, len(entry.group.members)
     entry.inner, levels, failures = counters.split([group.size, layers, layers])
     repeats = tensor_on(group.device, entry.counts)
     entry.levels = levels.repeat_interleave(repeats, output_size=group.size)
-    watch.receive_failures(group, failures.repeat_interleave(repeats, output_size=group.size))
+    failure_counters.receive_failures(group, failures.repeat_interleave(repeats, output_size=group.size))

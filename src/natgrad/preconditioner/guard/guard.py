@@ -61,12 +61,18 @@ _FACTORS, _REPLAY, _DECOMPOSITION, _CURVATURE = "factors", "replay", "decomposit
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """Which of some n blocks of a group failed: `bad` ``[n]`` (bool)."""
+class BlockFailures:
+    """Which of some n blocks of a group failed.
+
+    Attributes:
+        group: The group.
+        blocks: Their places in the group.
+        failed: Whether each of them failed ``[n]`` (bool).
+    """
 
     group: BlockGroup
     blocks: slice | Tensor
-    bad: Tensor
+    failed: Tensor
 
 
 class FailureCounters:
@@ -89,31 +95,31 @@ class FailureCounters:
         self._preconditioned: set[str] = set()
         self._checks = 0
 
-    def saw_factors(self, seen: Sequence[Trouble]) -> None:
+    def count_skipped_factors(self, failures: Sequence[BlockFailures]) -> None:
         """Count the blocks whose statistics were not finite."""
-        self._count("skipped_factors", _FACTORS, seen)
+        self._count("skipped_factors", _FACTORS, failures)
 
-    def saw_replays(self, group: BlockGroup, blocks: slice, bad: Tensor) -> None:
+    def count_skipped_replays(self, group: BlockGroup, blocks: slice, failed: Tensor) -> None:
         """Count the blocks ``[n]`` whose second pass gave non-finite values."""
-        self._count("skipped_factors", _REPLAY, [Trouble(group, blocks, bad)])
+        self._count("skipped_factors", _REPLAY, [BlockFailures(group, blocks, failed)])
 
-    def saw_gradients(self, seen: Sequence[Trouble]) -> None:
+    def count_skipped_gradients(self, failures: Sequence[BlockFailures]) -> None:
         """Count the blocks whose gradients were not finite."""
-        self._count("skipped_gradients", "gradients", seen)
+        self._count("skipped_gradients", "gradients", failures)
 
-    def saw_decompositions(self, group: BlockGroup, part: str, start: int, success: list[bool]) -> None:
+    def count_failed_decompositions(self, group: BlockGroup, part: str, start: int, success: list[bool]) -> None:
         """Count the blocks from `start` on whose decomposition failed."""
         blocks = slice(start, start + len(success))
-        bad = ~torch.tensor(success, device="cpu")
-        self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", [Trouble(group, blocks, bad)])
+        failed = ~torch.tensor(success, device="cpu")
+        self._count("failed_decompositions", f"{_DECOMPOSITION}{part}", [BlockFailures(group, blocks, failed)])
 
-    def saw_levels(self, seen: Sequence[tuple[BlockGroup, list[LayerBlocks], Tensor]]) -> None:
+    def record_levels(self, layers: Sequence[tuple[BlockGroup, list[LayerBlocks], Tensor]]) -> None:
         """Count and record the fallback levels ``[m]`` of some layers of each group in this step."""
-        for some in together(seen, lambda entry: (entry[2].device, entry[2].dtype)):
-            levels = joined([levels for _, _, levels in some])
+        for batch in together(layers, lambda entry: (entry[2].device, entry[2].dtype)):
+            levels = joined([levels for _, _, levels in batch])
             natural, is_fresh = (levels >= Level.FRESH) & (levels <= Level.STALE), known_all(levels <= Level.FRESH)
             places = []
-            for group, members, entry_levels in some:
+            for group, members, entry_levels in batch:
                 keys = [member.layer.key for member in members]
                 group.failures.last = None if is_fresh else (keys, entry_levels)
                 places.append(self._flags_of(group, members, levels.device))
@@ -199,18 +205,19 @@ class FailureCounters:
         self._flags.clear()
         self._streaks.clear()
 
-    def _count(self, total: str, kind: str, seen: Sequence[Trouble]) -> None:
-        for some in together(seen, lambda one: (one.bad.device, None)):
-            bad, keys = joined([one.bad for one in some]), [(kind, id(one.group)) for one in some]
-            if known_all(~bad) and not any(key in self._streaks for key in keys):
+    def _count(self, total: str, kind: str, failures: Sequence[BlockFailures]) -> None:
+        for batch in together(failures, lambda entry: (entry.failed.device, None)):
+            failed, keys = joined([entry.failed for entry in batch]), [(kind, id(entry.group)) for entry in batch]
+            if known_all(~failed) and not any(key in self._streaks for key in keys):
                 continue
             places: list[tuple[Tensor, slice | Tensor]] = []
-            for one, key in zip(some, keys, strict=True):
+            for entry, key in zip(batch, keys, strict=True):
                 if key not in self._streaks:
-                    self._streaks[key] = one.group, torch.zeros(one.group.size, dtype=torch.int32, device=bad.device)
-                places.append((self._streaks[key][1], one.blocks))
-            write_(places, (joined([streak[blocks] for streak, blocks in places]) + 1) * bad)
-            self._add(total, bad.sum())
+                    zeros = torch.zeros(entry.group.size, dtype=torch.int32, device=failed.device)
+                    self._streaks[key] = entry.group, zeros
+                places.append((self._streaks[key][1], entry.blocks))
+            write_(places, (joined([streak[blocks] for streak, blocks in places]) + 1) * failed)
+            self._add(total, failed.sum())
 
     def _add(self, total: str, more: Tensor) -> None:
         before = self._totals[total]

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from natgrad.capture.sums import BlockSums, StatisticsBuffer
-from natgrad.preconditioner.guard.guard import FailureCounters, Trouble
+from natgrad.preconditioner.guard.guard import BlockFailures, FailureCounters
 from natgrad.state.tensors import along, diagonals
 
 
-def fold(sums: StatisticsBuffer, watch: FailureCounters, seed: int) -> Tensor | None:
+def fold(sums: StatisticsBuffer, failure_counters: FailureCounters, seed: int) -> Tensor | None:
     """Update the running averages: E ← d E + (1 - d) fresh (Pauloski 2022, eq. 14 and 15).
 
     Blocks without samples and blocks with non-finite sums stay unchanged. So do all blocks if the GradScaler skips the
@@ -18,7 +18,7 @@ def fold(sums: StatisticsBuffer, watch: FailureCounters, seed: int) -> Tensor | 
 
     Args:
         sums: The sums over all ranks.
-        watch: Counts blocks with non-finite sums.
+        failure_counters: Counts blocks with non-finite sums.
         seed: Seed of the stochastic rounding to narrow dtypes: equal on all ranks, different in each step.
 
     Returns:
@@ -36,9 +36,9 @@ def fold(sums: StatisticsBuffer, watch: FailureCounters, seed: int) -> Tensor | 
         _average(piece, fine, sums.basis_version[id(group)], seed)
         _correct(piece, fine)
         group.failures.record_statistics(blocks, fine, counts & ~finite)
-        failures.append(Trouble(group, blocks, seen & ~finite))
+        failures.append(BlockFailures(group, blocks, seen & ~finite))
         updated = fine.any() if updated is None else updated | fine.any().to(updated.device)
-    watch.saw_factors(failures)
+    failure_counters.count_skipped_factors(failures)
     return updated
 
 

@@ -90,7 +90,7 @@ class Background:
         if groups:
             progress.renewed_factors()  # nothing reads the averages before they are updated
 
-    def fold(self, watch: FailureCounters, *, alone: bool = False) -> None:
+    def fold(self, failure_counters: FailureCounters, *, alone: bool = False) -> None:
         """Add the sums being sent to the running averages.
 
         With `alone` nothing is sent: sums in a narrow dtype, which need a second message, are left as they are.
@@ -98,7 +98,7 @@ class Background:
         if self._departed is None or (alone and not self._departed[0].completes_locally):
             return
         (departed, step), self._departed = self._departed, None
-        fold(departed, watch, step)
+        fold(departed, failure_counters, step)
 
     # --- Renewals -----------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Background:
         self,
         plan: Plan[str],
         runtime: Communicator,
-        watch: FailureCounters,
+        failure_counters: FailureCounters,
         progress: StepCounters,
         wire: torch.dtype | None,
         *,
@@ -154,7 +154,7 @@ class Background:
             job.group.allocate_results()
             raised = self._keep(job, pieces)
             error = error or raised
-        conclude(renewal.jobs, plan.column(runtime.rank), runtime, watch, wire)
+        conclude(renewal.jobs, plan.column(runtime.rank), runtime, failure_counters, wire)
         progress.inverse_updates += 1
         stopped = [job for job in renewal.jobs if RAISED in job.success]
         if stopped:

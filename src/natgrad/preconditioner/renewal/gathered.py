@@ -20,7 +20,7 @@ from natgrad.distributed import Communicator, Plan, WireFormat, narrower
 from natgrad.linalg import tensor_on
 from natgrad.linalg.products import full_products
 from natgrad.preconditioner.epochs import Epochs
-from natgrad.preconditioner.guard.guard import FailureCounters, Trouble
+from natgrad.preconditioner.guard.guard import BlockFailures, FailureCounters
 from natgrad.preconditioner.renewal.renew import compute
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.tensors import StateTensors
@@ -73,7 +73,7 @@ class RowRenewal:
         plan: The workers and owners.
         runtime: The ranks.
         epochs: The epochs so far, on which the selection may depend.
-        watch: Counts failures.
+        failure_counters: Counts failures.
         damping: α.
         seed: Seed of the random selection, which is a function of seed, rank, step and layer.
         step: Completed steps.
@@ -83,7 +83,7 @@ class RowRenewal:
     plan: Plan[str]
     runtime: Communicator
     epochs: Epochs
-    watch: FailureCounters
+    failure_counters: FailureCounters
     damping: float
     seed: int
     step: int
@@ -224,14 +224,14 @@ class RowRenewal:
         for batch in batches:
             blocks = tensor_on(group.device, batch.blocks)
             draft.write("M", blocks, group.padded("M", batch.M.to(group.device), rows))
-            self.watch.saw_factors([Trouble(group, blocks, ~batch.finite)])
+            self.failure_counters.count_skipped_factors([BlockFailures(group, blocks, ~batch.finite)])
             flags, finite = batch.success, batch.finite.tolist()
             for member in batch.members:
                 n = member.stop - member.start
                 success[member], flags = flags[:n], flags[n:]
                 made = [fine or not usable for fine, usable in zip(success[member], finite[:n], strict=True)]
                 finite = finite[n:]
-                self.watch.saw_decompositions(group, "M", member.start, made)
+                self.failure_counters.count_failed_decompositions(group, "M", member.start, made)
         group.install(draft, rows, success)
 
     # --- Messages -----------------------------------------------------------------------------------------------

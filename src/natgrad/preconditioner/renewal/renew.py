@@ -145,7 +145,7 @@ def renew(
     keys: Collection[str],
     kept: Collection[tuple[str, str]],
     damping: float,
-    watch: FailureCounters,
+    failure_counters: FailureCounters,
     wire: torch.dtype | None = None,
     *,
     reads: Collection[Reads] = READS,
@@ -160,7 +160,7 @@ def renew(
         keys: The layers, which have statistics; the same on all their workers.
         kept: The tasks that are not run: pairs of layer key and task name.
         damping: γ of this renewal.
-        watch: Counts failures.
+        failure_counters: Counts failures.
         wire: The dtype in which matrices are sent, if narrower than that in which they are held.
         reads: Run only tasks that read statistics of inputs, of gradients, or of both.
         replayed: Run only tasks that use the second pass over the batch.
@@ -173,12 +173,16 @@ def renew(
         job.group.allocate_results()
         if job.owner in (None, runtime.rank):
             job.run(damping)
-    conclude(jobs, plan.column(runtime.rank), runtime, watch, wire)
+    conclude(jobs, plan.column(runtime.rank), runtime, failure_counters, wire)
     return bool(jobs)
 
 
 def conclude(
-    jobs: list[Job], workers: Sequence[int], runtime: Communicator, watch: FailureCounters, wire: torch.dtype | None
+    jobs: list[Job],
+    workers: Sequence[int],
+    runtime: Communicator,
+    failure_counters: FailureCounters,
+    wire: torch.dtype | None,
 ) -> None:
     """End a renewal: exchange the results of its jobs, and record which layers have curvature now.
 
@@ -190,7 +194,7 @@ def conclude(
         flags = [number > 0 for number in job.success]
         job.group.renewed(job.task.name, job.start, flags)
         job.group.restart(job.task, job.start, flags)
-        watch.saw_decompositions(job.group, job.task.name, job.start, flags)
+        failure_counters.count_failed_decompositions(job.group, job.task.name, job.start, flags)
     for group in {id(job.group): job.group for job in jobs}.values():
         group.failures.conclude(block for job in jobs if job.group is group for block in range(job.start, job.stop))
 
