@@ -178,10 +178,11 @@ class Spectral(Curvature):
             update = update.unflatten(1, (self.groups, -1)).flatten(0, 1)
             computed = {name: computed[name].repeat_interleave(self.groups, 0) for name in computed.keys() - {"root_G"}}
         update = self._spectral(update, computed) if self.steps else self._direct(update, computed)
-        norm = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True)
         size = _SIZE * prod(update.shape[1:]) ** 0.5
-        update = update.mul_(size / torch.where(norm > 0, norm, 1)).view_as(gradient)
-        return update.mul_(gradient.flatten(1).any(1)[:, None, None])  # without a gradient a layer does not move
+        norm = torch.linalg.vector_norm(update, dim=(1, 2))
+        scale = (size / torch.where(norm > 0, norm, 1)).view(len(gradient), -1)
+        scale = scale * gradient.flatten(1).any(1)[:, None]  # without a gradient a layer does not move
+        return update.mul_(scale.view(-1, 1, 1)).view_as(gradient)
 
     def _direct(self, left: Tensor, computed: Mapping[str, Tensor]) -> Tensor:
         """Return ``X = left A_δ^-p`` or, with the exact polar factor, ``polar(X) A_δ^-p``."""

@@ -89,9 +89,9 @@ class NaturalMuon(PreconditionedOptimizer):
             eps: AdamW's ε.
             head: What moves the layer nearest to the loss: "adamw", "spectral" as all others, or another
                 `natgrad.Spectral`, such as ``natgrad.Spectral(power=0.25, steps=0)``.
-            heads: The fnmatch patterns of the names of these layers. None: the last layer of the model with a weight
-                matrix, in the order of ``model.named_modules()``. Name them if the head is registered earlier, or if
-                there are several.
+            heads: The fnmatch patterns of the names of these layers. None: the layer that shares its weight with an
+                embedding or, without one, the last layer with a weight matrix in the order of
+                ``model.named_modules()``. Name them if the head is registered earlier, or if there are several.
             adamw: The fnmatch patterns of the names of layers that AdamW moves.
             groups: For fnmatch patterns of names of layers, the number of their equal groups of outputs that are
                 matrices of their own: ``{"*.qkv": 3}`` for queries, keys and values that one layer computes.
@@ -131,7 +131,8 @@ class NaturalMuon(PreconditionedOptimizer):
         curvature: dict[str, Curvature | None] = dict.fromkeys(adamw)
         if head != "spectral":
             moved_by = head if isinstance(head, Spectral) else None
-            _add(curvature, dict.fromkeys([escape(matrices[-1])] if heads is None else heads, moved_by))
+            found = [escape(_head(unwrap(model), matrices))]
+            _add(curvature, dict.fromkeys(found if heads is None else heads, moved_by))
         _add(curvature, {pattern: spectral(count) for pattern, count in (groups or {}).items()})
         if any(_first_match(name, curvature) is None for name in matrices):
             _add(curvature, {"*": spectral()})
@@ -223,6 +224,13 @@ def _add(curvature: dict[str, Curvature | None], others: Mapping[str, Curvature 
 def _first_match(name: str, patterns: Iterable[str]) -> str | None:
     """Return the first pattern that matches a name. None: none does."""
     return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+
+
+def _head(model: nn.Module, matrices: Sequence[str]) -> str:
+    """Return which of the modules with a weight matrix is nearest to the loss: one tied to an embedding, or the last."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    tied = [name for name in matrices if id(getattr(model.get_submodule(name), "weight", None)) in tables]
+    return (tied or matrices)[-1]
 
 
 def _matrices(model: nn.Module) -> list[str]:

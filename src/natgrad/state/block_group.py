@@ -25,6 +25,7 @@ from natgrad.distributed import Assignment, Plan
 from natgrad.distributed.fsdp import between_steps
 from natgrad.layers import Layer
 from natgrad.linalg import tensor_on
+from natgrad.linalg.device import known_all
 from natgrad.linalg.precision import Precision, at_least_float32
 from natgrad.specs import ROWS, Statistic, Task, TensorSpec
 from natgrad.state.failures import FailureState
@@ -337,7 +338,7 @@ class BlockGroup:
     ) -> None:
         """Write new state for the blocks that are `fine`, also into `known`, the current state."""
         for name, values in fresh.items():
-            known[name] = torch.where(along(fine, values.ndim - 1), values, known[name])
+            known[name] = values if known_all(fine) else torch.where(along(fine, values.ndim - 1), values, known[name])
             self.memory.write(name, blocks, known[name])
 
     def fisher_product(self, D: Tensor) -> Tensor:
