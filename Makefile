@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## Compare natural Muon and K-FAC with AdamW and Muon on two embedded tasks (about 4 minutes)
+demo: $(READY)  ## Compare natural Muon and K-FAC with AdamW and Muon on two built-in tasks (about 4 minutes)
 	$(RUN)natgrad compare autoencoder digits --optimizers natural-muon,kfac,adamw,muon --seeds 2 --workers 2 --first-seed 100 --out runs/demo
 
 test: $(READY)  ## Run the tests

@@ -426,8 +426,16 @@ class Preconditioner:
     def metrics(self) -> dict[str, float | Tensor]:
         """Return a flat dict of numbers and device tensors. Reading a tensor may synchronize with the device.
 
-        Skipped factors and failed decompositions are counted over the layers that this rank keeps, "fallbacks/..." over
-        all layers. SNGD and HyLo add the "epoch", the number of "rows" in use, and whether "kid" selected them.
+        Counts since the start: "step", "factor_updates", "inverse_updates", "skipped_factors", "skipped_gradients",
+        "failed_decompositions" and "fallbacks/..." (docs/trouble.md). Skipped factors and failed decompositions are
+        counted over the layers that this rank keeps, fallbacks over all layers. "plain_layers": layers whose gradients
+        are not preconditioned because of the way they are used.
+
+        "seconds/capture", "/reduce", "/renew" and "/solve": host seconds on statistics, their reduction, decompositions
+        and preconditioning. "damping" and "kl_scale": γ and the factor of the KL clip in the last step.
+
+        Refresh rules add "layers_..." and "preconditioning_share" (docs/refresh.md), SNGD and HyLo the "epoch", the
+        number of "rows" in use, and whether "kid" selected them.
         """
         return {
             **self.parts.progress.metrics(self.parts.capture.seconds),

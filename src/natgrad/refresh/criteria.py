@@ -14,11 +14,11 @@ from natgrad.schedule import check_number
 
 @dataclass(frozen=True, kw_only=True)
 class TraceRule(RefreshRule):
-    """Renew a layer by the relative change of the trace of its damped Fisher block since its last check.
+    """Decompose a layer by the relative change of the trace of its damped Fisher block since its last check.
 
     ``Δ = |tr(F_k + λI) - tr(F_{k-1} + λI)| / tr(F_{k-1} + λI)``, where k counts the checks of the layer. If Δ is above
-    `upper`, the layer is renewed; if it is below `lower`, the layer is stopped: it is no longer captured, sent or
-    decomposed. Otherwise, and if tr F has not changed at all (for example without a capture since the last check), the
+    `upper`, the layer is decomposed; if it is below `lower`, the layer is stopped: it is no longer captured or sent
+    either. Otherwise, and if tr F has not changed at all (for example without a capture since the last check), the
     layer keeps its decompositions until the next check.
 
     For K-FAC ``tr(F + λI) = tr A · tr G + λ d_A d_G``. F is computed from running averages; in the source, which
@@ -63,15 +63,15 @@ class TraceRule(RefreshRule):
 
 @dataclass(frozen=True)
 class DriftRule(RefreshRule):
-    """Renew a layer or the decompositions of a factor X if ``‖X_t - X_last‖ / ‖X_last‖ >= threshold``.
+    """Decompose a layer or a factor X if ``‖X_t - X_last‖ / ‖X_last‖ >= threshold``.
 
-    X_last is the running average at the last renewal; norms are Frobenius norms. The workers of a layer store a second
-    copy of its factors. A layer is renewed by its factor that has changed most.
+    X_last is the running average at the last decomposition; norms are Frobenius norms. The workers of a layer store a
+    second copy of its factors. With ``by="layer"`` one factor is enough for the whole layer.
 
     Source: Osawa 2019, eq. 21.
 
     Attributes:
-        threshold: The smallest relative change of a renewal.
+        threshold: The smallest relative change that causes a decomposition.
 
     Raises:
         ValueError: unless `threshold` is a number > 0.
@@ -92,14 +92,14 @@ class DriftRule(RefreshRule):
 
 @dataclass(frozen=True)
 class BasisRule(RefreshRule):
-    """Renew a layer or the decomposition of a factor X if ``‖offdiag(Qᵀ X Q)‖ / ‖X‖ >= tolerance``.
+    """Decompose a layer or a factor X if ``‖offdiag(Qᵀ X Q)‖ / ‖X‖ >= tolerance``.
 
-    Q are the eigenvectors of the last renewal, and norms are Frobenius norms. The off-diagonal part is the error of the
-    eigenbasis. Changes of eigenvalues in the same eigenbasis do not count; use `DriftRule` or `TraceRule` for these.
-    Cost: two matrix products for each factor. Decompositions without eigenvectors are always renewed when due.
+    Q are the eigenvectors of the last decomposition, and norms are Frobenius norms. The off-diagonal part is the error
+    of the eigenbasis. Changes of eigenvalues in the same eigenbasis do not count; use `DriftRule` or `TraceRule` for these.
+    Cost: two matrix products for each factor. Layers without eigenvectors are always decomposed when due.
 
     Attributes:
-        tolerance: The smallest relative off-diagonal part of a renewal.
+        tolerance: The smallest relative off-diagonal part that causes a decomposition.
 
     Raises:
         ValueError: unless `tolerance` is a number > 0.

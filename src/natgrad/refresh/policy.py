@@ -38,7 +38,7 @@ class Sides:
 
 @dataclass(frozen=True, kw_only=True)
 class Refresh(RefreshRule):
-    """Renew at intervals counted in completed steps (stale curvature: Pauloski 2022, section 4.3).
+    """Refresh at intervals counted in completed steps (stale curvature: Pauloski 2022, section 4.3).
 
     An update is due when ``step - last >= interval``, and at once if there has been none.
 
@@ -81,11 +81,11 @@ class Refresh(RefreshRule):
 
 @dataclass(frozen=True)
 class Adaptive(RefreshRule):
-    """Renew the layers or factors that a rule chooses when renewals are due. The first renewal includes all.
+    """Decompose only the layers or factors that a rule chooses when inverses are due. The first refresh includes all.
 
     Attributes:
         rule: `natgrad.TraceRule`, `natgrad.DriftRule`, `natgrad.BasisRule` or your own `natgrad.RefreshRule`. Required.
-        by: "layer": a layer is renewed as a whole, according to the factor that has changed most. "factor": each factor
+        by: "layer": a layer is decomposed as a whole, by the factor that has changed most. "factor": each factor
             separately, for rules that measure factors. Decompositions that read a common statistic are still decided
             together, such as both inverses of K-FAC.
         factors: Steps between two captures of statistics: a number, or a callable of the step.
@@ -142,12 +142,11 @@ class Adaptive(RefreshRule):
 class Capped(RefreshRule):
     """Limit preconditioning to at most `share` of the training time, on top of another rule.
 
-    The limit includes capture, messages, renewals and solves, in host seconds summed over the ranks. When renewals are
-    due, the layers that have changed most are renewed first, as far as the limit allows
-    (`natgrad.refresh.budget.Budget`); the others wait. After the limit has been exceeded, nothing is captured or
-    renewed until the average is below it again. The first renewal includes all layers. Evaluations and checkpoints
-    between steps are not training time (`natgrad.refresh.budget.PauseFilter`). Renewals in the background count as if
-    steps waited for them.
+    The limit includes capture, messages, decompositions and products with gradients, in host seconds summed over the
+    ranks. When inverses are due, the layers that have changed most are decomposed first, as far as the limit allows;
+    the others wait. After the limit has been exceeded, nothing is captured or decomposed until the average is below it
+    again. The first refresh includes all layers. Evaluations and checkpoints between steps are not training time.
+    Decompositions in the background count as if steps waited for them.
 
     Attributes:
         refresh: The rule with the intervals: `natgrad.Refresh`, `natgrad.Adaptive` or your own `natgrad.RefreshRule`.

@@ -24,13 +24,13 @@ class Guard:
     update. If a decomposition fails, in float64 too, the last good result is kept. ``Preconditioner.metrics()`` counts
     each of these; `limit` failures in a row of one layer raise a `natgrad.CurvatureError`.
 
-    A layer falls back to the diagonal of its Fisher block if its curvature is more than `patience` renewals old, if it
+    A layer falls back to the diagonal of its Fisher block if its curvature is more than `patience` refreshes old, if it
     is unusable (V is not finite although the gradient W is, or ⟨V, W⟩ ≤ 0), or if it has never succeeded. Without a
-    diagonal it uses its gradient, scaled to the recent norm of V. The next successful renewal ends the fallback.
+    diagonal it uses its gradient, scaled to the recent norm of V. The next successful refresh ends the fallback.
 
     Attributes:
         limit: Failures in a row of one layer that raise an error. None: no limit.
-        patience: Failed renewals in a row for which the last good result is used. None: any number.
+        patience: Failed refreshes in a row for which the last good result is used. None: any number.
         ladder: Whether to use these fallbacks. If False, the last good result is used without limit, an unusable one
             gives no update, and a layer that never succeeded keeps its gradient.
 
