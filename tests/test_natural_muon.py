@@ -105,7 +105,9 @@ def test_a_scheduler_sets_the_rate_of_all_parameters():
 def test_adamw_moves_the_last_layer_by_default(head):
     model = Network()
     optimizer = natgrad.NaturalMuon(model) if head is None else natgrad.NaturalMuon(model, head=head)
-    plan = {row.parameter: row for row in optimizer.preconditioner.explain().rows}
+    explanation = optimizer.preconditioner.explain()
+    assert "no optimizer" not in str(explanation), "the KL clip is off because the update has a fixed size"
+    plan = {row.parameter: row for row in explanation.rows}
     moved_by_adamw = head in (None, "adamw")
     assert ("head.weight" in names(model, optimizer.param_groups[0])) != moved_by_adamw
     if not moved_by_adamw:

@@ -16,7 +16,7 @@ def compare(
     task: Annotated[list[str], typer.Argument(help="Some of `natgrad tasks`.")],
     optimizers: Annotated[
         str, typer.Option(help="Contenders, separated by commas; any optimizer of torch.optim too.")
-    ] = "natgrad,sgd,adamw,muon",
+    ] = "natural-muon,kfac,sgd,adamw,muon",
     seeds: Annotated[int, typer.Option(help="Runs a contender.")] = 3,
     first_seed: Annotated[int, typer.Option(help="The runs take it and the seeds after it.")] = 0,
     workers: Annotated[int, typer.Option(help="Ranks a run.")] = 1,
@@ -30,7 +30,7 @@ def compare(
     schedule: Annotated[str, typer.Option(help="constant, cosine or step, for all contenders.")] = "cosine",
     override: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME.FIELD=VALUE", help="Fix a contender's setting, as natgrad.form=eigen; repeatable."),
+        typer.Option(metavar="NAME.FIELD=VALUE", help="Fix a contender's setting, as kfac.form=eigen; repeatable."),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Option of the tasks; repeatable.")

@@ -95,7 +95,8 @@ class BasisRule(RefreshRule):
     """Decompose a layer or a factor X if ``‖offdiag(Qᵀ X Q)‖ / ‖X‖ >= tolerance``.
 
     Q are the eigenvectors of the last decomposition, and norms are Frobenius norms. The off-diagonal part is the error
-    of the eigenbasis. Changes of eigenvalues in the same eigenbasis do not count; use `DriftRule` or `TraceRule` for these.
+    of the eigenbasis. Changes of eigenvalues in the same eigenbasis do not count; use `DriftRule` or `TraceRule` for
+    these.
     Cost: two matrix products for each factor. Layers without eigenvectors are always decomposed when due.
 
     Attributes:

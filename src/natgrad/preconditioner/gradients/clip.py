@@ -44,6 +44,7 @@ class Clip:
             bound.check(optimizer, covered)
         self.optimizer = optimizer
         self.bound = bound if optimizer is not None else None
+        self._lacks_optimizer = bound is not None and optimizer is None
         self.last: float | Tensor = 1.0
 
     def for_copies(self, copies: Mapping[int, nn.Parameter]) -> Clip:
@@ -58,7 +59,7 @@ class Clip:
         """Return a description of the clip."""
         if self.bound is not None:
             return f"KL clip {self.bound:g}" if isinstance(self.bound, float) else str(self.bound)
-        return "KL clip off" + (": no optimizer to read the learning rate from" if self.optimizer is None else "")
+        return "KL clip off" + (": no optimizer to read the learning rate from" if self._lacks_optimizer else "")
 
     def apply(
         self,
