@@ -227,7 +227,7 @@ def _first_match(name: str, patterns: Iterable[str]) -> str | None:
 
 
 def _head(model: nn.Module, matrices: Sequence[str]) -> str:
-    """Return which of the modules with a weight matrix is nearest to the loss: one tied to an embedding, or the last."""
+    """Return the module with a weight matrix that is nearest to the loss: one tied to an embedding, or the last."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tied = [name for name in matrices if id(getattr(model.get_submodule(name), "weight", None)) in tables]
     return (tied or matrices)[-1]
