@@ -286,19 +286,19 @@ def test_copies_have_the_forward_of_their_class(make):
 
 
 class Spy:
-    """A tap that counts."""
+    """An observer that counts."""
 
     def __init__(self):
         self.seen = 0
 
-    def see(self, inputs, output):
+    def observe(self, inputs, output):
         self.seen += 1
 
 
 def test_the_forward_is_given_back_with_the_last_handle():
     attn, x, spies = packed(), torch.randn(3, 5, 4).double(), [Spy(), Spy()]
     layers = [*layers_for("", attn), *layers_for("out_proj", attn.out_proj, attn)]
-    handles = [[handle for layer in layers for handle in layer.tap(spy)] for spy in spies]
+    handles = [[handle for layer in layers for handle in layer.observe_calls(spy)] for spy in spies]
     attn(x, x, x)
     for handle in handles[0]:
         handle.remove()

@@ -194,7 +194,7 @@ class Hooks:
         self._handles.append(root.register_forward_pre_hook(BeginHook(self), with_kwargs=True))
         for layer in layers:
             for index, module in enumerate((layer, *layer.others)):
-                self._handles += module.tap(LayerHook(self, layer.name, index))
+                self._handles += module.observe_calls(LayerHook(self, layer.name, index))
         # Registered last, so that it runs after the layer's hook if the model itself is a layer.
         self._handles.append(root.register_forward_hook(EndHook(self), always_call=True))
         compiled.forget(root)
@@ -265,14 +265,14 @@ class LayerHook(_Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Report a use, as a forward hook."""
-        self.see(args[0] if args else kwargs["input" if "input" in kwargs else "x"], output)
+        self.observe(args[0] if args else kwargs["input" if "input" in kwargs else "x"], output)
         if self.hooks is None or not torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return None
         # F.linear returns a view if samples have positions, and an in-place operation would drop its hook. Without such
         # an operation the compiler removes the copy.
         return output.clone() if isinstance(module, nn.Linear) and output.ndim > 2 else None
 
-    def see(self, inputs: Tensor, output: Tensor) -> None:
+    def observe(self, inputs: Tensor, output: Tensor) -> None:
         """Register for the gradient of a layer's output; in compiled code by an operator of the graph."""
         if self.hooks is None:
             return

@@ -8,7 +8,7 @@ from torch import nn
 
 from natgrad.errors import require
 from natgrad.layers.attention import attention_layers, output_layers
-from natgrad.layers.base import Handle, Layer, Maker, Slot, Tap, is_trained, qualified, remove_all
+from natgrad.layers.base import CallObserver, Handle, Layer, Maker, Slot, is_trained, qualified, remove_all
 from natgrad.layers.cells import CELLS, cell_layers
 from natgrad.layers.convolution import ConvolutionLayer
 from natgrad.layers.embedding import embedding_layers
@@ -18,13 +18,13 @@ from natgrad.layers.rows import DenseRows, Rows
 from natgrad.layers.transposed import TransposedConvolutionLayer
 
 __all__ = [
+    "CallObserver",
     "DenseRows",
     "Handle",
     "Layer",
     "LinearLayer",
     "Rows",
     "Slot",
-    "Tap",
     "is_known",
     "is_trained",
     "layers_for",

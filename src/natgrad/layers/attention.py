@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from natgrad.layers.base import Handle, Layer, Tap
-from natgrad.layers.hidden import HiddenLayer, RevealingForward, rebound, unknown_forward
+from natgrad.layers.base import CallObserver, Handle, Layer
+from natgrad.layers.hidden import HiddenLayer, ObservedForward, rebound, unknown_forward
 from natgrad.layers.linear import LinearLayer
 from natgrad.layers.rows import Rows
 
@@ -80,12 +80,12 @@ class OutputLayer(_SequenceFirst):
         self._attention = attention
 
     @override
-    def tap(self, tap: Tap) -> list[Handle]:
-        return [AttentionForward.reveal(self._attention, "output", tap)]
+    def observe_calls(self, observer: CallObserver) -> list[Handle]:
+        return [AttentionForward.add_observer(self._attention, "output", observer)]
 
 
-class AttentionForward(RevealingForward):
-    """Torch's forward, with the projecting functions replaced by ones that show their inputs and outputs to taps."""
+class AttentionForward(ObservedForward):
+    """Torch's forward, with the projecting functions replaced by ones that report their inputs and outputs."""
 
     def __init__(self, module: nn.Module) -> None:
         """Prepare for `module`."""
@@ -93,8 +93,8 @@ class AttentionForward(RevealingForward):
         self._leading: tuple[int, ...] = ()
         self._attend = rebound(
             F.multi_head_attention_forward,
-            _in_projection=self._revealed(F._in_projection),  # type: ignore[attr-defined]
-            _in_projection_packed=self._revealed(F._in_projection_packed),  # type: ignore[attr-defined]
+            _in_projection=self._reporting(F._in_projection),  # type: ignore[attr-defined]
+            _in_projection_packed=self._reporting(F._in_projection_packed),  # type: ignore[attr-defined]
             linear=self._linear,
             multi_head_attention_forward=self._attention,  # called by torch function modes, such as a default device
         )
@@ -110,11 +110,11 @@ class AttentionForward(RevealingForward):
         self._leading = tuple(query.shape[:-1])
         return self._attend(query, *args, **kwargs)
 
-    def _revealed(self, project: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    def _reporting(self, project: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         def projected(query: Tensor, key: Tensor, value: Tensor, *weights: Any) -> tuple[Tensor, ...]:
             outputs = project(query, key, value, *weights)
             for part, inputs, output in zip(_PARTS, (query, key, value), outputs, strict=True):
-                self.see(part, inputs if len(self._leading) == 2 else inputs[:, 0], output)
+                self.report(part, inputs if len(self._leading) == 2 else inputs[:, 0], output)
             return outputs
 
         return projected
@@ -122,8 +122,8 @@ class AttentionForward(RevealingForward):
     def _linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply the output projection, the only call of ``linear`` in the function."""
         output = F.linear(inputs, weight, bias)
-        self.see("output", inputs.view(*self._leading, inputs.shape[-1]), output)
+        self.report("output", inputs.view(*self._leading, inputs.shape[-1]), output)
         return output
 
 
-ProjectionLayer.revealing = AttentionForward
+ProjectionLayer.observed_forward = AttentionForward

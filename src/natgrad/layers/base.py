@@ -27,14 +27,14 @@ def remove_all(handles: list[Handle]) -> None:
     handles.clear()
 
 
-class Tap(Protocol):
-    """Observes the uses of a layer."""
+class CallObserver(Protocol):
+    """Is called at each use of a layer."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Observe a use, as a forward hook. The inputs are the first argument, or the keyword "input" or "x"."""
+        """Take a use, as a forward hook. The inputs are the first argument, or the keyword "input" or "x"."""
 
-    def see(self, inputs: Tensor, output: Tensor) -> None:
-        """Observe a use that is not a call of a module's forward."""
+    def observe(self, inputs: Tensor, output: Tensor) -> None:
+        """Take a use that is not a call of a module's forward."""
 
 
 @dataclass(frozen=True)
@@ -189,10 +189,10 @@ class Layer(ABC):
         part = tensor if slot.rows is None else tensor[slot.rows]
         return part, blocks.view(part.shape)
 
-    def tap(self, tap: Tap) -> list[Handle]:
-        """Call `tap` at each use of the layer, until the handles are removed."""
+    def observe_calls(self, observer: CallObserver) -> list[Handle]:
+        """Call `observer` at each use of the layer, until the handles are removed."""
         # Before all other hooks, because a hook of the user may return another output.
-        return [self.module.register_forward_hook(tap, with_kwargs=True, prepend=True)]
+        return [self.module.register_forward_hook(observer, with_kwargs=True, prepend=True)]
 
     def current(self) -> Layer:
         """Return the layer for the current mode of the module."""

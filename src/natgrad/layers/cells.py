@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from natgrad.layers.base import Layer
-from natgrad.layers.hidden import HiddenLayer, RevealingForward, rebound, unknown_forward
+from natgrad.layers.hidden import HiddenLayer, ObservedForward, rebound, unknown_forward
 
 CELLS = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
@@ -30,7 +30,7 @@ def cell_layers(name: str, module: nn.Module) -> Sequence[Layer] | str:
     return unknown_forward(module, base, {base.forward: ("_VF",)}) or [layer for layer in layers if layer.slots]
 
 
-class CellForward(RevealingForward):
+class CellForward(ObservedForward):
     """Torch's forward, with separate operations in place of the fused cell."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -57,7 +57,7 @@ class CellForward(RevealingForward):
 
     def _project(self, part: str, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         output = F.linear(inputs, weight, bias)
-        self.see(part, inputs if self._batched else inputs[0], output)
+        self.report(part, inputs if self._batched else inputs[0], output)
         return output
 
     def _lstm(self, inputs: Tensor, state: tuple[Tensor, Tensor], *parameters: Any) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class CellForward(RevealingForward):
 class CellLayer(HiddenLayer):
     """The projection of a cell's input, or of its hidden state."""
 
-    revealing = CellForward
+    observed_forward = CellForward
 
 
 def _like_fused(state: Tensor, gate: Tensor) -> Tensor:

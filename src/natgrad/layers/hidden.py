@@ -1,4 +1,4 @@
-"""Linear maps inside a module's forward, which no hook can observe, and a forward that shows them to taps."""
+"""Linear maps inside a module's forward, which no hook can observe, and a forward that reports them to observers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from natgrad.layers.base import Handle, Slot, Tap, is_trained, qualified
+from natgrad.layers.base import CallObserver, Handle, Slot, is_trained, qualified
 from natgrad.layers.linear import LinearLayer
 from natgrad.layers.rows import Rows
 
@@ -25,7 +25,7 @@ class HiddenLayer(LinearLayer):
         part: The name of the linear map within the module.
     """
 
-    revealing: ClassVar[type[RevealingForward]]
+    observed_forward: ClassVar[type[ObservedForward]]
 
     def __init__(self, name: str, module: nn.Module, part: str, leaves: dict[str, slice | None]) -> None:
         """Read the sizes off `module`.
@@ -61,25 +61,25 @@ class HiddenLayer(LinearLayer):
         ]
 
     @override
-    def tap(self, tap: Tap) -> list[Handle]:
-        return [self.revealing.reveal(self.module, self.part, tap)]
+    def observe_calls(self, observer: CallObserver) -> list[Handle]:
+        return [self.observed_forward.add_observer(self.module, self.part, observer)]
 
     def rows(self, inputs: Tensor, gradients: Tensor, samples: int) -> tuple[Rows, Rows]:
         """Return the rows, giving the gradients the leading dimensions of the inputs."""
         return super().rows(inputs, gradients.reshape(*inputs.shape[:-1], gradients.shape[-1]), samples)
 
 
-class RevealingForward(ABC):
-    """Computes the same as the forward of a module, and shows the linear maps within to taps.
+class ObservedForward(ABC):
+    """Computes the same as the forward of a module, and reports the uses of the linear maps within to observers.
 
-    It is the module's ``forward`` attribute while there are taps. Copies and pickles of the module have the forward of
-    the class.
+    It is the module's ``forward`` attribute while there are observers. Copies and pickles of the module have the
+    forward of the class.
     """
 
     def __init__(self, module: nn.Module) -> None:
         """Prepare for `module`."""
         self._module = weakref.ref(module)
-        self._taps: dict[str, list[Tap]] = {}
+        self._observers: dict[str, list[CallObserver]] = {}
         # Attributes that ``torch.export`` reads from a forward: those of the method of the class.
         forward = type(module).forward
         self.__name__, self.__code__, self.__globals__ = forward.__name__, forward.__code__, forward.__globals__
@@ -87,56 +87,56 @@ class RevealingForward(ABC):
         self.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
 
     @classmethod
-    def reveal(cls, module: nn.Module, part: str, tap: Tap) -> Handle:
-        """Call ``tap.see`` at each use of a part of `module`."""
+    def add_observer(cls, module: nn.Module, part: str, observer: CallObserver) -> Handle:
+        """Call ``observer.observe`` at each use of a part of `module`."""
         forward = module.__dict__.get("forward")
         if not isinstance(forward, cls):
             forward = cls(module)
             module.forward = forward
-        forward._taps.setdefault(part, []).append(tap)
-        return _Reveal(forward, part, tap)
+        forward._observers.setdefault(part, []).append(observer)
+        return _ObserverHandle(forward, part, observer)
 
-    def hide(self, part: str, tap: Tap) -> None:
-        """Remove a tap; after the last one restore the module's forward."""
-        self._taps[part].remove(tap)
+    def remove_observer(self, part: str, observer: CallObserver) -> None:
+        """Remove an observer; after the last one restore the module's forward."""
+        self._observers[part].remove(observer)
         module = self._module()
-        if module is not None and not any(self._taps.values()) and module.__dict__.get("forward") is self:
+        if module is not None and not any(self._observers.values()) and module.__dict__.get("forward") is self:
             del module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the module, or of its class where no gradients are recorded."""
         module = self._module()
         assert module is not None
-        if not torch.is_grad_enabled() or not any(self._taps.values()):
+        if not torch.is_grad_enabled() or not any(self._observers.values()):
             return type(module).forward(module, *args, **kwargs)
         return self.run(module, *args, **kwargs)
 
     @abstractmethod
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute the same as the module's forward, calling `see` for every part."""
+        """Compute the same as the module's forward, calling `report` for every part."""
 
-    def see(self, part: str, inputs: Tensor, output: Tensor) -> None:
-        """Show one use of a part."""
-        for tap in self._taps.get(part, ()):
-            tap.see(inputs, output)
+    def report(self, part: str, inputs: Tensor, output: Tensor) -> None:
+        """Report one use of a part."""
+        for observer in self._observers.get(part, ()):
+            observer.observe(inputs, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as the forward of the module's class."""
         return getattr, (self._module(), "forward")
 
 
-class _Reveal:
-    """Undoes what `RevealingForward.reveal` did."""
+class _ObserverHandle:
+    """Removes an observer."""
 
-    def __init__(self, forward: RevealingForward, part: str, tap: Tap) -> None:
-        self._forward, self._part, self._tap = forward, part, tap
+    def __init__(self, forward: ObservedForward, part: str, observer: CallObserver) -> None:
+        self._forward, self._part, self._observer = forward, part, observer
 
     def remove(self) -> None:
-        self._forward.hide(self._part, self._tap)
+        self._forward.remove_observer(self._part, self._observer)
 
 
 def unknown_forward(module: nn.Module, base: type[nn.Module], used: Mapping[Any, Sequence[str]]) -> str:
-    """Return why a `RevealingForward` for `base` cannot replace the forward of `module`; empty if it can.
+    """Return why a `ObservedForward` for `base` cannot replace the forward of `module`; empty if it can.
 
     Args:
         module: The module.
@@ -147,7 +147,7 @@ def unknown_forward(module: nn.Module, base: type[nn.Module], used: Mapping[Any,
     if type(module).forward is not base.forward:
         return f"{name} has a forward of its own, which hides its projections"
     method = getattr(forward, "__func__", None)
-    if forward is not None and not isinstance(forward, RevealingForward) and method is not base.forward:
+    if forward is not None and not isinstance(forward, ObservedForward) and method is not base.forward:
         return "its forward was replaced by one that hides its projections"
     if not all(set(names) <= _names(function) for function, names in used.items()):
         return f"this version of torch computes {name} in a way that hides its projections"
