@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from natgrad.distributed import Cycle, LayerDemand, Link, Placement, Slices, make_plan, resolve, step_seconds
+from natgrad.distributed import LayerDemand, Link, Placement, RefreshIntervals, Slices, make_plan, resolve, step_seconds
 from tests.placement.layers import kfac, models, resnet50
 
 pure = settings(max_examples=30, deadline=None, derandomize=True)
@@ -18,7 +18,7 @@ links = st.builds(
     speed=st.sampled_from([1e8, 1e11]),
     products=st.sampled_from([1e8, 1e12]),
 )
-cycles = st.builds(Cycle, factors=st.integers(1, 20), inverses=st.integers(1, 200), reduces=st.booleans())
+intervals = st.builds(RefreshIntervals, factors=st.integers(1, 20), inverses=st.integers(1, 200), reduces=st.booleans())
 
 
 def candidates(P):
@@ -32,33 +32,33 @@ def most_held(plan):
 
 
 @pure
-@given(small_ranks, models, links, cycles)
-def test_auto_costs_the_least_or_is_comm_opt_and_nearly_does(P, works, link, cycle):
-    plan = make_plan(Placement(link=link), works, P, cycle=cycle)
-    prices = [step_seconds(make_plan(replace(one, link=link), works, P), cycle) for one in candidates(P)]
+@given(small_ranks, models, links, intervals)
+def test_auto_costs_the_least_or_is_comm_opt_and_nearly_does(P, works, link, intervals):
+    plan = make_plan(Placement(link=link), works, P, intervals=intervals)
+    prices = [step_seconds(make_plan(replace(one, link=link), works, P), intervals) for one in candidates(P)]
     if plan.placement.name == "comm-opt":
         assert 0.9 * prices[0] <= min(prices)
-        assert step_seconds(plan, cycle) == prices[0]
+        assert step_seconds(plan, intervals) == prices[0]
     else:
-        assert step_seconds(plan, cycle) == min(prices) < 0.9 * prices[0]
+        assert step_seconds(plan, intervals) == min(prices) < 0.9 * prices[0]
 
 
 @pure
-@given(small_ranks, models, st.integers(1, 10**6), links, cycles)
-def test_auto_fits_the_memory_or_names_the_least_that_would_do(P, works, memory, link, cycle):
+@given(small_ranks, models, st.integers(1, 10**6), links, intervals)
+def test_auto_fits_the_memory_or_names_the_least_that_would_do(P, works, memory, link, intervals):
     placement = Placement(memory=memory, link=link)
     plans = [make_plan(one, works, P) for one in candidates(P)]
     least = min(map(most_held, plans))
     if least > memory:
         with pytest.raises(ValueError, match=f"memory={memory} is not allowed: memory must be at least {least} bytes"):
-            make_plan(placement, works, P, cycle=cycle)
+            make_plan(placement, works, P, intervals=intervals)
         return
-    plan = make_plan(placement, works, P, cycle=cycle)
+    plan = make_plan(placement, works, P, intervals=intervals)
     assert most_held(plan) <= memory
     fitting = [one for one in plans if most_held(one) <= memory]
-    prices = [step_seconds(make_plan(replace(one.placement, link=link), works, P), cycle) for one in fitting]
+    prices = [step_seconds(make_plan(replace(one.placement, link=link), works, P), intervals) for one in fitting]
     if plan.placement.name != "comm-opt":
-        assert step_seconds(plan, cycle) == min(prices)
+        assert step_seconds(plan, intervals) == min(prices)
 
 
 @pure
@@ -84,13 +84,13 @@ def test_small_layers_and_rare_renewals_are_for_comm_opt(P):
     works = {f"layer{index}": kfac(32, 33) for index in range(6)}
     assert make_plan(resolve("auto"), works, P).placement.name == "comm-opt"
     fast = Link(speed=1e12, products=3e13)
-    rare = Cycle(factors=10, inverses=100)
-    assert make_plan(Placement(link=fast), resnet50(), P, cycle=rare).placement.name == "comm-opt"
+    rare = RefreshIntervals(factors=10, inverses=100)
+    assert make_plan(Placement(link=fast), resnet50(), P, intervals=rare).placement.name == "comm-opt"
 
 
 def test_factors_at_every_step_of_a_slow_link_are_for_their_workers_alone():
     slow = Link(bandwidth=2.5e7, products=3e13, speed=1e12)
-    plan = make_plan(Placement(link=slow), resnet50(), 4, cycle=Cycle(factors=1, inverses=1))
+    plan = make_plan(Placement(link=slow), resnet50(), 4, intervals=RefreshIntervals(factors=1, inverses=1))
     assert plan.placement.name == "reduce-scatter"
     assert plan.note.startswith("placement reduce-scatter ")
     assert "comm-opt" in plan.note
@@ -100,7 +100,7 @@ def test_factors_at_every_step_of_a_slow_link_are_for_their_workers_alone():
 def test_what_does_not_fit_is_told():
     works = resnet50()
     all_of_it = make_plan(resolve("comm-opt"), works, 4).held(0)
-    plan = make_plan(Placement(memory=all_of_it - 1), works, 4, cycle=Cycle(factors=10, inverses=100))
+    plan = make_plan(Placement(memory=all_of_it - 1), works, 4, intervals=RefreshIntervals(factors=10, inverses=100))
     assert plan.placement.name != "comm-opt"
     assert "1 other holds more than" in plan.note
 
@@ -123,7 +123,7 @@ def test_assigned_layers_keep_their_workers_and_memory_is_no_matter_then():
 def test_bad_cycles():
     for value in (0, -1, float("nan"), float("inf"), "1", True):
         with pytest.raises(ValueError, match="is not allowed"):
-            Cycle(inverses=value)
+            RefreshIntervals(inverses=value)
 
 
 # --- The model, by hand ---------------------------------------------------------------------------------------------
@@ -159,13 +159,13 @@ EXPECTED = {
 def test_seconds_of_a_step(name, factors, inverses):
     plan = make_plan(Placement(name=name, link=LINK), WORKS, 2)
     update, renewal, step = EXPECTED[name]
-    cycle = Cycle(factors=factors, inverses=inverses)
-    assert step_seconds(plan, cycle) == pytest.approx(update / factors + renewal / inverses + step, rel=1e-12)
+    intervals = RefreshIntervals(factors=factors, inverses=inverses)
+    assert step_seconds(plan, intervals) == pytest.approx(update / factors + renewal / inverses + step, rel=1e-12)
 
 
 def test_seconds_with_gradients_that_are_reduced_here():
-    cycle = Cycle(factors=10**9, inverses=10**9, reduces=True)
-    steps = {name: step_seconds(make_plan(Placement(name=name, link=LINK), WORKS, 2), cycle) for name in EXPECTED}
+    intervals = RefreshIntervals(factors=10**9, inverses=10**9, reduces=True)
+    steps = {name: step_seconds(make_plan(Placement(name=name, link=LINK), WORKS, 2), intervals) for name in EXPECTED}
     assert steps["comm-opt"] == pytest.approx(9 + 1000 + 2 * 32)
     assert steps["mem-opt"] == pytest.approx(8 + 1000 + 2 * 24 + 1000 + 2 * 24)
 
@@ -174,7 +174,7 @@ def test_seconds_on_ranks_of_uneven_speed():
     placement = Placement(name="mem-opt", link=LINK, speeds=(1.0, 4.0))
     plan = make_plan(placement, WORKS, 2)
     assert plan.assignments["large"].workers == (1,)
-    never = Cycle(factors=10**9, inverses=1)
+    never = RefreshIntervals(factors=10**9, inverses=1)
     assert step_seconds(plan, never) == pytest.approx(max(90 / 4, 30) / 10 + max(800 / 4, 100) / 100 + 1000 + 48)
     # Measured costs share the work out; what it takes is still the model's.
     plan = make_plan(replace(placement, costs={"large": 4.5, "small": 1.5}), WORKS, 2)
@@ -182,14 +182,14 @@ def test_seconds_on_ranks_of_uneven_speed():
 
 
 def test_alone_only_the_work_counts():
-    assert step_seconds(make_plan(resolve("comm-opt"), {}, 1), Cycle()) == 0
+    assert step_seconds(make_plan(resolve("comm-opt"), {}, 1), RefreshIntervals()) == 0
     plan = make_plan(Placement(name="comm-opt", link=LINK), WORKS, 1)
-    assert step_seconds(plan, Cycle(inverses=2)) == pytest.approx(120 / 10 / 2 + 9)
+    assert step_seconds(plan, RefreshIntervals(inverses=2)) == pytest.approx(120 / 10 / 2 + 9)
 
 
 @pure
-@given(small_ranks, models, links, links, cycles, st.randoms())
-def test_links_within_nodes(P, works, link, inside, cycle, random):
+@given(small_ranks, models, links, links, intervals, st.randoms())
+def test_links_within_nodes(P, works, link, inside, intervals, random):
     """They price the results that go along a row where rows are within nodes, and nothing else."""
     nodes = random.choice([n for n in range(2, P + 1) if P % n == 0] or [1])
     assume(nodes > 1)
@@ -204,17 +204,17 @@ def test_links_within_nodes(P, works, link, inside, cycle, random):
         message = max(max(row.sent(rank), row.received(rank)) for rank in range(flat.columns))
         within = flat.columns > 1 and any(sizes) and (P // nodes) % flat.columns == 0
         saved = link.message(message) - inside.message(message) if within else 0.0
-        prices = [step_seconds(plan, cycle) for plan in (flat, deep)]
+        prices = [step_seconds(plan, intervals) for plan in (flat, deep)]
         assert prices[0] - prices[1] == pytest.approx(saved, rel=1e-9, abs=1e-9 * max(prices))
 
 
 def test_auto_keeps_rows_within_nodes_where_the_link_between_them_is_slow():
     """KAISA: a layer has a worker on each node, which serves the others there."""
     slow = Link(latency=1e-5, bandwidth=1e9, speed=1e12, products=1e13)
-    fast, cycle = Link(latency=1e-6, bandwidth=3e11), Cycle(factors=50, inverses=10)
-    plan = make_plan(Placement(link=slow, nodes=4, inside=fast), resnet50(), 16, cycle=cycle)
+    fast, intervals = Link(latency=1e-6, bandwidth=3e11), RefreshIntervals(factors=50, inverses=10)
+    plan = make_plan(Placement(link=slow, nodes=4, inside=fast), resnet50(), 16, intervals=intervals)
     assert str(plan.placement) == "hybrid:0.25"
-    assert make_plan(Placement(link=slow), resnet50(), 16, cycle=cycle).placement.name == "comm-opt"
+    assert make_plan(Placement(link=slow), resnet50(), 16, intervals=intervals).placement.name == "comm-opt"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from natgrad.distributed import Assignment, Cycle, LayerDemand, Link, Placement, Rows, make_plan, resolve
+from natgrad.distributed import (
+    Assignment,
+    LayerDemand,
+    Link,
+    Placement,
+    RefreshIntervals,
+    RowDemand,
+    make_plan,
+    resolve,
+)
 from natgrad.distributed.options import NAMES
 from tests.placement.layers import kfac, models, placements, ranks, resnet50, resnet50_positions
 
@@ -129,18 +138,20 @@ def test_uneven_ranks_are_done_within_twice_the_best(name, speeds, costs):
     assert makespan(plan, speeds) <= 2 * best(costs, speeds) + 1e-9
 
 
-@pytest.mark.parametrize("cycle", [Cycle(), Cycle(factors=10, inverses=100), Cycle(inverses=1)])
+@pytest.mark.parametrize(
+    "intervals", [RefreshIntervals(), RefreshIntervals(factors=10, inverses=100), RefreshIntervals(inverses=1)]
+)
 @pytest.mark.parametrize("batch", [8, 32, 256])
-def test_dp_balances_what_builds_factors_too(batch, cycle):
+def test_dp_balances_what_builds_factors_too(batch, intervals):
     """Beside the work of decompositions, which alone would leave one rank with 3 times the mean."""
     layers, positions = resnet50(), resnet50_positions(batch)
-    plan = make_plan(Placement(name="dp", positions=positions), layers, 16, cycle=cycle)
+    plan = make_plan(Placement(name="dp", positions=positions), layers, 16, intervals=intervals)
     work = [0.0] * 16
     for key, assignment in plan.assignments.items():
-        construction = layers[key].sums * positions[key] / cycle.factors
-        work[assignment.workers[0]] += construction + layers[key].cost / cycle.inverses
+        construction = layers[key].sums * positions[key] / intervals.factors
+        work[assignment.workers[0]] += construction + layers[key].cost / intervals.inverses
     largest = max(
-        layers[key].sums * positions[key] / cycle.factors + layers[key].cost / cycle.inverses for key in layers
+        layers[key].sums * positions[key] / intervals.factors + layers[key].cost / intervals.inverses for key in layers
     )
     assert max(work) <= max(1.2 * sum(work) / 16, largest * (1 + 1e-9))
 
@@ -323,7 +334,9 @@ def test_volumes_of_resnet50(P):
 
 def test_rows_are_those_of_the_batch():
     """HyLo sends (P - 1) r (i + o), and with links (P - 1) r² / P, then (P - 1) r² for each block."""
-    selected = Rows(width=30, share=lambda samples, most, ranks: min(most, int(samples) // 2 // ranks), linked=True)
+    selected = RowDemand(
+        width=30, share=lambda samples, most, ranks: min(most, int(samples) // 2 // ranks), linked=True
+    )
     works = {"rows": LayerDemand(parts={"M": 1.0}, rows=selected, blocks=2), "sums": kfac(3, 4)}
     plan, without = (make_plan(resolve("comm-opt"), {key: works[key] for key in keys}, 4) for keys in (works, ["sums"]))
     r, told, plain = 16, plan.traffic(samples=32), without.traffic()
@@ -342,7 +355,7 @@ def test_rows_are_those_of_the_batch():
 @pytest.mark.parametrize(("placement", "n"), [("hybrid:0.5", 2), ("mem-opt", 1), ("reduce-scatter", 1), ("dp", 0)])
 def test_rows_go_to_the_workers(placement, n):
     """Each of n workers gets the shares of the 3 others, with their links, and n - 1 of them the kernel's inverse."""
-    selected = Rows(width=30, share=lambda samples, most, ranks: 4, linked=True)
+    selected = RowDemand(width=30, share=lambda samples, most, ranks: 4, linked=True)
     plan = make_plan(resolve(placement), {"rows": LayerDemand(parts={"M": 1.0}, rows=selected, blocks=2)}, 4)
     told = plan.traffic(samples=32)["inverses"]
     assert told.get("rows", 0) == n * 3 * (4 * 30 + 2 * 4 * 4)

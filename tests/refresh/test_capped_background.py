@@ -5,12 +5,12 @@ import threading
 import pytest
 
 import natgrad
-from natgrad.preconditioner.renewal import Background
+from natgrad.preconditioner.renewal import BackgroundRefresh
 from tests.every import Training, batch
 from tests.refresh.test_capped import Seconds
 
 
-class Beside(Background):
+class Beside(BackgroundRefresh):
     """One whose thread takes the seconds that it is told to."""
 
     total = 0.0

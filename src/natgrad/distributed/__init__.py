@@ -2,8 +2,8 @@
 
 from natgrad.distributed.choice import make_plan, step_seconds
 from natgrad.distributed.communicator import Communicator, Work, flatten, unflatten
-from natgrad.distributed.options import Cycle, Link, Placement, resolve
-from natgrad.distributed.plan import Assignment, LayerDemand, Plan, Rows
+from natgrad.distributed.options import Link, Placement, RefreshIntervals, resolve
+from natgrad.distributed.plan import Assignment, LayerDemand, Plan, RowDemand
 from natgrad.distributed.rules import PlacementRule, register_placement
 from natgrad.distributed.slices import Slices
 from natgrad.distributed.wire import WireFormat, narrower
@@ -11,13 +11,13 @@ from natgrad.distributed.wire import WireFormat, narrower
 __all__ = [
     "Assignment",
     "Communicator",
-    "Cycle",
     "LayerDemand",
     "Link",
     "Placement",
     "PlacementRule",
     "Plan",
-    "Rows",
+    "RefreshIntervals",
+    "RowDemand",
     "Slices",
     "WireFormat",
     "Work",

@@ -8,7 +8,7 @@ from typing import TypeAlias, TypeVar, get_args
 
 import numpy as np
 
-from natgrad.distributed.options import Cycle, Placement
+from natgrad.distributed.options import Placement, RefreshIntervals
 from natgrad.distributed.plan import Assignment, LayerDemand, Plan
 from natgrad.distributed.rules import Destination
 from natgrad.errors import require, require_one_of
@@ -23,7 +23,7 @@ def assign(
     works: Mapping[Key, LayerDemand],
     ranks: int,
     previous: Mapping[Key, Assignment],
-    cycle: Cycle,
+    intervals: RefreshIntervals,
 ) -> Plan[Key]:
     """Return the plan of one placement other than "auto", as `natgrad.distributed.make_plan` describes."""
     speeds = placement.speed_of(ranks)
@@ -32,7 +32,7 @@ def assign(
     assignments = {key: Assignment((), {}, _sums(placement, work, ranks // columns)) for key, work in works.items()}
     note = f"placement {placement}"
     plan: Plan[Key] = Plan(
-        placement, ranks, columns, assignments, works, weigh(placement, works, assignments, cycle), note
+        placement, ranks, columns, assignments, works, weigh(placement, works, assignments, intervals), note
     )
     column_of = _columns(plan, workers, speeds, previous)
     owners = _owners(plan, column_of, workers, speeds)
@@ -46,14 +46,17 @@ def assign(
 
 
 def weigh(
-    placement: Placement, works: Mapping[Key, LayerDemand], assignments: Mapping[Key, Assignment], cycle: Cycle
+    placement: Placement,
+    works: Mapping[Key, LayerDemand],
+    assignments: Mapping[Key, Assignment],
+    intervals: RefreshIntervals,
 ) -> dict[Key, float]:
     """Return the work of each layer between two inverse refreshes: the measured cost, otherwise the modelled one.
 
     Modelled costs are scaled to the unit of the measured ones.
     """
     modelled = {
-        key: work.cost + _construction(placement, key, work, assignments[key], cycle) for key, work in works.items()
+        key: work.cost + _construction(placement, key, work, assignments[key], intervals) for key, work in works.items()
     }
     costs = placement.costs or {}
     measured = {key: costs[str(key)] for key in works if str(key) in costs}
@@ -62,14 +65,16 @@ def weigh(
     return {key: measured.get(key, work * unit) for key, work in modelled.items()}
 
 
-def _construction(placement: Placement, key: Key, work: LayerDemand, assignment: Assignment, cycle: Cycle) -> float:
+def _construction(
+    placement: Placement, key: Key, work: LayerDemand, assignment: Assignment, intervals: RefreshIntervals
+) -> float:
     """Return the work of building a layer's factors, in multiply-adds of decompositions.
 
     It is 0 if all ranks build them, because each then has the same share, or if positions are unknown.
     """
     if placement.positions is None or assignment.sums != "alone":
         return 0.0
-    products = work.sums * placement.positions.get(str(key), 0.0) * cycle.inverses / cycle.factors
+    products = work.sums * placement.positions.get(str(key), 0.0) * intervals.inverses / intervals.factors
     return products * placement.link.speed / placement.link.products
 
 

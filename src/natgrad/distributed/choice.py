@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from natgrad.distributed.assign import assign
-from natgrad.distributed.options import Cycle, Link, Placement
-from natgrad.distributed.plan import Assignment, Exchange, LayerDemand, Plan
+from natgrad.distributed.options import Link, Placement, RefreshIntervals
+from natgrad.distributed.plan import Assignment, Collective, LayerDemand, Plan
 from natgrad.distributed.table import mebibytes
 from natgrad.errors import require
 
@@ -25,7 +25,7 @@ def make_plan(
     works: Mapping[Key, LayerDemand],
     ranks: int,
     previous: Mapping[Key, Assignment] | None = None,
-    cycle: Cycle | None = None,
+    intervals: RefreshIntervals | None = None,
 ) -> Plan[Key]:
     """Assign the layers to ranks.
 
@@ -40,7 +40,7 @@ def make_plan(
         works: The demand of each layer, in the order of the model; equal on all ranks.
         ranks: The number of ranks, P >= 1.
         previous: The assignments of layers that keep their workers.
-        cycle: The intervals of factors and inverses, for "auto" and the balance of "dp".
+        intervals: The intervals of factors and inverses, for "auto" and the balance of "dp".
 
     Returns:
         The plan, equal on all ranks: ties go to the lower rank, and equal costs keep their order. If all costs differ,
@@ -58,15 +58,15 @@ def make_plan(
     for name in ("costs", "positions"):
         unknown = set(getattr(placement, name) or ()) - set(map(str, works))
         require(bool(previous) or not unknown, name, sorted(unknown)[:5], "numbers by the keys of the model's layers")
-    cycle = cycle or Cycle()
+    intervals = intervals or RefreshIntervals()
     if placement.name == "auto":
-        return _cheapest(placement, works, ranks, previous or {}, cycle)
-    plan = assign(placement, works, ranks, previous or {}, cycle)
+        return _cheapest(placement, works, ranks, previous or {}, intervals)
+    plan = assign(placement, works, ranks, previous or {}, intervals)
     _check_memory(placement, [] if previous else [plan])  # a layer added during training raises no error
     return plan
 
 
-def step_seconds(plan: Plan[Key], cycle: Cycle) -> float:
+def step_seconds(plan: Plan[Key], intervals: RefreshIntervals) -> float:
     """Return the mean seconds of a step that depend on the placement, by the model of its `Link`.
 
     They are those of the busiest rank for messages, decompositions and products with the gradients. Messages sent at
@@ -78,10 +78,10 @@ def step_seconds(plan: Plan[Key], cycle: Cycle) -> float:
     inverses = _message(exchanges["inverses"], "inverses", link) + link.work(_decompositions(plan))
     row = plan.placement.link_of(plan.ranks, plan.columns)
     step = _products(plan) + _message(exchanges["step"], "gradients", row) + _collection(plan) + _shards(plan, row)
-    return factors / cycle.factors + inverses / cycle.inverses + step + _reduction(plan, cycle)
+    return factors / intervals.factors + inverses / intervals.inverses + step + _reduction(plan, intervals)
 
 
-def _message(exchanges: Iterable[Exchange], kind: str, link: Link) -> float:
+def _message(exchanges: Iterable[Collective], kind: str, link: Link) -> float:
     """Return the seconds of all messages of one kind, sent at the same time, on the busiest rank."""
     sent: dict[int, float] = {}
     received: dict[int, float] = {}
@@ -138,30 +138,34 @@ def _collection(plan: Plan[Key]) -> float:
     return copy.message(max(sent, max(sizes) * (S - 1) / S))
 
 
-def _reduction(plan: Plan[Key], cycle: Cycle) -> float:
+def _reduction(plan: Plan[Key], intervals: RefreshIntervals) -> float:
     """Return the seconds of summing gradients: on each layer's worker if it has one, otherwise on all ranks."""
-    if not cycle.reduces or plan.ranks == 1:
+    if not intervals.reduces or plan.ranks == 1:
         return 0.0
     sizes = [0] * plan.columns
     for key, layer in plan.layers.items():
         sizes[plan.column_of(key)] += layer.gradients * layer.itemsize
     ranks = range(plan.ranks)
-    to_owners = Exchange("reduced", ranks, tuple(sizes), True)
-    exchange = to_owners if plan.columns == plan.ranks else Exchange("reduced", ranks, sum(sizes))
+    to_owners = Collective("reduced", ranks, tuple(sizes), True)
+    exchange = to_owners if plan.columns == plan.ranks else Collective("reduced", ranks, sum(sizes))
     return _message([exchange], "reduced", plan.placement.link)
 
 
 def _cheapest(
-    placement: Placement, works: Mapping[Key, LayerDemand], ranks: int, previous: Mapping[Key, Assignment], cycle: Cycle
+    placement: Placement,
+    works: Mapping[Key, LayerDemand],
+    ranks: int,
+    previous: Mapping[Key, Assignment],
+    intervals: RefreshIntervals,
 ) -> Plan[Key]:
     """Return the plan of the cheapest placement that fits the memory and leaves the results unchanged."""
-    plans = [assign(candidate, works, ranks, previous, cycle) for candidate in _candidates(placement, ranks)]
+    plans = [assign(candidate, works, ranks, previous, intervals) for candidate in _candidates(placement, ranks)]
     if len(plans) == 1:
         _check_memory(placement, [] if previous else plans)
         return plans[0]
     fitting = [plan for plan in plans if placement.memory is None or _most_held(plan) <= placement.memory]
     _check_memory(placement, [] if fitting else plans)
-    seconds = [step_seconds(plan, cycle) for plan in fitting]
+    seconds = [step_seconds(plan, intervals) for plan in fitting]
     priced = sorted((cost, index) for index, cost in enumerate(seconds))
     if fitting[0].columns == 1 and priced[0][0] > _WORTH * seconds[0]:
         priced.sort(key=lambda price: price[1] > 0)

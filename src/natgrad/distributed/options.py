@@ -54,7 +54,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cycle:
+class RefreshIntervals:
     """The intervals that costs depend on.
 
     Attributes:

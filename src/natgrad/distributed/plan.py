@@ -21,7 +21,7 @@ Moment = Literal["factors", "inverses", "step"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class RowDemand:
     """The rows of samples that a layer sends in place of sums (SNGD, HyLo).
 
     Attributes:
@@ -65,7 +65,7 @@ class LayerDemand:
     replayed: int = 0
     on_every_worker: frozenset[str] = frozenset()
     results: Mapping[str, int] = field(default_factory=dict)
-    rows: Rows | None = None
+    rows: RowDemand | None = None
     gradients: int = 0
     shards: tuple[int, ...] = ()
     replicated: int = 0
@@ -110,7 +110,7 @@ class Assignment:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Collective:
     """A collective on a flat bucket.
 
     Attributes:
@@ -256,7 +256,7 @@ class Plan(Printed, Generic[Key]):
 
     def exchanges(
         self, samples: int | Sequence[int] | None = None, *, in_bytes: bool = False
-    ) -> dict[Moment, list[Exchange]]:
+    ) -> dict[Moment, list[Collective]]:
         """Return the collectives on flat buckets: sums, results and preconditioned gradients.
 
         Rows of samples and sharded gradients are not included.
@@ -278,7 +278,7 @@ class Plan(Printed, Generic[Key]):
                 for column in range(self.columns) if any(flags) else ():
                     workers = range(column, self.ranks, self.columns)
                     for kind, owned in (("inverses", sizes), ("counters", flags)):
-                        inverses.append(Exchange(kind, workers, tuple(owned[column :: self.columns])))
+                        inverses.append(Collective(kind, workers, tuple(owned[column :: self.columns])))
         if self.columns > 1 and not self._is_sharded:
             gradients, counters = [0] * self.columns, [0] * self.columns
             for key, layer in self.layers.items():
@@ -286,13 +286,13 @@ class Plan(Printed, Generic[Key]):
                 # ⟨V, W⟩ of each block, and the level and the failures of the layer.
                 counters[self.column_of(key)] += layer.blocks + 2
             for row in rows:
-                step += [Exchange("gradients", row, tuple(gradients)), Exchange("counters", row, tuple(counters))]
-        found: dict[Moment, list[Exchange]] = {"factors": factors, "inverses": inverses, "step": step}
+                step += [Collective("gradients", row, tuple(gradients)), Collective("counters", row, tuple(counters))]
+        found: dict[Moment, list[Collective]] = {"factors": factors, "inverses": inverses, "step": step}
         return found
 
-    def _sum_exchanges(self, kind: str, sizes: Mapping[Key, int]) -> list[Exchange]:
+    def _sum_exchanges(self, kind: str, sizes: Mapping[Key, int]) -> list[Collective]:
         """Return the messages of sums of layers of these `sizes`, with the samples and rows of each layer."""
-        every: list[Exchange] = []
+        every: list[Collective] = []
         everywhere, layers = 0, 0
         owned, counters = [0] * self.ranks, [0] * self.ranks
         for key, size in sizes.items() if self.ranks > 1 else ():
@@ -304,9 +304,9 @@ class Plan(Printed, Generic[Key]):
                 counters[self.column_of(key)] += 2
         ranks = range(self.ranks)
         if layers:
-            every += [Exchange(kind, ranks, everywhere), Exchange("counters", ranks, 2 * layers)]
+            every += [Collective(kind, ranks, everywhere), Collective("counters", ranks, 2 * layers)]
         if any(owned):
-            every += [Exchange(kind, ranks, tuple(owned), True), Exchange("counters", ranks, tuple(counters), True)]
+            every += [Collective(kind, ranks, tuple(owned), True), Collective("counters", ranks, tuple(counters), True)]
         return every
 
     def _results(

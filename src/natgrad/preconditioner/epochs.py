@@ -37,7 +37,7 @@ def sums_gradients(group: BlockGroup) -> bool:
 
 
 @dataclass
-class Epochs:
+class EpochState:
     """The epochs so far. The names of the fields are keys of checkpoints.
 
     Attributes:
@@ -100,13 +100,13 @@ class Epochs:
         return {**vars(self), "norms": list(self.norms), "rates": list(self.rates), "before": list(self.before)}
 
     @classmethod
-    def loaded(cls, state: Any) -> Epochs:
+    def loaded(cls, state: Any) -> EpochState:
         """Return what `state_dict` was called on.
 
         Raises:
             ValueError: if `state` is not complete.
         """
-        name, known = "state['epochs']", Epochs().state_dict()
+        name, known = "state['epochs']", EpochState().state_dict()
         fits = isinstance(state, Mapping) and state.keys() == known.keys()
         require(fits, name, sorted(map(str, state)) if isinstance(state, Mapping) else state, f"a dict of {[*known]}")
         for key, value in state.items():

@@ -15,12 +15,12 @@ from natgrad.damping import Control
 from natgrad.distributed import Communicator
 from natgrad.preconditioner.arguments import check_damping
 from natgrad.preconditioner.counters import StepCounters
-from natgrad.preconditioner.epochs import Epochs
+from natgrad.preconditioner.epochs import EpochState
 from natgrad.preconditioner.gradients.clip import Clip
 from natgrad.preconditioner.gradients.scaling import Scaling
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.guard.inspection import Inspection
-from natgrad.preconditioner.renewal import Background, RefreshScheduler
+from natgrad.preconditioner.renewal import BackgroundRefresh, RefreshScheduler
 from natgrad.preconditioner.structure import Structure
 from natgrad.state.block_group import BlockGroup
 
@@ -56,12 +56,12 @@ class Parts:
     scaling: Scaling
     damping: Control
     scheduler: RefreshScheduler
-    background: Background
+    background: BackgroundRefresh
     clip: Clip
     failure_counters: FailureCounters
     inspection: Inspection
     progress: StepCounters
-    epochs: Epochs
+    epochs: EpochState
 
     @property
     def groups(self) -> list[BlockGroup]:

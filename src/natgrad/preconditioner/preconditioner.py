@@ -38,7 +38,7 @@ from natgrad.preconditioner.compatibility import check_combinations, warn_of_com
 from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.coverage import cover, warn_of_idle
 from natgrad.preconditioner.decompositions import Decompositions
-from natgrad.preconditioner.epochs import Epochs, EpochWarnings
+from natgrad.preconditioner.epochs import EpochState, EpochWarnings
 from natgrad.preconditioner.explanation import Explanation, explain
 from natgrad.preconditioner.gradient_step import GradientStep
 from natgrad.preconditioner.gradients.clip import USUAL_BOUND, Clip
@@ -47,7 +47,7 @@ from natgrad.preconditioner.gradients.scaling import Scaling
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.parts import Parts
-from natgrad.preconditioner.renewal import Background, RefreshScheduler
+from natgrad.preconditioner.renewal import BackgroundRefresh, RefreshScheduler
 from natgrad.preconditioner.second_pass import Closure, SecondPass
 from natgrad.preconditioner.statistics import Statistics
 from natgrad.preconditioner.structure import Structure, warn_of_slow_renewal
@@ -197,12 +197,12 @@ class Preconditioner:
             scaling=scaling,
             damping=control,
             scheduler=RefreshScheduler(refresh),
-            background=Background(),
+            background=BackgroundRefresh(),
             clip=Clip(optimizer, kl_clip, covered),
             failure_counters=FailureCounters(Guard() if guard is None else guard),
             inspection=Inspection(),
             progress=StepCounters(),
-            epochs=Epochs(),
+            epochs=EpochState(),
         )
         self._statistics, self._decompositions = Statistics(parts), Decompositions(parts)
         self._gradients, self._second_pass = GradientStep(parts), SecondPass(parts)
@@ -551,7 +551,7 @@ class Preconditioner:
         state = states.checked(state, parts.groups, counters)
         parts.scheduler.check_state(state)
         parts.epochs, parts.damping = (
-            Epochs.loaded(state["epochs"]),
+            EpochState.loaded(state["epochs"]),
             parts.damping.loaded(state["damping"]),
         )
         states.restore(state["blocks"], parts.groups)

@@ -13,7 +13,17 @@ from torch import nn
 
 from natgrad.curvature import KFAC, Curvature
 from natgrad.curvature.base import computed_for, declarations, gathered, replayed_statistics, statistics_of, summed
-from natgrad.distributed import Assignment, Cycle, LayerDemand, Link, Placement, Plan, Rows, make_plan, narrower
+from natgrad.distributed import (
+    Assignment,
+    LayerDemand,
+    Link,
+    Placement,
+    Plan,
+    RefreshIntervals,
+    RowDemand,
+    make_plan,
+    narrower,
+)
 from natgrad.distributed.fsdp import reshard, shares
 from natgrad.errors import NatgradError, NatgradWarning
 from natgrad.layers import Layer, Slot
@@ -99,10 +109,10 @@ class Structure:
 
     def _planned(self) -> Plan[str]:
         works = {layer.key: demand_of(layer, curvature, self.precision) for layer, curvature in self.coverage.layers}
-        cycle = None
+        intervals = None
         asks = self._placement.name == "auto" or self._placement.positions is not None
         if asks and self._ranks > 1 and self._refresh is not None:
-            cycle = Cycle(**self._refresh.intervals(0), reduces=self._reduces)
+            intervals = RefreshIntervals(**self._refresh.intervals(0), reduces=self._reduces)
         # Layers that stay keep their workers, who alone may have their curvature; and "auto" chooses once. Curvatures
         # that look need every rank, and so do the seconds of a rule with a cap.
         placement = self._placement
@@ -113,7 +123,7 @@ class Structure:
         looks = looks or (self._refresh is not None and self._refresh.share is not None)
         if placement.name == "auto" and (looks or (placement.link == Link() and _is_accelerated(self.coverage.layers))):
             placement = replace(placement, name="comm-opt")  # the costs known are those of a processor core
-        plan = make_plan(placement, works, self._ranks, self._assignments, cycle)
+        plan = make_plan(placement, works, self._ranks, self._assignments, intervals)
         self._placement = plan.placement
         return plan
 
@@ -198,7 +208,7 @@ def demand_of(layer: Layer, curvature: Curvature, precision: Precision) -> Layer
         on_every_worker=frozenset(task.name for task in tasks if task.on_every_worker),
         sums=n * sum(prod(packed_shape(spec)) for spec in statistics),
         results={task.name: n * sum(prod(packed_shape(spec)) for spec in task.writes) for task in tasks},
-        rows=Rows(width=n * sum(sizes), share=curvature.rows_per_rank, linked=linked) if rows else None,
+        rows=RowDemand(width=n * sum(sizes), share=curvature.rows_per_rank, linked=linked) if rows else None,
         gradients=n * prod(sizes),
         shards=shards,
         replicated=replicated,

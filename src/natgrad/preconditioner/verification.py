@@ -34,7 +34,7 @@ from natgrad.preconditioner.gradients.scaling import Scaling
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.parts import Parts
-from natgrad.preconditioner.renewal import Background, RefreshScheduler
+from natgrad.preconditioner.renewal import BackgroundRefresh, RefreshScheduler
 from natgrad.preconditioner.statistics import Statistics
 from natgrad.preconditioner.structure import Structure
 from natgrad.printed import Printed
@@ -103,7 +103,9 @@ class Verification(Printed):
         return f"<Verification of {len(self.rows)} layers: worst {self.worst:.1e}; {self.note}>"
 
 
-def _compare(groups: Sequence[BlockGroup], root: nn.Module, placed: Outcome, plain: Outcome) -> list[Difference]:
+def _compare(
+    groups: Sequence[BlockGroup], root: nn.Module, placed: StepOutcome, plain: StepOutcome
+) -> list[Difference]:
     """Return the differences of all layers, and of what is left to the optimizer, in the order of the model."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     differences = {name: _difference(value, plain.gradients[name]) for name, value in placed.gradients.items()}
@@ -164,7 +166,7 @@ def verify(
     return Verification(_compare(placed.groups, root, outcome, expected), note)
 
 
-def _step_placed(parts: Parts, batch: Any, loss_fn: LossFunction) -> tuple[Outcome, list[Tensor]]:
+def _step_placed(parts: Parts, batch: Any, loss_fn: LossFunction) -> tuple[StepOutcome, list[Tensor]]:
     """Do a step as the user would; return its outcome, and what was sampled on this rank."""
     step, scores = _FirstStep(parts), list[Tensor]()
 
@@ -185,7 +187,7 @@ def _step_alone(
     drawn: list[list[Tensor]],
     loss_fn: LossFunction,
     dtype: torch.dtype | None,
-) -> Outcome:
+) -> StepOutcome:
     """Accumulate over the batches of all ranks in this process, with what was sampled for each, and do a step.
 
     Wrappers average what each rank has. Where natgrad reduces the gradients, they are weighted by samples.
@@ -237,7 +239,7 @@ def _captured_by_owners(parts: Parts) -> list[set[str]]:
 
 
 @dataclass
-class Outcome:
+class StepOutcome:
     """What a step has made: every parameter's gradient and every layer's factors, whole and on the host."""
 
     gradients: dict[str, Tensor | None]
@@ -271,7 +273,7 @@ class _FirstStep:
             (loss * share).backward()
 
     @torch.no_grad()
-    def run(self) -> Outcome:
+    def run(self) -> StepOutcome:
         """Make ``.grad`` the natural gradient, as `natgrad.Preconditioner.step` does; collective."""
         parts = self._parts
         damping = parts.progress.damping = parts.damping_now()
@@ -284,7 +286,7 @@ class _FirstStep:
         blocks = states.snapshot(parts.groups)
         if parts.shares_work:
             blocks, _ = states.union(blocks, {}, parts.runtime)
-        return Outcome(
+        return StepOutcome(
             {
                 name: None if p.grad is None else whole(p.grad).cpu()
                 for name, p in parts.structure.root.named_parameters()
@@ -351,7 +353,7 @@ def _plain_parts(placed: Parts, preconditioner: Preconditioner, model: nn.Module
 def _fresh(parts: Parts) -> dict[str, Any]:
     """Return counters at the present step, and no background decompositions."""
     return {
-        "background": Background(),
+        "background": BackgroundRefresh(),
         "failure_counters": FailureCounters(Guard(limit=None)),
         "inspection": Inspection(),
         "progress": StepCounters(step=parts.progress.step),

@@ -55,7 +55,7 @@ class _Renewal:
     pieces: list[list[tuple[slice, Future[_Outcome]]]]
 
 
-class Background:
+class BackgroundRefresh:
     """The sums being sent and the renewal in progress of one preconditioner.
 
     Attributes:

@@ -19,7 +19,7 @@ from natgrad.curvature import kernel
 from natgrad.distributed import Communicator, Plan, WireFormat, narrower
 from natgrad.linalg import tensor_on
 from natgrad.linalg.products import full_products
-from natgrad.preconditioner.epochs import Epochs
+from natgrad.preconditioner.epochs import EpochState
 from natgrad.preconditioner.guard.guard import BlockFailures, FailureCounters
 from natgrad.preconditioner.renewal.renew import compute
 from natgrad.state.block_group import BlockGroup, LayerBlocks
@@ -82,7 +82,7 @@ class RowRenewal:
 
     plan: Plan[str]
     runtime: Communicator
-    epochs: Epochs
+    epochs: EpochState
     failure_counters: FailureCounters
     damping: float
     seed: int

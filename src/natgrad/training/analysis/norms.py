@@ -8,7 +8,7 @@ from math import sqrt
 
 from torch import Tensor
 
-from natgrad.preconditioner.epochs import Epochs
+from natgrad.preconditioner.epochs import EpochState
 
 THRESHOLD = 0.5
 """The default of η, from Accordion, which the paper cites; the paper has no value."""
@@ -51,7 +51,7 @@ def change(norms: Sequence[float], epoch: int) -> float | None:
 def critical(norms: Sequence[float], rates: Sequence[float], epoch: int, threshold: float = THRESHOLD) -> bool:
     """Return whether an epoch is critical, from values known at its start.
 
-    Epochs 0 and 1 are critical, and so are epochs at which the learning rate falls to half or less, and those with
+    EpochState 0 and 1 are critical, and so are epochs at which the learning rate falls to half or less, and those with
     ``|‖Δ_{e-1}‖ - ‖Δ_{e-2}‖| / ‖Δ_{e-2}‖ ≥ η``.
 
     Args:
@@ -61,7 +61,7 @@ def critical(norms: Sequence[float], rates: Sequence[float], epoch: int, thresho
         threshold: η.
     """
     decayed = epoch > 0 and rates[epoch] <= rates[epoch - 1] / 2
-    return Epochs(epoch=epoch, norms=list(norms[max(0, epoch - 2) : epoch]), decayed=decayed).critical(threshold)
+    return EpochState(epoch=epoch, norms=list(norms[max(0, epoch - 2) : epoch]), decayed=decayed).critical(threshold)
 
 
 class EpochGradients:
