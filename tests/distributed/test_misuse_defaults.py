@@ -50,4 +50,4 @@ def test_a_slow_renewal_is_told_on_all_ranks_alike(ranks):
     first, second = ranks.run(2, warned)
     assert first == second  # of the rank that has most work
     assert len(first) == 1
-    assert "one renewal takes about" in first[0]
+    assert "one refresh takes about" in first[0]

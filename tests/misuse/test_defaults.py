@@ -144,7 +144,7 @@ def test_a_slow_renewal_is_told_before_it_begins_with_the_layers_that_cost_most(
         natgrad.Preconditioner(wide())
     assert len(told) == 1
     message = str(told[0].message)
-    assert message.startswith("natgrad: one renewal takes about 1")
+    assert message.startswith("natgrad: one refresh takes about 1")
     assert message.index("1.1, factors of 4609 and 512") < message.index("1.0, factors of 2305 and 512")
     for remedy in ('KFAC(form="inverse")', 'wide="blocks"', "{'1.1': None, ...}", "Refresh(inverses="):
         assert remedy in message
@@ -179,7 +179,7 @@ def test_the_speed_of_the_machine_is_that_of_the_link():
     fast = natgrad.Placement(link=natgrad.Link(speed=5e11))
     natgrad.Preconditioner(wide(), placement=fast)
     slow = natgrad.Placement(link=natgrad.Link(speed=1.0))
-    with pytest.warns(natgrad.NatgradWarning, match="one renewal takes about"):
+    with pytest.warns(natgrad.NatgradWarning, match="one refresh takes about"):
         natgrad.Preconditioner(network(), placement=slow)
 
 

@@ -31,8 +31,8 @@ def _ranks(plan: Plan[Any]) -> Table:
     title = f"{plan.placement}: {len(plan.assignments)} layers on {plan.ranks} ranks ({rows} x {plan.columns})"
     table = Table(title=escape(title), caption=escape(plan.note) or None)
     table.add_column("rank")
-    table.add_column("works for", justify="right")
-    table.add_column("renews", overflow="fold")
+    table.add_column("worker of", justify="right")
+    table.add_column("decomposes", overflow="fold")
     table.add_column("work", justify="right")
     table.add_column("holds", justify="right")
     total = sum(plan.weights.values()) or 1.0

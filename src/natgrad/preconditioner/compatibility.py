@@ -54,25 +54,27 @@ def conflicts(
     for_others = layer.form == "one-hot" if rule.uses_own_samples else not rule.all_ranks_work
     if computed and for_others:
         allowed = "'comm-opt', 'pipelined', 'background', 'hybrid:1' or 'dp'"
-        reason = f"{name} looks at {', '.join(computed)}, which every rank that captures must hold"
+        reason = f"{name} uses {', '.join(computed)} in captures, so every rank that captures must hold it"
         yield Conflict("placement", where, allowed, reason, works_in_one_process=True)
     if rule.renews_in_background:
         allowed = "another than 'background'"
         if gathered(statistics):
-            yield Conflict("placement", where, allowed, f"{name} renews by the rows of the very step")
+            yield Conflict("placement", where, allowed, f"{name} uses the rows of the same step")
         if replays:
-            reason = f"{name} compares sums over a step, after which they would arrive"
+            reason = f"{name} compares sums of one step, which arrive there one step later"
             yield Conflict("placement", where, allowed, reason)
         if separate:
-            reason = f"all parts of a layer are renewed together there, and {refresh!r} renews the two sides at "
+            reason = f"all parts of a layer are decomposed together there, and {refresh!r} decomposes the two sides at "
             yield Conflict("placement", where, allowed, reason + "different steps")
     if rule.sends_during_backward:
         allowed = "another than 'pipelined'"
         if separate:
-            reason = f"all sums of a layer leave together there, and {refresh!r} captures the two sides at different "
+            reason = (
+                f"all sums of a layer are sent together there, and {refresh!r} captures the two sides at different "
+            )
             yield Conflict("placement", where, allowed, reason + "steps")
         if criterion is not None and criterion.stops:
-            reason = f"all layers leave alike there, and {refresh!r} stops some of them"
+            reason = f"all layers are sent equally often there, and {refresh!r} stops some of them"
             yield Conflict("placement", where, allowed, reason)
 
     if replays and separate:

@@ -39,7 +39,7 @@ from natgrad.state.block_group import BlockGroup, RankRole
 from natgrad.state.tensors import packed_shape, spec_dtype
 
 _SLOW_SECONDS, _SHOWN_LAYERS, _SMALLER_SIZE = 10.0, 3, 1024
-"""From how many seconds of a renewal on there is a warning, how many layers it names, what block size it suggests."""
+"""From how many seconds of a refresh on there is a warning, how many layers it names, what block size it suggests."""
 
 
 class Structure:
@@ -248,7 +248,7 @@ def renewal_seconds(plan: Plan[str]) -> float:
 
 
 def warn_of_slow_renewal(plan: Plan[str], layers: Sequence[tuple[Layer, Curvature]]) -> None:
-    """Warn, equally on all ranks, where one renewal takes longer than 10 seconds by the plan's own estimate.
+    """Warn, equally on all ranks, if one refresh takes longer than 10 seconds by the plan's own estimate.
 
     On an accelerator there is no warning unless the user has given a `Link`: the usual one is a processor core's.
     """
@@ -264,7 +264,7 @@ def warn_of_slow_renewal(plan: Plan[str], layers: Sequence[tuple[Layer, Curvatur
         for layer, _ in slowest
     )
     message = (
-        f"natgrad: one renewal takes about {seconds:.0f} s by the plan's estimate for a processor core, the first in "
+        f"natgrad: one refresh takes about {seconds:.0f} s by the plan's estimate for a processor core, the first in "
         f"the first step. Most of it: {named}. {_remedies(*slowest[0])}"
     )
     warnings.warn(message, NatgradWarning, stacklevel=3)
@@ -278,5 +278,5 @@ def _remedies(layer: Layer, curvature: Curvature) -> str:
             found.append('KFAC(form="inverse"), about a fifth of it')
         found.append(f'{type(curvature).__name__}(max_factor_size={_SMALLER_SIZE}, wide="blocks")')
     found.append(f"{{{layer.name!r}: None, ...}} as the curvature, which leaves that layer to the optimizer")
-    found.append("refresh=Refresh(inverses=100) or more, for fewer renewals")
+    found.append("refresh=Refresh(inverses=100) or more, for fewer refreshes")
     return f"Choose instead {', or '.join(found)}."

@@ -160,7 +160,9 @@ class BackgroundRefresh:
         if stopped:
             names = ", ".join(dict.fromkeys(member.layer.key for job in stopped for member in job.members))
             owners = ", ".join(str(owner) for owner in sorted({job.owner or 0 for job in stopped}))
-            raise CurvatureError(f"renewing {names} in the background has raised an error on rank {owners}") from error
+            raise CurvatureError(
+                f"decomposing {names} in the background has raised an error on rank {owners}"
+            ) from error
 
     def drop(self, progress: StepCounters) -> None:
         """Drop the renewal in progress; the next step starts it again."""

@@ -168,7 +168,7 @@ class RefreshScheduler:
         if budget.credit < 0 and budget.times.steps and budget.income <= 0 and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"natgrad: solves alone take more than share={budget.share} of the time; next to nothing is renewed",
+                f"natgrad: solves alone take more than share={budget.share} of the time; almost nothing is decomposed",
                 NatgradWarning,
                 stacklevel=6,  # the caller of `step`
             )
