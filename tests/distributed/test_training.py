@@ -23,7 +23,7 @@ from natgrad.training.job import Job
 from natgrad.training.launch import RankError, launch
 from natgrad.training.loop import Training
 from natgrad.training.result import read_points
-from natgrad.training.run import Output, train
+from natgrad.training.run import Output, read_job, train
 from natgrad.training.world import join
 
 KFAC = {"optimizer": "sgd", "options": {"momentum": 0.9}, "curvature": "kfac", "learning_rate": 0.05, "damping": 0.03}
@@ -212,13 +212,8 @@ def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path, workers, interrupt):
     assert f"the checkpoint is of step {progress['step']};" in text
     points = read_points(folder / "metrics.jsonl")
     assert progress["step"] >= points[-1].step
-    resumed = train(
-        replace(
-            Job.from_json(json.loads((folder / "config.json").read_text())), epochs=None, steps=progress["step"] + 3
-        ),
-        Output(folder=folder),
-        resume=True,
-    )
+    longer = replace(read_job(folder), epochs=None, steps=progress["step"] + 3)
+    resumed = train(longer, Output(folder=folder), resume=True)
     assert resumed.points[-1].step == progress["step"] + 3
 
 
@@ -260,7 +255,7 @@ def test_a_killed_rank_loses_no_finished_work(tmp_path):
     assert "Traceback" not in text
     step = json.loads(state(folder)["progress"])[0]["step"]
     assert step >= 7
-    job = Job.from_json(json.loads((folder / "config.json").read_text()))
+    job = read_job(folder)
     resumed = train(replace(job, epochs=step // 7 + 1), Output(folder=folder), resume=True)
     assert [point.step for point in resumed.points] == list(range(7, step + 8, 7))
 

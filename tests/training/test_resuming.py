@@ -1,5 +1,7 @@
 """Runs in a folder: interrupted, damaged, resumed."""
 
+import json
+
 import pytest
 import torch
 
@@ -49,8 +51,13 @@ def test_a_run_of_an_earlier_version_is_resumed(tmp_path, straight):
     path = checkpoint.latest(tmp_path / "checkpoints")
     state = checkpoint.load(path)
     path.rename(tmp_path / "other")
+    del state["job"]
     old_format.save(tmp_path / "checkpoints", 4, state)
+    configuration = json.loads((tmp_path / "config.json").read_text())
+    del configuration["run"]
+    (tmp_path / "config.json").write_text(json.dumps(configuration))
     train(job(11), Output(folder=tmp_path), resume=True)
+    assert next(point.step for point in read_points(tmp_path / "metrics.jsonl")) == 4
     for name, weight in weights(straight).items():
         assert torch.equal(weight, weights(tmp_path)[name])
 

@@ -105,9 +105,14 @@ def analyze(
     The default options of the run are those tuned for the task.
     """
     print(f"analyzing {task} ...", flush=True)  # before the imports, which take seconds
+    import json
+
+    from natgrad.errors import require
+    from natgrad.training import environment
     from natgrad.training.analysis import Measures
     from natgrad.training.analyze import Study
     from natgrad.training.analyze import analyze as run
+    from natgrad.training.files import claimed, replace_text
     from natgrad.training.optimizers import parse
 
     job = _job(
@@ -150,12 +155,16 @@ def analyze(
         kernel_damping=kernel_damping,
         threshold=threshold,
     ).resolved()
-    folder, measures = _folder(out, task, study), Measures()
+    folder, measures = out or _default_folder(task), Measures()
+    require(not (folder / _CONFIGURATION).exists(), "out", str(folder), "a folder without an analysis")
     result = None
-    try:
-        result = run(study, measures, show=True)
-    finally:
-        _report(study, measures, result, folder)
+    with claimed(folder, "out"):
+        values = {**study.to_json(), "environment": environment.describe()}
+        replace_text(folder / _CONFIGURATION, json.dumps(values, indent=2) + "\n")
+        try:
+            result = run(study, measures, show=True)
+        finally:
+            _report(study, measures, result, folder)
     _end(result)
 
 
@@ -195,22 +204,10 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
         raise ArgumentError(name, text, "whole numbers of at least 1, separated by commas") from error
 
 
-def _folder(out: Path | None, task: str, study: Study) -> Path:
-    """Create the folder of an analysis and write its configuration."""
-    import json
+def _default_folder(task: str) -> Path:
     from datetime import datetime
 
-    from natgrad.errors import require
-    from natgrad.training import environment
-    from natgrad.training.result import replace_text
-
-    folder = out or Path("runs") / f"{task}-analysis-{datetime.now():%Y%m%d-%H%M%S}"
-    taken = (folder / _CONFIGURATION).exists()
-    require(not taken, "out", str(folder), "a folder without an analysis")
-    folder.mkdir(parents=True, exist_ok=True)
-    values = {**study.to_json(), "environment": environment.describe()}
-    replace_text(folder / _CONFIGURATION, json.dumps(values, indent=2) + "\n")
-    return folder
+    return Path("runs") / f"{task}-analysis-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _report(study: Study, measures: Measures, result: Result | None, folder: Path) -> None:
@@ -233,7 +230,7 @@ def _report(study: Study, measures: Measures, result: Result | None, folder: Pat
     for figure_sheets in sheets.values():
         for sheet in figure_sheets:
             console.print(table(sheet), "")
-    plain = Console(highlight=False, soft_wrap=True)
+    plain = Console(markup=False, highlight=False, soft_wrap=True)
     plain.print(run)
     _print_missing(study, measures, plain)
     names = ", ".join([_CONFIGURATION, *(path.name for path in written), *(f"{name}.svg" for name in drawn)])

@@ -96,7 +96,7 @@ def _run(comparison: Comparison, out: Path) -> list[Outcome]:
     from natgrad.training.compare import compare
     from natgrad.training.launch import INTERRUPTED, StoppedError
 
-    console = Console()
+    console = Console(markup=False)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=10),
@@ -133,7 +133,7 @@ def _report(comparison: Comparison, outcomes: list[Outcome], out: Path) -> None:
     from natgrad.cli.report.sheets import comparison_sheets
     from natgrad.cli.report.tables import table, wide_console
     from natgrad.training import environment
-    from natgrad.training.result import replace_text
+    from natgrad.training.files import replace_text
 
     console = wide_console()
     for outcome in outcomes:
@@ -143,7 +143,7 @@ def _report(comparison: Comparison, outcomes: list[Outcome], out: Path) -> None:
     results = {"environment": environment.describe(), "tasks": [outcome.to_json() for outcome in outcomes]}
     replace_text(out / "results.json", json.dumps(results) + "\n")
     page.write(outcomes, out / "index.html")
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(markup=False, soft_wrap=True, highlight=False)
     if comparison.trials:
         console.print(f"tuned values and their log: {out / 'tuned'}")
     console.print(f"page: {(out / 'index.html').resolve()}")

@@ -344,7 +344,7 @@ def _report(job: Job, folder: Path, result: Result | None) -> None:
     from natgrad.training.run import METRICS
 
     stopped = result is None or result.status == "stopped"
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     metrics = folder / METRICS
     points = result.points if result else read_points(metrics) if metrics.exists() else []
     if points:

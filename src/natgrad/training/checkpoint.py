@@ -34,8 +34,8 @@ class CheckpointError(NatgradError):
     """A checkpoint could not be written or read."""
 
 
-def save(folder: Path, step: int, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint, then remove all others but the one before. Collective.
+def save(folder: Path, step: int, state: Mapping[str, Any], run: str | None = None) -> None:
+    """Write a checkpoint, then remove all others of the run but the one before. Collective.
 
     State shared by all ranks is written by rank 0; `state["ranks"]` holds the state of this rank, under its number.
 
@@ -43,12 +43,14 @@ def save(folder: Path, step: int, state: Mapping[str, Any]) -> None:
         folder: The folder of checkpoints, each in a subfolder.
         step: Completed steps, the checkpoint's name.
         state: What `tensor_file.write` takes.
+        run: The identity of the run, whose checkpoints alone are removed; None: all are this run's. Here and below, an
+            empty identity is that of a run of an earlier version, whose checkpoints have none.
 
     Raises:
         CheckpointError: It could not be written; older ones are kept. Raised on all ranks.
     """
-    complete = _name(folder, step)
-    partial = complete.with_name(complete.name + _PARTIAL)
+    path = _name(folder, step)
+    partial = path.with_name(path.name + _suffix(run))
     rank, _ = _place()
     parts = {_RANK.format(number): own for number, own in state.get("ranks", {}).items()}
     if rank == 0:
@@ -68,26 +70,36 @@ def save(folder: Path, step: int, state: Mapping[str, Any]) -> None:
     if rank == 0:
         try:
             if problem is None:
+                if run:
+                    (partial / _mark(path, run)).touch()
                 _write_digests(partial, {name: each for digests, _ in answers for name, each in digests.items()})
-                _complete(partial, complete)
+                _complete(partial, path, run)
         except OSError as error:
             problem = _described(error)
         if problem is not None:
             shutil.rmtree(partial, ignore_errors=True)
     problem = _gathered(problem)[0]
     if problem is not None:
-        raise CheckpointError(f"checkpoint {complete} could not be written: {problem}")
+        raise CheckpointError(f"checkpoint {path} could not be written: {problem}")
 
 
-def clean(folder: Path) -> None:
+def clean(folder: Path, run: str | None = None) -> None:
     """Remove incomplete checkpoints of a killed run."""
-    for partial in folder.glob(f"*{_PARTIAL}"):
-        shutil.rmtree(partial)
+    incomplete = re.compile(rf"{_COMPLETE.pattern}(\.replaced)?{re.escape(_suffix(run))}")
+    for path in folder.glob(f"{_STEP}*{_PARTIAL}"):
+        if incomplete.fullmatch(path.name):
+            shutil.rmtree(path)
 
 
-def latest(folder: Path) -> Path | None:
-    """Return the newest checkpoint in a folder that is not damaged, or None. Reads all its files."""
-    for path in reversed(_all(folder)):
+def complete(folder: Path, run: str | None = None) -> list[Path]:
+    """Return the complete checkpoints of a run in a folder, the newest last; some may be damaged."""
+    paths = (path for path in folder.glob(f"{_STEP}*") if _COMPLETE.fullmatch(path.name) and path.is_dir())
+    return sorted(path for path in paths if run is None or _is_of(path, run))
+
+
+def latest(folder: Path, run: str | None = None) -> Path | None:
+    """Return the newest checkpoint of a run in a folder that is not damaged, or None. Reads all its files."""
+    for path in reversed(complete(folder, run)):
         try:
             if _is_old(path):
                 old_checkpoint.read(path, rank=0)
@@ -124,8 +136,8 @@ def load(path: Path) -> dict[str, Any]:
     return state
 
 
-def load_latest(folder: Path) -> dict[str, Any]:
-    """Read the newest checkpoint in a folder that is not damaged. Collective.
+def load_latest(folder: Path, run: str | None = None) -> dict[str, Any]:
+    """Read the newest checkpoint of a run in a folder that is not damaged. Collective.
 
     Raises:
         CheckpointError: There is none. Raised on all ranks.
@@ -133,7 +145,7 @@ def load_latest(folder: Path) -> dict[str, Any]:
     Warns:
         NatgradWarning: On rank 0, of each newer checkpoint that is damaged.
     """
-    paths = _gathered(_all(folder))[0]
+    paths = _gathered(complete(folder, run))[0]
     problems = []
     for path in reversed(paths):
         try:
@@ -208,18 +220,20 @@ def _read_digests(path: Path) -> dict[str, str]:
     return digests
 
 
-def _complete(partial: Path, complete: Path) -> None:
-    """Give a checkpoint its name, and remove all others but the one before."""
-    if complete.exists():  # it is damaged, or the run resumed and had nothing left to do
-        replaced = complete.with_name(f"{complete.name}.replaced{_PARTIAL}")
-        complete.rename(replaced)
-        partial.rename(complete)
+def _complete(partial: Path, path: Path, run: str | None) -> None:
+    """Give a checkpoint its name, and remove all others of the run but the one before."""
+    if path.exists():  # it is damaged, or the run resumed and had nothing left to do
+        if run is not None and not _is_of(path, run):
+            raise FileExistsError("a checkpoint of this name is not of this run; move it to another folder")
+        replaced = path.with_name(f"{path.name}.replaced{_suffix(run)}")
+        path.rename(replaced)
+        partial.rename(path)
         shutil.rmtree(replaced)
     else:
-        partial.rename(complete)
-    _sync(complete.parent)
-    names = _all(complete.parent)
-    kept = [path for path in names if path <= complete][-_KEPT:]
+        partial.rename(path)
+    _sync(path.parent)
+    names = complete(path.parent, run)
+    kept = [each for each in names if each <= path][-_KEPT:]
     for other in names:  # later ones were damaged, so that the run went on from an earlier one
         if other not in kept:
             shutil.rmtree(other)
@@ -237,9 +251,20 @@ def _name(folder: Path, step: int) -> Path:
     return folder / f"{_STEP}{step:09d}"
 
 
-def _all(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, the newest last."""
-    return sorted(path for path in folder.glob(f"{_STEP}*") if _COMPLETE.fullmatch(path.name) and path.is_dir())
+def _mark(path: Path, run: str) -> str:
+    """Return the name of the empty file that shows whose checkpoint this is, and that its folder has kept its name."""
+    return f"{path.name}-of-{run}"
+
+
+def _is_of(path: Path, run: str) -> bool:
+    """Return whether a checkpoint is a run's."""
+    marks = [mark.name for mark in path.glob(f"{_STEP}*-of-*")]
+    return marks == ([_mark(path, run)] if run else [])
+
+
+def _suffix(run: str | None) -> str:
+    """Return the end of the names of a run's incomplete checkpoints."""
+    return f".{run}{_PARTIAL}" if run else _PARTIAL
 
 
 def _sync(path: Path) -> None:

@@ -15,6 +15,7 @@ from natgrad.errors import require
 from . import contenders, environment, search, tuned
 from .build import rehearse
 from .contenders import REFERENCE, Contender
+from .files import claimed
 from .job import Device, Job
 from .journal import Journal
 from .launch import StoppedError
@@ -118,19 +119,22 @@ class Comparison:
 
     def job(self, task: str, settings: Mapping[str, Any], *, seed: int) -> Job:
         """Return the job of a run."""
-        return Job(
-            task=task,
-            task_options=self.task_options,
-            workers=self.workers,
-            seed=seed,
-            epochs=None if self.steps else self.epochs.get(task),
-            steps=self.steps,
-            batch_size=self.batch_size,
-            schedule=self.schedule,
-            device=self.device,
-            **settings,
-        )
+        shared = {
+            "task": task,
+            "task_options": self.task_options,
+            "workers": self.workers,
+            "seed": seed,
+            "epochs": None if self.steps else self.epochs.get(task),
+            "steps": self.steps,
+            "batch_size": self.batch_size,
+            "schedule": self.schedule,
+            "device": self.device,
+        }
+        return Job.from_json({**settings, **shared})
 
+
+# The file of finished runs.
+_JOURNAL = "runs.jsonl"
 
 # Fields of a job that all contenders share.
 _SHARED = ("task", "task_options", "workers", "seed", "epochs", "steps", "batch_size", "schedule", "device")
@@ -181,11 +185,14 @@ def compare(comparison: Comparison, out: Path, report_progress: ReportProgress) 
     to `out`/tuned.
 
     Raises:
+        ValueError: `out` holds other files, or another process uses it.
+        FileError: A line of its journal is damaged.
         StoppedError: A signal ended it.
         RankError: A run failed.
     """
-    runner = _Runner(Journal(out / "runs.jsonl"), comparison, report_progress)
-    return [_compare_task(comparison, task, runner, out / "tuned") for task in comparison.task_names]
+    with claimed(out, "out", marker=_JOURNAL):
+        runner = _Runner(Journal(out / _JOURNAL), comparison, report_progress)
+        return [_compare_task(comparison, task, runner, out / "tuned") for task in comparison.task_names]
 
 
 class _Runner:

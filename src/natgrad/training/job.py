@@ -15,6 +15,12 @@ from natgrad.refresh.rule import By
 from . import averagers, curvatures, optimizers, recipe, refresh_rules
 from .nodes import machines
 
+# The settings that may change when a run is resumed.
+CHANGEABLE = ("epochs", "steps", "workers", "device")
+
+# The largest whole number of a job: seeds of ranks, which are 65536 times as large, then fit into 64 bits.
+_MOST = 10**12
+
 Fisher = Literal["empirical", "sampled"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -97,6 +103,10 @@ class Job:
         Raises:
             ValueError: A field is not allowed.
         """
+        for name in ("task", "recipe", "optimizer", "schedule", "curvature", "placement", "refresh", "by", "averaging"):
+            require(isinstance(getattr(self, name), str), name, getattr(self, name), "a string")
+        for name in ("form", "fisher", "sharing"):
+            require(isinstance(getattr(self, name), str | None), name, getattr(self, name), "a string")
         for name in ("task_options", "options", "curvature_options", "averaging_options"):
             object.__setattr__(self, name, _plain(name, getattr(self, name)))
         usual = "naturalmuon" if self.curvature == "none" else "adamw"
@@ -248,8 +258,8 @@ def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _check_whole(name: str, value: object, *, least: int, optional: bool = False) -> None:
-    fits = type(value) is int and value >= least
-    require(fits or (optional and value is None), name, value, f"a whole number of at least {least}")
+    fits = type(value) is int and least <= value <= _MOST
+    require(fits or (optional and value is None), name, value, f"a whole number of at least {least}, at most {_MOST}")
 
 
 def _check_positive(name: str, value: object, *, optional: bool = False, off: bool = False, word: str = "") -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+from natgrad.errors import require
+
+from .files import FileError, append_line, read_lines
 from .job import Job
 from .result import Result
 
@@ -14,6 +18,9 @@ class Journal:
 
     Args:
         path: The file; it is read if it exists, and its folder is created.
+
+    Raises:
+        FileError: A line is damaged; the file is unchanged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -21,13 +28,17 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._results: dict[str, Result] = {}
-        text = path.read_text() if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:  # a kill or a full disk cut the last line
-            path.write_text(whole)
-        for line in whole.splitlines():
-            entry = json.loads(line)
-            self._results[_key(Job.from_json(entry["job"]))] = Result.from_json(entry["result"])
+        if not path.exists():
+            return
+        for place, entry in read_lines(path):
+            try:
+                require(set(entry) == {"job", "result"}, "run", sorted(entry), "of the fields job and result")
+                for name, values in entry.items():
+                    require(isinstance(values, dict), name, values, "an object")
+                self._results[_key(Job.from_json(entry["job"]))] = Result.from_json(entry["result"])
+            except ValueError as error:
+                raise FileError(f"{place}: {error}. Remove the line, and the run is repeated") from error
+        _remove_cut_line(path)
 
     def find(self, job: Job) -> Result | None:
         """Return the result of an equal job, or None."""
@@ -36,8 +47,23 @@ class Journal:
     def add(self, job: Job, result: Result) -> None:
         """Add a result."""
         self._results[_key(job)] = result
-        with self._path.open("a") as file:
-            file.write(json.dumps({"job": job.to_json(), "result": result.to_json()}) + "\n")
+        append_line(self._path, {"job": job.to_json(), "result": result.to_json()})
+
+
+def _remove_cut_line(path: Path) -> None:
+    """Remove a last line that a kill cut.
+
+    Raises:
+        FileError: The last line is not one of a journal.
+    """
+    content = path.read_bytes()
+    length = content.rfind(b"\n") + 1
+    start, line = b'{"job": {', content[length:]
+    if not (line.startswith(start) or start.startswith(line)):
+        number = content.count(b"\n") + 1
+        raise FileError(f"{path}, line {number}: not a run. Remove the line, or choose another folder")
+    if line:
+        os.truncate(path, length)
 
 
 def _key(job: Job) -> str:

@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from natgrad.averaging import DASO
-from natgrad.errors import DivergedError
+from natgrad.errors import DivergedError, require
 
 from . import averagers, memory
 from .build import build_averager, build_optimizer, build_scheduler, seconds_spent
-from .job import Job
+from .job import CHANGEABLE, Job
 from .nodes import describe, node_mesh
 from .recipe import additions
 from .result import Point, Result, Status
@@ -156,6 +156,7 @@ class Training:
         if self.preconditioner is not None:
             trained["preconditioner"] = self.preconditioner.state_dict(gather=True)
         shared = {
+            "job": json.dumps(self.job.to_json()),
             "scheduler": self.scheduler.state_dict(),
             # Times differ between ranks, but a checkpoint has one copy of shared state.
             "progress": self.world.agree(json.dumps([asdict(position), [asdict(point) for point in self.points]])),
@@ -165,7 +166,13 @@ class Training:
         return {**shared, **trained, "ranks": {str(self.world.rank): own}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from `state_dict`."""
+        """Restore a state from `state_dict`.
+
+        Raises:
+            ValueError: It is the state of another job.
+        """
+        if "job" in state:  # earlier versions did not save it
+            self._check_job(json.loads(state["job"]))
         own = state.get("ranks", {}).get(str(self.world.rank))
         trained = state if self.averager is None else own
         self.model.load_state_dict(trained["model"])
@@ -185,6 +192,11 @@ class Training:
             torch.set_rng_state(own["cpu"])
             if self.world.device.type == "cuda" and "cuda" in own:
                 torch.cuda.set_rng_state(own["cuda"])
+
+    def _check_job(self, saved: dict[str, Any]) -> None:
+        for name, value in self.job.to_json().items():
+            same = name in CHANGEABLE or name not in saved or value == saved[name]
+            require(same, name, value, f"{saved.get(name)!r}, as in the checkpoint")
 
     def _pass(self) -> Status:
         """Train until the end of the pass over the training set or of the run, a stop or a divergence."""

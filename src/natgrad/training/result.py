@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from natgrad.errors import require, require_one_of
+
+from .files import FileError, append_line, read_lines, replace_text
 
 Status = Literal["finished", "stopped", "diverged"]
 
@@ -40,6 +44,21 @@ class Point:
     peak_bytes: int
     averaging: Mapping[str, float | str] = field(default_factory=dict)
 
+    @classmethod
+    def from_json(cls, values: Any) -> Point:
+        """Build a point from the value of `asdict`.
+
+        Raises:
+            ValueError: A field is unknown, missing or of another type.
+        """
+        require(isinstance(values, dict), "point", values, "an object")
+        names = {each.name for each in fields(cls)}
+        require(names - {"averaging"} <= set(values) <= names, "point", sorted(values), "of the fields of a point")
+        for name, value in values.items():
+            kinds = {"averaging": dict, "epoch": int, "step": int, "peak_bytes": int}.get(name, (int, float))
+            require(isinstance(value, kinds) and not isinstance(value, bool), name, value, "as natgrad writes it")
+        return cls(**values)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -63,32 +82,42 @@ class Result:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Result:
-        """Build a result from the value of `to_json`."""
-        return cls(**{**values, "points": [Point(**point) for point in values["points"]]})
+        """Build a result from the value of `to_json`.
+
+        Raises:
+            ValueError: A field is unknown, missing or of another type.
+        """
+        names = {each.name for each in fields(cls)}
+        require({"status", "points"} <= set(values) <= names, "result", sorted(values), "of the fields of a result")
+        require_one_of("status", values["status"], *get_args(Status))
+        require(isinstance(values["points"], list), "points", values["points"], "a list")
+        for name in ("preconditioner", "traffic"):
+            numbers = values.get(name, {})
+            fits = isinstance(numbers, dict) and all(isinstance(each, int | float) for each in numbers.values())
+            require(fits, name, numbers, "an object of numbers")
+        return cls(**{**values, "points": [Point.from_json(point) for point in values["points"]]})
 
 
 def write_points(path: Path, points: Iterable[Point]) -> None:
     """Replace a file by points as JSON lines."""
-    replace_text(path, "".join(_line(point) for point in points))
+    replace_text(path, "".join(json.dumps(asdict(point)) + "\n" for point in points))
 
 
 def append_point(path: Path, point: Point) -> None:
     """Add a point to a file of JSON lines."""
-    with path.open("a") as file:
-        file.write(_line(point))
+    append_line(path, asdict(point))
 
 
 def read_points(path: Path) -> list[Point]:
-    """Read a file of JSON lines."""
-    return [Point(**json.loads(line)) for line in path.read_text().splitlines()]
+    """Read a file of JSON lines.
 
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace the text of a file atomically."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def _line(point: Point) -> str:
-    return json.dumps(asdict(point)) + "\n"
+    Raises:
+        FileError: A line is damaged.
+    """
+    points = []
+    for place, values in read_lines(path):
+        try:
+            points.append(Point.from_json(values))
+        except ValueError as error:
+            raise FileError(f"{place}: {error}") from error
+    return points

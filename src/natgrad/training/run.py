@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
+import uuid
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -18,15 +21,19 @@ from natgrad.errors import ArgumentError, NatgradWarning, require
 from . import checkpoint
 from .build import rehearse
 from .display import display
-from .job import Job
+from .files import FileError, Lock, claimed, read_json, replace_text
+from .job import CHANGEABLE, Job
 from .launch import INTERRUPTED, check_interface, launch
 from .loop import Observer, Training
-from .result import Point, Result, append_point, replace_text, write_points
+from .result import Point, Result, append_point, write_points
 from .world import World, join, launched, stop_requests
 
 CONFIGURATION = "config.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+
+# The key of a run's identity in its configuration.
+_IDENTITY = "run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +41,8 @@ class Output:
     """The output of a run.
 
     Attributes:
-        folder: The folder of configuration, metrics and checkpoints; None: no files.
+        folder: The folder of configuration, metrics and checkpoints, new or empty unless the run is resumed; None: no
+            files.
         save_seconds: The least time between two checkpoints; the first comes within five minutes.
         show: Whether to show the run on the terminal.
 
@@ -56,6 +64,9 @@ def train(
 ) -> Result:
     """Train a job on its ranks and return the result.
 
+    A run that was killed before its first checkpoint starts again from the beginning, whether it is resumed or started
+    with the same job.
+
     Args:
         job: The job.
         output: The output.
@@ -65,8 +76,9 @@ def train(
             which other machines cannot reach. Ranks of an outer launcher use what that launcher sets.
 
     Raises:
-        ValueError: A setting is not allowed, the job does not fit the task's data, or the folder holds another run. No
-            file has changed.
+        ValueError: A setting is not allowed, the job does not fit the task's data, the folder holds another run or
+            other files, or another process uses it. No file has changed.
+        FileError: The folder's configuration is damaged.
         RankError: A rank failed; the newest checkpoint is kept.
         StoppedError: A signal stopped the ranks started here, after they saved a checkpoint.
     """
@@ -74,9 +86,14 @@ def train(
         check_interface(interface)
     job = job.resolved()
     rehearse(job)
-    if output.folder is not None and int(os.environ.get("RANK", 0)) == 0:
-        _prepare(output.folder, job, resume=resume)
-    return launch(_run_rank, job, output, resume, workers=job.workers, own_process=own_process, interface=interface)
+    is_leader = int(os.environ.get("RANK", 0)) == 0
+    claim = (
+        _claimed(output, job, resume=resume) if output.folder is not None and is_leader else nullcontext((None, None))
+    )
+    with claim as (place, lock):
+        return launch(
+            _run_rank, job, output, place, lock, workers=job.workers, own_process=own_process, interface=interface
+        )
 
 
 def read_job(folder: Path) -> Job:
@@ -84,81 +101,162 @@ def read_job(folder: Path) -> Job:
 
     Raises:
         ValueError: The folder holds no run.
+        FileError: The configuration is damaged.
     """
-    try:
-        values = json.loads((folder / CONFIGURATION).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ArgumentError("resume", str(folder), f"a folder with the {CONFIGURATION} of a run") from error
-    return Job.from_json(values)
+    return _read_configuration(folder)[0]
 
 
 def saved_step(folder: Path) -> int | None:
-    """Return the step of a run's newest checkpoint that is not damaged, or None if there is none."""
-    path = checkpoint.latest(folder / CHECKPOINTS)
+    """Return the step of a run's newest checkpoint that is not damaged, or None if there is none.
+
+    Raises:
+        ValueError: The folder holds no run.
+        FileError: The configuration is damaged.
+    """
+    path = checkpoint.latest(folder / CHECKPOINTS, _read_configuration(folder)[1])
     return checkpoint.step_of(path) if path else None
 
 
-def _prepare(folder: Path, job: Job, *, resume: bool) -> None:
-    if resume:
-        done = saved_step(folder)
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """The folder of a run.
+
+    Attributes:
+        folder: The folder.
+        run: The identity of the run; empty for a run of an earlier version.
+        has_checkpoint: Whether the run goes on from a checkpoint.
+    """
+
+    folder: Path
+    run: str
+    has_checkpoint: bool
+
+
+def _read_configuration(folder: Path) -> tuple[Job, str]:
+    """Return the job and the identity of the run in a folder."""
+    path = folder / CONFIGURATION
+    try:
+        values = read_json(path)
+    except OSError as error:
+        raise ArgumentError("resume", str(folder), f"a folder with the {CONFIGURATION} of a run") from error
+    run = values.pop(_IDENTITY, "")
+    if not isinstance(run, str) or re.fullmatch("([0-9a-f]{32})?", run) is None:
+        raise FileError(f"{path}: {_IDENTITY} is {run!r}, which is not the identity of a run")
+    try:
+        return Job.from_json(values), run
+    except ValueError as error:
+        raise FileError(f"{path}: {error}") from error
+
+
+@contextmanager
+def _claimed(output: Output, job: Job, *, resume: bool) -> Iterator[tuple[_Place, Lock]]:
+    """Prepare the folder of a run, and keep other processes out of it.
+
+    Raises:
+        ValueError: The folder holds another run or other files, or another process uses it. No file has changed.
+        FileError: The configuration is damaged.
+    """
+    folder = output.folder
+    assert folder is not None
+    _check(folder, job, resume=resume)
+    with claimed(folder, "resume" if resume else "out", marker=CONFIGURATION) as lock:
+        run = _check(folder, job, resume=resume)
+        is_new, run = run is None, uuid.uuid4().hex if run is None else run
+        done = None if is_new else _done(folder, run, job, resume=resume)
+        for path in {*checkpoint.complete(folder / CHECKPOINTS)} - {*checkpoint.complete(folder / CHECKPOINTS, run)}:
+            warnings.warn(f"{path} is not a checkpoint of this run, and is left as it is", NatgradWarning, stacklevel=4)
+        (folder / CHECKPOINTS).mkdir(exist_ok=True)
+        checkpoint.clean(folder / CHECKPOINTS, run)
         if done is None:
-            raise ArgumentError("resume", str(folder), "a folder with a complete checkpoint")
-        length = "steps" if job.steps else "epochs"
-        enough = f"enough for the {done} steps that the run has done"
-        require(job.total_steps >= done, length, getattr(job, length), enough)
-        alike = job.averaging == "none" or job.workers == read_job(folder).workers
-        allowed = f"{read_job(folder).workers}, as before: with averaging each rank has a state of its own"
+            (folder / METRICS).unlink(missing_ok=True)
+        identity = {_IDENTITY: run} if run else {}
+        replace_text(folder / CONFIGURATION, json.dumps({**job.to_json(), **identity}, indent=2) + "\n")
+        if done is None and not is_new and output.show:
+            print(f"{folder} holds no checkpoint yet: the run starts afresh", flush=True)
+        yield _Place(folder=folder, run=run, has_checkpoint=done is not None), lock
+
+
+def _check(folder: Path, job: Job, *, resume: bool) -> str | None:
+    """Check that a folder holds the run of a job, if any, and return the run's identity."""
+    if resume:
+        stored, run = _read_configuration(folder)
+        for name in (each.name for each in fields(Job)):
+            value, before = getattr(job, name), getattr(stored, name)
+            allowed = f"{before!r}, as in {folder / CONFIGURATION}"
+            require(name in CHANGEABLE or value == before, name, value, allowed)
+        alike = job.averaging == "none" or job.workers == stored.workers
+        allowed = f"{stored.workers}, as before: with averaging each rank has a state of its own"
         require(alike, "workers", job.workers, allowed)
-    else:
-        taken = (folder / CONFIGURATION).exists()
-        require(not taken, "out", str(folder), "a folder without a run (resume that one, or choose another folder)")
-        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    checkpoint.clean(folder / CHECKPOINTS)
-    replace_text(folder / CONFIGURATION, json.dumps(job.to_json(), indent=2) + "\n")
+        return run
+    if not (folder / CONFIGURATION).exists():
+        return None
+    free = "a folder without a run (resume that one, or choose another folder)"
+    try:
+        stored, run = _read_configuration(folder)
+    except (ValueError, FileError) as error:
+        raise ArgumentError("out", str(folder), free) from error
+    require(stored == job and not checkpoint.complete(folder / CHECKPOINTS, run), "out", str(folder), free)
+    return run
 
 
-def _run_rank(job: Job, output: Output, resume: bool) -> Result:
-    """Run one rank."""
+def _done(folder: Path, run: str, job: Job, *, resume: bool) -> int | None:
+    """Return the steps that a run has done, or None before its first checkpoint."""
+    path = checkpoint.latest(folder / CHECKPOINTS, run)
+    if path is None:
+        damaged = checkpoint.complete(folder / CHECKPOINTS, run)
+        name = "resume" if resume else "out"
+        require(not damaged, name, str(folder), "a folder with a complete checkpoint; all of this one are damaged")
+        return None
+    done = checkpoint.step_of(path)
+    length = "steps" if job.steps else "epochs"
+    enough = f"enough for the {done} steps that the run has done"
+    require(job.total_steps >= done, length, getattr(job, length), enough)
+    return done
+
+
+def _run_rank(job: Job, output: Output, place: _Place | None, lock: Lock | None) -> Result:
+    """Run one rank, which holds the lock until it ends, even if its launcher is killed."""
     if launched():
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with stop_requests() as stop, join(job.device) as world, display(output.show and world.is_leader) as view:
-        result = _train(job, world, output, view, stop, resume=resume)
+        result = _train(job, world, output, world.agree(place), view, stop)
     if result.status == "stopped" and multiprocessing.parent_process() is not None:
         raise SystemExit(INTERRUPTED)  # after a signal the launcher ignores the values of its ranks
     return result
 
 
-def _train(job: Job, world: World, output: Output, view: Observer, stop: Callable[[], bool], *, resume: bool) -> Result:
-    folder = world.agree(output.folder)
+def _train(
+    job: Job, world: World, output: Output, place: _Place | None, view: Observer, stop: Callable[[], bool]
+) -> Result:
     training = Training(
         job,
         world,
-        observer=_Recorder(folder, view),
+        observer=_Recorder(place.folder if place else None, view),
         stop=stop,
-        save=partial(_save, folder, world) if folder else None,
+        save=partial(_save, place, world) if place else None,
         save_seconds=output.save_seconds,
     )
-    if resume and folder:
-        _restore(training, folder, world)
+    if place and place.has_checkpoint:
+        _restore(training, place, world)
     return training.run()
 
 
-def _save(folder: Path, world: World, training: Training) -> None:
+def _save(place: _Place, world: World, training: Training) -> None:
     """Write a checkpoint; warn if that fails."""
     try:
-        checkpoint.save(folder / CHECKPOINTS, training.position.step, training.state_dict())
+        checkpoint.save(place.folder / CHECKPOINTS, training.position.step, training.state_dict(), place.run)
     except checkpoint.CheckpointError as error:
         if world.is_leader:
-            older = saved_step(folder)
-            stays = "without a checkpoint" if older is None else f"and the checkpoint of step {older} stays"
+            older = checkpoint.latest(place.folder / CHECKPOINTS, place.run)
+            stays = f"and the checkpoint of step {checkpoint.step_of(older)} stays" if older else "without a checkpoint"
             warnings.warn(f"{error}; the run goes on, {stays}", NatgradWarning, stacklevel=2)
 
 
-def _restore(training: Training, folder: Path, world: World) -> None:
+def _restore(training: Training, place: _Place, world: World) -> None:
     """Load the newest checkpoint that is not damaged, and remove later points from the metrics."""
-    training.load_state_dict(checkpoint.load_latest(folder / CHECKPOINTS))
+    training.load_state_dict(checkpoint.load_latest(place.folder / CHECKPOINTS, place.run))
     if world.is_leader:
-        write_points(folder / METRICS, training.points)
+        write_points(place.folder / METRICS, training.points)
 
 
 class _Recorder:

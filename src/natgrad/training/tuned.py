@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from natgrad import tasks
-from natgrad.errors import ArgumentError
+from natgrad.errors import ArgumentError, require
 
-from .result import replace_text
+from .files import FileError, read_json, replace_text
 from .summary import Quantity
 
 COMMITTED = Path(tasks.__file__).parent / "tuned"
@@ -43,14 +43,29 @@ def read(task: str, folder: Path = COMMITTED) -> Tuned | None:
 
     Raises:
         ValueError: The file is not a file of tuned values.
+        FileError: It is damaged.
     """
     path = folder / f"{task}.json"
     if not path.exists():
         return None
+    values = read_json(path)
+    names = {each.name for each in fields(Tuned)}
     try:
-        return Tuned(**json.loads(path.read_text()))
-    except (json.JSONDecodeError, TypeError) as error:
-        raise ArgumentError("tuned", str(path), "a file that a search wrote") from error
+        require(
+            {"task", "settings"} <= set(values) <= names, "fields", sorted(values), f"of {', '.join(sorted(names))}"
+        )
+        require(values["task"] == task, "task", values["task"], repr(task))
+        for name in names - {"task"}:
+            require(isinstance(values.get(name, {}), dict), name, values.get(name), "an object")
+        for name in ("settings", "search"):
+            for contender, settings in values.get(name, {}).items():
+                require(isinstance(settings, dict), f"{name} of {contender}", settings, "an object")
+        for quantity, value in values.get("target", {}).items():
+            fits = quantity in get_args(Quantity) and isinstance(value, int | float)
+            require(fits, f"target {quantity}", value, f"a number, of {' or '.join(get_args(Quantity))}")
+    except ArgumentError as error:
+        raise FileError(f"{path}: not a file that a search wrote: {error}") from error
+    return Tuned(**values)
 
 
 def write(tuned: Tuned, folder: Path) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from natgrad.training.analysis import FIGURES, Measures
-from natgrad.training.result import replace_text
+from natgrad.training.files import replace_text
 
 
 def write(measures: Measures, folder: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from natgrad.tasks import Task
 from natgrad.training import environment
 from natgrad.training.compare import Outcome
-from natgrad.training.result import replace_text
+from natgrad.training.files import replace_text
 
 from .plots import overview, to_svg
 from .sheet import Sheet

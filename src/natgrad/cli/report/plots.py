@@ -13,6 +13,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from natgrad.tasks import Metric
+from natgrad.training.files import replace_text
 from natgrad.training.result import Point
 from natgrad.training.summary import Quantity
 
@@ -77,7 +78,7 @@ def to_svg(figure: Figure, text: str = "currentColor") -> str:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a figure as an SVG file that is readable on black and on white."""
-    path.write_text(to_svg(figure, text="#808080"))
+    replace_text(path, to_svg(figure, text="#808080"))
 
 
 def _draw(

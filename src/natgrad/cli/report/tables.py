@@ -17,7 +17,7 @@ _NAME = 16  # columns that names of rows are given at least
 
 def wide_console() -> Console:
     """Return a console as wide as the terminal, or without one of ``COLUMNS`` or 100 columns."""
-    return Console(width=shutil.get_terminal_size((_WIDTH, 0)).columns)
+    return Console(markup=False, width=shutil.get_terminal_size((_WIDTH, 0)).columns)
 
 
 def table(sheet: Sheet) -> Table:
