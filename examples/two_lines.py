@@ -1,4 +1,4 @@
-"""The two lines, in a plain training script that also runs under torchrun.
+"""A training script with K-FAC: two lines more than without it, on one process or under torchrun.
 
 python examples/two_lines.py
 torchrun --nproc-per-node 2 examples/two_lines.py
