@@ -58,6 +58,22 @@ def test_the_outer_optimizer_goes_on_from_a_state():
         second.load_state_dict(state)
 
 
+@pytest.mark.parametrize("part", ["parameters", "momenta"])
+@pytest.mark.parametrize(("value", "allowed"), [(torch.nan, "finite"), (torch.inf, "finite"), (1, "shaped"), ("x", "")])
+def test_an_outer_state_that_is_not_finite_or_of_another_kind_is_refused_and_nothing_changes(part, value, allowed):
+    own = averager(scalar(1.0))
+    move(own, 1.0)
+    before = copy.deepcopy(own.state_dict())
+    bad = copy.deepcopy(before)
+    bad["batches"] += 1
+    bad["outer"][part]["0"] = value if isinstance(value, str) else torch.tensor([value])
+    with pytest.raises(ValueError, match=rf"state\['outer'\]=.*{allowed}"):
+        own.load_state_dict(bad)
+    after = own.state_dict()
+    assert after["batches"] == before["batches"]
+    assert all(torch.equal(after["outer"][name]["0"], before["outer"][name]["0"]) for name in ("parameters", "momenta"))
+
+
 @pytest.mark.parametrize("settings", [(0.0, 0.9), (0.7, 1.0), (0.7, -0.1), ("1", 0.5)])
 def test_the_outer_optimizer_checks_its_settings(settings):
     learning_rate, momentum = settings

@@ -49,6 +49,36 @@ def load_with_messages(run, version):
     training.daso.detach()
 
 
+def load_bad_messages():
+    training = Training(Run())
+    for _ in range(4):
+        training.step()
+    before = training.state()["daso"]
+    messages = before["flights"]["parameters"]["summed"]
+    for bad in (
+        [torch.full_like(messages[0], torch.inf)],
+        [messages[0].long()],
+        [messages[0][:-1]],
+        messages * 2,
+        "sums",
+    ):
+        flights = {**before["flights"], "parameters": {**before["flights"]["parameters"], "summed": bad}}
+        with pytest.raises(ValueError, match=r"state \(parameters\)=.* is not allowed"):
+            training.daso.load_state_dict({**before, "flights": flights, "turn": 77, "momenta": []})
+    for name in ("epochs", "cycle", "losses"):
+        with pytest.raises(ValueError, match=r"state=.* is not allowed"):
+            training.daso.load_state_dict({**before, name: {}, "turn": 77})
+    after = training.state()["daso"]
+    training.daso.detach()
+    return before["flights"]["parameters"], after["flights"]["parameters"], before["turn"] == after["turn"]
+
+
+def test_messages_that_are_not_finite_or_do_not_fit_are_refused_and_nothing_changes(ranks):
+    for before, after, counts in ranks.run(4, load_bad_messages):
+        assert counts
+        assert all(identical(before[name], after[name]) for name in ("summed", "sent") if before.get(name))
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_an_older_state_with_messages_in_progress_is_refused(ranks, version):
     ranks.run(4, load_with_messages, Run(), version)

@@ -173,3 +173,42 @@ def refused():
 
 def test_the_preconditioner_itself_still_refuses_it(ranks):
     assert ranks.run(2, refused) == [False, True]
+
+
+def unsound(gather):
+    """The state of a layer that rank 1 works for is damaged: in what all ranks share, or in rank 1's own file."""
+    both = Both("mem-opt")
+    both.train(range(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", natgrad.NatgradWarning)
+        state = both.optimizer.state_dict(gather=gather)
+    before = copy.deepcopy(both.preconditioner.state_dict())
+    key = next(key for key in sorted(KEYS) if both.preconditioner.plan.is_gradient_worker(key, 1))
+    blocks = state["preconditioner"]["blocks"]
+    if gather or place()[0] == 1:
+        blocks[key]["A"] = -blocks[key]["A"]
+    found = []
+    loads = [lambda: both.optimizer.load_state_dict(state)]
+    if gather:
+        loads.append(lambda: both.preconditioner.load_state_dict(state["preconditioner"]))
+    for load in loads:
+        with pytest.raises(ValueError, match="semi-definite") as caught:
+            load()
+        found.append(str(caught.value))
+    after = both.preconditioner.state_dict()
+    unchanged = all(
+        torch.equal(tensor, after["blocks"][key][name])
+        for key, tensors in before["blocks"].items()
+        for name, tensor in tensors.items()
+    )
+    return found, unchanged, both.train(range(4, 6))
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_all_ranks_refuse_a_state_with_a_bad_factor_of_one_rank(ranks, gather):
+    results = ranks.run(2, unsound, gather)
+    assert all(unchanged for _, unchanged, _ in results)
+    (first, _, mine), (second, _, theirs) = results
+    assert second[0].startswith("state['blocks']")
+    assert first == second if gather else first == [f"on rank 1: {second[0]}"]
+    assert all(map(torch.equal, mine, theirs))

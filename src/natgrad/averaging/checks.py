@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from natgrad.distributed import Communicator, fsdp
-from natgrad.errors import AveragingError, DivergedError, NatgradWarning, require
+from natgrad.errors import AveragingError, DivergedError, NatgradWarning, describe, require
 from natgrad.preconditioner.optimizer import PreconditionedOptimizer
 
 # --- Agreement of ranks -----------------------------------------------------------------------------------------
@@ -112,6 +112,25 @@ class FiniteCheck:
                 "parameters averaged over the nodes are not finite: on some rank the loss diverged or a batch was bad; "
                 "go back to a checkpoint, and lower the learning rate or clip (daso.clip_grad_norm_)"
             )
+
+
+# --- States ---------------------------------------------------------------------------------------------------------
+
+
+def check_saved(name: str, found: object, shapes: Sequence[Sequence[int]], allowed: str) -> None:
+    """Check the tensors in a state: floating-point ones of these shapes, with finite elements.
+
+    Raises:
+        ValueError: if they are not; with `name`, and `allowed` if their number, kind or shapes do not fit.
+    """
+    tensors: list[Any] = list(found) if isinstance(found, (list, tuple)) else [found]
+    kinds = [
+        each if not isinstance(each, Tensor) else tuple(each.shape) if each.is_floating_point() else describe(each)
+        for each in tensors
+    ]
+    require(kinds == [tuple(shape) for shape in shapes], name, kinds, allowed)
+    unfit = sum(int((~tensor.isfinite()).sum()) for tensor in tensors)
+    require(not unfit, name, f"tensors with {unfit} elements that are nan or infinite", "finite")
 
 
 # --- Steps outside of the averager ------------------------------------------------------------------------------

@@ -318,7 +318,8 @@ class DASO(Averager):
 
         Raises:
             ValueError: if the state has another structure, is of another rank and was not taken after a
-                synchronization, or is of an earlier version with messages in progress.
+                synchronization, is of an earlier version with messages in progress, or has messages that are not
+                finite. Nothing has been changed then.
         """
         wanted = ("format", "epochs", "turn", "merges", "equal", "anchored", "cycle", "losses", "momenta")
         check_parts(state, {*wanted, "flights", "place"}, self)
@@ -329,9 +330,19 @@ class DASO(Averager):
         here = (tuple(self.grid.sizes), self.grid.node, self.grid.local)
         allowed = f"that of this rank ({here}), or one taken after an epoch's end or synchronize()"
         require(state["equal"] or place == here, "state['place']", place, allowed)
-        self._momenta.known = [(name, key) for name, key in state["momenta"]]
-        for tensors in (self._cycling, *self._others):
-            tensors.load_state_dict(state["flights"].get(tensors.name))
+        numbers = {"epochs": self._epochs.state_dict(), "cycle": self._cycle.state_dict(), "losses": ("sum", "count")}
+        for name, keys in numbers.items():
+            check_parts(state[name], set(keys), self)
+        known, self._momenta.known = self._momenta.known, [(name, key) for name, key in state["momenta"]]
+        messages = [(tensors, state["flights"].get(tensors.name)) for tensors in (self._cycling, *self._others)]
+        try:
+            for tensors, saved in messages:
+                tensors.check_state(saved)
+        except Exception:
+            self._momenta.known = known
+            raise
+        for tensors, saved in messages:
+            tensors.load_state_dict(saved)
         self._epochs.load_state_dict(state["epochs"])
         self._exchanges, self._merges, self._equal = state["turn"], state["merges"], state["equal"]
         self._cycle.load_state_dict(state["cycle"])

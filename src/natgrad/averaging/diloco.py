@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from natgrad.averaging.base import Averager, check_parts
+from natgrad.averaging.checks import check_saved
 from natgrad.averaging.exchange import MESSAGE_BYTES, Packing, PendingAverage, flat
 from natgrad.averaging.nodes import Nodes
 from natgrad.errors import require
@@ -200,7 +201,8 @@ class StreamingDiLoCo(Averager):
         """Restore a state, after model and optimizer have been loaded.
 
         Raises:
-            ValueError: if it is the state of another averager, model or number of fragments.
+            ValueError: if it is the state of another averager, model or number of fragments, or has parameters, momenta
+                or messages that are not finite. Nothing has been changed then.
         """
         parts = {"batches", "sends", "merges", "sent", "flights", "outer"}
         check_parts(state, parts, self)
@@ -208,25 +210,31 @@ class StreamingDiLoCo(Averager):
         require(len(found) == wanted, "state['sent']", found, f"of {wanted} fragments")
         outer = state["outer"]
         shapes = [tuple(parameter.shape) for parameter in self._shared]
-        saved_shapes = [tuple(outer["parameters"][str(index)].shape) for index in range(len(outer["parameters"]))]
-        require(saved_shapes == shapes, "state['outer']", saved_shapes, f"of parameters shaped {shapes}")
+        parameters = [outer["parameters"].get(str(index)) for index in range(len(outer["parameters"]))]
+        check_saved("state['outer']", parameters, shapes, f"of parameters shaped {shapes}")
+        momenta = {index: outer["momenta"].get(str(index)) for index in range(len(shapes))}
+        kept = [index for index, momentum in momenta.items() if momentum is not None]
+        allowed = f"of momenta shaped {[shapes[index] for index in kept]}"
+        check_saved("state['outer']", [momenta[index] for index in kept], [shapes[index] for index in kept], allowed)
+        packings = [Packing(fragment.shared) for fragment in self._fragments]
+        messages = []
+        for number, packing in enumerate(packings):
+            saved = state["flights"].get(str(number))
+            messages.append(None if saved is None else [saved.get(str(index)) for index in range(len(saved))])
+            if messages[-1] is not None:
+                allowed = f"messages of {packing.sizes}, or a state taken after drain()"
+                check_saved("state['flights']", messages[-1], [(size,) for size in packing.sizes], allowed)
         for index, parameter in enumerate(self._shared):
             parameter.copy_(outer["parameters"][str(index)])
-            momentum = outer["momenta"].get(str(index))
+            momentum = momenta[index]
             restored = {} if momentum is None else {"momentum_buffer": momentum.to(parameter, copy=True)}
             self._outer.state[parameter] = restored
         self._batches, self._sends, self._merges = state["batches"], state["sends"], state["merges"]
-        for number, (fragment, sent_at) in enumerate(zip(self._fragments, found, strict=True)):
+        for fragment, packing, sent_at, saved in zip(self._fragments, packings, found, messages, strict=True):
             fragment.sent_at, fragment.pending = sent_at, None
-            saved = state["flights"].get(str(number))
             if saved is not None:
-                packing = Packing(fragment.shared)
-                messages = [saved[str(index)] for index in range(len(saved))]
-                sizes = [len(message) for message in messages]
-                allowed = f"messages of {packing.sizes}, or a state taken after drain()"
-                require(sizes == packing.sizes, "state['flights']", sizes, allowed)
                 summed = packing.pack(fragment.shared)
-                torch._foreach_copy_(summed, messages)
+                torch._foreach_copy_(summed, saved)
                 fragment.pending = PendingAverage(packing, [], summed, self.grid.nodes)
 
     def metrics(self) -> dict[str, float | Tensor]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from natgrad.averaging.checks import check_saved
 from natgrad.averaging.exchange import Exchange, Packing, PendingAverage
 from natgrad.averaging.nodes import Grid
 from natgrad.errors import AveragingError, require
@@ -144,35 +145,48 @@ class AveragedTensors:
             state["anchor"] = _on_host(self.reference)
         return state or None
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore a state of the same rank.
+    def check_state(self, state: Mapping[str, Any] | None) -> None:
+        """Check a state that is to be loaded.
 
         Raises:
-            ValueError: if the state has other sizes, or was taken with another `wire`.
+            ValueError: if the state has other sizes, was taken with another `wire`, or is not finite.
         """
+        if state is None:
+            return
+        fits = isinstance(state, Mapping) and ("anchor" in state) == (self._wire is not None)
+        allowed = "of a training with the same options (cycling_wire)"
+        require(fits, f"state ({self.name})", sorted(state) if isinstance(state, Mapping) else state, allowed)
+        sizes = Packing(self.tensors()).sizes
+        allowed = f"messages of {sizes}: the state of this rank, taken with the same merge"
+        for name in self._saved(state):
+            check_saved(f"state ({self.name})", state.get(name), [(size,) for size in sizes], allowed)
+
+    def _saved(self, state: Mapping[str, Any]) -> list[str]:
+        """Return the names of the messages in a state that are restored."""
+        anchor = ["anchor"] if state.get("anchor") else []
+        exchanged = (["sent"] if self._merge == "delta" else []) + ["summed"] if "summed" in state else []
+        return anchor + exchanged
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restore a state of the same rank that has passed `check_state`."""
         self._pending, self.reference = None, []
         if state is None:
             return
-        fits = ("anchor" in state) == (self._wire is not None)
-        allowed = "of a training with the same options (cycling_wire)"
-        require(fits, f"state ({self.name})", sorted(state), allowed)
         tensors = self.tensors()
         packing = Packing(tensors)
 
         def restored(name: str) -> list[Tensor]:
-            found = [vector.numel() for vector in state[name]]
-            allowed = f"messages of {packing.sizes}: the state of this rank, taken with the same merge"
-            require(found == packing.sizes, f"state ({self.name})", found, allowed)
             vectors = packing.pack(tensors)
             for vector, saved in zip(vectors, state[name], strict=True):
                 vector.copy_(saved)
             return vectors
 
-        if state.get("anchor"):
-            self._packing, self.reference = packing, restored("anchor")
-        if "summed" in state:
-            sent = restored("sent") if self._merge == "delta" else []
-            self._pending = PendingAverage(packing, sent, restored("summed"), self.exchange.grid.nodes)
+        vectors = {name: restored(name) for name in self._saved(state)}
+        if "anchor" in vectors:
+            self._packing, self.reference = packing, vectors["anchor"]
+        if "summed" in vectors:
+            sent = vectors.get("sent", [])
+            self._pending = PendingAverage(packing, sent, vectors["summed"], self.exchange.grid.nodes)
 
     def _send(self, tensors: Sequence[Tensor], *, keep: bool, blocking: bool) -> PendingAverage:
         """Start to average a copy, relative to the reference if its layout fits."""

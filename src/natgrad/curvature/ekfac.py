@@ -104,7 +104,13 @@ class EKFAC(KFAC):
         """
         shape = self.G.eigenvalues(d_out), self.A.eigenvalues(d_in)
         S = Statistic(
-            "S", shape, source="both", gradient_power=2, needs_computed=self._bases, used_by_precondition=True
+            "S",
+            shape,
+            source="both",
+            gradient_power=2,
+            needs_computed=self._bases,
+            used_by_precondition=True,
+            nonnegative=True,
         )
         s = replace(S, name="s", shape=(1,), per="position", gradient_power=0, counts_positions=True)
         return *super().statistics(d_out, d_in), S, s

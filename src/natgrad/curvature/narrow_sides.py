@@ -41,7 +41,7 @@ class Diagonal(Side):
         per: Literal["sample", "position"],
         gradient_power: Literal[0, 2],
     ) -> Statistic:
-        return Statistic(name, (size,), source=source, per=per, gradient_power=gradient_power)
+        return Statistic(name, (size,), source=source, per=per, gradient_power=gradient_power, nonnegative=True)
 
     @override
     def cost(self, size: int) -> float:

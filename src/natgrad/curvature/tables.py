@@ -72,12 +72,12 @@ class TableKFAC(Curvature):
         D = Diagonal().statistic("D", d_out, source="both" if self._heads else "inputs", per="sample", gradient_power=0)
         specs = [D, features.statistic("E", d_in, source="gradients", per="sample", gradient_power=2)]
         if self.sum_positions:
-            specs.append(Statistic("t", (1,), counts_positions=True))
+            specs.append(Statistic("t", (1,), counts_positions=True, nonnegative=True))
         if self._heads:
             specs += [
                 entries.statistic("G", d_out, source="gradients", per="sample", gradient_power=2),
                 features.statistic("A", d_in, source="both", per="sample", gradient_power=0),
-                Statistic("T", (1,), counts_positions=True),
+                Statistic("T", (1,), counts_positions=True, nonnegative=True),
             ]
         return tuple(specs)
 

@@ -189,7 +189,9 @@ class PreconditionedOptimizer(Optimizer):
                 preconditioner has none yet.
 
         Raises:
-            ValueError: if either state has unknown entries or wrong shapes. Nothing has been changed then.
+            ValueError: if either state has unknown entries or wrong shapes, or factors are not what
+                `Preconditioner.load_state_dict` accepts. Nothing has been changed then, on any rank if it is
+                collective.
         """
         fits = isinstance(state_dict, Mapping) and state_dict.keys() >= {"state", "param_groups"}
         found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__

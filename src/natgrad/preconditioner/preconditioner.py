@@ -23,7 +23,7 @@ from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.fsdp import check_layers
 from natgrad.errors import NatgradError, describe, require
 from natgrad.linalg.precision import Precision
-from natgrad.preconditioner.agreement import check_agreement, check_reduction
+from natgrad.preconditioner.agreement import check_agreement, check_reduction, raised_on_all
 from natgrad.preconditioner.arguments import (
     check_arguments,
     check_joined,
@@ -536,24 +536,30 @@ class Preconditioner:
         """Restore a state that `state_dict` returned, possibly on another number of ranks. Call it on every rank.
 
         Raises:
-            ValueError: if blocks are missing, unknown or have another shape. Nothing has been changed then.
+            ValueError: if blocks are missing, unknown or have another shape, if their tensors are not finite or of
+                another kind of dtype, or if factors are not positive semi-definite, naming layer and tensor. Nothing
+                has been changed then. All ranks that are given the same state raise it.
         """
         self._load(state)
 
     def _load(self, state: Mapping[str, Any], *, partial: bool = False) -> list[str]:
-        """Restore a state. With `partial` (collective), restart the blocks that it lacks and return their keys."""
+        """Restore a state. With `partial`, restart the blocks that it lacks and return their keys.
+
+        With `partial` it is collective if ranks are workers of some layers only. What is wrong with the state of one
+        rank is then raised on all ranks.
+        """
         parts = self.parts
         self._follow_model()
         restarted: list[str] = []
+        runtime = parts.runtime if partial and parts.shares_work else None
         if partial:
-            state, restarted = states.completed(state, parts.groups, parts.runtime if parts.shares_work else None)
+            state, restarted = states.completed(state, parts.groups, runtime)
         counters = {"updates": parts.progress.updates, "watch": parts.failure_counters.state_dict()}
-        state = states.checked(state, parts.groups, counters)
-        parts.scheduler.check_state(state)
-        parts.epochs, parts.damping = (
-            EpochState.loaded(state["epochs"]),
-            parts.damping.loaded(state["damping"]),
-        )
+        with raised_on_all(runtime):
+            state = states.checked(state, parts.groups, counters)
+            parts.scheduler.check_state(state)
+            epochs, damping = EpochState.loaded(state["epochs"]), parts.damping.loaded(state["damping"])
+        parts.epochs, parts.damping = epochs, damping
         states.restore(state["blocks"], parts.groups)
         parts.background.drop(parts.progress)
         parts.progress.load_state_dict(state)

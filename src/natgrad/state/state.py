@@ -11,6 +11,7 @@ from torch import Tensor
 from natgrad.distributed import Communicator
 from natgrad.errors import require
 from natgrad.state.block_group import BlockGroup
+from natgrad.state.checks import WHOLE, check_tensors
 from natgrad.state.tensors import StateTensors
 
 FORMAT = 1
@@ -87,7 +88,8 @@ def checked(
     `counters` are the current values of the fields that hold counters.
 
     Raises:
-        ValueError: if something is missing, unknown, or has another shape.
+        ValueError: if something is missing or unknown, or if a tensor has another shape or does not pass
+            `check_tensors`.
     """
     state = _unpacked(state)
     require(isinstance(state, Mapping), "state", type(state).__name__, "what Preconditioner.state_dict() returned")
@@ -114,6 +116,7 @@ def checked(
             tensor = loaded[key].get(name)
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
             require(found == shape, f"state['blocks'][{key!r}][{name!r}]", found, f"a tensor of shape {shape}")
+    check_tensors(loaded, groups)
     return state
 
 
@@ -149,7 +152,9 @@ def completed(
         before, kept = blocks.pop(key, {}), (averages[key] or set()) | {"early weight"}
         shapes = _shapes(groups, blocks).get(key)
         if shapes is not None:
-            blocks[key] = {name: torch.zeros(shape, device="cpu") for name, shape in shapes.items()}
+            blocks[key] = {
+                name: torch.zeros(shape, dtype=WHOLE.get(name), device="cpu") for name, shape in shapes.items()
+            }
             blocks[key] |= {name: before[name] for name in kept & before.keys() if key in complete}
     return {**state, "blocks": blocks}, sorted(missing)
 

@@ -1,0 +1,198 @@
+"""States whose tensors are not finite, of another kind or not positive semi-definite are refused, and change nothing."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import natgrad
+from natgrad import EKFAC, KBFGS, KFAC, SNGD, HyLo, NaturalMuon, Precision, Preconditioner, RankOne, UnitWise
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(48, 6), nn.Tanh(), nn.Linear(6, 4)
+    )
+
+
+class Run:
+    def __init__(self, curvature=None, **options):
+        self.model = network()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.preconditioner = Preconditioner(
+            self.model, curvature, optimizer=self.optimizer, reduction="mean", **options
+        )
+
+    def train(self, steps=4):
+        for step in range(steps):
+            torch.manual_seed(step)
+            x, y = torch.randn(8, 2, 5, 5), torch.arange(8) % 4
+            loss = lambda x=x, y=y: cross_entropy(self.model(x), y)  # noqa: E731
+            self.optimizer.zero_grad()
+            loss().backward()
+            self.preconditioner.step(loss)
+            self.optimizer.step()
+        return self
+
+
+def changed(state, key, name, change):
+    """Return a copy of a state with another tensor."""
+    state = copy.deepcopy(state)
+    tensor = state["blocks"][key][name]
+    state["blocks"][key][name] = change(tensor.clone())
+    return state
+
+
+def same(first, second):
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, (tuple, list)):
+        return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    return first == second
+
+
+def put(value, *place):
+    def change(tensor):
+        tensor[place] = value
+        return tensor
+
+    return change
+
+
+KEY = "3.weight"
+CHANGES = {
+    "nan on the diagonal": ("A", put(torch.nan, 0, 1, 1), "finite"),
+    "nan off the diagonal": ("A", put(torch.nan, 0, 3, 1), "finite"),
+    "infinite": ("G", put(torch.inf, 0, 0, 0), "finite"),
+    "nan in a result": ("QA", put(torch.nan, 0, 0, 0), "finite"),
+    "whole numbers": ("A", lambda tensor: tensor.long(), "floating-point"),
+    "bools": ("A", lambda tensor: tensor.bool(), "floating-point"),
+    "complex": ("A", lambda tensor: tensor.to(torch.complex64), "floating-point"),
+    "eight bits": ("A", lambda tensor: tensor.to(torch.float8_e4m3fn), "floating-point"),
+    "sparse": ("A", lambda tensor: tensor.to_sparse(), "floating-point"),
+    "flags that are floats": ("renewed", lambda tensor: tensor.float(), "whole numbers"),
+    "counts that are floats": ("ladder", lambda tensor: tensor.float(), "whole numbers"),
+    "asymmetric": ("A", lambda tensor: put(tensor[0, 3, 1] + 0.01 * tensor.amax(), 0, 3, 1)(tensor), "symmetric"),
+    "negative": ("A", torch.neg, "positive semi-definite"),
+    "one negative on the diagonal": ("G", lambda tensor: put(-tensor[0, 2, 2], 0, 2, 2)(tensor), "semi-definite"),
+    "one pair too large": (
+        "A",
+        lambda tensor: put(2 * tensor.amax(), 0, 2, 1)(put(2 * tensor.amax(), 0, 1, 2)(tensor)),
+        "semi-definite",
+    ),
+    "a shifted spectrum": ("A", lambda tensor: tensor - 0.3 * tensor[0].norm() * torch.eye(49), "semi-definite"),
+    "a bias correction above 1": ("weight", put(1.5, 0), "at most 1"),
+    "a negative bias correction": ("weight", put(-0.5, 0), "nonnegative"),
+    "a nan bias correction": ("weight", put(torch.nan, 0), "finite"),
+}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    run = Run(KFAC(form="eigen"), placement="comm-opt").train()
+    return run, run.preconditioner.state_dict()
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_factor_that_cannot_be_one_is_refused_with_its_name_and_changes_nothing(trained, kind):
+    run, before = trained
+    name, change, allowed = CHANGES[kind]
+    bad = changed(before, KEY, name, change)
+    with pytest.raises(ValueError, match=rf"state\['blocks'\]\['{KEY}'\]\['{name}'\]=.*{allowed}"):
+        run.preconditioner.load_state_dict(bad)
+    assert same(run.preconditioner.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("curvature", "key", "name"),
+    [
+        (EKFAC(), KEY, "S"),
+        (KFAC(max_factor_size=30), KEY, "A"),
+        (KFAC(max_factor_size=30, wide="blocks"), KEY, "A"),
+        (UnitWise(form="diag"), "1.weight", "F"),
+        (UnitWise(form="full"), "1.weight", "F"),
+        (KBFGS(), KEY, "A"),
+    ],
+    ids=repr,
+)
+def test_negative_diagonals_blocks_and_second_moments_are_refused(curvature, key, name):
+    run = Run({key.removesuffix(".weight"): curvature}, placement="comm-opt").train()
+    before = run.preconditioner.state_dict()
+    with pytest.raises(ValueError, match=rf"\['{name}'\]=.*(nonnegative|semi-definite)"):
+        run.preconditioner.load_state_dict(changed(before, key, name, torch.neg))
+    run.preconditioner.load_state_dict(before)
+    assert same(run.preconditioner.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("curvature", "name"), [(SNGD(), "A"), (HyLo(), "M"), (KBFGS(), "W"), (KBFGS(), "H_A"), (RankOne(), "a")], ids=repr
+)
+def test_rows_results_and_means_may_have_any_sign_but_must_be_finite(curvature, name):
+    run = Run({"3": curvature}).train()
+    before = run.preconditioner.state_dict()
+    tensor = before["blocks"][KEY][name]
+    tensor = tensor[0] if isinstance(tensor, tuple) else tensor
+    bad = copy.deepcopy(before)
+    bad["blocks"][KEY][name] = torch.full_like(tensor, torch.inf)
+    with pytest.raises(ValueError, match=rf"\['{name}'\]=.*finite"):
+        run.preconditioner.load_state_dict(bad)
+    assert same(run.preconditioner.state_dict(), before)
+    bad["blocks"][KEY][name] = -tensor
+    run.preconditioner.load_state_dict(bad)
+
+
+def test_natural_muon_refuses_it_and_changes_nothing():
+    model = network()
+    optimizer = NaturalMuon(model)
+    for step in range(2):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        cross_entropy(model(torch.randn(8, 2, 5, 5)), torch.arange(8) % 4).backward()
+        optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    for name, change in (("A", torch.neg), ("momentum", put(torch.nan, 0, 0, 0)), ("root_G", put(torch.inf, 0, 0, 0))):
+        bad = {**before, "preconditioner": changed(before["preconditioner"], KEY, name, change)}
+        with pytest.raises(ValueError, match=rf"\['{KEY}'\]\['{name}'\]"):
+            optimizer.load_state_dict(bad)
+        assert same(optimizer.state_dict(), before)
+    optimizer.load_state_dict(before)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "decay"),
+    [(torch.bfloat16, 0.0), (torch.bfloat16, 0.95), (torch.bfloat16, 0.999), (torch.float16, 0.95)],
+)
+def test_factors_that_rounding_has_made_indefinite_are_loaded(dtype, decay):
+    """Of rank one in each step, and small, where errors of elements weigh most."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    preconditioner = Preconditioner(
+        model, KFAC(factor_decay=decay), reduction="mean", precision=Precision(factors=dtype)
+    )
+    least = 0.0
+    for step in range(40):
+        model.zero_grad()
+        loss = cross_entropy(model(torch.full((4, 2), 1.7)), torch.arange(4) % 2)
+        loss.backward()
+        preconditioner.step()
+        if step % 10:
+            continue
+        state = preconditioner.state_dict()
+        preconditioner.load_state_dict(state)
+        least = min(least, float(torch.linalg.eigvalsh(state["blocks"]["weight"]["A"].double()).min()))
+    assert least < 0 or dtype != torch.bfloat16, "rounding matters"
+
+
+def test_the_last_block_of_a_large_layer_is_checked():
+    model = nn.Conv2d(180, 60, 10, groups=60)  # 60 blocks, more than are checked at once
+    preconditioner = Preconditioner(model, refresh=natgrad.Refresh(factors=1, inverses=1000), reduction="mean")
+    state = preconditioner.state_dict()
+    state["blocks"]["weight"]["A"] += torch.eye(301)
+    preconditioner.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"\['weight'\]\['A'\]=.*from -3 to 1.*semi-definite"):
+        preconditioner.load_state_dict(changed(state, "weight", "A", put(-3.0, -1, 7, 7)))
