@@ -13,6 +13,10 @@ class CurvatureError(NatgradError):
     """The curvature of a layer stayed unusable for longer than the `Guard` allows."""
 
 
+class LostRankError(NatgradError):
+    """A message could not be exchanged, because another rank has stopped, failed or skipped a step."""
+
+
 class AveragingError(NatgradError):
     """Averaging over nodes cannot continue: the ranks disagree, or the received values are not finite."""
 

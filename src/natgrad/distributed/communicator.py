@@ -6,8 +6,10 @@ and rows that are redistributed.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from time import perf_counter
 from typing import Any
 
@@ -16,13 +18,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from natgrad.distributed import groups
+from natgrad.distributed.positions import positions
 from natgrad.distributed.slices import Slices
 from natgrad.distributed.wire import WireFormat, cut, narrower
-from natgrad.errors import NatgradError
+from natgrad.errors import LostRankError
 from natgrad.linalg.device import on_host
 
 # The numbers of one owner: values, which may be sent in a narrow dtype, and counters, which may not.
 Owned = tuple[Tensor, Tensor]
+
+# How often a rank that waits for a message looks whether another rank has failed.
+_LOOK = timedelta(seconds=1)
+
+# For how many looks an exception of another rank must last: the rank may catch it and go on.
+_LOOKS = 3
 
 
 class Work:
@@ -33,17 +42,20 @@ class Work:
     """
 
     def __init__(
-        self, runtime: Communicator, work: dist.Work | None = None, finish: Callable[[], object] | None = None
+        self,
+        runtime: Communicator,
+        message: Tensor,
+        work: dist.Work | None = None,
+        finish: Callable[[], object] | None = None,
     ) -> None:
-        """Wrap the `work` to wait for, and a function to `finish` it, which is collective."""
-        self._runtime, self._work, self._finish = runtime, work, finish
+        """Wrap the `work` that sends a `message`, and a function to `finish` it, which is collective."""
+        self._runtime, self._device, self._work, self._finish = runtime, message.device, work, finish
         self.whole = finish is None
 
     def wait(self) -> None:
         """Wait for the result; further calls do nothing."""
         if self._work is not None:
-            with self._runtime.collective():
-                self._work.wait()
+            self._runtime.wait(self._work, self._device)
         if self._finish is not None:
             self._finish()
         self._work = self._finish = None
@@ -63,6 +75,7 @@ class Communicator:
         rank: The rank of this process in the group.
         ranks: The number of ranks, P.
         seconds: Host seconds spent in collectives.
+        positions: Where the ranks are, for error messages. None: a single process, or its group has no store.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -71,6 +84,7 @@ class Communicator:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.ranks = dist.get_world_size(group) if group is not None else 1
         self.seconds = 0.0
+        self.positions = positions() if self.ranks > 1 else None
         self._sent: dict[str, float] = {}
         self._known: dict[groups.Key, dist.ProcessGroup | None] = {}
 
@@ -97,13 +111,56 @@ class Communicator:
         try:
             yield
         except RuntimeError as error:
-            groups.forget(self.group)
-            raise NatgradError(
-                f"rank {self.rank} of {self.ranks} could not exchange its message: another rank has probably stopped, "
-                f"see the error there; {error}"
-            ) from error
+            raise self.explained(error) from error
         finally:
             self.seconds += perf_counter() - started
+
+    def wait(self, work: dist.Work, device: torch.device) -> None:
+        """Wait for a collective of a message on `device`.
+
+        While the host waits, it looks whether another rank has failed.
+
+        Raises:
+            NatgradError: if the backend raises, or if another rank has announced that it cannot go on.
+        """
+        looks = 0
+        with self.collective():
+            while not self._completes(work, device):
+                notice = None if self.positions is None else self.positions.notice
+                looks = 0 if notice is None else looks + 1
+                if notice is not None and (notice.final or looks > _LOOKS):
+                    raise LostRankError(self._message(notice.text))
+
+    def _run(self, post: Callable[[], dist.Work], arrived: Tensor) -> None:
+        """Start a collective and wait until its result has `arrived`."""
+        with self.collective():
+            work = post()
+        self.wait(work, arrived.device)
+
+    def _completes(self, work: dist.Work, device: torch.device) -> bool:
+        """Wait for a collective until the next look. On an accelerator the host does not wait."""
+        if self.positions is None or device.type != "cpu":
+            work.wait()
+            return True
+        try:
+            work.wait(_LOOK)
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # it has completed since, or raises its error
+        return True
+
+    def explained(self, error: RuntimeError) -> LostRankError:
+        """Return an error that says why a message has failed, after `error` of the backend."""
+        groups.forget(self.group)
+        reason = "another rank has probably stopped, see the error there"
+        if self.positions is not None and self.group is not None:
+            reason = self.positions.reason(dist.get_process_group_ranks(self.group))
+        return LostRankError(f"{self._message(reason)}; {error}")
+
+    def _message(self, reason: str) -> str:
+        call = "" if self.positions is None else f" {self.positions.here.call}"
+        return f"rank {self.rank} of {self.ranks} could not exchange its message{call}: {reason}"
 
     # --- Process groups -----------------------------------------------------------------------------------------
 
@@ -131,11 +188,14 @@ class Communicator:
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the value of each rank, any picklable object whose tensors are on the host; collective."""
-        found: list[Any] = [value]
+        found = [value]
         if self.ranks > 1:
-            found *= self.ranks
-            with self.collective():
-                dist.all_gather_object(found, value, group=self.group)
+            content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+            content = content.to(groups.device_of(self.group))
+            lengths = self.gather(content.new_tensor([len(content)], dtype=torch.long), {}, self.group).flatten()
+            padded = torch.nn.functional.pad(content, (0, int(lengths.max()) - len(content)))
+            arrived = self.gather(padded, {}, self.group).cpu()
+            found = [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(arrived, lengths.tolist(), strict=True)]
         return found
 
     def any(self, flag: bool) -> bool:
@@ -188,9 +248,9 @@ class Communicator:
             return post(message, kinds, narrow, group)
         self.count(kinds, message.element_size() * 2 * (self.ranks - 1) / self.ranks)
         if self.ranks == 1:
-            return Work(self)
+            return Work(self, message)
         with self.collective():
-            return Work(self, dist.all_reduce(message, group=group, async_op=True))
+            return Work(self, message, dist.all_reduce(message, group=group, async_op=True))
 
     def _post_narrow(
         self, message: Tensor, kinds: dict[str, int], wire: torch.dtype, group: dist.ProcessGroup | None
@@ -216,12 +276,11 @@ class Communicator:
             values[self.rank] = narrow[self.rank]  # unrounded
             piece = layout.empty(1, message.device)
             layout.write(piece, counts.sum(0, keepdim=True), [values.sum(0, keepdim=True)])
-            with self.collective():
-                _all_gather(arrived, piece, group)
+            self._run(lambda: _all_gather(arrived, piece, group), arrived)
             for section, summed in zip(sections, reversed(layout.read(arrived)), strict=True):
                 section.copy_(summed.flatten()[: len(section)])
 
-        return Work(self, scattered, finish)
+        return Work(self, message, scattered, finish)
 
     def _post_rounded(
         self, message: Tensor, kinds: dict[str, int], wire: torch.dtype, group: dist.ProcessGroup | None
@@ -232,10 +291,10 @@ class Communicator:
         with self.collective():
             if self.ranks > 2:
                 work = dist.all_reduce(codes, group=group, async_op=True)
-                return Work(self, work, lambda: message.copy_(codes))
+                return Work(self, message, work, lambda: message.copy_(codes))
             both = codes.new_empty(2, len(codes))
-            work = _all_gather(both.view(-1), codes, group, async_op=True)
-            return Work(self, work, lambda: message.copy_(both[0]).add_(both[1]))
+            work = _all_gather(both.view(-1), codes, group)
+            return Work(self, message, work, lambda: message.copy_(both[0]).add_(both[1]))
 
     # --- Sums that go to their owners, results that owners share ------------------------------------------------
 
@@ -309,8 +368,8 @@ class Communicator:
         layout.write(row, counters[None], [values[None]])
         arrived = layout.empty(len(ranks), device)
         self._count(layout, kind, len(ranks) - 1)
-        with self.collective():
-            _all_gather(arrived, row, self.subgroup(ranks))
+        members = self.subgroup(ranks)
+        self._run(lambda: _all_gather(arrived, row, members), arrived)
         all_counters, all_values = layout.read(arrived)
         return list(zip(narrow.join(list(all_values)), wide.join(list(all_counters)), strict=True))
 
@@ -322,13 +381,11 @@ class Communicator:
         """
         if layout.lossless and not on_host(rows):
             summed = torch.empty_like(rows[:1])
-            with self.collective():
-                _sum_rows(summed.view(layout.dtype), rows.view(layout.dtype), self.group)
+            self._run(lambda: _sum_rows(summed.view(layout.dtype), rows.view(layout.dtype), self.group), summed)
             counters, values = layout.read(summed)
             return values[0], counters[0]
         arrived = torch.empty_like(rows)
-        with self.collective():
-            dist.all_to_all_single(arrived, rows, group=self.group)
+        self._run(lambda: dist.all_to_all_single(arrived, rows, group=self.group, async_op=True), arrived)
         counters, values = layout.read(arrived)
         values[self.rank], counters[self.rank] = local
         return values.sum(0), counters.sum(0)
@@ -374,8 +431,7 @@ class Communicator:
         ranks = dist.get_world_size(group)
         self.count(kinds, message.element_size() * (ranks - 1))
         arrived = message.new_empty(ranks * len(message))
-        with self.collective():
-            _all_gather(arrived, message, group)
+        self._run(lambda: _all_gather(arrived, message, group), arrived)
         return arrived.view(ranks, -1)
 
     def redistribute(
@@ -388,8 +444,10 @@ class Communicator:
         group = self.subgroup(range(self.ranks) if ranks is None else ranks)
         sent = torch.cat(list(outgoing))
         arrived = sent.new_empty(sum(sizes))
-        with self.collective():
-            dist.all_to_all_single(arrived, sent, list(sizes), [len(vector) for vector in outgoing], group=group)
+        lengths = [len(vector) for vector in outgoing]
+        self._run(
+            lambda: dist.all_to_all_single(arrived, sent, list(sizes), lengths, group=group, async_op=True), arrived
+        )
         return list(arrived.split(list(sizes)))
 
     def broadcast_(self, messages: Iterable[tuple[int, Tensor, dict[str, int]]]) -> None:
@@ -404,7 +462,8 @@ class Communicator:
                 self.count(kinds, message.element_size() * (self.ranks - 1))
             with self.collective():
                 source = dist.get_global_rank(self.group, owner)
-                works.append(Work(self, dist.broadcast(message, src=source, group=self.group, async_op=True)))
+                work = dist.broadcast(message, src=source, group=self.group, async_op=True)
+                works.append(Work(self, message, work))
         for posted in works:
             posted.wait()
 
@@ -422,14 +481,14 @@ def _size(run: slice) -> int:
     return size
 
 
-def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | None, **options: Any) -> Any:
+def _all_gather(arrived: Tensor, message: Tensor, group: dist.ProcessGroup | None) -> Any:
     """Gather the messages of all ranks into `arrived`; the name of the function depends on torch's version."""
-    return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(arrived, message, group=group, **options)
+    return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(arrived, message, group=group, async_op=True)
 
 
-def _sum_rows(summed: Tensor, rows: Tensor, group: dist.ProcessGroup | None) -> None:
+def _sum_rows(summed: Tensor, rows: Tensor, group: dist.ProcessGroup | None) -> Any:
     """Reduce-scatter `rows`, one for each rank; the name of the function depends on torch's version."""
-    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(summed, rows, group=group)
+    return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(summed, rows, group=group, async_op=True)
 
 
 def flatten(tensors: list[Tensor]) -> Tensor:

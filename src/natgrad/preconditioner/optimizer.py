@@ -145,7 +145,7 @@ class PreconditionedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget the statistics of their backward passes."""
         self.count = None
-        self.preconditioner.discard()
+        self.preconditioner.parts.capture.discard()
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from natgrad.damping import Control, Damping, TrustRegion
 from natgrad.damping.control import default_damping
 from natgrad.distributed import Communicator, Placement, Plan, resolve
 from natgrad.distributed.fsdp import check_layers
+from natgrad.distributed.positions import is_lost
 from natgrad.errors import NatgradError, describe, require
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.agreement import check_agreement, check_reduction, raised_on_all
@@ -49,6 +50,7 @@ from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.parts import Parts
 from natgrad.preconditioner.renewal import BackgroundRefresh, RefreshScheduler
 from natgrad.preconditioner.second_pass import Closure, SecondPass
+from natgrad.preconditioner.skipped_steps import SkippedSteps
 from natgrad.preconditioner.statistics import Statistics
 from natgrad.preconditioner.structure import Structure, warn_of_slow_renewal
 from natgrad.preconditioner.verification import Verification, verify
@@ -64,6 +66,7 @@ class Preconditioner:
         curvature: The `Curvature` of the layers, or the mapping of patterns to curvatures.
         parts: The internal components. Not part of the public interface.
         call_order: Checks the order of calls. Not part of the public interface.
+        skipped_steps: Finds ranks that skip a step. Not part of the public interface.
 
     Example:
         >>> preconditioner = natgrad.Preconditioner(model, natgrad.KFAC(), optimizer=optimizer, damping=3e-3)
@@ -219,7 +222,7 @@ class Preconditioner:
             take_over_reduction(model)
         elif rule.rule.sends_during_backward and runtime.ranks > 1:
             listen(model, parts.hooks.on_bucket_reduced)
-        self.call_order = CallOrder(parts)
+        self.call_order, self.skipped_steps = CallOrder(parts), SkippedSteps(parts)
         self._attach()
 
     # --- Training -----------------------------------------------------------------------------------------------
@@ -240,7 +243,12 @@ class Preconditioner:
         fits = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad
         require(fits, "loss", describe(loss), "a scalar tensor with a graph")
         self._differentiate_sampled(outputs, mask)
-        loss.backward()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            if self.parts.runtime.ranks > 1 and is_lost(error):  # in the messages of DDP or FSDP2
+                raise self.parts.runtime.explained(error) from error
+            raise
 
     @torch.no_grad()
     def step(self, closure: Closure | int | None = None, *, count: int | Mapping[str, int] | None = None) -> None:
@@ -269,36 +277,37 @@ class Preconditioner:
         """
         closure, count = (None, closure) if isinstance(closure, int) else (closure, count)
         parts, progress = self.parts, self.parts.progress
-        self._check_step(count, closure)
-        parts.capture.audit.report()
-        parts.scheduler.rule.check(progress.step)
-        damping = progress.damping = parts.damping_now()
-        self._follow_model()
-        if not (self.call_order.check() and self._has_work()):
-            return
-        self._compare_settings(damping)
-        if parts.renews_in_background:
-            self._decompositions.collect(at_once=self._decompositions.are_due)
+        with self.skipped_steps.step(progress):
+            self._check_step(count, closure)
+            parts.capture.audit.report()
+            parts.scheduler.rule.check(progress.step)
+            damping = progress.damping = parts.damping_now()
+            self._follow_model()
+            if not (self.call_order.check() and self._has_work()):
+                return
+            self._compare_settings(damping)
+            if parts.renews_in_background:
+                self._decompositions.collect(at_once=self._decompositions.are_due)
 
-        self._statistics.compare_gradients()
-        scale = self._gradients.reduce(count)
-        statistics_before = progress.last_factors
-        if parts.capture.wanted:
-            self._statistics.update(count)
-        if self._decompositions.are_due:
-            damping = self._decompositions.update(count, damping, scale)
-        model = self._second_pass.quadratic_model(damping, scale)
-        self._gradients.precondition(damping, scale)
-        self.call_order.written.note(parts.structure.slots)
-        self._second_pass.schedule(closure, count, model, statistics_before)
+            self._statistics.compare_gradients()
+            scale = self._gradients.reduce(count)
+            statistics_before = progress.last_factors
+            if parts.capture.wanted:
+                self._statistics.update(count)
+            if self._decompositions.are_due:
+                damping = self._decompositions.update(count, damping, scale)
+            model = self._second_pass.quadratic_model(damping, scale)
+            self._gradients.precondition(damping, scale)
+            self.call_order.written.note(parts.structure.slots)
+            self._second_pass.schedule(closure, count, model, statistics_before)
 
-        progress.step += 1
-        parts.scheduler.end_step(parts.spent(), parts.background.seconds)
-        self._statistics.choose_next()
-        progress.ended = perf_counter()
-        parts.inspection.report()
-        parts.failure_counters.check()
-        self._epoch_warnings.step_ended(progress.step, parts.epochs.epoch, parts.groups)
+            progress.step += 1
+            parts.scheduler.end_step(parts.spent(), parts.background.seconds)
+            self._statistics.choose_next()
+            progress.ended = perf_counter()
+            parts.inspection.report()
+            parts.failure_counters.check()
+            self._epoch_warnings.step_ended(progress.step, parts.epochs.epoch, parts.groups)
 
     def _check_step(self, count: Count | None, closure: Closure | None) -> None:
         """Check that a step may begin. Raises what `step` documents."""
@@ -346,6 +355,7 @@ class Preconditioner:
         automatically if ``zero_grad`` sets all ``.grad`` to None, except under FSDP2.
         """
         self.parts.capture.discard()
+        self.skipped_steps.forget()
 
     def detach(self) -> None:
         """Remove all hooks from the model permanently, for example before ``torch.jit.script``.
@@ -355,6 +365,7 @@ class Preconditioner:
         """
         self._second_pass.cancel()
         self.call_order.detach()
+        self.skipped_steps.detach()
         self.parts.hooks.detach(self.parts.structure.root)
         self.parts.capture.detach()
         self.parts.background.close(self.parts.progress)
@@ -370,6 +381,7 @@ class Preconditioner:
             parts.hooks.attach(
                 parts.structure.root, [member.layer for group in parts.groups for member in group.members]
             )
+            self.skipped_steps.attach()
         parts.scheduler.find_stopped(parts.groups)
         parts.failure_counters.forget()
         parts.progress.began = parts.progress.ended = 0.0

@@ -15,7 +15,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.distributed import Communicator, flatten, unflatten
+from natgrad.errors import NatgradError
 from natgrad.linalg import tensor_on
+from natgrad.linalg.device import on_host
 from natgrad.linalg.precision import at_least_float32
 from natgrad.state.block_group import BlockGroup
 
@@ -42,7 +44,13 @@ class _Rows:
 
 
 def reduce_gradients(
-    model: nn.Module, runtime: Communicator, samples: int, *, summed: bool, groups: Sequence[BlockGroup] | None
+    model: nn.Module,
+    runtime: Communicator,
+    samples: int,
+    *,
+    summed: bool,
+    groups: Sequence[BlockGroup] | None,
+    updated: bool = True,
 ) -> float | Tensor:
     """Replace every ``.grad`` by that of the loss over the samples of all ranks. Sums use at least float32.
 
@@ -55,14 +63,19 @@ def reduce_gradients(
         summed: Whether the loss sums over samples; otherwise it is a mean.
         groups: The covered layers, if only the worker of each is to get the result. On other ranks ``.grad`` then stays
             unchanged. None: all ranks get all results.
+        updated: Whether the optimizer has stepped on this rank since the last step.
 
     Returns:
         The factor that makes the result the gradient of the mean loss: 1 for a mean, 1 / (all samples) for a sum.
+
+    Raises:
+        NatgradError: on all ranks, if `updated` differs. On accelerators this is not checked, because the host would
+            wait for the device.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if runtime.ranks == 1 or not trained:
         return 1.0 / max(1, samples) if summed else 1.0
-    total = _agree(trained, runtime, samples)
+    total = _agree(trained, runtime, samples, updated=updated)
     # If no rank has counted samples (double backward, models without layers), all ranks weigh alike.
     mean_weight = torch.where(total > 0, samples / total.clamp(min=1), 1 / runtime.ranks)
     weight = torch.ones_like(total) if summed else mean_weight
@@ -77,14 +90,20 @@ def reduce_gradients(
     return 1.0 / total.clamp(min=1).to(wide)
 
 
-def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int) -> Tensor:
+def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int, *, updated: bool) -> Tensor:
     """Return the samples of all ranks. Parameters with a gradient on any rank get one on all, of zeros."""
     used = [float(parameter.grad is not None) for parameter in trained]
-    counters = tensor_on(trained[0].device, [float(samples), *used], torch.float64)
+    counters = tensor_on(trained[0].device, [float(samples), *used, float(updated)], torch.float64)
     runtime.sum_(counters, {"counters": len(counters)})
+    if on_host(counters) and 0 < int(counters[-1]) < runtime.ranks:
+        others = [rank for rank, one in enumerate(runtime.all_gather_objects(updated)) if not one]
+        raise NatgradError(
+            f"the ranks are at different steps: ranks {others} call step() although their optimizer has not stepped "
+            "since the last one, and the other ranks' has; call step() once before each optimizer.step() on every rank"
+        )
     if not all(used):
         # Only a rank without a gradient checks whether another has one, because that synchronizes with the device.
-        for parameter, users in zip(trained, counters[1:].tolist(), strict=True):
+        for parameter, users in zip(trained, counters[1:-1].tolist(), strict=True):
             if parameter.grad is None and users:
                 parameter.grad = torch.zeros_like(parameter)
     return counters[0]

@@ -52,6 +52,7 @@ class Scaling:
         self.reductions, self.reduces, self._scaler = reductions, reduces, scaler
         self._scaled: Tensor | None = None  # number of ranks that had not unscaled in the last step
         self.of_sum: float | Tensor | None = None
+        self._version: int | None = None  # of a parameter in the last step
         self.counts = self._summed or self._mixed or reduces or not self._divided
 
     def unscaled(self, reductions: Reductions) -> Scaling:
@@ -166,7 +167,8 @@ class Scaling:
         passes = self._passes(model, runtime, backwards, device, dtype)
         if self.reduces:
             groups = structure.groups if structure.plan.columns == runtime.ranks else None
-            scale = reduce_gradients(model, runtime, samples, summed=self._summed, groups=groups)
+            updated = self._is_updated(model)
+            scale = reduce_gradients(model, runtime, samples, summed=self._summed, groups=groups, updated=updated)
         elif (self._summed or self._mixed) and device is not None:
             total = tensor_on(device, [float(samples)], torch.float32)
             runtime.sum_(total, {"counters": 1})
@@ -178,6 +180,11 @@ class Scaling:
         if self._summed:
             return scale * passes if self._divided else scale
         return scale if self._divided else scale / passes
+
+    def _is_updated(self, model: nn.Module) -> bool:
+        """Return whether the parameters have changed since the last call. In the first one it is False."""
+        before, self._version = self._version, next((p._version for p in model.parameters() if p.requires_grad), 0)
+        return before is not None and before != self._version
 
     def _passes(
         self, model: nn.Module, runtime: Communicator, backwards: int, device: torch.device | None, dtype: torch.dtype

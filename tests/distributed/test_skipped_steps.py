@@ -1,0 +1,163 @@
+"""A rank that skips a step, makes one more, or raises in its forward: all ranks raise, and say which rank and where."""
+
+import sys
+import time
+import warnings
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import natgrad
+from tests.distributed.jobs import Job, Training, batch, share
+
+SECONDS = 10.0
+
+
+class Raising(nn.Module):
+    """Takes the place of an activation."""
+
+    def forward(self, x):
+        raise ValueError("bad batch 17")
+
+
+def go_on(training, wrong, rank, steps):
+    """Train; in step 3 one rank does something `wrong`."""
+    for step in range(steps):
+        here = step == 3 and dist.get_rank() == rank
+        x, y = (share(part) for part in batch(step))
+        training.optimizer.zero_grad()
+        if here and wrong == "raise":
+            training.model[4] = Raising()
+        loss = nn.functional.cross_entropy(training.wrapped(x), y)
+        training.preconditioner.backward(loss, None)
+        if not training.job.wrapped and not training.preconditioner.parts.scaling.reduces:
+            for parameter in training.model.parameters():
+                dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)
+                parameter.grad /= dist.get_world_size()
+        if not (here and wrong.startswith("skip")):
+            training.preconditioner.step()
+        if here and wrong == "more":
+            training.preconditioner.step()
+        if not (here and wrong == "skip both"):
+            training.optimizer.step()
+
+
+def train(job, wrong, rank, steps=8):
+    """Return the error, whether it was raised, and after how many seconds."""
+    training = Training(job)
+    started = time.monotonic()
+    try:
+        go_on(training, wrong, rank, steps)
+    except (natgrad.NatgradError, ValueError) as error:
+        return type(error), str(error), time.monotonic() - started
+    return None, "", 0.0
+
+
+def job(placement, averaging, **refresh):
+    options = {"placement": placement, "gradients": "reduce" if averaging == "reduce" else "averaged"}
+    return Job(wrapped=averaging == "ddp", options=options, refresh=refresh or {"factors": 1, "inverses": 2})
+
+
+@pytest.mark.parametrize(
+    ("placement", "averaging", "wrong"),
+    [
+        ("comm-opt", "ddp", "skip"),
+        ("mem-opt", "ddp", "skip both"),
+        ("dp", "manual", "skip"),
+        ("hybrid:0.5", "manual", "skip both"),
+        ("comm-opt", "reduce", "skip"),
+        ("mem-opt", "reduce", "skip both"),
+    ],
+)
+def test_a_skipped_step(ranks, placement, averaging, wrong):
+    count = 4 if placement == "hybrid:0.5" else 2
+    for kind, message, seconds in ranks.run(count, train, job(placement, averaging), wrong, 1):
+        assert issubclass(kind, natgrad.NatgradError)
+        assert "rank 1 has skipped step() 3" in message
+        assert "is in step() 3" in message
+        assert seconds < SECONDS
+
+
+def test_a_skipped_step_without_messages(ranks):
+    """Other ranks do not wait in the step, and go on to the next backward pass."""
+    for kind, message, seconds in ranks.run(2, train, job("comm-opt", "ddp", factors=10, inverses=10), "skip", 0):
+        assert issubclass(kind, natgrad.NatgradError)
+        assert "rank 0 has skipped step() 3" in message
+        assert seconds < SECONDS
+
+
+def test_one_step_more_where_natgrad_averages(ranks):
+    for kind, message, seconds in ranks.run(2, train, job("comm-opt", "reduce"), "more", 1):
+        assert issubclass(kind, natgrad.NatgradError)
+        assert "ranks [1] call step() although their optimizer has not stepped" in message
+        assert seconds < SECONDS
+
+
+def test_one_step_more_elsewhere_changes_nothing(ranks):
+    """Its gradients are those that the last step wrote."""
+    warned, parameters = zip(*ranks.run(2, measure, job("mem-opt", "ddp"), "more"), strict=True)
+    assert warned == (False, True)
+    assert parameters == tuple(after for _, after in ranks.run(2, measure, job("mem-opt", "ddp"), "nothing"))
+
+
+def measure(job, wrong):
+    training = Training(job)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        go_on(training, wrong, 1, 5)
+    warned = any("step() without a backward pass since the last one" in str(warning.message) for warning in caught)
+    return warned, [parameter.tolist() for parameter in training.model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("placement", "averaging", "rank"),
+    [("comm-opt", "ddp", 1), ("mem-opt", "reduce", 0), ("hybrid:0.5", "reduce", 1)],
+)
+def test_an_exception_in_the_forward_of_a_rank_is_named_on_the_others(ranks, placement, averaging, rank):
+    count = 4 if placement == "hybrid:0.5" else 2
+    results = ranks.run(count, train, job(placement, averaging), "raise", rank)
+    assert results[rank][:2] == (ValueError, "bad batch 17")
+    for kind, message, seconds in results[:rank] + results[rank + 1 :]:
+        assert issubclass(kind, natgrad.NatgradError)
+        assert f"rank {rank} failed in a forward or backward pass, before its step() 3" in message
+        assert "ValueError: bad batch 17" in message
+        assert seconds < SECONDS
+
+
+def fail_in_backward(job):
+    """Rank 1 raises in its forward. Rank 0 waits in a message of torch's; return the notes of the uncaught error."""
+    training = Training(job)
+    training.step(0)
+    training.optimizer.zero_grad()
+    if dist.get_rank() == 1:
+        training.model[4] = Raising()
+    try:
+        training.wrapped(share(batch(1)[0])).sum().backward()
+    except ValueError:
+        return None
+    except RuntimeError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return error.__notes__
+
+
+def test_the_cause_is_added_to_an_error_of_torch(ranks):
+    notes, _ = ranks.run(2, fail_in_backward, job("comm-opt", "ddp"))
+    assert "ValueError: bad batch 17" in notes[0]
+
+
+def skip_alike(job):
+    """All ranks skip every other step: training goes on."""
+    training = Training(job)
+    for step in range(24):
+        x, y = (share(part) for part in batch(step))
+        training.optimizer.zero_grad()
+        nn.functional.cross_entropy(training.wrapped(x), y).backward()
+        if step % 2:
+            training.preconditioner.step()
+        training.optimizer.step()
+    return training.preconditioner.metrics()["step"]
+
+
+def test_a_step_that_all_ranks_skip(ranks):
+    assert ranks.run(2, skip_alike, job("comm-opt", "ddp")) == [12, 12]
