@@ -248,6 +248,7 @@ def test_nothing_is_compiled_anew(way):
     assert counter.frame_count == compiled
 
 
+@pytest.mark.slow
 def test_a_layer_frozen_later_is_compiled_anew_once():
     plain, model = network(), network()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -264,6 +265,7 @@ def test_a_layer_frozen_later_is_compiled_anew_once():
     assert counts[4] == counts[-1]
 
 
+@pytest.mark.slow
 def test_a_model_within_a_compiled_function():
     plain, model = network(), network()
     expected = Training(plain, plain).steps(3)
@@ -371,6 +373,7 @@ def leaves(model):
     return sum(found)
 
 
+@pytest.mark.slow
 def test_graphs_hold_nothing_for_those_who_are_gone():
     model = network()
     preconditioner = natgrad.Preconditioner(model)

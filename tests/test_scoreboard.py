@@ -455,6 +455,7 @@ def test_a_changed_method_runs_again(tmp_path, monkeypatch):
     assert len(again) == sum(spec.method == "muon" for spec in first)
 
 
+@pytest.mark.slow
 def test_the_board_runs_and_reports(tmp_path):
     journal = tmp_path / "journal.jsonl"
     arguments = ["--smoke", "--horizon", "1", "--workers", "0", "--journal", str(journal)]

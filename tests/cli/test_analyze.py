@@ -122,6 +122,7 @@ def test_what_could_not_be_measured_is_told(tmp_path):
     assert "<svg" not in (tmp_path / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_options_take_the_place_of_tuned_values(tmp_path):
     given = ("--lr", 0.02, "--damping", 0.5, "--fisher", "empirical", "--kl-clip", 0, "--option", "momentum=0.5")
     done = run("analyze", "tabular", "--steps", 1, "--figure", "error", *given, "--out", tmp_path)
@@ -196,6 +197,7 @@ def test_a_folder_with_an_analysis_is_left_alone(tmp_path):
     assert (tmp_path / "analysis.json").read_text() == "{}"
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_was_measured(tmp_path):
     command = [sys.executable, "-m", "natgrad.cli", "analyze", "tabular", "--epochs", "2000", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
