@@ -1,4 +1,4 @@
-"""States whose tensors are not finite, of another kind or not positive semi-definite are refused, and change nothing."""
+"""States with tensors that are not finite, of another kind or not positive semi-definite are refused unchanged."""
 
 import copy
 
