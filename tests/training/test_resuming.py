@@ -1,6 +1,9 @@
 """Runs in a folder: interrupted, damaged, resumed."""
 
 import json
+import os
+import pickle
+import re
 
 import pytest
 import torch
@@ -46,20 +49,50 @@ def test_a_flipped_bit_of_a_weight_resumes_from_the_checkpoint_before(tmp_path, 
     assert saved_step(tmp_path) == 11
 
 
-def test_a_run_of_an_earlier_version_is_resumed(tmp_path, straight):
-    train(job(4), Output(folder=tmp_path))
-    path = checkpoint.latest(tmp_path / "checkpoints")
+def old_run(folder):
+    """Make a run of an earlier version, with a checkpoint of step 4, and return the state in it."""
+    train(job(4), Output(folder=folder))
+    path = checkpoint.latest(folder / "checkpoints")
     state = checkpoint.load(path)
-    path.rename(tmp_path / "other")
+    path.rename(folder / "other")
     del state["job"]
-    old_format.save(tmp_path / "checkpoints", 4, state)
-    configuration = json.loads((tmp_path / "config.json").read_text())
+    old_format.save(folder / "checkpoints", 4, state)
+    configuration = json.loads((folder / "config.json").read_text())
     del configuration["run"]
-    (tmp_path / "config.json").write_text(json.dumps(configuration))
+    (folder / "config.json").write_text(json.dumps(configuration))
+    return state
+
+
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path, straight):
+    old_run(tmp_path)
     train(job(11), Output(folder=tmp_path), resume=True)
     assert next(point.step for point in read_points(tmp_path / "metrics.jsonl")) == 4
     for name, weight in weights(straight).items():
         assert torch.equal(weight, weights(tmp_path)[name])
+
+
+class Harm:
+    def __init__(self, target):
+        self.target = str(target)
+
+    def __reduce__(self):
+        return os.mkdir, (self.target,)
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_1.distcp"])
+def test_a_run_with_a_malicious_checkpoint_resumes_from_the_one_before_and_runs_nothing(tmp_path, straight, file):
+    folder, target = tmp_path / "run", tmp_path / "harm"
+    path = old_format.save(folder / "checkpoints", 9, old_run(folder))
+    if file == ".metadata":
+        old_format.change_metadata(path, lambda metadata: metadata.planner_data.update(harm=Harm(target)))
+    else:
+        old_format.put_item(path, "progress", pickle.dumps(Harm(target)))
+    assert saved_step(folder) == 4
+    with pytest.warns(NatgradWarning, match=rf"step-000000009 is damaged .*{re.escape(file)}.* of step 4$"):
+        train(job(11), Output(folder=folder), resume=True)
+    assert not target.exists()
+    for name, weight in weights(straight).items():
+        assert torch.equal(weight, weights(folder)[name])
 
 
 def test_if_all_checkpoints_are_damaged_the_run_is_not_resumed(tmp_path):

@@ -86,8 +86,10 @@ def _item(folder: Path, item: dict[str, Any]) -> Any:
         content = io.BytesIO(file.read(item["length"]))
     try:
         return torch.load(content, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file can raise anything
-        raise pickle.UnpicklingError(f"{name} holds something else than tensors and plain values: {error}") from error
+    except (
+        Exception
+    ) as error:  # a damaged file can raise anything; torch's message explains how to load it all the same
+        raise pickle.UnpicklingError(f"{name} is damaged, or holds more than tensors and plain values") from error
 
 
 class _Unpickler(pickle.Unpickler):
