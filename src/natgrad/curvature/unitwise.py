@@ -75,8 +75,7 @@ class UnitWise(Curvature):
         product of weight and bias gradients, if the channel has both.
         """
         shape, symmetric = self._shape(d_out, d_in)
-        squares = self.form == "diag"
-        return (Statistic("F", shape, symmetric=symmetric, source="both", gradient_power=2, nonnegative=squares),)
+        return (Statistic("F", shape, symmetric=symmetric, source="both", gradient_power=2),)
 
     @override
     def tasks(self, d_out: int, d_in: int) -> tuple[Task, ...]:
