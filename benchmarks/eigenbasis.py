@@ -38,7 +38,7 @@ BATCHES = {"linear": 256, "resnet32": 64}
 DECAY, DAMPING = 0.95, 1e-2
 TOLERANCES = (0.1, 0.01)
 KINDS = ("stays", "turned", "scratch")
-SKIPPED, RENEWED = 0.35, 1.1  # what the project wants of a renewal that stays and of one that does not, on the CPU
+SKIPPED, REFRESHED = 0.35, 1.1  # what the project wants of a renewal that stays and of one that does not, on the CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ def table(results: list[Result]) -> Table:
 
 def summary(results: list[Result]) -> dict[str, Any]:
     """Return the median ratio by tolerance, outcome and size, and that of all factors of a network by drift."""
-    found: dict[str, Any] = {"wanted": {"stays": SKIPPED, "else": RENEWED}}
+    found: dict[str, Any] = {"wanted": {"stays": SKIPPED, "else": REFRESHED}}
     for tolerance in map(str, TOLERANCES):
         for kind in KINDS:
             own = [each for each in results if each.outcomes[tolerance][0] == kind]

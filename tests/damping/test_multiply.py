@@ -125,7 +125,7 @@ def test_it_is_the_dense_fisher_block():
 def test_layers_without_curvature_have_none():
     _, preconditioner = trained(natgrad.KFAC(), table=False)
     stack = preconditioner.parts.groups[0]
-    stack.renewed("A", 0, [False] * stack.size, forget=True)
+    stack.record_results("A", 0, [False] * stack.size, forget=True)
     assert not stack.fisher_product(stacked(stack, lambda slot: slot.parameter)).any()
     assert natgrad.KBFGS().fisher_product_reads is None
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import natgrad
-from natgrad.preconditioner.renewal.decisions import KEPT, RENEWED, STOPPED
+from natgrad.preconditioner.refresh.decisions import KEPT, REFRESHED, STOPPED
 from tests.distributed.jobs import messages, place
 from tests.distributed.test_background import (
     Case,
@@ -82,7 +82,7 @@ def verdicts(state):
 @pytest.mark.parametrize("rule", RULES)
 def test_ranks_decide_as_one_process(ranks, rule, staleness):
     expected, parameters = follow(rule, staleness)
-    assert {code for step in expected[2:] for code in step.values()} >= {RENEWED, KEPT}
+    assert {code for step in expected[2:] for code in step.values()} >= {REFRESHED, KEPT}
     answers = ranks.run(2, follow, rule, staleness)
     assert_equal([own for _, own in answers])
     assert_close(answers[0][1], parameters)
@@ -143,8 +143,8 @@ def test_a_local_state_begins_a_renewal_under_way_anew(ranks, rule):
     answers = ranks.run(2, save_on_the_way, rule, 5)
     assert_equal([parameters for _, _, parameters in answers])
     live, resumed, _ = answers[0]
-    assert RENEWED in live.values()
-    assert all(resumed[key] == RENEWED for key, code in live.items() if code == RENEWED)
+    assert REFRESHED in live.values()
+    assert all(resumed[key] == REFRESHED for key, code in live.items() if code == REFRESHED)
     assert all(answer[:2] == answers[0][:2] for answer in answers)
 
 
@@ -172,7 +172,7 @@ def test_what_has_failed_is_renewed_at_the_next_decision(ranks):
     assert answers[0][1] == answers[1][1] > 0
     assert answers[0][0] == answers[1][0]
     assert STOPPED not in answers[0][0][8].values()
-    assert set(answers[0][0][8].values()) == {RENEWED}
+    assert set(answers[0][0][8].values()) == {REFRESHED}
 
 
 def test_what_is_under_way_when_the_training_ends_is_not_taken_for_done():

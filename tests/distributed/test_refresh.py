@@ -196,14 +196,14 @@ class Uneven:
         self.now = self.spent = 0.0
         scheduler, plan = training.preconditioner.parts.scheduler, training.preconditioner.plan
         scheduler.now, training.preconditioner.parts.spent = (lambda: self.now), (lambda: self.spent)
-        original, rank = scheduler.end_renewal, place()[0]
+        original, rank = scheduler.end_refresh, place()[0]
 
         def renewed(stacks, plan_, keys):
             for key in keys:
                 self.pass_((1 + rank) * renewal * plan.weights[key] / sum(plan.weights.values()))
             original(stacks, plan_, keys)
 
-        scheduler.end_renewal = renewed
+        scheduler.end_refresh = renewed
 
     def pass_(self, seconds):
         self.now, self.spent = self.now + seconds, self.spent + seconds

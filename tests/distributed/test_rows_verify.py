@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from natgrad.preconditioner.renewal import RowRenewal
+from natgrad.preconditioner.refresh import RowRefresh
 from tests.dense.test_rows import DAMPING
 from tests.distributed.jobs import network, place
 from tests.distributed.test_rows import EXACT, SPLITS, batch, curvature_of, mixed
@@ -38,13 +38,13 @@ def verified(options, how, epochs=0, spoil=False):
     x, y = (tensor.split(SPLITS[count, ragged])[rank] for tensor in batch(7))
     before = copy.deepcopy(preconditioner.state_dict())
     if spoil and rank == 1:  # the placed step, done first, is of another drawing than every rank takes it for
-        drawn = RowRenewal._drawn
-        RowRenewal._drawn = lambda self, one, own: (
+        drawn = RowRefresh._drawn
+        RowRefresh._drawn = lambda self, one, own: (
             1 - drawn(self, one, own) if self.runtime.ranks > 1 else drawn(self, one, own)
         )
     report = preconditioner.verify((x, y), lambda model, both: cross_entropy(model(both[0]), both[1]))
     if spoil and rank == 1:
-        RowRenewal._drawn = drawn
+        RowRefresh._drawn = drawn
     assert repr(preconditioner.state_dict()) == repr(before)
     return report.worst
 

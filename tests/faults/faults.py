@@ -131,14 +131,14 @@ _add(
     "bias_correction",
     "Running averages are not divided by 1 - decay^t.",
     "dense/test_steps.py::test_running_average_with_bias_correction",
-    ("preconditioner.renewal.averages:_correct", "decay * before + (1 - decay)", "torch.ones_like(before)"),
+    ("preconditioner.refresh.averages:_correct", "decay * before + (1 - decay)", "torch.ones_like(before)"),
 )
 _add(
     "decay_exchanged",
     "The running average weighs the old by 1 - decay and the new by decay.",
     "dense/test_steps.py::test_running_average_with_bias_correction",
     (
-        "preconditioner.renewal.averages:_average",
+        "preconditioner.refresh.averages:_average",
         "decay if spec.decayed else 0.0",
         "1 - decay if spec.decayed else 0.0",
     ),
@@ -275,7 +275,7 @@ _add(
     "A new eigenbasis or inverse is not written once there is an old one.",
     "dense/test_steps.py::test_intervals",
     (
-        "preconditioner.renewal.renew:Job.keep",
+        "preconditioner.refresh.tasks:Job.keep",
         "results.write(spec.name, blocks, fresh)",
         "results.write(spec.name, blocks, before if before.any() else fresh)",
     ),
@@ -308,7 +308,7 @@ _add(
     "gradient_poison",
     "Statistics that hold NaN or infinity are averaged as any others.",
     "dense/test_guard.py::test_a_poisoned_batch_is_skipped_counted_and_forgotten",
-    ("preconditioner.renewal.averages:_finite", ".all(0)", ".all(0) | True"),
+    ("preconditioner.refresh.averages:_finite", ".all(0)", ".all(0) | True"),
 )
 
 # --- Row curvatures and quasi-Newton ------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ _add(
     "test_second_pass.py::test_a_loss_scaler_changes_nothing_and_may_skip_a_step "
     "test_scaling.py dense/test_ekfac_scale.py",
     (
-        "preconditioner.renewal.averages:fold",
+        "preconditioner.refresh.averages:fold",
         "seen if sums.skip_step is None else seen & ~sums.skip_step.to(seen.device)",
         "seen",
     ),
@@ -436,7 +436,7 @@ _add(
     "broadcast_skipped",
     "Workers do not keep the decompositions that others broadcast to them.",
     "distributed/test_equality.py::test_ranks_equal_one_process",
-    ("preconditioner.renewal.renew:_write", "job.write(spec, values)", "pass"),
+    ("preconditioner.refresh.tasks:_write", "job.write(spec, values)", "pass"),
 )
 _add(
     "ragged_gradients",
@@ -485,7 +485,7 @@ _add(
     "HyLo and SNGD divide the kernel by the samples of a rank, not of all ranks.",
     "distributed/test_rows.py::test_with_all_rows_ranks_make_the_dense_natural_gradient",
     (
-        "preconditioner.renewal.gathered:RowRenewal._batches",
+        "preconditioner.refresh.gathered:RowRefresh._batches",
         "samples = sum(numbers[len(names) + index] for numbers in found)",
         "samples = found[0][len(names) + index]",
     ),

@@ -105,7 +105,7 @@ def chain(costs):
 
 
 def makespan(plan, speeds=None):
-    return max(plan.renewal(rank) / (speeds[rank] if speeds else 1) for rank in range(plan.ranks))
+    return max(plan.refresh_work(rank) / (speeds[rank] if speeds else 1) for rank in range(plan.ranks))
 
 
 def best(costs, speeds):
@@ -179,11 +179,11 @@ def test_no_rank_could_be_done_sooner_with_its_last_piece(options, works):
         for part in work.parts
     }
     where = {piece: plan.assignments[piece[0]].owners[piece[-1] if apart else "A"] for piece in pieces}
-    last = max(where.values(), key=lambda rank: plan.renewal(rank) / speeds[rank])
-    span = plan.renewal(last) / speeds[last]
+    last = max(where.values(), key=lambda rank: plan.refresh_work(rank) / speeds[rank])
+    span = plan.refresh_work(last) / speeds[last]
     least = min(cost for piece, cost in pieces.items() if where[piece] == last)
     for rank in some(P):
-        assert span <= (plan.renewal(rank) + least) / speeds[rank] * (1 + 1e-12)
+        assert span <= (plan.refresh_work(rank) + least) / speeds[rank] * (1 + 1e-12)
 
 
 def test_more_ranks_than_layers():
@@ -199,9 +199,9 @@ def test_more_ranks_than_layers():
 def test_a_fast_rank_gets_more():
     works = chain([10] * 12)
     plan = make_plan(Placement(name="mem-opt", speeds=(3.0, 1.0)), works, 2)
-    assert [plan.renewal(rank) for rank in (0, 1)] == [90, 30]
+    assert [plan.refresh_work(rank) for rank in (0, 1)] == [90, 30]
     plan = make_plan(Placement(name="hybrid", fraction=0.5, speeds=(3.0, 1.0, 3.0, 1.0)), works, 4)
-    assert [plan.renewal(rank) for rank in range(4)] == [50, 20, 40, 10]  # column 0 has nine, 1 three
+    assert [plan.refresh_work(rank) for rank in range(4)] == [50, 20, 40, 10]  # column 0 has nine, 1 three
 
 
 def test_round_robin_takes_turns():
@@ -245,11 +245,11 @@ def test_measured_costs_override_modelled_ones():
     costs = {"small": 3.0, "large": 1.0, "other": 1.0}
     plan = make_plan(Placement(name="mem-opt", costs=costs), works, 2)
     assert [assignment.workers for assignment in plan.assignments.values()] == [(0,), (1,), (1,)]
-    assert plan.renewal(0) == 3.0
+    assert plan.refresh_work(0) == 3.0
     with pytest.raises(ValueError, match="gone"):
         make_plan(Placement(name="mem-opt", costs={**costs, "gone": 9.0}), works, 2)
     del works["other"]  # as when a layer is frozen later
-    assert make_plan(Placement(name="mem-opt", costs=costs), works, 2, plan.assignments).renewal(0) == 3.0
+    assert make_plan(Placement(name="mem-opt", costs=costs), works, 2, plan.assignments).refresh_work(0) == 3.0
 
 
 def test_what_is_not_measured_is_modelled_in_the_same_unit():
@@ -281,7 +281,7 @@ def test_pipelined_decomposes_small_factors_everywhere():
     plan = make_plan(Placement(name="pipelined", link=link), works, 4)
     assert plan.assignments["small"].owners == {"A": None, "G": None}
     assert plan.assignments["large"].owners == {"A": 0, "G": None}
-    assert plan.renewal(1) == 8**3 + 64**3 + 8**3
+    assert plan.refresh_work(1) == 8**3 + 64**3 + 8**3
     assert plan.traffic()["inverses"] == {"inverses": shared(512**2 + 512), "counters": shared(1)}
 
 

@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 
 import natgrad
 from natgrad.distributed import resolve
-from natgrad.preconditioner.renewal.decisions import KEPT, RENEWED, STOPPED
+from natgrad.preconditioner.refresh.decisions import KEPT, REFRESHED, STOPPED
 from natgrad.preconditioner.structure import Structure
 from tests.every import DAMPING, EVERY, Network, Training, batch
 
@@ -46,7 +46,7 @@ def assert_decided(own, before, due, by, seen):
     for name, flag in due.items():
         assert torch.equal(own[f"Q{name}"], before[f"Q{name}"]) != flag
         assert torch.equal(own[f"v{name}"], before[f"v{name}"]) != flag
-    assert float(own["rule"][0, 1]) == (RENEWED if any(due.values()) else KEPT)
+    assert float(own["rule"][0, 1]) == (REFRESHED if any(due.values()) else KEPT)
     return due
 
 
@@ -71,14 +71,14 @@ def test_thors_verdicts_are_those_of_the_traces():
             if not stopped:
                 value = trace(own)
                 change = float("inf") if last is None else abs(value - last) / last
-                expected = RENEWED if change > 0.05 else STOPPED if change < 0.02 else KEPT
+                expected = REFRESHED if change > 0.05 else STOPPED if change < 0.02 else KEPT
                 assert verdicts(state)[key] == expected
                 assert float(own["rule"][0, 0]) == pytest.approx(value, rel=1e-12)
-                assert before is None or same(held(own), before) == (expected != RENEWED)
+                assert before is None or same(held(own), before) == (expected != REFRESHED)
                 last, stopped = value, expected == STOPPED
                 seen.add(expected)
             before = held(own)
-    assert seen == {RENEWED, KEPT, STOPPED}
+    assert seen == {REFRESHED, KEPT, STOPPED}
 
 
 def test_what_is_stopped_is_not_captured_any_more():
@@ -124,7 +124,7 @@ def test_a_layer_that_a_step_does_not_use_is_not_stopped():
 def test_decisions_without_news_stop_nothing():
     """More decisions than captures: a trace that nothing was added to has not settled."""
     _, states = run(natgrad.Adaptive(natgrad.TraceRule(lower=0.009), factors=3, inverses=1), 3)
-    assert [set(verdicts(state).values()) for state in states] == [{RENEWED}, {KEPT}, {KEPT}]
+    assert [set(verdicts(state).values()) for state in states] == [{REFRESHED}, {KEPT}, {KEPT}]
 
 
 @pytest.mark.parametrize("by", ["layer", "factor"])
@@ -214,7 +214,7 @@ def test_a_state_of_another_clock_begins_the_rule_anew():
     other.model.load_state_dict(one.model.state_dict())
     other.preconditioner.load_state_dict(states[-1])
     other.step(batch(4))
-    assert set(verdicts(other.preconditioner.state_dict()).values()) == {RENEWED}
+    assert set(verdicts(other.preconditioner.state_dict()).values()) == {REFRESHED}
 
 
 def test_a_wrong_state_is_refused():
@@ -240,7 +240,7 @@ def test_a_decomposition_that_fails_is_tried_again(monkeypatch):
         training.step(batch(step))
     for stack in training.preconditioner.parts.groups:
         for index in range(len(stack.members)):
-            stack.decisions.end_renewal(index, failed=True)  # so that all are renewed at step 2
+            stack.decisions.end_refresh(index, failed=True)  # so that all are renewed at step 2
     fails.append(True)
     training.step(batch(2))
     failed = training.preconditioner.state_dict()
@@ -248,7 +248,7 @@ def test_a_decomposition_that_fails_is_tried_again(monkeypatch):
     fails.clear()
     training.step(batch(3))
     training.step(batch(4))
-    assert set(verdicts(training.preconditioner.state_dict()).values()) == {RENEWED}
+    assert set(verdicts(training.preconditioner.state_dict()).values()) == {REFRESHED}
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_what_is_found_unusable_is_renewed_whatever_was_said():
     stack.failures.has_invalid = True
     stack.failures.allocate_invalid(stack.device)[:] = True
     training.step(batch(8))
-    assert verdicts(training.preconditioner.state_dict())["head.weight"] == RENEWED
+    assert verdicts(training.preconditioner.state_dict())["head.weight"] == REFRESHED
     training.step(batch(9))
     own = training.preconditioner.state_dict()["blocks"]["head.weight"]
     assert not torch.equal(own["A"], states[-1]["blocks"]["head.weight"]["A"])
@@ -344,7 +344,7 @@ def test_a_rule_that_stops_nothing_goes_with_sums_that_leave_early():
 def test_verdicts_are_explained():
     training, states = run(natgrad.Adaptive(natgrad.TraceRule(upper=0.6, lower=0.5), factors=1, inverses=2), 8)
     told = {row.parameter: row.verdict for row in training.preconditioner.explain().rows if row.curvature}
-    words = {RENEWED: "", KEPT: "kept", STOPPED: "stopped"}
+    words = {REFRESHED: "", KEPT: "kept", STOPPED: "stopped"}
     assert {key: told[key] for key in verdicts(states[-1])} == {
         key: words[code] for key, code in verdicts(states[-1]).items()
     }

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import natgrad
-from natgrad.preconditioner.renewal.decisions import RENEWED, WAITING
+from natgrad.preconditioner.refresh.decisions import REFRESHED, WAITING
 from natgrad.refresh.budget import Budget, StepTimes
 from tests.every import Training, batch
 from tests.refresh.test_adaptive import run, verdicts
@@ -39,13 +39,13 @@ def test_a_capped_training_keeps_its_share(monkeypatch, refresh):
     preconditioner = training.preconditioner
     work = sum(preconditioner.plan.weights.values())
     seconds = Seconds(preconditioner)
-    scheduler, original = preconditioner.parts.scheduler, preconditioner.parts.scheduler.end_renewal
+    scheduler, original = preconditioner.parts.scheduler, preconditioner.parts.scheduler.end_refresh
 
     def renewed(stacks, plan, keys):
         seconds.pass_(0.0, 2.0 * sum(plan.weights[key] for key in keys) / work)
         original(stacks, plan, keys)
 
-    monkeypatch.setattr(scheduler, "end_renewal", renewed)
+    monkeypatch.setattr(scheduler, "end_refresh", renewed)
     waiting = []
     for step in range(60):
         seconds.pass_(1.0, 0.01)
@@ -88,7 +88,7 @@ def test_a_layer_that_waits_has_its_change_to_make_good(monkeypatch):
         if step in (2, 4):
             assert {key: float(own["rule"][0, 0]) for key, own in state["blocks"].items()} == begun
             assert set(verdicts(state).values()) == {WAITING}
-    assert set(verdicts(state).values()) == {RENEWED}
+    assert set(verdicts(state).values()) == {REFRESHED}
     assert all(float(own["rule"][0, 0]) != begun[key] for key, own in state["blocks"].items())
 
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 import natgrad
-from natgrad.preconditioner.renewal import BackgroundRefresh
+from natgrad.preconditioner.refresh import BackgroundRefresh
 from tests.every import Training, batch
 from tests.refresh.test_capped import Seconds
 
@@ -32,7 +32,7 @@ def test_seconds_of_the_thread_are_capped_too(monkeypatch):
     work, seconds, background = sum(preconditioner.plan.weights.values()), Seconds(preconditioner), Beside()
     scheduler, original, preconditioner.parts.background = (
         preconditioner.parts.scheduler,
-        preconditioner.parts.scheduler.end_renewal,
+        preconditioner.parts.scheduler.end_refresh,
         background,
     )
 
@@ -40,7 +40,7 @@ def test_seconds_of_the_thread_are_capped_too(monkeypatch):
         background.total += 2.0 * sum(plan.weights[key] for key in keys) / work
         original(stacks, plan, keys)
 
-    monkeypatch.setattr(scheduler, "end_renewal", renewed)
+    monkeypatch.setattr(scheduler, "end_refresh", renewed)
     waiting = []
     for step in range(60):
         seconds.pass_(1.0, 0.01)
@@ -65,7 +65,7 @@ def test_what_a_step_waits_for_counts_once(monkeypatch, waits):
 
     training = Training(natgrad.KFAC, refresh=natgrad.Refresh(inverses=3), placement="background")
     training.step(batch(0))
-    monkeypatch.setattr("natgrad.preconditioner.renewal.background.perf_counter", read)
+    monkeypatch.setattr("natgrad.preconditioner.refresh.background.perf_counter", read)
     for step in range(1, 7):
         training.step(batch(step))
     pieces = 2 * len(training.preconditioner.parts.groups)  # A and G

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import natgrad
-from natgrad.preconditioner.renewal.decisions import DecisionState
+from natgrad.preconditioner.refresh.decisions import DecisionState
 from natgrad.state.measures import measurable, measured, units
 from tests.every import Network, batch
 
@@ -117,7 +117,7 @@ def test_drift_and_norm_are_those_of_whole_matrices(curvature):
         assert torch.equal(measured(stack, "drift", "factor"), torch.full((2, len(stack.members)), torch.inf))
         assert torch.equal(measured(stack, "drift"), torch.full((1, len(stack.members)), torch.inf))
         for index in range(len(stack.members)):
-            stack.decisions.begin_renewal(index, "AG")
+            stack.decisions.begin_refresh(index, "AG")
     x, y = batch(7)
     cross_entropy(preconditioner.parts.model(x), y).backward()
     preconditioner.step()

@@ -36,7 +36,7 @@ def test_a_training_is_that_without_pieces(make, monkeypatch):
 
 @pytest.mark.parametrize("placement", ["auto", "background"])
 def test_renewals_read_a_few_blocks_at_a_time_and_of_what_balances_them_the_diagonals(placement, monkeypatch):
-    monkeypatch.setattr(import_module("natgrad.preconditioner.renewal.renew"), "_BATCH", 2 * 21**2)
+    monkeypatch.setattr(import_module("natgrad.preconditioner.refresh.tasks"), "_BATCH", 2 * 21**2)
     seen, make = [], KFAC.compute
     monkeypatch.setattr(
         KFAC, "compute", lambda self, task, read, *a, **k: seen.append(read) or make(self, task, read, *a, **k)

@@ -61,7 +61,7 @@ class Adaptation(ABC):
 
     Attributes:
         gamma: γ, equal on all ranks.
-        awaits_sizes: Whether `measure` must be called before the next renewal.
+        awaits_sizes: Whether `measure` must be called before the next refresh.
     """
 
     gamma: float
@@ -83,7 +83,7 @@ class Adaptation(ABC):
         clip: Clip,
         scale: float | Tensor,
     ) -> None:
-        """Update the rule with a measurement before a renewal; collective.
+        """Update the rule with a measurement before a refresh; collective.
 
         Args:
             groups: All layers with curvature.

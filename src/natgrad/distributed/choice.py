@@ -97,7 +97,7 @@ def _decompositions(plan: Plan[Key]) -> float:
     """Return the multiply-adds of an inverse refresh on the rank that finishes last, divided by its speed."""
     speeds = plan.placement.speed_of(plan.ranks)
     unit = sum(work.cost for work in plan.layers.values()) / (sum(plan.weights.values()) or 1.0)
-    return max(plan.renewal(rank) / speeds[rank] for rank in range(plan.ranks)) * unit
+    return max(plan.refresh_work(rank) / speeds[rank] for rank in range(plan.ranks)) * unit
 
 
 def _products(plan: Plan[Key]) -> float:

@@ -103,7 +103,7 @@ class Assignment:
     owners: Mapping[str, int | None]
     sums: Literal["all", "worker", "alone"] = "all"
 
-    def renewers(self, part: str) -> tuple[int, ...]:
+    def task_ranks(self, part: str) -> tuple[int, ...]:
         """Return the workers that run a task."""
         owner = self.owners[part]
         return self.workers if owner is None else (owner,)
@@ -346,7 +346,7 @@ class Plan(Printed, Generic[Key]):
         return local  # type: ignore[return-value]
 
     def _rows_sent(self, local: Sequence[int]) -> dict[str, int]:
-        """Return the elements that a renewal of rows sends, without the kernels."""
+        """Return the elements that a refresh of rows sends, without the kernels."""
         P, n = self.ranks, self.ranks // self.columns
         found: dict[str, int] = {}
         for key, layer in self.layers.items():
@@ -396,20 +396,20 @@ class Plan(Printed, Generic[Key]):
             held[self.column_of(key)] += received + self.layers[key].held
         return held
 
-    def renewal(self, rank: int) -> float:
+    def refresh_work(self, rank: int) -> float:
         """Return the work of an inverse refresh on `rank`, in the unit of `weights`."""
-        return self._renewals[rank]
+        return self._refresh_works[rank]
 
     @cached_property
-    def _renewals(self) -> list[float]:
-        renewals, everywhere = [0.0] * self.ranks, [0.0] * self.columns
+    def _refresh_works(self) -> list[float]:
+        owned, everywhere = [0.0] * self.ranks, [0.0] * self.columns
         for key, assignment in self.assignments.items():
             for part, owner in assignment.owners.items():
                 if owner is None:
                     everywhere[self.column_of(key)] += self.weight(key, part)
                     continue
-                renewals[owner] += self.weight(key, part)
-        return [renewal + everywhere[rank % self.columns] for rank, renewal in enumerate(renewals)]
+                owned[owner] += self.weight(key, part)
+        return [work + everywhere[rank % self.columns] for rank, work in enumerate(owned)]
 
     def weight(self, key: Key, part: str) -> float:
         """Return the work of a task of a layer, in the unit of `weights`."""

@@ -39,7 +39,7 @@ def _ranks(plan: Plan[Any]) -> Table:
     layers = [0] * plan.columns
     for key in plan.assignments:
         layers[plan.column_of(key)] += 1
-    tasks, shares = _tasks(plan), [plan.renewal(rank) / total for rank in range(plan.ranks)]
+    tasks, shares = _tasks(plan), [plan.refresh_work(rank) / total for rank in range(plan.ranks)]
     if plan.ranks <= _RANKS:
         for rank, names in enumerate(tasks):
             named = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
@@ -61,7 +61,7 @@ def _tasks(plan: Plan[Any]) -> list[list[str]]:
     tasks: list[list[str]] = [[] for _ in range(plan.ranks)]
     for key, assignment in plan.assignments.items():
         for part in assignment.owners:
-            for rank in assignment.renewers(part):
+            for rank in assignment.task_ranks(part):
                 tasks[rank].append(f"{key}:{part}")
     return tasks
 

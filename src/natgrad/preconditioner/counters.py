@@ -1,4 +1,4 @@
-"""Counters of steps and renewals, and the time they took."""
+"""Counters of steps and refreshes, and the time they took."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class StepCounters:
     Attributes:
         step: Completed steps.
         captured: For each side (`natgrad.refresh.Sides`), the step of its last capture.
-        renewed: For parts that read one side, the other or both, the step of their last decomposition.
+        refreshed: For parts that read one side, the other or both, the step of their last decomposition.
         damping: γ of the last step.
         factor_updates: The number of updates of the factors.
-        inverse_updates: The number of renewals.
+        inverse_updates: The number of refreshes.
         seconds: Host seconds by phase.
         began: When the clock of `explain` started. 0: not yet.
         ended: When the last step ended.
@@ -34,7 +34,7 @@ class StepCounters:
 
     step: int = 0
     captured: dict[Side, int] = field(default_factory=dict)
-    renewed: dict[Reads, int] = field(default_factory=dict)
+    refreshed: dict[Reads, int] = field(default_factory=dict)
     damping: float = math.nan
     factor_updates: int = 0
     inverse_updates: int = 0
@@ -53,21 +53,21 @@ class StepCounters:
 
     @property
     def last_inverses(self) -> int | None:
-        """The step of the last renewal. None: never."""
-        return max(self.renewed.values(), default=None)
+        """The step of the last refresh. None: never."""
+        return max(self.refreshed.values(), default=None)
 
     @last_inverses.setter
     def last_inverses(self, step: int | None) -> None:
-        self.renewed = {} if step is None else dict.fromkeys(READS, step)
+        self.refreshed = {} if step is None else dict.fromkeys(READS, step)
 
-    def renewed_factors(self, sides: Iterable[Side] = SIDES) -> None:
+    def record_factors(self, sides: Iterable[Side] = SIDES) -> None:
         """Record an update of the factors of some sides in this step."""
         self.captured |= dict.fromkeys(sides, self.step)
         self.factor_updates += 1
 
-    def renewed_inverses(self, reads: Iterable[Reads] = READS) -> None:
-        """Record a renewal in this step of the parts that read some sides."""
-        self.renewed |= dict.fromkeys(reads, self.step)
+    def record_inverses(self, reads: Iterable[Reads] = READS) -> None:
+        """Record a refresh in this step of the parts that read some sides."""
+        self.refreshed |= dict.fromkeys(reads, self.step)
         self.inverse_updates += 1
 
     @property

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from natgrad.capture.reductions import Count
 from natgrad.preconditioner.parts import Parts
-from natgrad.preconditioner.renewal import RowRenewal, observed, renew
+from natgrad.preconditioner.refresh import RowRefresh, observed, run_tasks
 from natgrad.refresh.rule import SIDES
 
 
@@ -38,7 +38,7 @@ class Decompositions:
                 )
             finally:
                 if not parts.background.keys:
-                    parts.scheduler.end_renewal(parts.groups, plan, keys)
+                    parts.scheduler.end_refresh(parts.groups, plan, keys)
 
     def end(self) -> None:
         """End decompositions in progress, between two steps, so that the next passes use their results."""
@@ -91,13 +91,13 @@ class Decompositions:
             work = parts.groups, plan, parts.runtime, keys, scheduler.kept_parts, damping
             if parts.renews_in_background:
                 if not parts.background.begin(*work, parts.progress) and decided:
-                    parts.progress.renewed_inverses(reads)
+                    parts.progress.record_inverses(reads)
                 return
-            updated = renew(*work, parts.failure_counters, parts.structure.precision.wire, reads=reads)
-            scheduler.end_renewal(parts.groups, plan, keys)
+            updated = run_tasks(*work, parts.failure_counters, parts.structure.precision.wire, reads=reads)
+            scheduler.end_refresh(parts.groups, plan, keys)
             decided = decided or updated or rows_updated
             if parts.agreed(decided) if begins else decided or parts.shares_work:
-                parts.progress.renewed_inverses(reads)
+                parts.progress.record_inverses(reads)
 
     def _update_rows(self, count: Count | None, damping: float) -> bool:
         """Select, gather and invert the rows of this step, and return whether any block was updated."""
@@ -107,7 +107,7 @@ class Decompositions:
             return False
         capture.finish()
         parts.epochs.see(parts.clip.optimizer)
-        renewal = RowRenewal(
+        refresh = RowRefresh(
             plan=parts.structure.plan,
             runtime=parts.runtime,
             epochs=parts.epochs,
@@ -117,4 +117,4 @@ class Decompositions:
             step=parts.progress.step,
             wire=parts.structure.precision.wire,
         )
-        return renewal.run(parts.gathered, capture.rows, *parts.gains(count))
+        return refresh.run(parts.gathered, capture.rows, *parts.gains(count))

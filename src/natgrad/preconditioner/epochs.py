@@ -43,10 +43,10 @@ class EpochState:
     Attributes:
         epoch: How many were ended by `next_epoch`.
         norms: ‖Δ‖ of the last two, Δ the gradient summed over an epoch, over all layers that ask for it.
-        rates: The learning rates at the last renewal of this epoch; empty before it.
-        before: Those at the last renewal of the epochs before.
+        rates: The learning rates at the last refresh of this epoch; empty before it.
+        before: Those at the last refresh of the epochs before.
         decayed: Whether one has fallen to half or less in between.
-        used: Whether the last renewal was one of KID; None: there was none.
+        used: Whether the last refresh was one of KID; None: there was none.
     """
 
     epoch: int = 0
@@ -57,7 +57,7 @@ class EpochState:
     used: bool | None = None
 
     def see(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Read the learning rates, at a renewal."""
+        """Read the learning rates, at a refresh."""
         groups = [] if optimizer is None else optimizer.param_groups
         self.rates = [float(group["lr"]) for group in groups if "lr" in group]
         if len(self.rates) == len(self.before):

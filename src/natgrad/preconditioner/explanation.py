@@ -21,13 +21,13 @@ class Row:
         parameter: Its qualified name.
         shape: Its shape.
         curvature: The approximation of its Fisher block. Empty if it is left to the optimizer.
-        owners: The owner of each part of its renewal. None: all ranks.
-        share: Its layer's share of the work of a renewal, on the layer's first parameter.
+        owners: The owner of each part of its refresh. None: all ranks.
+        share: Its layer's share of the work of a refresh, on the layer's first parameter.
         time: The share of all steps' time that its layer's curvature took on this rank's host, on the layer's first
             parameter. None before the second step.
         bytes: The bytes of curvature that this rank keeps for its layer, on the layer's first parameter.
         reason: Why it is left to the optimizer. Empty if it is preconditioned.
-        verdict: The last decision of a refresh rule: "kept", "stopped" or "waiting". Empty: renewed, or no rule.
+        verdict: The last decision of a refresh rule: "kept", "stopped" or "waiting". Empty: refreshed, or no rule.
         preconditioned: Whether its layer's curvature has preconditioned it in any step so far.
         fallback: What served its layer instead of fresh curvature in the last step. Empty: nothing.
         reduction: The reduction of its layer, if layers have different ones; else empty.

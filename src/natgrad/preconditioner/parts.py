@@ -20,7 +20,7 @@ from natgrad.preconditioner.gradients.clip import Clip
 from natgrad.preconditioner.gradients.scaling import Scaling
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.guard.inspection import Inspection
-from natgrad.preconditioner.renewal import BackgroundRefresh, RefreshScheduler
+from natgrad.preconditioner.refresh import BackgroundRefresh, RefreshScheduler
 from natgrad.preconditioner.structure import Structure
 from natgrad.state.block_group import BlockGroup
 

@@ -48,11 +48,11 @@ from natgrad.preconditioner.gradients.scaling import Scaling
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.parts import Parts
-from natgrad.preconditioner.renewal import BackgroundRefresh, RefreshScheduler
+from natgrad.preconditioner.refresh import BackgroundRefresh, RefreshScheduler
 from natgrad.preconditioner.second_pass import Closure, SecondPass
 from natgrad.preconditioner.skipped_steps import SkippedSteps
 from natgrad.preconditioner.statistics import Statistics
-from natgrad.preconditioner.structure import Structure, warn_of_slow_renewal
+from natgrad.preconditioner.structure import Structure, warn_of_slow_refresh
 from natgrad.preconditioner.verification import Verification, verify
 from natgrad.refresh import Refresh, RefreshRule
 from natgrad.refresh.policy import resolve_refresh
@@ -215,7 +215,7 @@ class Preconditioner:
         if runtime.ranks == 1:
             warn_of_combinations(covered, rule)
         warn_of_missing_process_group()
-        warn_of_slow_renewal(structure.plan, structure.coverage.layers)
+        warn_of_slow_refresh(structure.plan, structure.coverage.layers)
         # Last, because the user may turn the warning into an error.
         check_reduction(model, runtime, gradients)
         if reduces:
@@ -578,6 +578,6 @@ class Preconditioner:
         parts.failure_counters.load_state_dict(state["watch"])
         parts.scheduler.load_state_dict(state, parts.progress, parts.groups)
         if restarted:  # so that the next step captures and decomposes everything
-            parts.progress.captured, parts.progress.renewed = {}, {}
+            parts.progress.captured, parts.progress.refreshed = {}, {}
         self._statistics.choose_next()
         return restarted

@@ -25,7 +25,7 @@ from natgrad.distributed import Communicator
 from natgrad.distributed.fsdp import extra_pass, rows_of
 from natgrad.errors import NatgradError, NatgradWarning, describe, require
 from natgrad.preconditioner.parts import Parts
-from natgrad.preconditioner.renewal import renew
+from natgrad.preconditioner.refresh import run_tasks
 from natgrad.state.block_group import BlockGroup
 from natgrad.state.parameters import ParameterRows, slots_of
 from natgrad.state.tensors import along
@@ -191,14 +191,14 @@ class SecondPass:
             for group in self._replayed
             if group.role.is_gradient_worker
         }
-        renewed = last is not None and (statistics_before is None or last > statistics_before)
+        refreshed = last is not None and (statistics_before is None or last > statistics_before)
         return _Batch(
             closure if parts.capture.backwards else None,
             parts.capture.recorded(),
             summaries,
             *parts.gains(count),
             scale=parts.scaling.of_loss,
-            damping=parts.progress.damping if renewed else None,
+            damping=parts.progress.damping if refreshed else None,
         )
 
     def _replay(self, batch: _Batch) -> None:
@@ -211,7 +211,9 @@ class SecondPass:
             keys = self._learn(batch, sums, groups, views)
             if batch.damping is not None:
                 plan, wire = parts.structure.plan, parts.structure.precision.wire
-                renew(groups, plan, parts.runtime, keys, (), batch.damping, parts.failure_counters, wire, replayed=True)
+                run_tasks(
+                    groups, plan, parts.runtime, keys, (), batch.damping, parts.failure_counters, wire, replayed=True
+                )
 
     def _sums(self, batch: _Batch, views: list[BlockGroup]) -> StatisticsBuffer:
         """Run the second pass, and return the sums over all ranks of groups with the replayed statistics.

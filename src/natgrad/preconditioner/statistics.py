@@ -8,7 +8,7 @@ from natgrad.capture.rows import Origin, RowBuffer
 from natgrad.capture.sums import Choice, StatisticsBuffer
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.preconditioner.parts import Parts
-from natgrad.preconditioner.renewal import fold
+from natgrad.preconditioner.refresh import fold
 
 
 class Statistics:
@@ -90,4 +90,4 @@ class Statistics:
             # and a first batch may be poisoned.
             first = parts.progress.last_factors is None
             if parts.agreed(bool(updated)) if first else updated is not None or parts.shares_work:
-                parts.progress.renewed_factors(sides)
+                parts.progress.record_factors(sides)

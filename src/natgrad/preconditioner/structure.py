@@ -31,7 +31,7 @@ from natgrad.linalg.device import on_host
 from natgrad.linalg.precision import Precision, at_least_float32
 from natgrad.preconditioner.compatibility import check_combinations
 from natgrad.preconditioner.coverage import cover
-from natgrad.preconditioner.renewal.decisions import DecisionState, check_use
+from natgrad.preconditioner.refresh.decisions import DecisionState, check_use
 from natgrad.refresh import RefreshRule
 from natgrad.specs import TensorSpec
 from natgrad.state import state as states
@@ -43,7 +43,7 @@ _SLOW_SECONDS, _SHOWN_LAYERS, _SMALLER_SIZE = 10.0, 3, 1024
 
 
 class Structure:
-    """Which layers a model has, the groups of their blocks, and who renews which.
+    """Which layers a model has, the groups of their blocks, and the ranks that work for them.
 
     Attributes:
         root: The model without wrappers.
@@ -235,8 +235,8 @@ def _is_accelerated(layers: Sequence[tuple[Layer, Curvature]]) -> bool:
     return any(not on_host(slot.parameter) for layer, _ in layers for slot in layer.slots)
 
 
-def renewal_seconds(plan: Plan[str]) -> float:
-    """Return the estimated seconds of one renewal's decompositions on the busiest rank.
+def refresh_seconds(plan: Plan[str]) -> float:
+    """Return the estimated seconds of one refresh's decompositions on the busiest rank.
 
     The estimate is for one processor core with ``plan.placement.link.speed`` multiply-adds per second. It ignores
     threads, because eigendecompositions are largely bound by memory.
@@ -244,17 +244,17 @@ def renewal_seconds(plan: Plan[str]) -> float:
     speeds = plan.placement.speeds or (1.0,) * plan.ranks
     # The plan's weights are multiply-adds, or measurements of the user in any unit.
     unit = sum(work.cost for work in plan.layers.values()) / (sum(plan.weights.values()) or 1.0)
-    return plan.placement.link.work(max(plan.renewal(rank) / speeds[rank] for rank in range(plan.ranks)) * unit)
+    return plan.placement.link.work(max(plan.refresh_work(rank) / speeds[rank] for rank in range(plan.ranks)) * unit)
 
 
-def warn_of_slow_renewal(plan: Plan[str], layers: Sequence[tuple[Layer, Curvature]]) -> None:
+def warn_of_slow_refresh(plan: Plan[str], layers: Sequence[tuple[Layer, Curvature]]) -> None:
     """Warn, equally on all ranks, if one refresh takes longer than 10 seconds by the plan's own estimate.
 
     On an accelerator there is no warning unless the user has given a `Link`: the usual one is a processor core's.
     """
     if _is_accelerated(layers) and plan.placement.link == Link():
         return
-    seconds = renewal_seconds(plan)
+    seconds = refresh_seconds(plan)
     if seconds <= _SLOW_SECONDS:
         return
     costs = {layer.key: plan.placement.link.work(plan.layers[layer.key].cost) for layer, _ in layers}

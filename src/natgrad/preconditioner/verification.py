@@ -34,7 +34,7 @@ from natgrad.preconditioner.gradients.scaling import Scaling
 from natgrad.preconditioner.guard.guard import FailureCounters, Guard
 from natgrad.preconditioner.guard.inspection import Inspection
 from natgrad.preconditioner.parts import Parts
-from natgrad.preconditioner.renewal import BackgroundRefresh, RefreshScheduler
+from natgrad.preconditioner.refresh import BackgroundRefresh, RefreshScheduler
 from natgrad.preconditioner.statistics import Statistics
 from natgrad.preconditioner.structure import Structure
 from natgrad.printed import Printed

@@ -1,4 +1,4 @@
-"""The limit on the time of preconditioning, and the choice of renewals within it."""
+"""The limit on the time of preconditioning, and the choice of refreshes within it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, astuple, dataclass, fields
 from math import ceil
 from statistics import median_low
 
-# The largest number of steps without captures and renewals.
+# The largest number of steps without captures and refreshes.
 _LONGEST = 1000
 # The time of a step counts as at most _MOST times the median of the last _WINDOW steps.
 _MOST, _WINDOW = 5, 31
@@ -74,7 +74,7 @@ class Budget:
     Attributes:
         share: The allowed fraction of the elapsed time.
         times: The times so far, summed over the ranks, equal on all of them.
-        resume: The step before which nothing is captured or renewed.
+        resume: The step before which nothing is captured or refreshed.
     """
 
     def __init__(self, share: float) -> None:
@@ -93,7 +93,7 @@ class Budget:
 
     @property
     def income(self) -> float:
-        """The seconds by which a step without capture and renewal increases `credit`."""
+        """The seconds by which a step without capture and refresh increases `credit`."""
         times = self.times
         if not times.steps:
             return 0.0
@@ -102,14 +102,14 @@ class Budget:
         return self.share * (training + fixed) - fixed
 
     def choose(self, changes: Sequence[float], work: Sequence[float], part: float = 1.0) -> list[bool]:
-        """Return for each layer whether to renew it: those that have changed most, until one costs more than is left.
+        """Return for each layer whether to refresh it: those that have changed most, until one costs more than is left.
 
-        The following layers wait too, even if they cost less, so that large layers are renewed eventually. Renewals
+        The following layers wait too, even if they cost less, so that large layers are refreshed eventually. Refreshes
         count as free while their cost is unknown (after loading the state of another rule).
 
         Args:
             changes: The change of each layer.
-            work: The work of renewing each layer.
+            work: The work of refreshing each layer.
             part: The fraction of the credit for these layers.
         """
         left, chosen = self.credit * part, [False] * len(changes)

@@ -58,7 +58,7 @@ class TraceRule(RefreshRule):
 
     @override
     def remember(self, value: float, last: float | None, *, renewed: bool) -> float | None:
-        return value if isfinite(value) else last  # of every check, also if the layer is not renewed
+        return value if isfinite(value) else last  # of every check, also if the layer is not refreshed
 
 
 @dataclass(frozen=True)

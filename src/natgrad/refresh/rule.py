@@ -1,7 +1,7 @@
 """The interface of refresh rules.
 
 A rule decides by counters and measured numbers only. The number that it remembers for each layer is stored outside of
-the rule (`natgrad.preconditioner.renewal.scheduler`), sent to the other ranks and saved in checkpoints, so that all
+the rule (`natgrad.preconditioner.refresh.scheduler`), sent to the other ranks and saved in checkpoints, so that all
 ranks decide equally.
 """
 
@@ -240,7 +240,7 @@ class RefreshRule:
 
 
 class NormRule(RefreshRule):
-    """Renew all layers, first those whose norm has changed most since their last decomposition.
+    """Refresh all layers, first those whose norm has changed most since their last decomposition.
 
     `natgrad.Capped` uses it if there is no other criterion. By the triangle inequality the relative change of the
     product of norms is a lower bound of the relative change of a Kronecker product.

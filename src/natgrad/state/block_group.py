@@ -32,7 +32,7 @@ from natgrad.state.failures import FailureState
 from natgrad.state.tensors import StateTensors, along, diagonals, packed_shape, spec_dtype, unpack
 
 if TYPE_CHECKING:
-    from natgrad.preconditioner.renewal.decisions import DecisionState
+    from natgrad.preconditioner.refresh.decisions import DecisionState
 
 # The bytes of gradients that are preconditioned together, which bounds the memory of intermediate results.
 _PIECE = 2**26
@@ -107,7 +107,7 @@ class BlockGroup:
         basis_version: How often each block's running averages were restarted (`Task.restarts`).
         statistics: The statistics of the curvature that are summed.
         gathered: The statistics whose rows are gathered. They are stored in `results`.
-        rows: The number of gathered rows (`natgrad.specs.ROWS`). 0 before the first renewal.
+        rows: The number of gathered rows (`natgrad.specs.ROWS`). 0 before the first refresh.
         tasks: The tasks of the curvature.
         memory_specs: The specs of `memory`.
         input_statistics: The names of the statistics of inputs only.
@@ -222,7 +222,7 @@ class BlockGroup:
         return self.results
 
     def draft(self, rows: int) -> StateTensors:
-        """Return zeros for the results of a renewal, with this number of rows."""
+        """Return zeros for the results of a refresh, with this number of rows."""
         return StateTensors(self.written(rows), self.size, self._solve_dtype, self.device)
 
     def allocate_memory(self) -> StateTensors:
@@ -420,7 +420,7 @@ class BlockGroup:
         changed = [before != now for before, now in zip(versions[blocks], self.basis_version[blocks], strict=True)]
         return tensor_on(self.device, changed) if any(changed) else None
 
-    def renewed(self, part: str, start: int, success: list[bool], *, forget: bool = False) -> None:
+    def record_results(self, part: str, start: int, success: list[bool], *, forget: bool = False) -> None:
         """Record which decompositions of a task succeeded, for the blocks from `start` on.
 
         After a failure the last good result stays in use. With `forget` (for a loaded state), earlier results are
@@ -430,7 +430,7 @@ class BlockGroup:
         for block, fine in enumerate(success, start=start):
             good[block] = fine or (good[block] and not forget)
         if not forget:
-            self.failures.renewed(part, start, success)
+            self.failures.record_results(part, start, success)
         self.ready = [all(all(good[member.blocks]) for good in self.good.values()) for member in self.members]
 
     # --- Gathered rows ------------------------------------------------------------------------------------------
@@ -478,12 +478,12 @@ class BlockGroup:
             fresh.write(spec.name, whole, self.padded(spec.name, before.read(spec.name, whole)[index]))
 
     def install(self, fresh: StateTensors, rows: int, success: Mapping[LayerBlocks, list[bool]]) -> None:
-        """Replace `results` for the blocks whose renewal of gathered rows has succeeded.
+        """Replace `results` for the blocks whose refresh of gathered rows has succeeded.
 
         Args:
             fresh: The new results, allocated by `draft`.
             rows: Their number of rows.
-            success: For each block of the renewed layers, whether its renewal succeeded.
+            success: For each block of the refreshed layers, whether its refresh succeeded.
         """
         good = [block for member, flags in success.items() for block, flag in enumerate(flags, member.start) if flag]
         if len(good) == self.size:
@@ -495,7 +495,7 @@ class BlockGroup:
                 results.write(name, blocks, self.padded(name, fresh.read(name, blocks)))
         for member, flags in success.items():
             for task in self.tasks:
-                self.renewed(task.name, member.start, flags)
+                self.record_results(task.name, member.start, flags)
             self.failures.conclude(range(member.start, member.stop))
 
 

@@ -1,4 +1,4 @@
-"""Failures of each block's renewals, and the fallback that preconditioned each layer."""
+"""Failures of each block's refreshes, and the fallback that preconditioned each layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import on_host
 
-# The statistics of a block since its last renewal: 0 for none, _BAD for only non-finite ones, _FINE for finite ones.
+# The statistics of a block since its last refresh: 0 for none, _BAD for only non-finite ones, _FINE for finite ones.
 _BAD, _FINE = 1, 2
 
 _STATISTICS = "statistics"
@@ -36,8 +36,8 @@ class FailureState:
     """The failures of the N blocks of a group, on the workers of its layers.
 
     Attributes:
-        failed_refreshes: For each block, the number of failed renewals in a row. A renewal fails if its decomposition
-            fails, or if all statistics since the previous renewal were non-finite.
+        failed_refreshes: For each block, the number of failed refreshes in a row. A refresh fails if its decomposition
+            fails, or if all statistics since the previous refresh were non-finite.
         norm: Running average of ‖V‖ ``[N]``, 0 before the first step. None: not allocated.
         invalid: Blocks whose current inverse gave a non-finite or non-descent direction ``[N]`` (bool). Cleared by the
             next successful decomposition. None: not allocated.
@@ -55,14 +55,14 @@ class FailureState:
         self.last: tuple[list[str], Tensor] | None = None
         self._seen: Tensor | None = None
 
-    # --- Renewals -----------------------------------------------------------------------------------------------
+    # --- Refreshes -----------------------------------------------------------------------------------------------
 
     def record_statistics(self, blocks: slice, fine: Tensor, bad: Tensor) -> None:
         """Record which of some blocks had finite statistics, and which non-finite ones ``[n]`` (bool)."""
         seen = self._allocate_seen(fine.device)
         seen[blocks] = torch.maximum(seen[blocks], (_BAD * bad + _FINE * fine).to(seen.dtype))
 
-    def renewed(self, part: str, start: int, success: Sequence[bool]) -> None:
+    def record_results(self, part: str, start: int, success: Sequence[bool]) -> None:
         """Record which decompositions of a task succeeded, for the blocks from `start` on."""
         failures = self._failures[part]
         for block, fine in enumerate(success, start=start):
@@ -71,7 +71,7 @@ class FailureState:
             self.invalid[start : start + len(success)] &= ~tensor_on(self.invalid.device, success)
 
     def conclude(self, blocks: Iterable[int]) -> None:
-        """End a renewal of some blocks: update `failed_refreshes`."""
+        """End a refresh of some blocks: update `failed_refreshes`."""
         if self._seen is not None:
             indices, failures = sorted(set(blocks)), self._failures[_STATISTICS]
             for block, seen in zip(indices, self._seen[indices].tolist(), strict=True):

@@ -153,7 +153,7 @@ def _counter_count(entry: GroupGradients) -> int:
 
 def _counters(entry: GroupGradients, failure_counters: FailureCounters) -> Tensor:
     """Return ⟨V, W⟩ of each block, and the level and the failures of each layer."""
-    return torch.cat([entry.inner, entry.layer_levels, failure_counters.renewal_failures(entry.group).to(entry.inner)])
+    return torch.cat([entry.inner, entry.layer_levels, failure_counters.refresh_failures(entry.group).to(entry.inner)])
 
 
 def _receive_counters(entry: GroupGradients, counters: Tensor, failure_counters: FailureCounters) -> None:

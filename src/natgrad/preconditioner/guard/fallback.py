@@ -1,8 +1,8 @@
 """Fallbacks for gradients whose curvature failed: the last good one, its diagonal, or the plain gradient's direction.
 
-In each step a block uses the best `Level` that its renewals allow. If the preconditioned gradient V is not finite
+In each step a block uses the best `Level` that its refreshes allow. If the preconditioned gradient V is not finite
 although the gradient W is, or if ⟨V, W⟩ is not positive although the curvature is positive definite, the block falls
-back to a lower level in the same step and stays there until its next successful renewal. A non-finite W gives no
+back to a lower level in the same step and stays there until its next successful refresh. A non-finite W gives no
 update.
 """
 
@@ -89,20 +89,20 @@ class FallbackPolicy:
         if not waits and not bool(lost.any()):
             return
         for entry, norms, gone in zip(entries, parted(square, inners), parted(lost, inners), strict=True):
-            failing = entry.group.failures.has_invalid or Level.DIAGONAL in self._renewal_levels(entry)
+            failing = entry.group.failures.has_invalid or Level.DIAGONAL in self._refresh_levels(entry)
             diagonal = failing or not waits
             V, inner, levels = self._fallback(entry, norms, damping, diagonal=diagonal)
             entry.V = torch.where(gone[:, None, None], V, entry.V)
             entry.inner, entry.levels = torch.where(gone, inner, entry.inner), torch.where(gone, levels, entry.levels)
 
     def _best_levels(self, entry: GroupGradients) -> Tensor:
-        """Return the best level that the renewals of each block allow ``[n]``."""
-        levels = self._renewal_levels(entry)
+        """Return the best level that the refreshes of each block allow ``[n]``."""
+        levels = self._refresh_levels(entry)
         if len(set(levels)) == 1:
             return entry.V.new_full((len(levels),), levels[0])
         return tensor_on(entry.V.device, levels, entry.V.dtype)
 
-    def _renewal_levels(self, entry: GroupGradients) -> list[int]:
+    def _refresh_levels(self, entry: GroupGradients) -> list[int]:
         group, patience = entry.group, math.inf if self.guard.patience is None else self.guard.patience
         levels: list[int] = []
         for member, is_ready in zip(entry.members, group.are_ready(entry.members), strict=True):

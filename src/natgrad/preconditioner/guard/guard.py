@@ -145,9 +145,9 @@ class FailureCounters:
             self._preconditioned |= {member.layer.key for member, flag in pairs if flag}
         return self._preconditioned
 
-    def renewal_failures(self, group: BlockGroup) -> Tensor:
-        """Return how often in a row the curvature of each layer of a group could not be renewed ``[M]``."""
-        known = [streak for (kind, key), (_, streak) in self._streaks.items() if key == id(group) and _is_renewal(kind)]
+    def refresh_failures(self, group: BlockGroup) -> Tensor:
+        """Return how often in a row the curvature of each layer of a group could not be refreshed ``[M]``."""
+        known = [streak for (kind, key), (_, streak) in self._streaks.items() if key == id(group) and _is_refresh(kind)]
         worst = torch.zeros(group.size, dtype=torch.int32, device=group.device)
         for streak in known:
             worst = torch.maximum(worst, streak.to(worst))
@@ -156,7 +156,7 @@ class FailureCounters:
         return torch.stack([worst[member.blocks].amax() for member in group.members])
 
     def receive_failures(self, group: BlockGroup, failures: Tensor) -> None:
-        """Record the `renewal_failures` of each block ``[N]`` that the worker of a group sent."""
+        """Record the `refresh_failures` of each block ``[N]`` that the worker of a group sent."""
         self._streaks[_CURVATURE, id(group)] = (group, failures)
 
     def check(self) -> None:
@@ -170,7 +170,7 @@ class FailureCounters:
             return
         found: dict[str, list[str]] = {}
         for (kind, key), (group, streak) in self._streaks.items():
-            if _is_renewal(kind) and (_CURVATURE, key) in self._streaks:
+            if _is_refresh(kind) and (_CURVATURE, key) in self._streaks:
                 continue  # all ranks use the numbers of the worker, so that all raise
             if not on_host(streak) and self._checks % self._PATIENCE:
                 continue
@@ -224,5 +224,5 @@ class FailureCounters:
         self._totals[total] = more + (before.to(more.device) if isinstance(before, Tensor) else before)
 
 
-def _is_renewal(kind: str) -> bool:
+def _is_refresh(kind: str) -> bool:
     return kind in (_FACTORS, _REPLAY) or kind.startswith(_DECOMPOSITION)

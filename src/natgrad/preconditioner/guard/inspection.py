@@ -71,7 +71,7 @@ class Inspection:
         self._misused = {layer.key for layer, stray in zip(tables, found.tolist(), strict=True) if stray > 0}
 
     def usable(self, groups: list[BlockGroup], seen: set[str], *, captured: bool) -> set[str]:
-        """Return the keys of the layers whose curvature may be renewed, of those `seen`, which have statistics.
+        """Return the keys of the layers whose curvature may be refreshed, of those `seen`, which have statistics.
 
         `captured` says whether the hooks captured statistics in this step.
         """

@@ -1,4 +1,4 @@
-"""Renew curvature of gathered rows: each rank selects some, a layer's workers gather them, its owner computes M.
+"""Refresh curvature of gathered rows: each rank selects some, a layer's workers gather them, its owner computes M.
 
 M (`natgrad.curvature.rows`) is the inverse that preconditioning with gathered rows needs.
 """
@@ -21,7 +21,7 @@ from natgrad.linalg import tensor_on
 from natgrad.linalg.products import full_products
 from natgrad.preconditioner.epochs import EpochState
 from natgrad.preconditioner.guard.guard import BlockFailures, FailureCounters
-from natgrad.preconditioner.renewal.renew import compute
+from natgrad.preconditioner.refresh.tasks import compute
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.tensors import StateTensors
 
@@ -66,8 +66,8 @@ class RowBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowRenewal:
-    """The renewal of gathered rows in one step.
+class RowRefresh:
+    """The refresh of gathered rows in one step.
 
     Attributes:
         plan: The workers and owners.
@@ -90,7 +90,7 @@ class RowRenewal:
     wire: torch.dtype | None
 
     def run(self, groups: Iterable[BlockGroup], rows: RowBuffer, shares: Shares, gain: float | Tensor) -> bool:
-        """Renew the results of gathered rows. Layers without samples and blocks that fail keep their old results.
+        """Refresh the results of gathered rows. Layers without samples and blocks that fail keep their old results.
 
         Args:
             groups: The groups with gathered statistics.
@@ -99,7 +99,7 @@ class RowRenewal:
             gain: The factor that makes captured gradients those of per-sample losses, without the number of samples.
 
         Returns:
-            Whether any block of this rank's layers was renewed.
+            Whether any block of this rank's layers was refreshed.
         """
         gathers = rows.origin.pools_ranks and self.runtime.ranks > 1
         batches = self._batches([group for group in groups if group.role.accumulates], rows, shares, gathers=gathers)

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from natgrad.layers import Layer
 
 # The last decision on a layer, as a number for messages and checkpoints. 0: none.
-RENEWED, KEPT, STOPPED, WAITING = 1.0, 2.0, 3.0, 4.0
+REFRESHED, KEPT, STOPPED, WAITING = 1.0, 2.0, 3.0, 4.0
 _WORDS = {KEPT: "kept", STOPPED: "stopped", WAITING: "waiting"}
 
 # The names of this state in the checkpoint of a layer.
 _NUMBERS, _PREFIX = "rule", "last "
 # The numbers (remembered, decision, measured without damping) of a layer without a decision, and of one whose
 # decomposition has not succeeded yet.
-_NOTHING, _AGAIN = (nan, 0.0, nan), (nan, RENEWED, nan)
+_NOTHING, _AGAIN = (nan, 0.0, nan), (nan, REFRESHED, nan)
 
 
 def check_use(rule: RefreshRule, covered: Collection[tuple[Layer, Curvature]]) -> None:
@@ -66,7 +66,7 @@ class LayerDecision:
         units: The sets of parts that are decided on separately.
         values: The measured value of each unit.
         undamped: The measured value of the whole layer without damping.
-        parts: The names of the parts to renew.
+        parts: The names of the parts to refresh.
         change: The largest change of the units.
         outcome: The decision.
     """
@@ -93,7 +93,7 @@ class LayerDecision:
 
     @property
     def begins(self) -> bool:
-        """Whether the layer has no usable result: it was never renewed as a whole, or its result is invalid."""
+        """Whether the layer has no usable result: it was never refreshed as a whole, or its result is invalid."""
         failures, blocks = self.group.failures, self.member.blocks
         if failures.invalid is not None and failures.has_invalid and bool(failures.invalid[blocks].any()):
             return True
@@ -105,28 +105,28 @@ class LayerDecision:
         return nan if any(map(isnan, self.values)) else max(self.values)
 
     def work_share(self, parts: Collection[str]) -> float:
-        """Return the part of the work of a complete renewal that some parts take."""
+        """Return the part of the work of a complete refresh that some parts take."""
         costs = {task.name: task.cost for task in self.group.tasks}
         return sum(costs[name] for name in parts) / (sum(costs.values()) or 1.0)
 
     @property
     def kept_parts(self) -> set[tuple[str, str]]:
-        """The parts that are not renewed: pairs of layer key and part name."""
+        """The parts that are not refreshed: pairs of layer key and part name."""
         return {(self.key, task.name) for task in self.group.tasks if task.name not in self.parts}
 
     def apply(self, verdicts: Sequence[Verdict]) -> None:
-        """Apply the verdicts on the units: the layer is renewed if any is, and stopped if all are."""
+        """Apply the verdicts on the units: the layer is refreshed if any is, and stopped if all are."""
         due = [unit.parts for unit, verdict in zip(self.units, verdicts, strict=True) if verdict == "renew"]
         self.parts = frozenset().union(*due)
         # Without a capture since the last decision it is unknown whether the layer has converged.
         has_news = self.undamped != self.state.undamped(self.index)
         stops = has_news and all(verdict == "stop" for verdict in verdicts)
-        self.outcome = RENEWED if self.parts else STOPPED if stops else KEPT
+        self.outcome = REFRESHED if self.parts else STOPPED if stops else KEPT
 
-    def begin_renewal(self) -> None:
-        """Record that the parts are being renewed from the present statistics."""
+    def begin_refresh(self) -> None:
+        """Record that the parts are being refreshed from the present statistics."""
         read = (unit.statistics for unit in self.units if unit.parts <= self.parts)
-        self.state.begin_renewal(self.index, frozenset().union(*read))
+        self.state.begin_refresh(self.index, frozenset().union(*read))
 
 
 def layer_decisions(groups: Sequence[BlockGroup], keys: Collection[str] | None = None) -> Iterator[LayerDecision]:
@@ -156,7 +156,7 @@ def measure_all(layers: Sequence[LayerDecision], measure: Measure, by: By, dampi
 
 
 def decide_all(layers: Sequence[LayerDecision], criterion: RefreshRule, plan: Plan[str], step: int) -> None:
-    """Decide on measured layers with a rule. Layers without a usable result are renewed in any case.
+    """Decide on measured layers with a rule. Layers without a usable result are refreshed in any case.
 
     Raises:
         ValueError: if the rule does not return a verdict on each candidate.
@@ -196,8 +196,8 @@ class DecisionState:
     Attributes:
         numbers: For each layer what the rule remembers, the last decision, and the value measured without damping
             ``[M, 3]``; on the host.
-        last_averages: The averages of the last renewal, packed. Empty unless the rule compares averages.
-        in_progress: The indices of the layers whose renewal is in progress.
+        last_averages: The averages of the last refresh, packed. Empty unless the rule compares averages.
+        in_progress: The indices of the layers whose refresh is in progress.
     """
 
     def __init__(self, group: BlockGroup, *, compares_averages: bool) -> None:
@@ -227,7 +227,7 @@ class DecisionState:
         return float(self.numbers[index, 1])
 
     def describe(self, layer: Layer) -> str:
-        """Return a word for the last decision on a layer. Empty: renewed, or no decision."""
+        """Return a word for the last decision on a layer. Empty: refreshed, or no decision."""
         index = next(index for index, member in enumerate(self._group.members) if member.layer is layer)
         return _WORDS.get(self.outcome(index), "")
 
@@ -242,18 +242,18 @@ class DecisionState:
         numbers = (nan if last is None else last, outcome, undamped)
         self.numbers[index] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
-    # --- Renewals -------------------------------------------------------------------------------------------------
+    # --- Refreshes -------------------------------------------------------------------------------------------------
 
-    def begin_renewal(self, index: int, statistics: Collection[str]) -> None:
-        """Record that a layer is being renewed from the present values of some `statistics`."""
+    def begin_refresh(self, index: int, statistics: Collection[str]) -> None:
+        """Record that a layer is being refreshed from the present values of some `statistics`."""
         self.in_progress.add(index)
         blocks, names = self._group.members[index].blocks, tuple(spec.name for spec in self._compared)
         read = tuple(name for name in names if name in statistics)
         for name, average in self._group.snapshot(blocks, read).items():
             self._allocate().write(name, blocks, average)
 
-    def end_renewal(self, index: int, *, failed: bool) -> None:
-        """Record the end of a renewal. If it `failed`, it is repeated at the next decision."""
+    def end_refresh(self, index: int, *, failed: bool) -> None:
+        """Record the end of a refresh. If it `failed`, it is repeated at the next decision."""
         self.in_progress.discard(index)
         if failed:
             self._forget(index, _AGAIN)
@@ -286,7 +286,7 @@ class DecisionState:
         tensors |= {f"{_PREFIX}{name}": averages.whole(name, member.blocks) for name in averages}
         if index not in self.in_progress:
             return tensors
-        # Renewals in progress are not saved: a resumed training starts them again.
+        # Refreshes in progress are not saved: a resumed training starts them again.
         blank = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         return {**blank, _NUMBERS: torch.tensor(_AGAIN, dtype=torch.float64, device="cpu").expand(n, -1)}
 

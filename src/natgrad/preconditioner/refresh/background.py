@@ -1,6 +1,6 @@
-"""Asynchronous renewals: placement "background", the collective form of PS-KFAC (Ba et al. 2017).
+"""Asynchronous refreshes: placement "background", the collective form of PS-KFAC (Ba et al. 2017).
 
-The first renewal is synchronous. After it, a step in which factors are due only starts to send its sums, and the next
+The first refresh is synchronous. After it, a step in which factors are due only starts to send its sums, and the next
 step adds them to the running averages. A step t in which inverses are due copies the averages of the captures before
 it, and a thread on each owner decomposes its part. Step ``t + staleness`` waits for the thread, exchanges the results
 and is the first to use them; an earlier step does so if inverses are due again. All this depends only on counters and
@@ -27,8 +27,8 @@ from natgrad.errors import CurvatureError
 from natgrad.preconditioner.counters import StepCounters
 from natgrad.preconditioner.guard.guard import FailureCounters
 from natgrad.preconditioner.guard.inspection import Inspection
-from natgrad.preconditioner.renewal.averages import fold
-from natgrad.preconditioner.renewal.renew import RAISED, Job, compute, conclude, jobs_of
+from natgrad.preconditioner.refresh.averages import fold
+from natgrad.preconditioner.refresh.tasks import RAISED, Job, compute, conclude, jobs_of
 from natgrad.specs import Statistic, Task
 from natgrad.state.block_group import BlockGroup, unpacked
 
@@ -36,8 +36,8 @@ _Outcome: TypeAlias = tuple[dict[str, Tensor], Tensor, float]
 
 
 @dataclass(eq=False)
-class _Renewal:
-    """A renewal in progress.
+class _Refresh:
+    """A refresh in progress.
 
     Attributes:
         begun: The step that started it.
@@ -56,17 +56,17 @@ class _Renewal:
 
 
 class BackgroundRefresh:
-    """The sums being sent and the renewal in progress of one preconditioner.
+    """The sums being sent and the refresh in progress of one preconditioner.
 
     Attributes:
         seconds: The time that the thread has worked so far without a step waiting for it.
     """
 
     def __init__(self) -> None:
-        """Start with nothing in progress. The thread starts with the first renewal."""
+        """Start with nothing in progress. The thread starts with the first refresh."""
         self.seconds = 0.0
         self._departed: tuple[StatisticsBuffer, int] | None = None
-        self._renewal: _Renewal | None = None
+        self._refresh: _Refresh | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -88,7 +88,7 @@ class BackgroundRefresh:
             inspection.look(groups, sums, runtime)
         self._departed = sums.split_off(), progress.step
         if groups:
-            progress.renewed_factors()  # nothing reads the averages before they are updated
+            progress.record_factors()  # nothing reads the averages before they are updated
 
     def fold(self, failure_counters: FailureCounters, *, alone: bool = False) -> None:
         """Add the sums being sent to the running averages.
@@ -100,7 +100,7 @@ class BackgroundRefresh:
         (departed, step), self._departed = self._departed, None
         fold(departed, failure_counters, step)
 
-    # --- Renewals -----------------------------------------------------------------------------------------------
+    # --- Refreshes -----------------------------------------------------------------------------------------------
 
     def begin(
         self,
@@ -112,23 +112,23 @@ class BackgroundRefresh:
         damping: float,
         progress: StepCounters,
     ) -> bool:
-        """Start to renew some layers, as `renew` does; return whether there is anything to do.
+        """Start to run the tasks of some layers, as `run_tasks` does; return whether there is anything to do.
 
-        No renewal may be in progress. `keys` and `kept` are the same on every rank.
+        No refresh may be in progress. `keys` and `kept` are the same on every rank.
         """
-        assert self._renewal is None
+        assert self._refresh is None
         jobs = jobs_of(groups, plan, keys, kept=kept)
         if not jobs:
             return False
         pieces = [self._submit(job, damping) if job.owner in (None, runtime.rank) else [] for job in jobs]
-        self._renewal = _Renewal(progress.step, progress.last_inverses, keys, jobs, pieces)
+        self._refresh = _Refresh(progress.step, progress.last_inverses, keys, jobs, pieces)
         progress.last_inverses = progress.step
         return True
 
     @property
     def keys(self) -> set[str]:
-        """The keys of the layers whose renewal is in progress."""
-        return set() if self._renewal is None else self._renewal.keys
+        """The keys of the layers whose refresh is in progress."""
+        return set() if self._refresh is None else self._refresh.keys
 
     def collect(
         self,
@@ -140,23 +140,23 @@ class BackgroundRefresh:
         *,
         at_once: bool = False,
     ) -> None:
-        """End the renewal in progress if it started `staleness` steps ago, or at once; exchange and hold the results.
+        """End the refresh in progress if it started `staleness` steps ago, or at once; exchange and hold the results.
 
         Raises:
             CurvatureError: on all ranks, if the thread of any rank raised an error other than a failed decomposition.
                 The layers concerned keep their old results.
         """
-        renewal = self._renewal
-        if renewal is None or not (at_once or progress.step - renewal.begun >= plan.placement.staleness):
+        refresh = self._refresh
+        if refresh is None or not (at_once or progress.step - refresh.begun >= plan.placement.staleness):
             return
-        self._renewal, error = None, None
-        for job, pieces in zip(renewal.jobs, renewal.pieces, strict=True):
+        self._refresh, error = None, None
+        for job, pieces in zip(refresh.jobs, refresh.pieces, strict=True):
             job.group.allocate_results()
             raised = self._keep(job, pieces)
             error = error or raised
-        conclude(renewal.jobs, plan.column(runtime.rank), runtime, failure_counters, wire)
+        conclude(refresh.jobs, plan.column(runtime.rank), runtime, failure_counters, wire)
         progress.inverse_updates += 1
-        stopped = [job for job in renewal.jobs if RAISED in job.success]
+        stopped = [job for job in refresh.jobs if RAISED in job.success]
         if stopped:
             names = ", ".join(dict.fromkeys(member.layer.key for job in stopped for member in job.members))
             owners = ", ".join(str(owner) for owner in sorted({job.owner or 0 for job in stopped}))
@@ -165,24 +165,24 @@ class BackgroundRefresh:
             ) from error
 
     def drop(self, progress: StepCounters) -> None:
-        """Drop the renewal in progress; the next step starts it again."""
-        if self._renewal is not None:
-            for pieces in self._renewal.pieces:
+        """Drop the refresh in progress; the next step starts it again."""
+        if self._refresh is not None:
+            for pieces in self._refresh.pieces:
                 for _, future in pieces:
                     future.cancel()
-            progress.last_inverses = self._renewal.before
-            self._renewal = None
+            progress.last_inverses = self._refresh.before
+            self._refresh = None
 
     def close(self, progress: StepCounters) -> None:
-        """Drop the renewal in progress, and end the thread after its present decomposition."""
+        """Drop the refresh in progress, and end the thread after its present decomposition."""
         self.drop(progress)
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None
 
     def state_dict(self) -> dict[str, int]:
-        """Return the step of the last completed renewal, if one is in progress: a resumed training starts it again."""
-        before = None if self._renewal is None else self._renewal.before
+        """Return the step of the last completed refresh, if one is in progress: a resumed training starts it again."""
+        before = None if self._refresh is None else self._refresh.before
         return {} if before is None else {"last_inverses": before}
 
     def _submit(self, job: Job, damping: float) -> list[tuple[slice, Future[_Outcome]]]:

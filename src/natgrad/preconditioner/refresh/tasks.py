@@ -1,4 +1,4 @@
-"""Renew inverses or eigenvectors from running averages: each task on its owner, the results to all workers."""
+"""Compute inverses or eigenvectors from running averages: each task on its owner, the results to all workers."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def observed(groups: list[BlockGroup]) -> set[str]:
     return keys
 
 
-def renew(
+def run_tasks(
     groups: list[BlockGroup],
     plan: Plan[str],
     runtime: Communicator,
@@ -159,7 +159,7 @@ def renew(
         runtime: The ranks.
         keys: The layers, which have statistics; the same on all their workers.
         kept: The tasks that are not run: pairs of layer key and task name.
-        damping: γ of this renewal.
+        damping: γ of this refresh.
         failure_counters: Counts failures.
         wire: The dtype in which matrices are sent, if narrower than that in which they are held.
         reads: Run only tasks that read statistics of inputs, of gradients, or of both.
@@ -184,7 +184,7 @@ def conclude(
     failure_counters: FailureCounters,
     wire: torch.dtype | None,
 ) -> None:
-    """End a renewal: exchange the results of its jobs, and record which layers have curvature now.
+    """End a refresh: exchange the results of its jobs, and record which layers have curvature now.
 
     The jobs are the same on all `workers`; those of this rank have been run.
     """
@@ -192,7 +192,7 @@ def conclude(
         _exchange(jobs, workers, runtime, wire)
     for job in jobs:
         flags = [number > 0 for number in job.success]
-        job.group.renewed(job.task.name, job.start, flags)
+        job.group.record_results(job.task.name, job.start, flags)
         job.group.restart(job.task, job.start, flags)
         failure_counters.count_failed_decompositions(job.group, job.task.name, job.start, flags)
     for group in {id(job.group): job.group for job in jobs}.values():
@@ -210,7 +210,7 @@ def jobs_of(
 ) -> list[Job]:
     """Return the jobs of the layers that this rank is a worker of, joining neighbouring layers of one owner.
 
-    Tasks with `Task.after_replay` are run by a renewal the first time, and by replays afterwards.
+    Tasks with `Task.after_replay` are run by a refresh the first time, and by replays afterwards.
     """
     jobs: list[Job] = []
     for group in groups:

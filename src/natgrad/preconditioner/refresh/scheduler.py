@@ -3,7 +3,7 @@
 All ranks that act on a decision derive it from equal numbers. Every worker of a layer measures it on averages that are
 identical to the last bit, and sends the decision to the other ranks. The times of a rule with a cap differ between
 ranks, so each decision begins with their sum over the ranks. The host waits for the device only if a rule measures
-layers in a step in which renewals are due.
+layers in a step in which refreshes are due.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 from natgrad.distributed import Communicator, Plan
 from natgrad.errors import NatgradWarning, require
 from natgrad.preconditioner.counters import StepCounters
-from natgrad.preconditioner.renewal.decisions import (
+from natgrad.preconditioner.refresh.decisions import (
     KEPT,
-    RENEWED,
+    REFRESHED,
     STOPPED,
     WAITING,
     LayerDecision,
@@ -36,7 +36,7 @@ from natgrad.refresh.budget import Budget, PauseFilter, StepTimes
 from natgrad.refresh.rule import READS, SIDES, Reads, Side
 from natgrad.state.block_group import BlockGroup
 
-_METRICS = {RENEWED: "layers_refreshed", KEPT: "layers_kept", STOPPED: "layers_stopped", WAITING: "layers_waiting"}
+_METRICS = {REFRESHED: "layers_refreshed", KEPT: "layers_kept", STOPPED: "layers_stopped", WAITING: "layers_waiting"}
 
 
 class RefreshScheduler:
@@ -46,7 +46,7 @@ class RefreshScheduler:
         rule: The rule.
         budget: The credit of a rule with a cap. None: no cap.
         stopped: The names of the layers that are no longer captured.
-        kept_parts: The parts that are not renewed, of the layers that `select_layers` last returned: pairs of layer
+        kept_parts: The parts that are not refreshed, of the layers that `select_layers` last returned: pairs of layer
             key and part name.
         now: Returns the time in seconds.
     """
@@ -58,7 +58,7 @@ class RefreshScheduler:
         self.stopped: frozenset[str] = frozenset()
         self.kept_parts: frozenset[tuple[str, str]] = frozenset()
         self.now: Callable[[], float] = perf_counter
-        self._work_shares: dict[str, float] = {}  # by the keys of the layers being renewed: the share of all their work
+        self._work_shares: dict[str, float] = {}  # the share of all tasks, by the key of a layer that is refreshed
         self._pauses = PauseFilter()
         self._local_times = StepTimes()  # of this rank since the last decision
         self._step_ended: float | None = None
@@ -75,7 +75,7 @@ class RefreshScheduler:
 
     def due_parts(self, progress: StepCounters) -> frozenset[Reads]:
         """Return which parts are due in this step, by what they read: inputs, gradients or both."""
-        step, last = progress.step, progress.renewed
+        step, last = progress.step, progress.refreshed
         due = (reads for reads in READS if reads not in last or self.rule.inverses_due(step, last[reads], reads))
         return frozenset(due) if self._may_spend(step) else frozenset()
 
@@ -98,7 +98,7 @@ class RefreshScheduler:
         damping: float,
         progress: StepCounters,
     ) -> set[str]:
-        """Decide on the `usable` layers, and return the keys of those to renew that this rank is a worker of.
+        """Decide on the `usable` layers, and return the keys of those to refresh that this rank is a worker of.
 
         Waits for the device if the rule measures layers. Collective if the rule has a cap, or ranks are workers of some
         layers only.
@@ -122,27 +122,27 @@ class RefreshScheduler:
             self._local_times = StepTimes()
             self._apply_cap(self.budget, layers, plan, progress.step)
         for layer in layers:
-            last, renewed = layer.state.last(layer.index), layer.outcome == RENEWED
-            # A waiting layer keeps its reference for the next decision, because it has not been renewed.
+            last, refreshed = layer.state.last(layer.index), layer.outcome == REFRESHED
+            # A waiting layer keeps its reference for the next decision, because it has not been refreshed.
             if layer.outcome != WAITING:
-                last = criterion.remember(layer.value, last, renewed=renewed)
+                last = criterion.remember(layer.value, last, renewed=refreshed)
             layer.state.note(layer.index, last, layer.outcome, layer.undamped)
-            if renewed:
-                layer.begin_renewal()
+            if refreshed:
+                layer.begin_refresh()
         if plan.columns > 1:
             _share_decisions(groups, runtime)
         self.find_stopped(groups)
-        chosen = {layer.key: layer for layer in layers if layer.outcome == RENEWED}
+        chosen = {layer.key: layer for layer in layers if layer.outcome == REFRESHED}
         self.kept_parts = frozenset().union(*(layer.kept_parts for layer in chosen.values()))
         self._work_shares = {key: layer.work_share(layer.parts) for key, layer in chosen.items()}
         return set(chosen)
 
-    def end_renewal(self, groups: Sequence[BlockGroup], plan: Plan[str], keys: Collection[str]) -> None:
-        """Record the end of the renewal of the layers that `select_layers` returned."""
+    def end_refresh(self, groups: Sequence[BlockGroup], plan: Plan[str], keys: Collection[str]) -> None:
+        """Record the end of the refresh of the layers that `select_layers` returned."""
         for layer in layer_decisions(groups, keys):
             work = self._work_shares.get(layer.key, 1.0) * plan.weights[layer.key]
             self._local_times.work += work / len(plan.assignments[layer.key].workers)
-            layer.state.end_renewal(layer.index, failed=any(layer.group.failures.failed_refreshes[layer.member.blocks]))
+            layer.state.end_refresh(layer.index, failed=any(layer.group.failures.failed_refreshes[layer.member.blocks]))
 
     def find_stopped(self, groups: Sequence[BlockGroup]) -> None:
         """Update `stopped`."""
@@ -156,14 +156,14 @@ class RefreshScheduler:
         If each layer has one worker, a rank only knows the changes of its own layers. It then uses the part of the
         credit that its layers have in the total work.
         """
-        due = [layer for layer in layers if layer.outcome == RENEWED and not layer.begins]
+        due = [layer for layer in layers if layer.outcome == REFRESHED and not layer.begins]
         changes = [layer.change for layer in due]
         work = [layer.work_share(layer.parts) * plan.weights[layer.key] for layer in due]
         columns = {plan.column_of(layer.key) for layer in layers}
         known = sum(weight for key, weight in plan.weights.items() if plan.column_of(key) in columns)
         part = known / (sum(plan.weights.values()) or 1.0)
         for layer, chosen in zip(due, budget.choose(changes, work, part), strict=True):
-            layer.outcome = RENEWED if chosen else WAITING
+            layer.outcome = REFRESHED if chosen else WAITING
         budget.settle(step + 1)
         if budget.credit < 0 and budget.times.steps and budget.income <= 0 and not self._has_warned:
             self._has_warned = True
@@ -222,7 +222,7 @@ class RefreshScheduler:
         state: dict[str, Any] = {}
         if self.rule.separate:
             state["captured"] = [progress.captured.get(side, -1) for side in SIDES]
-            state["renewed"] = [progress.renewed.get(reads, -1) for reads in READS]
+            state["renewed"] = [progress.refreshed.get(reads, -1) for reads in READS]
         if self.budget is not None:
             state["budget"] = self.budget.state_dict()
             state["times"] = asdict(self._local_times)
@@ -254,7 +254,7 @@ class RefreshScheduler:
         given = state.get("refresh", {})
         if self.rule.separate and {"captured", "renewed"} <= given.keys():
             progress.captured = {side: step for side, step in zip(SIDES, given["captured"], strict=True) if step >= 0}
-            progress.renewed = {reads: step for reads, step in zip(READS, given["renewed"], strict=True) if step >= 0}
+            progress.refreshed = {reads: step for reads, step in zip(READS, given["renewed"], strict=True) if step >= 0}
         if self.budget is not None:
             self.budget = Budget(self.budget.share)
             self._local_times, self._step_ended = StepTimes(**given.get("times", {})), None
