@@ -279,6 +279,49 @@ def test_inverses_stay_positive_definite(dtype, steps, rank, memory):
     assert preconditioner.metrics()["failed_decompositions"] == 0
 
 
+def losses_around(spiked, *, memory, inputs=1.0, gain=1.0, activation=nn.ReLU):
+    """Train on batches, some of them with scaled inputs or a scaled loss; the losses after the last of these."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 32), activation(), nn.Linear(32, 32), activation(), nn.Linear(32, 5))
+    teacher, generator = torch.randn(20, 5), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    preconditioner = natgrad.Preconditioner(
+        model, natgrad.KBFGS(memory=memory), optimizer=optimizer, damping=0.1, kl_clip=None, refresh=EVERY_STEP
+    )
+    losses = []
+    for step in range(50):
+        x = torch.randn(32, 20, generator=generator)
+        y, scale = (x @ teacher).argmax(1), gain if step in spiked else 1.0
+        x = x * inputs if step in spiked else x
+
+        def loss(x=x, y=y, scale=scale):
+            return nn.functional.cross_entropy(model(x), y) * scale
+
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        preconditioner.step(loss)
+        optimizer.step()
+        losses.append(float(value.detach()))
+    return losses[max(spiked) + 1 :], preconditioner.metrics()
+
+
+@pytest.mark.parametrize("memory", [None, 10])
+@pytest.mark.parametrize(("inputs", "gain"), [(1e3, 1.0), (1.0, 1e3)])
+def test_one_batch_of_another_scale_changes_little(inputs, gain, memory):
+    losses, metrics = losses_around({30}, memory=memory, inputs=inputs, gain=gain)
+    usual, untouched = losses_around({30}, memory=memory)
+    assert max(losses) < 1.2 * max(usual)
+    assert metrics["skipped_factors"] == (3 if inputs > 1 else 0)  # one of each layer
+    assert metrics["bounded_gradients"] == 3
+    assert untouched["skipped_factors"] == untouched["bounded_gradients"] == untouched["failed_decompositions"] == 0
+
+
+def test_a_lasting_change_of_scale_is_accepted():
+    _, metrics = losses_around(set(range(20, 50)), memory=None, inputs=1e3, activation=nn.Tanh)
+    assert metrics["skipped_factors"] == 3  # three batches of the first layer; the others' inputs are within 1
+
+
 def quadratic(size, seed):
     generator = torch.Generator().manual_seed(seed)
     root = torch.randn(2, size, size + 3, generator=generator, dtype=torch.float64)

@@ -48,6 +48,8 @@ class Curvature(ABC):
             clip does not apply then.
         covers_bias: Whether it preconditions a layer's bias with the weight, as the last column. Otherwise the bias is
             left to the optimizer.
+        largest_growth: A batch is left out of a block's running averages if the trace of a symmetric statistic is more
+            than this many times that of its running average, but no more than three batches in a row. None: never.
         takes_narrow: Whether `precondition` accepts computed tensors of a narrower dtype than the gradient's
             (`natgrad.Precision.solve`); otherwise they are converted to the gradient's dtype first.
         diagonal_reads: The statistics that `diagonal` reads; None: it is not available.
@@ -63,6 +65,7 @@ class Curvature(ABC):
     positive_definite: bool = True
     is_normalized: bool = False
     covers_bias: bool = True
+    largest_growth: float | None = None
     takes_narrow: bool = False
     diagonal_reads: tuple[str, ...] | None = None
     fisher_product_reads: tuple[str, ...] | None = None
@@ -205,6 +208,17 @@ class Curvature(ABC):
             gradient: ``[N, d_out, d_in]``.
         """
         return {}
+
+    def gradient_scale(self, state: Mapping[str, Tensor], gradient: Tensor) -> Tensor | None:
+        """Return the factor on each block's gradient in `update_state` ``[N]``; below 1 where it is too large.
+
+        None, the default: no gradient is too large. Where it is below 1, a second pass over the batch is not used.
+
+        Args:
+            state: The state, not to be changed.
+            gradient: ``[N, d_out, d_in]``.
+        """
+        return None
 
     def replay_summary(self, means: Mapping[str, Tensor], parameters: Tensor) -> Mapping[str, Tensor]:
         """Return a summary of one pass over a batch, which `replay_update` compares with that of a second pass.

@@ -20,6 +20,9 @@ from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.specs import Statistic, Task, TensorSpec
 
+# The largest norm of a gradient that enters Ŵ, as a multiple of the norm of Ŵ. In ordinary training it reaches 10.
+_LARGEST_GRADIENT = 30.0
+
 
 class KBFGS(Curvature):
     """Preconditions with ``H_G Ŵ H_A``, where Ŵ is a running average of the gradient W (Goldfarb 2020).
@@ -36,9 +39,15 @@ class KBFGS(Curvature):
     Where mean(g) is zero up to rounding, H_G does not change. That is so before a batch norm, which removes all common
     changes, and for the keys of attention, where the softmax does. An inverse that rounding has made indefinite or
     non-finite is computed again from its start.
+
+    One batch of another scale changes little. A layer leaves a batch out of Ā and the pair if the mean ‖a‖² is over 100
+    times that of Ā, but no more than three batches in a row. A gradient that is over 30 times as long as Ŵ enters Ŵ
+    scaled down to that, and its batch gives no pair. ``Preconditioner.metrics()`` counts both, as "skipped_factors" and
+    "bounded_gradients".
     """
 
     takes_narrow = True
+    largest_growth = 100.0
     positive_definite = False  # V is computed from a running average of gradients
 
     def __init__(
@@ -148,6 +157,13 @@ class KBFGS(Curvature):
         totals = {"a": inputs.pool().sum(1), "g": gradients.pool().sum(1), "rounding": gradients.rounding()}
         for name, total in totals.items():
             sums[name].add_(total, alpha=1.0 if name == "a" else scale)
+
+    @override
+    def gradient_scale(self, state: Mapping[str, Tensor], gradient: Tensor) -> Tensor:
+        share = state["share"].clamp(min=torch.finfo(gradient.dtype).tiny)
+        norm, average = (torch.linalg.vector_norm(tensor, dim=(1, 2)).to(share) for tensor in (gradient, state["W"]))
+        limit = _LARGEST_GRADIENT * average / share
+        return torch.where((limit > 0) & (norm > limit), limit / norm, 1)
 
     def update_state(self, state: Mapping[str, Tensor], gradient: Tensor) -> Mapping[str, Tensor]:
         """Return the new running sum of Ŵ and its bias correction."""

@@ -122,6 +122,7 @@ class GradientStep:
                 entry.clear_(~entry.finite)
         counters = self._parts.failure_counters
         counters.count_skipped_gradients([BlockFailures(entry.group, entry.blocks, ~entry.finite) for entry in entries])
+        counters.count_bounded_gradients((entry.group, entry.blocks) for entry in entries)
         counters.record_levels([(entry.group, entry.members, entry.layer_levels) for entry in entries])
 
     def _write(self, entries: Sequence[GroupGradients]) -> None:

@@ -439,9 +439,9 @@ class Preconditioner:
         """Return a flat dict of numbers and device tensors. Reading a tensor may synchronize with the device.
 
         Counts since the start: "step", "factor_updates", "inverse_updates", "skipped_factors", "skipped_gradients",
-        "failed_decompositions" and "fallbacks/..." (docs/trouble.md). Skipped factors and failed decompositions are
-        counted over the layers that this rank keeps, fallbacks over all layers. "plain_layers": layers whose gradients
-        are not preconditioned because of the way they are used.
+        "bounded_gradients", "failed_decompositions" and "fallbacks/..." (docs/trouble.md). Skipped factors, bounded
+        gradients and failed decompositions are counted over the layers that this rank keeps, fallbacks over all layers.
+        "plain_layers": layers whose gradients are not preconditioned because of the way they are used.
 
         "seconds/capture", "/reduce", "/renew" and "/solve": host seconds on statistics, their reduction, decompositions
         and preconditioning. "damping" and "kl_scale": γ and the factor of the KL clip in the last step.

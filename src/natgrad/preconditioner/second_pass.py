@@ -278,6 +278,8 @@ class SecondPass:
             before = {name: summary[blocks] for name, summary in batch.summaries[id(group)].items()}
             finite = torch.stack([summary.flatten(1).sum(1).isfinite() for summary in after.values()]).all(0)
             seen = (piece.rows > 0) & group.fresh[blocks]
+            if group.failures.bounded is not None:
+                seen = seen & ~group.failures.bounded[blocks]
             memory = group.allocate_memory()
             known = {spec.name: memory.read(spec.name, blocks) for spec in group.memory_specs}
             group.write_memory(blocks, known, group.curvature.replay_update(known, before, after), seen & finite)

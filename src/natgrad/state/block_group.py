@@ -325,13 +325,24 @@ class BlockGroup:
             if self.memory_specs:
                 state = self.read_memory(index, [spec.name for spec in self.memory_specs])
                 finite = gradient.flatten(1).sum(1).isfinite()
-                self.write_memory(index, state, self.curvature.update_state(state, gradient), finite)
+                bounded = self._bounded(index, state, gradient, finite)
+                self.write_memory(index, state, self.curvature.update_state(state, bounded), finite)
             computed, averages = self.computed(index), self.live_averages(index)
             solved = self.curvature.precondition(computed, averages, state, gradient, damping * self.factor)
             if step >= len(W):
                 return solved
             V[piece] = solved
         return V
+
+    def _bounded(self, blocks: slice | Tensor, state: Mapping[str, Tensor], gradient: Tensor, finite: Tensor) -> Tensor:
+        """Return gradients scaled by `Curvature.gradient_scale`, and record those that were too large."""
+        scale = self.curvature.gradient_scale(state, gradient)
+        if scale is None:
+            return gradient
+        if self.failures.bounded is None:
+            self.failures.bounded = torch.zeros(self.size, dtype=torch.bool, device=self.device)
+        self.failures.bounded[blocks] = finite & (scale < 1)
+        return gradient * scale[:, None, None]
 
     def write_memory(
         self, blocks: slice | Tensor, known: dict[str, Tensor], fresh: Mapping[str, Tensor], fine: Tensor

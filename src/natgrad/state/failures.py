@@ -16,6 +16,9 @@ _BAD, _FINE = 1, 2
 
 _STATISTICS = "statistics"
 
+# The number of batches in a row that may be left out because they are much larger than those before.
+_OUTLIERS = 3
+
 
 class Level(IntEnum):
     """How a layer was preconditioned in a step, the best first. `PLAIN`: the layer has no curvature yet."""
@@ -42,6 +45,7 @@ class FailureState:
         invalid: Blocks whose current inverse gave a non-finite or non-descent direction ``[N]`` (bool). Cleared by the
             next successful decomposition. None: not allocated.
         has_invalid: Whether the host has read that a block is `invalid`; on a CPU, whether one may be.
+        bounded: Blocks whose gradient was scaled down when it was last used ``[N]`` (bool). None: not allocated.
         last: The keys of layers and their levels ``[m]`` in the last step. None: all were fresh.
     """
 
@@ -53,7 +57,9 @@ class FailureState:
         self.invalid: Tensor | None = None
         self.has_invalid = False
         self.last: tuple[list[str], Tensor] | None = None
+        self.bounded: Tensor | None = None
         self._seen: Tensor | None = None
+        self._outliers: Tensor | None = None
 
     # --- Refreshes -----------------------------------------------------------------------------------------------
 
@@ -61,6 +67,17 @@ class FailureState:
         """Record which of some blocks had finite statistics, and which non-finite ones ``[n]`` (bool)."""
         seen = self._allocate_seen(fine.device)
         seen[blocks] = torch.maximum(seen[blocks], (_BAD * bad + _FINE * fine).to(seen.dtype))
+
+    def leave_out(self, blocks: slice, large: Tensor) -> Tensor:
+        """Return which of the batches of some blocks to leave out ``[n]`` (bool), given which are `large`.
+
+        After `_OUTLIERS` batches in a row the next one is accepted, because the scale has changed.
+        """
+        if self._outliers is None:
+            self._outliers = torch.zeros(len(self.failed_refreshes), dtype=torch.int8, device=large.device)
+        out = large & (self._outliers[blocks] < _OUTLIERS)
+        self._outliers[blocks] = torch.where(out, self._outliers[blocks] + 1, 0).to(torch.int8)
+        return out
 
     def record_results(self, part: str, start: int, success: Sequence[bool]) -> None:
         """Record which decompositions of a task succeeded, for the blocks from `start` on."""
@@ -107,6 +124,7 @@ class FailureState:
         self.norm = None if self.norm is None else self.norm.to(device, dtype)
         self.invalid = None if self.invalid is None else self.invalid.to(device)
         self._seen = None if self._seen is None else self._seen.to(device)
+        self._outliers = None if self._outliers is None else self._outliers.to(device)
 
     @property
     def fallbacks(self) -> dict[str, str]:

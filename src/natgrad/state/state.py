@@ -18,6 +18,9 @@ FORMAT = 1
 
 Blocks = dict[str, dict[str, Tensor]]
 
+# Counters that the first states of this format do not have.
+_LATER = {"bounded_gradients"}
+
 _FIELDS = ("format", "step", "last_factors", "last_inverses", "updates", "epochs", "blocks", "watch", "damping")
 
 
@@ -101,7 +104,7 @@ def checked(
         fits = _is_whole(state[name]) and state[name] >= least
         require(fits, f"state[{name!r}]", state[name], f"a whole number >= {least}")
     for name, counted in counters.items():
-        fits = isinstance(state[name], Mapping) and state[name].keys() == counted.keys()
+        fits = isinstance(state[name], Mapping) and counted.keys() - _LATER <= state[name].keys() <= counted.keys()
         fits = fits and all(map(_is_whole, state[name].values()))
         require(fits, f"state[{name!r}]", state[name], f"a whole number for each of {', '.join(counted)}")
     loaded = state["blocks"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,7 @@ _FALLBACKS = {
     "fallbacks/diagonal": Level.DIAGONAL,
     "fallbacks/grafted": Level.GRAFTED,
 }
-_KINDS = ("skipped_factors", "skipped_gradients", "failed_decompositions", *_FALLBACKS)
+_KINDS = ("skipped_factors", "skipped_gradients", "bounded_gradients", "failed_decompositions", *_FALLBACKS)
 # Kinds of failures that are counted in a row. `_CURVATURE`: the number that the worker of a layer sent.
 _FACTORS, _REPLAY, _DECOMPOSITION, _CURVATURE = "factors", "replay", "decomposition of ", "curvature"
 
@@ -96,7 +96,7 @@ class FailureCounters:
         self._checks = 0
 
     def count_skipped_factors(self, failures: Sequence[BlockFailures]) -> None:
-        """Count the blocks whose statistics were not finite."""
+        """Count the blocks whose statistics were not finite, or left out as outliers."""
         self._count("skipped_factors", _FACTORS, failures)
 
     def count_skipped_replays(self, group: BlockGroup, blocks: slice, failed: Tensor) -> None:
@@ -106,6 +106,13 @@ class FailureCounters:
     def count_skipped_gradients(self, failures: Sequence[BlockFailures]) -> None:
         """Count the blocks whose gradients were not finite."""
         self._count("skipped_gradients", "gradients", failures)
+
+    def count_bounded_gradients(self, preconditioned: Iterable[tuple[BlockGroup, slice | Tensor]]) -> None:
+        """Count the blocks whose gradients were scaled down in this step, of those that were preconditioned."""
+        for group, blocks in preconditioned:
+            bounded = group.failures.bounded
+            if bounded is not None and not known_all(~bounded[blocks]):
+                self._add("bounded_gradients", bounded[blocks].sum())
 
     def count_failed_decompositions(self, group: BlockGroup, part: str, start: int, success: list[bool]) -> None:
         """Count the blocks from `start` on whose decomposition failed."""
@@ -196,7 +203,7 @@ class FailureCounters:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the totals. Failures in a row are counted from zero."""
-        self._totals = {kind: int(state[kind]) for kind in _KINDS}
+        self._totals = {kind: int(state.get(kind, 0)) for kind in _KINDS}
         self._streaks.clear()
 
     def forget(self) -> None:
