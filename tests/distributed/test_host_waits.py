@@ -21,6 +21,7 @@ ON_THE_CPU_ALONE = {
     ("audit.py", "_describe_accumulation"),
     ("device.py", "known_all"),
     ("guard.py", "check"),
+    ("reduction.py", "_check_updates"),
     ("fallback.py", "_replace"),
     ("fallback.py", "_knows_of_invalid"),
 }

@@ -7,9 +7,10 @@ import warnings
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import natgrad
-from tests.distributed.jobs import Job, Training, batch, share
+from tests.distributed.jobs import Job, Training, batch, network, share
 
 SECONDS = 10.0
 
@@ -85,6 +86,28 @@ def test_a_skipped_step_without_messages(ranks):
         assert issubclass(kind, natgrad.NatgradError)
         assert "rank 0 has skipped step() 3" in message
         assert seconds < SECONDS
+
+
+def skip_a_step_of_the_optimizer():
+    with pytest.raises(natgrad.NatgradError) as raised:
+        train_natural_muon()
+    return str(raised.value)
+
+
+def train_natural_muon():
+    model = DistributedDataParallel(network())
+    optimizer = natgrad.NaturalMuon(model, interval=2)
+    for step in range(8):
+        x, y = (share(part) for part in batch(step))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        if step != 3 or dist.get_rank():
+            optimizer.step()
+
+
+def test_a_skipped_step_of_natural_muon(ranks):
+    for message in ranks.run(2, skip_a_step_of_the_optimizer):
+        assert "rank 0 has skipped step() 3" in message
 
 
 def test_one_step_more_where_natgrad_averages(ranks):

@@ -95,7 +95,7 @@ class Positions:
         self._ended = threading.Event()
         weakref.finalize(world, self._ended.set).atexit = False
         self._publish()
-        threading.Thread(target=self._run, name="natgrad-positions", daemon=True).start()
+        threading.Thread(target=self._run, name="positions of natgrad", daemon=True).start()
 
     # --- This rank ----------------------------------------------------------------------------------------------
 

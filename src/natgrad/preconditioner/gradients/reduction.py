@@ -95,18 +95,24 @@ def _agree(trained: list[nn.Parameter], runtime: Communicator, samples: int, *, 
     used = [float(parameter.grad is not None) for parameter in trained]
     counters = tensor_on(trained[0].device, [float(samples), *used, float(updated)], torch.float64)
     runtime.sum_(counters, {"counters": len(counters)})
-    if on_host(counters) and 0 < int(counters[-1]) < runtime.ranks:
-        others = [rank for rank, one in enumerate(runtime.all_gather_objects(updated)) if not one]
-        raise NatgradError(
-            f"the ranks are at different steps: ranks {others} call step() although their optimizer has not stepped "
-            "since the last one, and the other ranks' has; call step() once before each optimizer.step() on every rank"
-        )
+    if on_host(counters):
+        _check_updates(counters[-1], runtime, updated=updated)
     if not all(used):
         # Only a rank without a gradient checks whether another has one, because that synchronizes with the device.
         for parameter, users in zip(trained, counters[1:-1].tolist(), strict=True):
             if parameter.grad is None and users:
                 parameter.grad = torch.zeros_like(parameter)
     return counters[0]
+
+
+def _check_updates(total: Tensor, runtime: Communicator, *, updated: bool) -> None:
+    """Raise a `NatgradError` if `updated` is true on some ranks only; `total` is their number."""
+    if 0 < int(total) < runtime.ranks:
+        others = [rank for rank, one in enumerate(runtime.all_gather_objects(updated)) if not one]
+        raise NatgradError(
+            f"the ranks are at different steps: ranks {others} call step() although their optimizer has not stepped "
+            "since the last one, and the other ranks' has; call step() once before each optimizer.step() on every rank"
+        )
 
 
 def _split(trained: Iterable[nn.Parameter], groups: Sequence[BlockGroup]) -> Iterator[_Rows]:
