@@ -25,14 +25,20 @@ def check_number(name: str, value: object, allowed: str, *, minimum: float, stri
     require(is_number(value) and (value > minimum if strict else value >= minimum), name, value, allowed)
 
 
-def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
-    """Check that `value` is a whole number from `least` to `most`.
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return whether `value` is an ``int``, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_whole(name: str, value: object, least: int, most: int | None = None, *, optional: bool = False) -> None:
+    """Check that `value` is a whole number from `least` to `most`, or, if it is `optional`, None.
 
     Raises:
         ValueError: if it is not.
     """
-    fits = isinstance(value, int) and not isinstance(value, bool) and value >= least and (most is None or value <= most)
-    require(fits, name, value, f"a whole number >= {least}" + ("" if most is None else f" and <= {most}"))
+    fits = is_whole(value) and value >= least and (most is None or value <= most)
+    allowed = f"a whole number >= {least}" + ("" if most is None else f" and <= {most}")
+    require(fits or (optional and value is None), name, value, allowed + (", or None" if optional else ""))
 
 
 def check_schedule(name: str, schedule: object, allowed: str, *, minimum: float, strict: bool = False) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from natgrad.errors import NatgradWarning, require, require_one_of
 from natgrad.layers import Layer
 from natgrad.layers.norm import NORMS
+from natgrad.schedule import is_whole
 
 if TYPE_CHECKING:
     from natgrad.capture.model_hooks import Samples
@@ -209,7 +210,7 @@ def _check_number(name: str, number: object, seen: int) -> None:
 
 
 def _is_whole(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+    return is_whole(number) and number >= 0
 
 
 def _sees_positions(layer: Layer, inputs: Tensor) -> bool:

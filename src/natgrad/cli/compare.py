@@ -43,7 +43,7 @@ def compare(
     """Compare optimizers on TASK..., and write tables, plots and one HTML page."""
     # Before the imports, which take seconds.
     print(f"comparing {optimizers} on {', '.join(task)}, {workers} rank(s) a run ...", flush=True)
-    from natgrad.training.warm import start_fork_server
+    from natgrad.training.fork_server import start_fork_server
 
     start_fork_server("natgrad.cli")  # it imports while this process imports
     from natgrad.training.compare import Comparison

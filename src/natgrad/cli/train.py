@@ -164,7 +164,7 @@ def train(
     from dataclasses import replace
 
     if workers > 1:
-        from natgrad.training.warm import start_fork_server
+        from natgrad.training.fork_server import start_fork_server
 
         start_fork_server("natgrad.cli")  # it imports while this process imports
     from natgrad.training.launch import INTERRUPTED, RankError, StoppedError

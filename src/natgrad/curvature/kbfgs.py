@@ -18,6 +18,7 @@ from natgrad.curvature.quasi_newton import Compact, append, bfgs, damped, inner,
 from natgrad.curvature.unitwise import UnitWise
 from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
+from natgrad.schedule import check_whole, is_number
 from natgrad.specs import Statistic, Task, TensorSpec
 
 # The largest norm of a gradient that enters Ŵ, as a multiple of the norm of Ŵ. In ordinary training it reaches 10.
@@ -79,14 +80,11 @@ class KBFGS(Curvature):
         Raises:
             ValueError: if an argument is not allowed.
         """
-        whole = isinstance(memory, int) and not isinstance(memory, bool) and memory >= 1
-        require(memory is None or whole, "memory", memory, "a whole number >= 1, or None")
+        check_whole("memory", memory, 1, optional=True)
         for name, value in (("gradient_decay", gradient_decay), ("pair_decay", pair_decay)):
-            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
+            fits = is_number(value) and 0 <= value < 1
             require(fits, name, value, "a number in [0, 1)")
-        whole = isinstance(max_factor_size, int) and not isinstance(max_factor_size, bool) and max_factor_size >= 1
-        fits = max_factor_size is None or whole
-        require(fits, "max_factor_size", max_factor_size, "a whole number >= 1, or None")
+        check_whole("max_factor_size", max_factor_size, 1, optional=True)
         require_one_of("sharing", sharing, "expand", "reduce")
         self.factor_decay, self._norm_likelihood = check_estimate(fisher, factor_decay, likelihood)
         self.limit, self.fisher, self.max_factor_size = memory, fisher, max_factor_size

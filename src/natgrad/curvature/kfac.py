@@ -20,6 +20,7 @@ from natgrad.curvature.tables import TableKFAC
 from natgrad.errors import require, require_one_of
 from natgrad.layers import Layer, Rows
 from natgrad.linalg.iterative import Warm
+from natgrad.schedule import check_whole
 from natgrad.specs import Statistic, Task
 
 if TYPE_CHECKING:
@@ -94,9 +95,7 @@ class KFAC(Curvature):
         require_one_of("form", form, *_COST)
         require_one_of("sharing", sharing, "expand", "reduce")
         require(isinstance(pi, bool), "pi", pi, "True or False")
-        whole = isinstance(max_factor_size, int) and not isinstance(max_factor_size, bool)
-        fits = max_factor_size is None or (whole and max_factor_size >= 1)
-        require(fits, "max_factor_size", max_factor_size, "a whole number >= 1, or None")
+        check_whole("max_factor_size", max_factor_size, 1, optional=True)
         require_one_of("wide", wide, "diagonal", "blocks", "optimizer")
         require_one_of("sides", sides, "both", "a")
         require(sides == "both" or fisher == "empirical", "fisher", fisher, "'empirical' with sides='a', as A has no g")

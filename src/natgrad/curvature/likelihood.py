@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import require
-from natgrad.schedule import check_number
+from natgrad.schedule import check_number, is_whole
 
 
 class Likelihood(ABC):
@@ -58,8 +58,7 @@ class Categorical(Likelihood):
 
     def __post_init__(self) -> None:
         """Check the dimension."""
-        whole = isinstance(self.dim, int) and not isinstance(self.dim, bool)
-        require(whole and self.dim != 0, "dim", self.dim, "a dimension other than 0, the batch")
+        require(is_whole(self.dim) and self.dim != 0, "dim", self.dim, "a dimension other than 0, the batch")
 
     def score(self, outputs: Tensor, generator: torch.Generator, *, summed: bool, first_feature: int) -> Tensor:
         """Return ``softmax(outputs) - onehot(label)``, the label drawn from the softmax."""

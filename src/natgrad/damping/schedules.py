@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import cos, log10, pi
 
 from natgrad.errors import require
-from natgrad.schedule import check_number, check_whole
+from natgrad.schedule import check_number, check_whole, is_whole
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,7 @@ class Piecewise:
         fits = isinstance(values, Mapping) and 0 in values
         require(fits, "values", values, "a mapping of steps to values, with one for step 0")
         for step, value in values.items():
-            whole = isinstance(step, int) and not isinstance(step, bool) and step >= 0
-            require(whole, "values", step, "a mapping whose keys are steps, whole numbers >= 0")
+            require(is_whole(step) and step >= 0, "values", step, "a mapping whose keys are steps, whole numbers >= 0")
             check_number(f"values[{step}]", value, "a number > 0", minimum=0, strict=True)
         self.values = dict(sorted(values.items()))
 

@@ -11,6 +11,7 @@ from natgrad.distributed.options import Link, Placement, RefreshIntervals
 from natgrad.distributed.plan import Assignment, Collective, LayerDemand, Plan
 from natgrad.distributed.table import mebibytes
 from natgrad.errors import require
+from natgrad.schedule import check_whole
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -49,8 +50,7 @@ def make_plan(
     Raises:
         ValueError: if an option does not fit the number of ranks, or a rank would hold more than `Placement.memory`.
     """
-    whole = isinstance(ranks, int) and not isinstance(ranks, bool)
-    require(whole and ranks >= 1, "ranks", ranks, "a whole number >= 1")
+    check_whole("ranks", ranks, 1)
     speeds = placement.speeds
     require(speeds is None or len(speeds) == ranks, "speeds", speeds, f"a number for each of the {ranks} ranks")
     nodes = placement.nodes

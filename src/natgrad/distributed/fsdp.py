@@ -12,6 +12,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -64,23 +65,33 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return model.named_parameters()
 
 
-def extra_pass(model: nn.Module, run: Callable[[], None]) -> Exception | None:
-    """Call `run`, which makes passes that are no part of the training, and return the error that it raises, or None.
+@contextmanager
+def extra_passes(model: nn.Module) -> Iterator[bool]:
+    """Make FSDP2 reshard before and after passes that are no part of the training.
 
-    FSDP2 reshards before and after, because unsharded parameters would miss the optimizer's next update.
+    Parameters that stay unsharded would miss the optimizer's next update. The value of the context is whether FSDP2
+    shards any module.
+    """
+    sharded = reshard(model.modules())
+    try:
+        yield sharded
+    finally:
+        reshard(model.modules())
+
+
+def extra_pass(model: nn.Module, run: Callable[[], None]) -> Exception | None:
+    """Call `run`, which makes `extra_passes`, and return the error that it raises, or None.
 
     Raises:
         Exception: the error, if FSDP2 shards any module, because other ranks wait for this one in the passes.
     """
-    sharded = reshard(model.modules())
-    try:
-        run()
-    except Exception as error:
-        if sharded:
-            raise
-        return error
-    finally:
-        reshard(model.modules())
+    with extra_passes(model) as sharded:
+        try:
+            run()
+        except Exception as error:
+            if sharded:
+                raise
+            return error
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from natgrad.distributed.rules import PlacementRule, names, rule_of
 from natgrad.errors import require, require_one_of
-from natgrad.schedule import is_number
+from natgrad.schedule import check_whole, is_number, is_whole
 
 Name = Literal["auto", "comm-opt", "mem-opt", "hybrid", "reduce-scatter", "dp", "pipelined", "background"]
 NAMES: tuple[str, ...] = get_args(Name)
@@ -142,8 +142,8 @@ class Placement:
         require_one_of("owners", self.owners, "balanced", "round-robin")
         for name, least in (("bucket", 1), ("staleness", 1), ("nodes", 1)):
             value = getattr(self, name)
-            require(_is_whole(value) and value >= least, name, value, f"a whole number >= {least}")
-        fits = self.memory is None or (_is_whole(self.memory) and self.memory >= 1)
+            check_whole(name, value, least)
+        fits = self.memory is None or (is_whole(self.memory) and self.memory >= 1)
         require(fits, "memory", self.memory, "a number of bytes >= 1, or None")
         if self.speeds is not None:
             fits = isinstance(self.speeds, tuple) and all(is_number(speed) and speed > 0 for speed in self.speeds)
@@ -168,7 +168,7 @@ class Placement:
             ValueError: if the rule does not return a divisor of P.
         """
         count = self.rule.workers(ranks)
-        fits = _is_whole(count) and count >= 1 and ranks % count == 0
+        fits = is_whole(count) and count >= 1 and ranks % count == 0
         require(fits, f"{self.rule.name}.workers({ranks})", count, "a divisor of the number of ranks")
         return count
 
@@ -209,7 +209,3 @@ def resolve(placement: object) -> Placement:
     except ValueError:
         require(False, "placement", placement, "'hybrid:' and a number in (0, 1]")
         raise
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

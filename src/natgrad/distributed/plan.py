@@ -245,7 +245,7 @@ class Plan(Printed, Generic[Key]):
         for kind, elements in self._rows_sent(self._local(samples)).items():
             found["inverses"][kind] = found["inverses"].get(kind, 0) + elements
         for key, layer in self.layers.items():
-            if self._is_sharded:
+            if self._sends_rows:
                 whole = self._served * layer.gradients
                 found["step"]["gradients"] += self._shards_sent(key) if layer.shards else whole
                 found["step"]["counters"] += self._served * (layer.blocks + 2)
@@ -279,7 +279,7 @@ class Plan(Printed, Generic[Key]):
                     workers = range(column, self.ranks, self.columns)
                     for kind, owned in (("inverses", sizes), ("counters", flags)):
                         inverses.append(Collective(kind, workers, tuple(owned[column :: self.columns])))
-        if self.columns > 1 and not self._is_sharded:
+        if self.columns > 1 and not self._sends_rows:
             gradients, counters = [0] * self.columns, [0] * self.columns
             for key, layer in self.layers.items():
                 gradients[self.column_of(key)] += layer.gradients * (layer.itemsize if in_bytes else 1)
@@ -361,8 +361,8 @@ class Plan(Printed, Generic[Key]):
         return found
 
     @cached_property
-    def _is_sharded(self) -> bool:
-        """Whether FSDP2 shards any layer; then gradients are sent by rows."""
+    def _sends_rows(self) -> bool:
+        """Whether gradients are sent by rows, because FSDP2 shards a layer."""
         return any(layer.shards for layer in self.layers.values())
 
     @property

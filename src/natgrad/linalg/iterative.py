@@ -17,6 +17,7 @@ from natgrad.errors import require
 from natgrad.linalg import damped_inverse, eigh, product, tensor_on
 from natgrad.linalg.device import on_host
 from natgrad.linalg.lapack import symmetric
+from natgrad.schedule import check_whole
 
 # The first iteration rotates one in _FIRST eigenvectors, later ones one in _LATER; each typically divides the residual
 # by _GAIN.
@@ -61,8 +62,7 @@ class Warm:
         """Check the numbers."""
         number = isinstance(self.tolerance, float) and 0 < self.tolerance < 1
         require(number, "tolerance", self.tolerance, "a number in (0, 1)")
-        whole = isinstance(self.iterations, int) and not isinstance(self.iterations, bool)
-        require(whole and self.iterations >= 0, "iterations", self.iterations, "a whole number >= 0")
+        check_whole("iterations", self.iterations, 0)
 
     def eigh(self, matrices: Tensor, basis: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Decompose symmetric positive semi-definite matrices F, starting from the eigenvectors Q of similar matrices.

@@ -25,7 +25,7 @@ from natgrad.errors import NatgradError, NatgradWarning, require, require_one_of
 from natgrad.layers import Layer
 from natgrad.linalg.precision import Precision
 from natgrad.preconditioner.guard.guard import Guard
-from natgrad.schedule import check_number
+from natgrad.schedule import check_number, is_whole
 
 # The variables with which launchers announce the number of processes: Horovod, Open MPI, MPICH and Intel MPI, torchrun.
 _SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
@@ -66,7 +66,7 @@ def check_arguments(model: object, optimizer: object, arguments: Mapping[str, An
     scaler, seed = arguments["scaler"], arguments["seed"]
     fits = scaler is None or isinstance(scaler, torch.amp.GradScaler)
     require(fits, "scaler", type(scaler).__name__, "a torch.amp.GradScaler, or None")
-    require(isinstance(seed, int) and not isinstance(seed, bool), "seed", seed, "a whole number")
+    require(is_whole(seed), "seed", seed, "a whole number")
 
 
 def _check_curvature(curvature: object) -> None:

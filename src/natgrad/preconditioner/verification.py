@@ -23,7 +23,7 @@ from natgrad.capture.reductions import Reductions
 from natgrad.capture.repetition import restored, restored_random_state
 from natgrad.curvature.likelihood import Likelihood
 from natgrad.distributed import Communicator, Placement
-from natgrad.distributed.fsdp import plain_copy, reshard, whole
+from natgrad.distributed.fsdp import extra_passes, plain_copy, whole
 from natgrad.errors import require
 from natgrad.preconditioner.agreement import check_agreement
 from natgrad.preconditioner.counters import StepCounters
@@ -151,9 +151,8 @@ def verify(
         preconditioner._follow_model()
     original, written = preconditioner.parts, preconditioner.call_order.written
     root, runtime, untouched = original.structure.root, original.runtime, written.untouched()
-    reshard(root.modules())
     with restored_random_state(root):
-        with _without_chance(root):
+        with extra_passes(root), _without_chance(root):
             placed = _placed_parts(original)
             outcome, scores = _step_placed(placed, batch, loss_fn)
             batches, drawn = _gather(batch, runtime), _gather(scores, runtime)
@@ -383,10 +382,7 @@ def _without_chance(root: nn.Module) -> Iterator[None]:
         with restored(root):
             for module in root.modules():
                 module.training = isinstance(module, nn.RNNBase) and not module.dropout  # cuDNN needs it for a backward
-            try:
-                yield
-            finally:
-                reshard(root.modules())
+            yield
     finally:
         with torch.no_grad():
             for gradient, values in gradients:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.distributed import Communicator
 from natgrad.errors import require
+from natgrad.schedule import check_whole, is_whole
 from natgrad.state.block_group import BlockGroup
 from natgrad.state.checks import WHOLE, check_tensors
 from natgrad.state.tensors import StateTensors
@@ -98,14 +99,13 @@ def checked(
     require(isinstance(state, Mapping), "state", type(state).__name__, "what Preconditioner.state_dict() returned")
     missing = [name for name in _FIELDS if name not in state]
     require(not missing, "state", sorted(state), f"complete: {', '.join(missing)} missing")
-    known = _is_whole(state["format"]) and state["format"] == FORMAT
+    known = is_whole(state["format"]) and state["format"] == FORMAT
     require(known, "state['format']", state["format"], f"{FORMAT}, the format of this version")
     for name, least in (("step", 0), ("last_factors", -1), ("last_inverses", -1)):
-        fits = _is_whole(state[name]) and state[name] >= least
-        require(fits, f"state[{name!r}]", state[name], f"a whole number >= {least}")
+        check_whole(f"state[{name!r}]", state[name], least)
     for name, counted in counters.items():
         fits = isinstance(state[name], Mapping) and counted.keys() - _LATER <= state[name].keys() <= counted.keys()
-        fits = fits and all(map(_is_whole, state[name].values()))
+        fits = fits and all(map(is_whole, state[name].values()))
         require(fits, f"state[{name!r}]", state[name], f"a whole number for each of {', '.join(counted)}")
     loaded = state["blocks"]
     keys = {member.layer.key for group in groups for member in group.members}
@@ -221,10 +221,6 @@ def _unpacked(state: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(values, Mapping)
     }
     return {**state, "blocks": {**state["blocks"], **found}}
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _shapes(

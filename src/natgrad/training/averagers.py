@@ -15,7 +15,7 @@ from natgrad import Preconditioner
 from natgrad.averaging import DASO, Averager, Classic, DiLoCo, HierarchicalSGD, PostLocalSGD, StreamingDiLoCo
 from natgrad.errors import require
 
-from .naming import options_named
+from .option_errors import options_named
 
 _CLASSES: dict[str, Callable[..., Averager]] = {
     "daso": DASO,

@@ -17,7 +17,7 @@ from natgrad.tasks import Task
 
 from . import averagers, curvatures, optimizers, recipe, refresh_rules
 from .job import Job
-from .naming import options_named
+from .option_errors import options_named
 from .world import check_devices
 
 

@@ -10,7 +10,7 @@ from natgrad import EKFAC, KBFGS, KFAC, SNGD, HyLo, RankOne
 from natgrad.curvature import Curvature
 from natgrad.errors import require
 
-from .naming import options_named
+from .option_errors import options_named
 
 _CLASSES: dict[str, Callable[..., Curvature]] = {
     "kfac": KFAC,

@@ -27,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from natgrad.errors import NatgradError, require
 
-from .warm import start_fork_server
+from .fork_server import start_fork_server
 from .world import launched
 
 T = TypeVar("T")

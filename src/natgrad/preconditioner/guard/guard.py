@@ -12,6 +12,7 @@ from natgrad.errors import CurvatureError, require
 from natgrad.linalg import tensor_on
 from natgrad.linalg.device import known_all, on_host
 from natgrad.linalg.joined import joined, together, write_
+from natgrad.schedule import check_whole
 from natgrad.state.block_group import BlockGroup, LayerBlocks
 from natgrad.state.failures import Level
 
@@ -45,8 +46,7 @@ class Guard:
     def __post_init__(self) -> None:
         """Check the numbers."""
         for name, value, least in (("limit", self.limit, 1), ("patience", self.patience, 0)):
-            fine = value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least)
-            require(fine, name, value, f"a whole number >= {least}, or None")
+            check_whole(name, value, least, optional=True)
         require(isinstance(self.ladder, bool), "ladder", self.ladder, "True or False")
 
 
